@@ -13,22 +13,25 @@ def check_leader(leader):
 
 
 def check_offloads(offloads):
+    collected = (*offloads._collected.hashes, *offloads._snapshots.hashes)
     held = sum(len(flight.order.block_ids) for flight in offloads.in_flight.values() if flight.is_held)
-    assert held == offloads._held_blocks, (held, offloads._held_blocks)
-    in_flight = {h for flight in offloads.in_flight.values() if not flight.is_void for h in flight.hashes}
-    assert in_flight == offloads._departing, (len(in_flight), len(offloads._departing))
+    assert held + len(collected) == offloads._held_blocks, (held, len(collected), offloads._held_blocks)
+    expected = {h for flight in offloads.in_flight.values() for h in flight.wanted()}.union(collected)
+    assert expected == offloads._departing, (len(expected), len(offloads._departing))
 
 
 def check_onboards(onboards):
     copies, fetches = onboards.in_flight.values(), onboards._fetches.values()
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
-    live = {copy.load.number for copy in copies} | {load.number for load in onboards._from_disk}
+    in_parts = dict.fromkeys([*onboards._from_disk, *onboards._in_slices])
+    live = {copy.load.number for copy in copies} | {load.number for load in in_parts}
     assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
-    for load in onboards._from_disk:
+    for load in in_parts:
         fetching = sum(other is load for other, _ in fetches)
         copying = sum(copy.load is load for copy in copies)
         assert load.open_parts == fetching + copying, (load, fetching, copying)
-        assert load.open_parts or load.waiting, load
+        assert load.open_parts or load.waiting or load.slices, load
+        assert (load in onboards._in_slices) == bool(load.slices), load
 
 
 def check_disk_tier(disk):

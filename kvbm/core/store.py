@@ -74,6 +74,7 @@ class BlockStore:
         self._mutable_count = 0
         self._complete_count = 0
         self._epoch = 0
+        self._forgotten = 0
         self._has_events = events
         self._events: list[Event] = []
         self._leaks: deque[str] = deque()
@@ -156,6 +157,16 @@ class BlockStore:
 
     # Lookup
 
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can return: free ones and evictable ones."""
+        return self._free_count + self._inactive_count
+
+    @property
+    def free(self) -> int:
+        """Blocks that `allocate` can return without an eviction."""
+        return self._free_count
+
     def match(self, hashes: Sequence[bytes], start: int = 0) -> int:
         """Return how many of `hashes[start:]` are registered, up to the first that is not. Changes nothing."""
         return len(self._index.find_prefix(hashes[start:] if start else hashes))
@@ -176,6 +187,12 @@ class BlockStore:
             return None
         self._pin_slots(slots)
         return PinnedBlocks(self, slots, self._epoch, tuple(hashes))
+
+    def pin_prefix(self, hashes: Sequence[bytes]) -> PinnedBlocks:
+        """Hold the blocks of `hashes` up to the first that is not registered."""
+        slots = self._index.find_prefix(hashes)
+        self._pin_slots(slots)
+        return PinnedBlocks(self, slots, self._epoch, tuple(hashes[: len(slots)]))
 
     def _pin_slots(self, slots: list[int]) -> None:
         states, extra_pins = self._states, self._extra_pins
@@ -215,15 +232,21 @@ class BlockStore:
                 unheld.append(slot)
         return unheld
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
+    def touch(self, hashes: Sequence[bytes]) -> list[int]:
         """Make those of `hashes` that are registered the most recently used, the first one newest.
 
-        Pinned ones become so when they are released.
+        Pinned ones become so when they are released. Return the positions of those that are not registered.
         """
-        present = dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None)
-        inactive = [slot for slot in present if self._states[slot] == INACTIVE]
-        self._lists.remove(inactive)
-        self._lists.append(self._lists.inactive, reversed(inactive))
+        found = self._index.find(hashes)
+        slots = [slot for slot in found if slot is not None]
+        if slots:
+            states = self._states
+            inactive = [slot for slot in dict.fromkeys(slots) if states[slot] == INACTIVE]
+            self._lists.remove(inactive)
+            self._lists.append(self._lists.inactive, reversed(inactive))
+        if len(slots) == len(found):
+            return []
+        return [position for position, slot in enumerate(found) if slot is None]
 
     def oldest(self, count: int) -> tuple[bytes, ...]:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""
@@ -250,6 +273,7 @@ class BlockStore:
         slots = list(dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None))
         if not slots:
             return
+        self._forgotten += 1
         removed = self._index.remove(slots)
         inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
         self._set_states([slot for slot in slots if self._states[slot] == PINNED], ORPHANED)
@@ -258,6 +282,11 @@ class BlockStore:
         self._free(inactive)
         if self._has_events:
             self._events.append(BlocksRemoved(self.tier, removed))
+
+    @property
+    def losses(self) -> int:
+        """A number that grows whenever blocks are forgotten that may be pinned."""
+        return self._epoch + self._forgotten
 
     def reset(self) -> None:
         """Forget every block. Existing handles stay valid and give their slots back when they end.

@@ -200,7 +200,6 @@ class KvbmScheduler:
             if result.is_live:
                 output.finished_recving.add(result.request_id)
                 output.failed_block_ids.update(result.failed_block_ids)
-        self._cache.take_events()  # the embedded engine publishes no events; drop them, or they accumulate
         return output
 
     @hook(False, when_off=True)

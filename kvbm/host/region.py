@@ -520,6 +520,8 @@ def _is_final(reports: NDArray[np.uint64], generations: NDArray[np.uint64] | np.
 def _combine(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]) -> list[SlotState]:
     """Return the state of each slot over all ranks; `found` has one row of words per rank."""
     is_ready = found == _word(generation, SlotState.READY)
+    if is_ready.all():
+        return [SlotState.READY] * found.shape[1]
     is_reported = is_ready | (found == _word(generation, SlotState.FAILED)) | np.array(is_lost)[:, None]
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)

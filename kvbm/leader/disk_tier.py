@@ -170,10 +170,15 @@ class DiskTier:
             in_host = self._host.store.match(hashes, end + count)
             end += count + in_host
             spans += [(True, count), (False, in_host)]
+        return self.worthwhile(spans)
+
+    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
+        """Return how many blocks of a chain are loaded faster than computed. `spans` are (is it on disk, blocks)."""
+        found = sum(count for _, count in spans)
         if self._policy.reads_always:
-            return end - start
+            return found
         wanted = self.rates.worthwhile(spans)
-        self._counters.disk_declined_blocks += end - start - wanted
+        self._counters.disk_declined_blocks += found - wanted
         return wanted
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:

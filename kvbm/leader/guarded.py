@@ -71,8 +71,8 @@ class GuardedLeader:
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
     @hook(0)
-    def match(self, request_id: str, hashes: Sequence[bytes], start: int) -> int | None:
-        return self.leader.match(request_id, hashes, start)
+    def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
+        return self.leader.match(request_id, hashes, start, end)
 
     @hook(0)
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:

@@ -17,6 +17,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm.core.store import BlockStore
@@ -47,9 +48,9 @@ class Reservation:
 class HostTier:
     """See the module's text. Counts evictions in `counters`."""
 
-    def __init__(self, region: Region, counters: Counters, *, hash_bytes: int = 16) -> None:
+    def __init__(self, region: Region, counters: Counters, *, hash_bytes: int = 16, events: bool = False) -> None:
         self.region = region
-        self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes)
+        self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events)
         self.capacity_blocks = region.slot_count
         self._counters = counters
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
@@ -64,7 +65,7 @@ class HostTier:
 
     def reserve(self, count: int) -> Reservation | None:
         """Return `count` slots, free ones first, then those of the least recently used blocks. None without room."""
-        evicted = count - self.store.counts().free
+        evicted = count - self.store.free
         blocks = self.store.allocate(count)
         if blocks is None:
             return None
@@ -88,19 +89,25 @@ class HostTier:
     def results(self, target: Reservation) -> list[bool] | None:
         """Return which slots all ranks have proven; None until every rank has reported."""
         states = self.region.slot_results(target.slots, target.generation)
+        if states.count(SlotState.READY) == len(states):
+            return [True] * len(states)
         return None if SlotState.EMPTY in states else [state is SlotState.READY for state in states]
 
     def register(self, target: Reservation, hashes: Sequence[bytes], is_good: Sequence[bool]) -> PinnedBlocks:
         """Consumes. Make the good blocks findable and return them pinned; `hashes[i]` names `slots[i]`."""
-        proven, failed = target.blocks.split(is_good)
-        failed.release()
+        proven = target.blocks
+        if not all(is_good):
+            proven, failed = target.blocks.split(is_good)
+            failed.release()
+            hashes = list(compress(hashes, is_good))
+        generations = self._slot_generations
         for slot in proven.slots:
-            self._slot_generations[slot] = target.generation
-        return proven.stage([h for h, good in zip(hashes, is_good, strict=True) if good]).register()
+            generations[slot] = target.generation
+        return proven.stage(hashes).register()
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""
-        return tuple(self._slot_generations[slot] for slot in slots)
+        return tuple(map(self._slot_generations.__getitem__, slots))
 
     def check_next(self) -> None:
         """Log handles that were dropped while they held blocks, and once in CHECK_STEPS steps check some slots. Call

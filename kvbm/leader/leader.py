@@ -31,9 +31,11 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
+from kvbm.leader.long_match import LongMatch
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
 from kvbm.leader.prefetches import Prefetches
+from kvbm.leader.slices import Slices
 from kvbm.metrics import Counters, TierBlocks
 from kvbm.plan import StepPlan
 from kvbm.types import Tier
@@ -87,14 +89,16 @@ class Leader:
         self._unit = math.lcm(*(group.block_tokens for group in self._groups))  # a hit ends at a multiple of it
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
-        self._host = HostTier(region, self.counters, hash_bytes=settings.engine.hash_bytes)
+        engine = settings.engine
+        self._host = HostTier(region, self.counters, hash_bytes=engine.hash_bytes, events=engine.publishes_events)
         self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
         self._prefetches: Prefetches | None = None  # of an engine that is not promised blocks on disk
         if self._disk is not None and not settings.engine.accepts_failed_loads:
             self._prefetches = Prefetches(self._host, self._disk, batch_blocks=settings.disk.batch_blocks, clock=clock)
             self._prefetches.warm()
-        self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters)
-        self._onboards = Onboards(self._host, self._disk, callbacks, settings, clock)
+        self._slices = Slices(settings.slice_blocks)
+        self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters, self._slices)
+        self._onboards = Onboards(self._host, self._disk, callbacks, settings, self._slices, clock)
         self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
@@ -105,23 +109,28 @@ class Leader:
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
-    def match(self, request_id: str, hashes: Sequence[bytes], start: int) -> int | None:
-        """Return how many blocks of `hashes[start:]` can be onboarded now. None: call again at the next step.
+    def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
+        """Return how many blocks of `hashes[start:end]` can be onboarded now. None: call again at the next step.
 
-        Starts nothing and promises only what `onboard` can reserve in the same step. `hashes` must end before the
-        last token of the request, unless the engine computes that one again. None means that another request is
-        bringing this prefix into G1, where this request will find it.
+        Starts nothing and promises only what `onboard` can reserve in the same step. `end` must be before the last
+        token of the request, unless the engine computes that one again. None means that another request is bringing
+        this prefix into G1, where this request will find it, or that a long chain has not been examined whole.
         """
+        end = len(hashes) if end is None else min(end, len(hashes))
+        is_long = end - start > self._slices.size and self._settings.engine.accepts_failed_loads
 
-        def search(disk: DiskTier | None) -> int:
-            return self._host.store.match(hashes, start) if disk is None else disk.match_prefix(hashes, start)
+        def search(disk: DiskTier | None) -> int | None:
+            if is_long:
+                return self._match_long(request_id, hashes, start, end, disk)
+            examined = hashes if end == len(hashes) else hashes[:end]
+            return self._host.store.match(examined, start) if disk is None else disk.match_prefix(examined, start)
 
-        blocks = self._match(request_id, hashes, start, lambda: hashes[:start], search)
+        blocks = self._match(request_id, hashes, (start, end), lambda: hashes[:start], search)
         if not self._settings.engine.accepts_failed_loads:
             self._promise(request_id, hashes[start : start + (blocks or 0)])
-            self._prefetch(request_id, hashes, start + (blocks or 0))
+            self._prefetch(request_id, hashes[:end], start + (blocks or 0))
         if self._trace is not None:
-            self._trace("match", request=request_id, start=start, hashes=hashes[start:], blocks=blocks)
+            self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)
         return blocks
 
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
@@ -144,7 +153,8 @@ class Leader:
             return needed_blocks(self._groups, chains, start)
 
         self._live(request_id).lost_state_tokens = 0  # a retry after a failed load searches for nothing
-        tokens = self._match(request_id, chains[0], start // self._groups[0].block_tokens, local, search)
+        blocks = (start // self._groups[0].block_tokens, len(chains[0]))
+        tokens = self._match(request_id, chains[0], blocks, local, search)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
         return tokens
@@ -177,7 +187,7 @@ class Leader:
             return
         request.disk_tokens = load.disk_tokens
         if self._disk is not None:
-            self._disk.hit(wanted)
+            self._slices.run(self._disk.hit, wanted)
 
     def lost_state_tokens(self, request_id: str) -> int:
         """Return how many tokens after the request's last hit are in the cache, but without a snapshot at their end."""
@@ -253,18 +263,20 @@ class Leader:
 
     def discard_offloads(self, block_ids: Collection[int]) -> None:
         """Do not register copies in flight of these G1 blocks: the engine reuses the blocks before the copies end."""
-        self._offloads.discard(block_ids)
+        self._offloads.discard(set(block_ids))
 
     def step(self) -> StepPlan:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
         self._step += 1
+        offloads = self._offloads.step()
         if self._disk is not None:
             self._disk.step()
         if self._prefetches is not None:
             self._prefetches.step()
+        self._slices.step()
         plan = StepPlan(
             step=self._step,
-            offloads=self._offloads.step(),
+            offloads=offloads,
             onboards=self._onboards.step(),
             overdue_offloads=self._offloads.overdue(),
             overdue_onboards=self._onboards.overdue(),
@@ -341,6 +353,7 @@ class Leader:
         if request is None:
             return
         self._end_promise(request)
+        self._onboards.end_request(request)
         if self._has_states:
             self._touch_with_snapshot(chains)
         for progress, hashes in zip(request.offloads, chains, strict=True):
@@ -386,7 +399,7 @@ class Leader:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """Return the blocks stored in and removed from G2 since the last call, in order."""
+        """Return the blocks stored in and removed from G2 since the last call, in order. Without `publishes_events` none."""
         return self._host.store.take_events()
 
     def blocks(self) -> TierBlocks:
@@ -414,9 +427,9 @@ class Leader:
         return request
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
-        self._host.store.touch(hashes)
+        self._slices.run(self._host.store.touch, hashes)
         if self._disk is not None:
-            self._disk.store.touch(hashes)
+            self._slices.run(self._disk.store.touch, hashes)
 
     def _touch_with_snapshot(self, chains: Sequence[Sequence[bytes]]) -> None:
         """Make the longest hits that a tier can serve recent, the shorter one most, a snapshot less than its chain.
@@ -436,25 +449,26 @@ class Leader:
         self,
         request_id: str,
         hashes: Sequence[bytes],
-        start: int,
+        blocks: tuple[int, int],
         local: Callable[[], Sequence[bytes]],
-        search: Callable[[DiskTier | None], int],
+        search: Callable[[DiskTier | None], int | None],
     ) -> int | None:
         """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load.
 
-        `hashes[:start]` are in G1; `local` returns the blocks of all groups that it uses there.
+        `blocks` are the start and the end in `hashes`, and those before the start are in G1; `local` returns the blocks
+        of all groups that it uses there.
         """
-        request = self._live(request_id)
+        request, (start, end) = self._live(request_id), blocks
         if self._disk is not None:
             if self._prefetches is None:  # else the lookup finds nothing on disk, and the next step refreshes
                 self._disk.refresh()
             if not request.has_probed:
-                self._disk.hit(local())
+                self._slices.run(self._disk.hit, local())
         request.has_probed = True
-        request.probed_blocks = max(request.probed_blocks, len(hashes) - start)
+        request.probed_blocks = max(request.probed_blocks, end - start)
         if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
             return 0
-        can_wait = start < len(hashes) and self._settings.engine.accepts_failed_loads
+        can_wait = start < end and self._settings.engine.accepts_failed_loads
         arriving = self._onboards.arriving(hashes[start]) if can_wait else None
         if arriving is not None and request.awaited in (0, arriving):
             request.is_waiting, request.awaited = True, arriving
@@ -464,6 +478,20 @@ class Leader:
             self.counters.onboard_shared_requests += 1
         may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads
         return search(self._disk if may_read_disk else None)
+
+    def _match_long(
+        self, request_id: str, hashes: Sequence[bytes], start: int, end: int, disk: DiskTier | None
+    ) -> int | None:
+        """Examine the next slice of a long chain; return the match if it is complete."""
+        request = self._live(request_id)
+        on_disk = disk.store if disk is not None and disk.is_on else None
+        found = request.long_match
+        if found is None or not found.is_for(start, on_disk):
+            self._end_promise(request)
+            found = request.long_match = LongMatch(start, self._host.store, on_disk, slice_blocks=self._slices.size)
+        if not found.advance(hashes, end):
+            return None
+        return found.position - start if disk is None else disk.worthwhile(found.spans())
 
     def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Pin the blocks that `match` promises, in place of those that it promised before."""
@@ -490,6 +518,10 @@ class Leader:
             request.promised.release()
             request.promised = None
             self._promises -= 1
+        if request.long_match is not None:
+            for _, blocks in request.long_match.take():
+                self._slices.later(blocks.release)
+            request.long_match = None
 
     def _succeed_load(self, load: Load) -> None:
         """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""

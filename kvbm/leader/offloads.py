@@ -1,14 +1,15 @@
 """Offloads: copies from G1 to host memory, from the decision which blocks are copied to their registration.
 
-`advance` reserves G2 slots and orders copies, `step` hands the orders out, `settle` registers the blocks that every
-rank has proven. The sources are held in the engine's block pool until every rank has reported, so that an abort or a
+`advance` collects blocks of all requests, `step` reserves G2 slots and makes one order of them, `settle` registers the
+blocks that every rank has proven. One order per step costs the leader and the workers far less than one per request. The sources are held in the engine's block pool until every rank has reported, so that an abort or a
 preemption needs no waiting. At most `max_in_flight_blocks` blocks are held at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.plan import Offload
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier
     from kvbm.leader.host_tier import HostTier, Reservation
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.slices import Slices
     from kvbm.metrics import Counters
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
@@ -41,15 +43,46 @@ class OffloadProgress:
 
 
 @dataclass(slots=True)
+class _Batch:
+    """Blocks that one order copies: `block_ids[i]` in G1 holds `hashes[i]` of `tenants[i]`."""
+
+    hashes: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    tenants: list[bytes] = field(default_factory=list)
+
+    def add(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes) -> None:
+        self.hashes += hashes
+        self.block_ids += block_ids
+        self.tenants += [tenant] * len(hashes)
+
+    def remove(self, positions: Collection[int]) -> None:
+        """Remove the blocks at these positions."""
+        is_kept = [position not in positions for position in range(len(self.hashes))]
+        self.hashes = list(compress(self.hashes, is_kept))
+        self.block_ids = list(compress(self.block_ids, is_kept))
+        self.tenants = list(compress(self.tenants, is_kept))
+
+    def positions_of(self, block_ids: Set[int]) -> set[int]:
+        """Return the positions of these G1 blocks."""
+        return {position for position, block_id in enumerate(self.block_ids) if block_id in block_ids}
+
+
+@dataclass(slots=True)
 class _OffloadInFlight:
+    """An order until its copies have stopped. `dropped` are the positions of blocks that are not registered."""
+
     order: Offload
     target: Reservation
-    hashes: list[bytes]
-    tenant: bytes
+    batch: _Batch
     born_step: int
-    is_snapshot: bool = False
+    dropped: set[int] = field(default_factory=set)
     is_void: bool = False
     is_held: bool = True
+
+    def wanted(self) -> Iterator[bytes]:
+        """Yield the hashes that are to be registered."""
+        if not self.is_void:
+            yield from (one for index, one in enumerate(self.batch.hashes) if index not in self.dropped)
 
 
 class Offloads:
@@ -62,17 +95,21 @@ class Offloads:
         engine: LeaderCallbacks,
         settings: LeaderSettings,
         counters: Counters,
+        slices: Slices,
     ) -> None:
         self._host = host
         self._disk = disk
         self._engine = engine
         self._settings = settings
         self._counters = counters
+        self._slices = slices
         self._step = 0
         self.in_flight: dict[int, _OffloadInFlight] = {}  # from before a copier can run until it has stopped
         self._departing: set[bytes] = set()
         self._held_blocks = 0
-        self._orders: list[Offload] = []
+        self._collected = _Batch()  # for the next order
+        self._snapshots = _Batch()  # for the end of the next order
+        self._keeps_unwritten = False  # whether a collected block may only evict blocks that are on disk
 
     def advance(
         self,
@@ -83,31 +120,34 @@ class Offloads:
         end: int,
         unwritten: int | None,
     ) -> None:
-        """Order copies of those of `hashes[:end]` that are missing in G2, as far as there is room.
+        """Collect those of `hashes[:end]` that are missing in G2, as far as there is room, for the order of this step.
 
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. `unwritten` is the number of G2 blocks that must not
-        be evicted because they still have to be written to disk; None if the whole chain has to fit into G2.
+        be evicted because they still have to be written to disk; None if the whole chain has to fit into G2. A long
+        chain is examined in slices over several steps.
         """
-        begin = progress.considered
-        fresh = list(hashes[begin:end])
-        if begin == 0:
-            self._host.store.touch(fresh)
-        sources = block_ids[begin:end]
-        absent = [
-            index
-            for index in self._host.store.missing(fresh)
-            if fresh[index] not in self._departing and sources[index] != NO_BLOCK
-        ]
-        counts, evicted = self._host.store.counts(), self._counters.evicted_blocks
-        if unwritten is None and evicted + max(0, len(absent) - counts.free) > progress.fresh_until:
-            self._host.store.touch(hashes[:end])  # so that no block is evicted for its own tail
-            progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
-        room = self._room(self._settings.max_in_flight_blocks, unwritten)
-        chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
-        self._make_room(len(chosen), unwritten)
-        for first in range(0, len(chosen), self._settings.batch_blocks):
-            batch = chosen[first : first + self._settings.batch_blocks]
-            self._order([fresh[i] for i in batch], tuple(sources[i] for i in batch), progress.tenant)
+        begin, store = progress.considered, self._host.store
+        if progress.can_wait:
+            end = min(end, begin + self._slices.size)
+        fresh = hashes[begin:end]
+        missing = store.missing(fresh) if begin else store.touch(fresh)
+        departing = self._departing
+        absent = [i for i in missing if fresh[i] not in departing and block_ids[begin + i] != NO_BLOCK]
+        if unwritten is None:
+            evicted = self._counters.evicted_blocks
+            if evicted + max(0, self._collected_blocks() + len(absent) - store.free) > progress.fresh_until:
+                if begin:  # so that no block is evicted for its own tail
+                    self._slices.run(store.touch, hashes[:end])
+                progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
+        chosen = absent
+        if absent:
+            room = self._room(self._settings.max_in_flight_blocks, unwritten)
+            if room < len(absent):
+                chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
+            elif not progress.can_wait:
+                chosen = absent[::-1]
+            sources = [block_ids[begin + i] for i in chosen]
+            self._collect(self._collected, [fresh[i] for i in chosen], sources, progress.tenant, unwritten)
         left_out = len(absent) - len(chosen)
         if progress.can_wait and left_out:
             progress.left_out = left_out
@@ -120,24 +160,41 @@ class Offloads:
     def add_snapshot(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, *, unwritten: int | None
     ) -> bool:
-        """Order copies of the blocks of one snapshot, one per state group, that are missing in G2: all or none.
+        """Collect the blocks of one snapshot, one per state group, that are missing in G2: all or none.
 
         Return whether the snapshot is in G2 or on its way.
         """
-        self._host.store.touch(hashes)
-        absent = [index for index in self._host.store.missing(hashes) if hashes[index] not in self._departing]
+        absent = [index for index in self._host.store.touch(hashes) if hashes[index] not in self._departing]
         if len(absent) > self._room(SNAPSHOT_SHARE * self._settings.max_in_flight_blocks, unwritten):
             self._counters.offload_skipped_blocks += len(absent)
             return False
         if absent:
-            self._make_room(len(absent), unwritten)
-            self._order([hashes[i] for i in absent], tuple(block_ids[i] for i in absent), tenant, is_snapshot=True)
+            sources = [block_ids[i] for i in absent]
+            self._collect(self._snapshots, [hashes[i] for i in absent], sources, tenant, unwritten)
         return True
 
     def step(self) -> tuple[Offload, ...]:
+        """Return one order for everything that was collected; snapshots come last, as the least recent blocks."""
         self._step += 1
-        orders, self._orders = tuple(self._orders), []
-        return orders
+        batch, snapshots = self._collected, self._snapshots
+        self._collected, self._snapshots = _Batch(), _Batch()
+        batch.hashes += snapshots.hashes
+        batch.block_ids += snapshots.block_ids
+        batch.tenants += snapshots.tenants
+        if (room := self._host.store.available) < len(batch.hashes):  # others have pinned blocks since `advance`
+            left_out = range(room, len(batch.hashes))
+            self._counters.offload_skipped_blocks += len(left_out)
+            self._drop(batch, left_out)
+        if not batch.hashes:
+            return ()
+        if self._disk is not None:
+            self._disk.evicting(len(batch.hashes) - self._host.store.free, keeps_unwritten=self._keeps_unwritten)
+        self._keeps_unwritten = False
+        target = self._host.reserve(len(batch.hashes))
+        assert target is not None, (len(batch.hashes), self._host.store.counts())
+        order = Offload(generation=target.generation, block_ids=tuple(batch.block_ids), slots=target.slots)
+        self.in_flight[order.generation] = _OffloadInFlight(order, target, batch, self._step)
+        return (order,)
 
     def overdue(self) -> tuple[Offload, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
@@ -147,11 +204,10 @@ class Offloads:
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
     def settle(self) -> None:
-        """Read the control words and register what has arrived. Snapshots and tails first, so that heads end up more
-        recent."""
-        flights = sorted(self.in_flight.values(), key=lambda flight: flight.is_snapshot)[::-1]
-        if not flights:
+        """Read the control words and register what has arrived. Late orders first, so that heads end up more recent."""
+        if not self.in_flight:
             return
+        flights = list(self.in_flight.values())[::-1]
         are_reported = self._host.are_reported([flight.target for flight in flights])
         for flight, is_reported in zip(flights, are_reported, strict=True):
             if is_reported and (is_ready := self._host.results(flight.target)) is not None:
@@ -166,17 +222,22 @@ class Offloads:
         return self._held_blocks > 0
 
     def reset(self) -> None:
-        """Register nothing of what is in flight."""
+        """Register nothing of what is collected or in flight."""
         for flight in self.in_flight.values():
             flight.is_void = True
+        for batch in (self._collected, self._snapshots):
+            self._drop(batch, range(len(batch.hashes)))
         self._departing.clear()
 
-    def discard(self, block_ids: Collection[int]) -> None:
-        """Register nothing of the orders in flight that read one of these G1 blocks."""
+    def discard(self, block_ids: Set[int]) -> None:
+        """Register nothing that is copied from these G1 blocks."""
         for flight in self.in_flight.values():
-            if not flight.is_void and not set(flight.order.block_ids).isdisjoint(block_ids):
-                flight.is_void = True
-                self._departing.difference_update(flight.hashes)
+            if not flight.is_void:
+                fresh = flight.batch.positions_of(block_ids) - flight.dropped
+                flight.dropped |= fresh
+                self._departing.difference_update([flight.batch.hashes[position] for position in fresh])
+        for batch in (self._collected, self._snapshots):
+            self._drop(batch, batch.positions_of(block_ids))
 
     def abandon(self) -> None:
         """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""
@@ -184,26 +245,29 @@ class Offloads:
         for flight in self.in_flight.values():
             self._release(flight)
 
-    def _room(self, may_hold: int, unwritten: int | None) -> int:
-        """Return how many blocks can be copied now if the copies in flight `may_hold` so many blocks of G1."""
-        counts = self._host.store.counts()
-        return max(0, min(may_hold - self._held_blocks, counts.free + counts.inactive - (unwritten or 0)))
-
-    def _make_room(self, count: int, unwritten: int | None) -> None:
-        if self._disk is not None:
-            self._disk.evicting(count - self._host.store.counts().free, keeps_unwritten=unwritten is not None)
-
-    def _order(
-        self, hashes: list[bytes], block_ids: tuple[int, ...], tenant: bytes, *, is_snapshot: bool = False
+    def _collect(
+        self, batch: _Batch, hashes: list[bytes], block_ids: list[int], tenant: bytes, unwritten: int | None
     ) -> None:
-        target = self._host.reserve(len(hashes))
-        assert target is not None, (len(hashes), self._host.store.counts())
-        order = Offload(generation=target.generation, block_ids=block_ids, slots=target.slots)
         self._engine.hold(block_ids)
-        self.in_flight[order.generation] = _OffloadInFlight(order, target, hashes, tenant, self._step, is_snapshot)
-        self._departing.update(hashes)
         self._held_blocks += len(block_ids)
-        self._orders.append(order)
+        self._departing.update(hashes)
+        self._keeps_unwritten |= unwritten is not None
+        batch.add(hashes, block_ids, tenant)
+
+    def _drop(self, batch: _Batch, positions: Collection[int]) -> None:
+        """Remove blocks that no order contains yet."""
+        if positions:
+            self._departing.difference_update([batch.hashes[position] for position in positions])
+            self._release_blocks([batch.block_ids[position] for position in positions])
+            batch.remove(positions)
+
+    def _collected_blocks(self) -> int:
+        return len(self._collected.hashes) + len(self._snapshots.hashes)
+
+    def _room(self, may_hold: int, unwritten: int | None) -> int:
+        """Return how many more blocks can be collected if the copies `may_hold` so many blocks of G1."""
+        slots = self._host.store.available - (unwritten or 0) - self._collected_blocks()
+        return max(0, min(may_hold - self._held_blocks, slots))
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:
         del self.in_flight[flight.order.generation]
@@ -211,20 +275,36 @@ class Offloads:
         if flight.is_void:
             flight.target.release()
             return
-        self._departing.difference_update(flight.hashes)
-        blocks = self._host.register(flight.target, flight.hashes, is_ready)
-        self._counters.offload_failed_blocks += len(flight.hashes) - len(blocks.hashes)
-        self._counters.offload_blocks += len(blocks.hashes)
-        self._counters.offload_bytes += len(blocks.hashes) * self._settings.block_bytes
+        self._departing.difference_update(flight.wanted())
+        hashes, tenants = flight.batch.hashes, flight.batch.tenants
+        failed = is_ready.count(False)
+        if flight.dropped:
+            is_ready = [good and index not in flight.dropped for index, good in enumerate(is_ready)]
+        blocks = self._host.register(flight.target, hashes, is_ready)
+        registered = len(blocks.hashes)
+        self._counters.offload_failed_blocks += failed
+        self._counters.offload_blocks += registered
+        self._counters.offload_bytes += registered * self._settings.block_bytes
         if self._disk is not None:
-            self._disk.registered(blocks.hashes, blocks.slots, flight.tenant)
+            of_blocks = list(compress(tenants, is_ready))
+            for begin, end in _runs(of_blocks):
+                self._disk.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
         blocks.release()
 
     def _release(self, flight: _OffloadInFlight) -> None:
         if flight.is_held:
             flight.is_held = False
-            self._held_blocks -= len(flight.hashes)
-            self._engine.release(flight.order.block_ids[::-1])
+            self._release_blocks(flight.order.block_ids)
+
+    def _release_blocks(self, block_ids: Sequence[int]) -> None:
+        self._held_blocks -= len(block_ids)
+        self._engine.release(block_ids[::-1])
+
+
+def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return the ranges of equal items."""
+    bounds = [0, *(i for i in range(1, len(items)) if items[i] != items[i - 1]), len(items)]
+    return list(pairwise(bounds)) if items else []
 
 
 def blocks_before_low_priority(priorities: Sequence[int], end: int, *, least: int) -> int:

@@ -2,7 +2,8 @@
 
 A load is what one request was promised: blocks of a chain, and the G1 blocks that receive them. It moves in parts:
 
-- Blocks in host memory are one part, ordered at once.
+- Blocks in host memory are one part, ordered at once. Many of them are several parts, one slice per step: the parts of
+  one load take turns with those of others.
 - Blocks on disk are read in batches, in order. Each batch is a part, ordered when its bytes are in host memory. So a
   load larger than host memory passes through it, and one batch is copied while the next is read.
 
@@ -11,9 +12,9 @@ the disk fails or is too slow, the load is cut at the first missing block: the e
 computes the rest. An engine that cannot use the beginning without the rest gets a failed load instead; the blocks that
 have arrived can still be found in host memory.
 
-The G1 blocks of a load are held until nothing of it can write to them any more. Blocks that are still being read from
-disk need no such hold. A load that is given up before its copiers have stopped is reported as failed at once, and its
-blocks stay held.
+The G1 blocks of a part are held from when it begins until nothing can write to them any more. Before that they belong
+to the waiting request; so if the request ends, its load begins no more parts. A load that is given up before its copiers
+have stopped is reported as failed at once, and its blocks stay held.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.disk_tier import DiskTier, Fetch
     from kvbm.leader.host_tier import HostTier
+    from kvbm.leader.long_match import LongMatch
     from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
 PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
@@ -47,9 +50,9 @@ class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
-    whose blocks were found, but no snapshot at their end. `promised` pins what the last
-    match found, for an engine that does not accept failed loads.
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens whose blocks were found, but no snapshot at their end.
+    `promised` pins what the last match found, for an engine that does not accept failed loads; `long_match` what a match
+    has found so far that takes several steps.
     """
 
     request_id: str
@@ -68,6 +71,7 @@ class LiveRequest:
     disk_tokens: int = 0
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
+    long_match: LongMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,18 @@ class _Part:
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
 
+    @classmethod
+    def of(cls, load: Load, begin: int, end: int) -> _Part:
+        return cls(begin, load.hashes[begin:end], load.block_ids[begin:end])
+
 
 @dataclass(slots=True, eq=False)
 class Load:
     """What was promised to a request. The engine need not compute `tokens` tokens.
 
     `on_disk` are the positions of the blocks that were on disk. `waiting` are parts of them that have not begun, pinned
-    by `kept`; `open_parts` counts the parts in flight. Blocks from `end` on are not loaded.
+    by `kept`; `slices` are parts in host memory that have not begun, with their pins. `open_parts` counts the parts in
+    flight. Blocks from `end` on are not loaded.
     """
 
     number: int
@@ -96,7 +105,8 @@ class Load:
     end: int
     on_disk: tuple[int, ...] = ()
     waiting: deque[_Part] = field(default_factory=deque)
-    kept: PinnedBlocks | None = None
+    kept: list[PinnedBlocks] = field(default_factory=list)
+    slices: deque[tuple[_Part, PinnedBlocks]] = field(default_factory=deque)
     open_parts: int = 0
     is_failed: bool = False
     is_failed_by_disk: bool = False
@@ -136,8 +146,10 @@ class Onboards:
         disk: DiskTier | None,
         engine: LeaderCallbacks,
         settings: LeaderSettings,
+        slices: Slices,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._slices = slices
         self._host = host
         self._disk = disk
         self._engine = engine
@@ -147,6 +159,7 @@ class Onboards:
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
         self._fetches: dict[Fetch, tuple[Load, _Part]] = {}
         self._from_disk: list[Load] = []
+        self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
         self._arriving: dict[bytes, int] = {}
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
@@ -171,6 +184,10 @@ class Onboards:
         self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
+        if (found := request.long_match) is not None:
+            request.long_match = None
+            if (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
+                return load
         missing = self._host.store.missing(hashes)
         in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
         source = self._host.store.pin(in_host.hashes)
@@ -179,25 +196,15 @@ class Onboards:
         if missing and kept is None:
             source.release()
             return None
-        number = self._host.next_generation()
-        load = Load(
-            number,
-            request,
-            tuple(hashes),
-            tuple(block_ids),
-            tokens,
-            born_s=self._clock(),
-            end=len(hashes),
-            on_disk=tuple(missing),
-            kept=kept,
-        )
-        self._engine.hold(load.block_ids)
-        self._arriving.update(dict.fromkeys(load.hashes, number))
+        load = self._new_load(request, hashes, block_ids, tokens, on_disk=missing)
+        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
         if in_host.hashes:
+            self._open(load, in_host.block_ids)
             self._order(load, in_host, source)
         else:
             source.release()
-        if missing:
+        if kept is not None:
+            load.kept.append(kept)
             size = self._part_blocks(len(missing))
             for first in range(0, len(missing), size):
                 load.waiting.append(_part(hashes, block_ids, missing[first : first + size]))
@@ -205,11 +212,52 @@ class Onboards:
             self._begin_fetches()
         return load
 
+    def _begin_long(
+        self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, found: LongMatch
+    ) -> Load | None:
+        """Begin a load whose blocks the match holds already. None if it found other blocks or fewer."""
+        is_valid, handles = found.is_valid(), found.take()
+        load = self._new_load(request, hashes, block_ids, tokens)
+        first = 0
+        for is_on_disk, blocks in handles:
+            last = min(first + len(blocks.slots), len(hashes))
+            is_valid &= first >= last or blocks.hashes[0] == hashes[first]
+            if first >= last:
+                self._slices.later(blocks.release)
+            elif is_on_disk:
+                load.on_disk += tuple(range(first, last))
+                load.kept.append(blocks)
+                size = self._part_blocks(last - first)
+                load.waiting += (_Part.of(load, at, min(at + size, last)) for at in range(first, last, size))
+            else:
+                load.slices.append((_Part.of(load, first, last), blocks))
+            first = last
+        if first < len(hashes) or not is_valid:
+            for blocks in (*load.kept, *(source for _, source in load.slices)):
+                self._slices.later(blocks.release)
+            return None
+        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
+        if load.waiting:
+            self._from_disk.append(load)
+            self._begin_fetches()
+        if load.slices:
+            self._in_slices.append(load)
+        return load
+
+    def end_request(self, request: LiveRequest) -> None:
+        """Begin no more parts of its loads: its G1 blocks are the engine's again, except those that are held."""
+        for load in dict.fromkeys((*self._from_disk, *self._in_slices)):
+            if load.request is request and (load.waiting or load.slices):
+                self._fail(load)
+                self._end_if_over(load)
+
     def step(self) -> tuple[Onboard, ...]:
         self._step += 1
         if self._from_disk:
             self._give_up_hopeless()
             self._begin_fetches()
+        if self._in_slices:
+            self._begin_slices()
         orders, self._orders = tuple(self._orders), []
         return orders
 
@@ -228,11 +276,10 @@ class Onboards:
                     fetch.blocks.release()
                 continue
             load, part = self._fetches.pop(fetch)
-            load.open_parts -= 1
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
-                self._engine.release(part.block_ids[::-1])
+                self._close(load, part.block_ids)
                 self._cut(load, part.first)
             self._end_if_over(load)
 
@@ -257,8 +304,8 @@ class Onboards:
         return bool(self._ended)
 
     def is_reading(self) -> bool:
-        """Whether a load waits for blocks from disk."""
-        return bool(self._fetches) or any(load.waiting for load in self._from_disk)
+        """Whether a load waits for blocks from disk, or for the turn of its next slice."""
+        return bool(self._fetches or self._in_slices) or any(load.waiting for load in self._from_disk)
 
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a read is in flight, or a copy that is not older than that."""
@@ -271,22 +318,64 @@ class Onboards:
         """Let everything in flight end as failed."""
         for copy in self.in_flight.values():
             copy.is_void = True
-        for load in list(self._from_disk):
+        for load in dict.fromkeys((*self._from_disk, *self._in_slices)):
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
 
+    def _new_load(
+        self,
+        request: LiveRequest,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        tokens: int,
+        on_disk: Sequence[int] = (),
+    ) -> Load:
+        return Load(
+            self._host.next_generation(),
+            request,
+            tuple(hashes),
+            tuple(block_ids),
+            tokens,
+            born_s=self._clock(),
+            end=len(hashes),
+            on_disk=tuple(on_disk),
+        )
+
+    def _open(self, load: Load, block_ids: Sequence[int]) -> None:
+        """Hold the G1 blocks of a part that begins."""
+        self._engine.hold(block_ids)
+        load.open_parts += 1
+
+    def _close(self, load: Load, block_ids: Sequence[int]) -> None:
+        """Release the G1 blocks of a part to which nothing writes any more."""
+        self._engine.release(block_ids[::-1])
+        load.open_parts -= 1
+
     def _order(self, load: Load, part: _Part, source: PinnedBlocks) -> None:
+        """Order the copy of an open part. `source` holds its blocks first, and possibly more."""
+        slots = source.slots[: len(part.block_ids)]
         order = Onboard(
             generation=self._host.next_generation(),
             lane=self._lanes.popleft(),
-            slots=tuple(source.slots),
-            slot_generations=self._host.generations_of(source.slots),
+            slots=tuple(slots),
+            slot_generations=self._host.generations_of(slots),
             block_ids=part.block_ids,
         )
-        load.open_parts += 1
         self.in_flight[order.generation] = _Copy(order, load, source, self._step)
         self._orders.append(order)
+
+    def _begin_slices(self) -> None:
+        """Order parts of long loads, about one slice of blocks per step. The loads take turns."""
+        left = self._slices.size
+        while left > 0 and self._in_slices and len(self._lanes) > len(self._fetches):
+            load = self._in_slices.popleft()
+            part, source = load.slices.popleft()
+            if load.slices:
+                self._in_slices.append(load)
+            self._open(load, part.block_ids)
+            self._order(load, part, source)
+            left -= len(part.block_ids)
 
     def _part_blocks(self, count: int) -> int:
         """How many of `count` blocks are read together. There are enough parts to see early whether the disk is fast
@@ -308,15 +397,15 @@ class Onboards:
                 fetch = self._disk.fetch(load.waiting[0].hashes, load.request.tenant)
                 if fetch is None:
                     return
-                self._fetches[fetch] = (load, load.waiting.popleft())
-                load.open_parts += 1
+                part = load.waiting.popleft()
+                self._fetches[fetch] = (load, part)
+                self._open(load, part.block_ids)
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
         del self.in_flight[order.generation]
         self._lanes.append(order.lane)
-        self._engine.release(order.block_ids[::-1])
-        load.open_parts -= 1
+        self._close(load, order.block_ids)
         if not is_ready:
             if not copy.is_void:
                 self._host.store.forget(copy.source.hashes)
@@ -325,34 +414,40 @@ class Onboards:
         self._end_if_over(load)
 
     def _fail(self, load: Load) -> None:
-        """Start no more parts of it, and release the G1 blocks that nothing writes to."""
+        """Begin no more parts of it, and release the G1 blocks that nothing writes to."""
         load.is_failed = True
-        self._fetch_no_more(load, 0)
+        self._drop_parts(load, 0)
 
     def _cut(self, load: Load, end: int) -> None:
         """Load nothing from position `end` on."""
         load.end = min(load.end, end if self._settings.can_cut_loads else 0)
         if load.end == 0:
             load.is_failed = load.is_failed_by_disk = True
-        self._fetch_no_more(load, load.end)
+        self._drop_parts(load, load.end)
 
-    def _fetch_no_more(self, load: Load, end: int) -> None:
+    def _drop_parts(self, load: Load, end: int) -> None:
+        """Drop the parts from position `end` on that have not begun or are being read."""
         while load.waiting and load.waiting[-1].first >= end:
-            self._engine.release(load.waiting.pop().block_ids[::-1])
+            load.waiting.pop()
+        while load.slices and load.slices[-1][0].first >= end:
+            self._slices.later(load.slices.pop()[1].release)
+        if not load.slices and load in self._in_slices:
+            self._in_slices.remove(load)
         own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
         for fetch, part in own:
             assert self._disk is not None
             del self._fetches[fetch]
             self._disk.abandon(fetch)
-            self._engine.release(part.block_ids[::-1])
-            load.open_parts -= 1
+            self._close(load, part.block_ids)
 
     def _end_if_over(self, load: Load) -> None:
-        if load.open_parts or load.waiting:
+        if load.open_parts or load.waiting or load.slices:
             return
-        if load.kept is not None:
+        if load.kept:
             self._from_disk.remove(load)
-            load.kept.release()
+            for kept in load.kept:
+                self._slices.later(kept.release) if len(load.kept) > 1 else kept.release()
+            load.kept.clear()
             if self._disk is not None and not load.is_failed and load.end == len(load.hashes):
                 self._disk.rates.note_read(load.disk_blocks, self._clock() - load.born_s)
         self._report(load)
@@ -362,7 +457,7 @@ class Onboards:
         if load.is_reported:
             return
         load.is_reported = True
-        for sequence_hash in load.hashes:
+        for sequence_hash in load.hashes[: self._slices.size]:
             if self._arriving.get(sequence_hash) == load.number:
                 del self._arriving[sequence_hash]
         self._ended.append(load)

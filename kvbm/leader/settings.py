@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
 from kvbm.hashing import namespace
+from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
 
@@ -44,7 +45,8 @@ class EngineTraits:
 
     `block_tokens` is the number of tokens per block, `hash_bytes` the length of a sequence hash. `groups` are the KV
     cache groups, those with full attention first; an engine without groups has one. An engine that `gives_up_blocks`
-    of a failed load computes in other blocks, so it need not wait for the end of an overdue load.
+    of a failed load computes in other blocks, so it need not wait for the end of an overdue load. One that
+    `publishes_events` of host memory calls `take_events` after each step.
 
     An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
     host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one. Blocks
@@ -56,6 +58,7 @@ class EngineTraits:
     groups: tuple[Group, ...] = ()
     gives_up_blocks: bool = False
     accepts_failed_loads: bool = True
+    publishes_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +105,18 @@ class LeaderSettings:
     `block_bytes` is the payload of one block over all segments. Offloads hold at most `max_in_flight_blocks` G1 blocks
     at a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
     older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
-    last `window_requests` requests.
+    last `window_requests` requests. Longer chains than `slice_blocks` are handled in slices over several steps.
     """
 
     engine: EngineTraits
     block_bytes: int
     max_in_flight_blocks: int
-    batch_blocks: int = 64
     offload_generated: bool = True
     min_priority: int = 0
     overdue_steps: int = 2000
     silence_s: float = 2.0
     window_requests: int = WINDOW_REQUESTS
+    slice_blocks: int = SLICE_BLOCKS
     disk: DiskPolicy = field(default_factory=DiskPolicy)
 
     def __post_init__(self) -> None:
@@ -128,7 +131,6 @@ class LeaderSettings:
             engine,
             block_bytes=sum(segment.block_bytes for segment in segments if segment.replica == 0),
             max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
-            batch_blocks=config.transfer.batch_blocks,
             offload_generated=config.offload.generated,
             min_priority=config.offload.min_priority,
             window_requests=config.metrics.window_requests,

@@ -218,7 +218,6 @@ class LeaderSide:
             self._ordered.discard(result.block_ids)
             if not is_ordered and result.is_live:
                 log.error("kvbm: request %s waits for a load that cannot be done; cancel it", result.request_id)
-        self.leader.take_events()  # TensorRT-LLM publishes the events of its own blocks only
 
     def close(self) -> None:
         """Write to disk what the time allows, and close the reports and the mapping of the ranks' memory. May be called

@@ -72,8 +72,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 require_parent()
         extra_config = transfer_config.kv_connector_extra_config
         config = _resolved(extra_config, warns=role is KVConnectorRole.SCHEDULER)
-        events = getattr(vllm_config, "kv_events_config", None)
-        self._publishes_events = bool(events and events.enable_kv_cache_events)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         reason = decline_reason(vllm_config, kv_cache_config)
@@ -91,6 +89,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 continues_prompts=continues_prompts(vllm_config),
                 gives_up_blocks=KNOWS_FAILED_REQUESTS,
                 identity=partial(identity, vllm_config),
+                publishes_events=_publishes_events(vllm_config),
                 engine=_engine_index(vllm_config),
             )
             watch(self._scheduler)
@@ -223,8 +222,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return self._scheduler is not None and self._scheduler.has_pending()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._scheduler.take_events() if self._scheduler is not None else ()
-        return events if self._publishes_events else ()
+        return self._scheduler.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else True
@@ -281,6 +279,11 @@ def _log_as_vllm_does() -> None:
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
     queue_log(ours, theirs)
     ours.setLevel(theirs.level)
+
+
+def _publishes_events(vllm_config: VllmConfig) -> bool:
+    events = vllm_config.kv_events_config
+    return bool(events and events.enable_kv_cache_events)
 
 
 def _hash_bytes(vllm_config: VllmConfig) -> int:

@@ -77,8 +77,8 @@ class SchedulerSide:
 
     `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
     token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
-    what blocks on disk must match, and why they must not outlive the engine, empty if they may. `engine`: its number in
-    a data-parallel server.
+    what blocks on disk must match, and why they must not outlive the engine, empty if they may. `publishes_events`:
+    whether vLLM publishes KV events. `engine`: its number in a data-parallel server.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class SchedulerSide:
         continues_prompts: bool,
         gives_up_blocks: bool,
         identity: Callable[[], tuple[dict[str, object], str]],
+        publishes_events: bool = False,
         engine: int = 0,
     ) -> None:
         self._config = config
@@ -100,6 +101,7 @@ class SchedulerSide:
         self._rank_count = rank_count
         self._continues_prompts = continues_prompts
         self._gives_up_blocks = gives_up_blocks
+        self._publishes_events = publishes_events
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
         self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
@@ -164,6 +166,7 @@ class SchedulerSide:
             hash_bytes=self._hash_bytes,
             groups=tuple(group.group for group in self._groups),
             gives_up_blocks=self._gives_up_blocks,
+            publishes_events=self._publishes_events,
         )
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
         self.leader = GuardedLeader(
@@ -234,7 +237,7 @@ class SchedulerSide:
         tracked.start = local_tokens
         if self._is_plain:
             size = self._groups[0].group.block_tokens
-            blocks = self.leader.match(request.request_id, chains[0][: end // size], local_tokens // size)
+            blocks = self.leader.match(request.request_id, chains[0], local_tokens // size, end // size)
             found = None if blocks is None else blocks * size
         else:
             found = self.leader.match_groups(request.request_id, chains, local_tokens, end)
@@ -300,7 +303,11 @@ class SchedulerSide:
         end = tracked.start + external_tokens
         hashes: list[bytes] = []
         block_ids: list[int] = []
-        for cache_group, chain in zip(self._groups, chains, strict=True):
+        if self._is_plain:  # the table has no gaps
+            size = self._groups[0].group.block_tokens
+            loaded = slice(tracked.start // size, end // size)
+            hashes, block_ids = chains[0][loaded], tables[self._groups[0].index][loaded]
+        for cache_group, chain in zip(self._groups, chains, strict=True) if not self._is_plain else ():
             size, table = cache_group.group.block_tokens, tables[cache_group.index]
             for index in range(tracked.start // size, end // size):
                 if table[index] != self._null_block_id:
@@ -397,7 +404,7 @@ class SchedulerSide:
     @contained(list)
     def take_events(self) -> list[KVCacheEvent]:
         """Return the blocks added to and removed from host memory since the last call."""
-        events = self.leader.take_events() if self.leader is not None else []
+        events = self.leader.take_events() if self.leader is not None and self._publishes_events else []
         return list(translate(events, self._groups, is_plain=self._is_plain)) if events else []
 
     @contained()
@@ -515,6 +522,8 @@ class SchedulerSide:
 
     def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
         """Translate vLLM's block ids per group, in our order of groups."""
+        if self._is_plain:  # the table has no gaps
+            return [list(block_ids[self._groups[0].index]) if block_ids else []]
         null = self._null_block_id
         return [
             [NO_BLOCK if block_id == null else block_id for block_id in (block_ids[group.index] if block_ids else ())]

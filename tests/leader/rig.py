@@ -292,8 +292,9 @@ class Rig:
             groups=groups,
             gives_up_blocks=gives_up_blocks,
             accepts_failed_loads=accepts_failed_loads,
+            publishes_events=True,
         )
-        defaults = {"block_bytes": 1024 * ranks // replicas, "max_in_flight_blocks": blocks, "batch_blocks": 4}
+        defaults = {"block_bytes": 1024 * ranks // replicas, "max_in_flight_blocks": blocks}
         self.leader = Leader(
             self.region,
             LeaderSettings(traits, **(defaults | settings)),

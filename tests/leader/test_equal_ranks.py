@@ -27,7 +27,7 @@ HASHES = chain("conversation", 12)
 @pytest.fixture
 def rig():
     """Eight ranks with latent attention."""
-    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, batch_blocks=64, overdue_steps=3)
+    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, overdue_steps=3)
     yield rig
     rig.close()
 
@@ -128,7 +128,7 @@ def test_a_failed_copy_of_one_rank_is_a_miss(rig, rank, call, fault):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_different_kv_turns_the_cache_off(rank, caplog):
-    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, batch_blocks=64, fake_disk=24)
+    rig = Rig(ranks=RANKS, replicas=RANKS, slots=24, blocks=32, fake_disk=24)
     blocks = rig.compute("a", HASHES)
     corrupt(rig, rank, blocks[0])
     rig.step()
@@ -145,7 +145,7 @@ def test_different_kv_turns_the_cache_off(rank, caplog):
 
 def test_different_kv_of_one_of_two_pairs_of_ranks_turns_the_cache_off():
     """Two KV heads on four ranks."""
-    rig = Rig(ranks=4, replicas=2, slots=24, blocks=32, batch_blocks=64)
+    rig = Rig(ranks=4, replicas=2, slots=24, blocks=32)
     rig.fill("fine", 4)
     assert (len(rig.region.shards), rig.leader.counters.disabled) == (2, 0)
     blocks = rig.compute("a", HASHES)

@@ -66,15 +66,14 @@ def test_slots_of_a_failed_rank_are_not_reused_while_another_rank_still_copies(t
     assert two_ranks.leader.blocks()[Tier.HOST]["moving"] == 0
 
 
-def test_one_failing_batch_leaves_the_others_in_order():
-    rig = Rig(batch_blocks=2)
-    hashes = chain("a", 6)
+def test_one_failed_order_leaves_the_others_in_order(rig):
     rig.ranks[0].copier.at(1, "fail")
-    rig.compute("r", hashes)
-    rig.step()
-    assert rig.leader.match("x", hashes, 0) == 2
-    assert rig.leader.match("x", hashes, 4) == 2
-    rig.close()
+    for name in "abc":
+        rig.compute(name, chain(name, 2))
+        rig.order()
+    rig.ranks[0].run_all()
+    rig.settle()
+    assert [rig.leader.match("x", chain(name, 2), 0) for name in "abc"] == [2, 0, 2]
 
 
 def test_an_offload_that_hangs_holds_its_blocks_and_nothing_else(rig):

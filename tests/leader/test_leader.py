@@ -338,6 +338,7 @@ def test_blocks_of_an_abandoned_offload_are_free_and_what_it_copies_is_not_regis
     rig.ranks[0].run_all()
     rig.settle()
     assert rig.leader.match("other", hashes, 0) == 0
+    rig.order()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 2, "the copy of the newer request"
 
 

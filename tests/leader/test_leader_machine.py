@@ -36,16 +36,18 @@ class Live:
 
 class LeaderMachine(RuleBasedStateMachine):
     @initialize(
-        ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]), limit=st.integers(1, 8), batch=st.integers(1, 3)
+        ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+        limit=st.integers(1, 8),
+        slice_blocks=st.sampled_from([1, 2, 4096]),
     )
-    def build(self, ranks, limit, batch):
+    def build(self, ranks, limit, slice_blocks):
         self.rig = Rig(
             slots=6,
             blocks=12,
             ranks=ranks[0],
             replicas=ranks[1],
             max_in_flight_blocks=limit,
-            batch_blocks=batch,
+            slice_blocks=slice_blocks,
             overdue_steps=3,
             onboard_parts=2,
         )
@@ -228,14 +230,16 @@ class DiskMachine(LeaderMachine):
         to_disk=st.sampled_from(["always", "frequency", "on_evict"]),
         batch=st.integers(1, 3),
         gives_up=st.booleans(),
+        slice_blocks=st.sampled_from([1, 2, 4096]),
     )
-    def build(self, ranks, host, disk, to_disk, batch, gives_up):
+    def build(self, ranks, host, disk, to_disk, batch, gives_up, slice_blocks):
         self.options = {
             "slots": host,
             "ranks": ranks,
             "overdue_steps": 3,
             "onboard_parts": 2,
             "gives_up_blocks": gives_up,
+            "slice_blocks": slice_blocks,
             "disk": DiskPolicy(to_disk=to_disk, batch_blocks=batch, timeout_s=10.0, frequency_decay_s=5.0),
             **self.model,
         }

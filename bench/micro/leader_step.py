@@ -1,0 +1,606 @@
+"""Time of kvbm's scheduler side per engine step at the scale of a large GPU server, and of vLLM's own offloading.
+
+    PYTHONPATH=. python bench/micro/leader_step.py --output bench/results/NAME-leader-step.json
+
+Run it with an interpreter that has vLLM 0.32. It needs no GPU, about 6 GB of memory and three minutes.
+
+There are 8 ranks, 500 running requests with contexts of 2,000 tokens, blocks of 16 tokens, and a full host memory of 2
+million blocks, so that each new block evicts one. Both contenders get the same calls with vLLM's own requests, block
+pool and scheduler output; the ranks are simulated and answer in the same step. Both offload generated tokens too.
+
+    decode     a step in which 500 requests compute one token each, and 31 or 32 of them complete a block
+    prefill    a step in which a request of 512 blocks arrives and is computed, and the one before it ends
+    rematch    `get_num_new_matched_tokens` of a prompt of 1 million tokens that is in host memory, called again in each
+               step because there is no room for it, while the 500 requests decode
+    long       the longest step in the life of such a request alone: lookup, load, first step, end
+
+A number is the sum over all hooks of the scheduler side in one step, as CPU time of the thread: other work on the
+machine does not count. KV events are off, as by default in vLLM. The contenders take turns. Garbage collection is on, and frozen after the start as in vLLM.
+
+Exits with 1 when an aim is missed, or when vLLM's own offloading is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import mmap
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
+
+import torch
+from facts import facts
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import OffloadingSpec, ReqContext, make_offload_key
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvbm.config.schema import ConnectorConfig
+from kvbm.core.groups import Group
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import LANES, MEMFD_NAME, WORD_BYTES, Segment
+from kvbm.host.shared_memory import SharedMemory, create_sealed
+from kvbm.types import SegmentInfo, SlotState
+from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
+from kvbm.vllm_integration.scheduler_side import SchedulerSide
+from kvbm.vllm_integration.worker_side import Handshake
+
+BLOCK_TOKENS = 16
+RANKS = 8
+HOST_BLOCKS = 2_000_000
+RUNNING = 500
+CONTEXT_TOKENS = 2_000
+PREFILL_BLOCKS = 512
+LONG_BLOCKS = 62_500  # one million tokens
+FILL_BATCH = 512
+AIMS_MS = {
+    "decode": {"p50": 0.4, "p99": 1.0},
+    "prefill": {"p50": 1.0},
+    "rematch": {"p50": 0.1},
+    "long": {"longest": 3.0},
+}
+
+
+def names(chain: str, count: int, start: int = 0) -> list[bytes]:
+    """Block hashes of a conversation, as long as vLLM's."""
+    return [hashlib.sha256(b"%s/%d" % (chain.encode(), index)).digest() for index in range(start, start + count)]
+
+
+class Clock:
+    """Adds up the CPU time of hooks, per engine step."""
+
+    def __init__(self) -> None:
+        self.step_ns = 0
+        self.by_hook: dict[str, int] = {}
+
+    def call(self, name: str, hook: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.thread_time_ns()
+        result = hook(*arguments)
+        spent = time.thread_time_ns() - begin
+        self.step_ns += spent
+        self.by_hook[name] = self.by_hook.get(name, 0) + spent
+        return result
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Return milliseconds since the last call: the sum, and by hook."""
+        found = self.step_ns / 1e6, {name: round(spent / 1e6, 3) for name, spent in self.by_hook.items()}
+        self.step_ns, self.by_hook = 0, {}
+        return found
+
+
+class Kvbm:
+    """kvbm's side in vLLM's scheduler, with 8 segments whose payload is never touched."""
+
+    name = "kvbm"
+
+    def __init__(self, pool: BlockPool) -> None:
+        config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": HOST_BLOCKS}}})
+        layout = BlockLayout.block_contiguous(block_count=len(pool.blocks), block_bytes=4096)
+        self.segments = [sparse_segment(rank, layout, HOST_BLOCKS) for rank in range(RANKS)]
+        self.side = SchedulerSide(
+            config,
+            (TransferGroup(0, Group(BLOCK_TOKENS), ("layer.0",)),),
+            rank_count=RANKS,
+            hash_bytes=32,
+            continues_prompts=True,
+            gives_up_blocks=True,
+            identity=lambda: ({}, ""),
+        )
+        self.side.bind_block_pool(pool)
+        self.side.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)
+        self.orders: Any = None
+
+    def fill(self, hashes: list[bytes]) -> None:
+        host = self.side.leader.leader._host
+        target = host.reserve(len(hashes))
+        host.register(target, hashes, [True] * len(hashes)).release()
+        host.store.take_events()
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        side = self.side
+        return {
+            "arrive": side.add_request,
+            "match": side.match,
+            "allocated": side.allocated,
+            "build": side.build_orders,
+            "settle": side.settle,
+            "end": side.end_request,
+            "events": lambda: list(side.take_events()),
+            "stats": side.take_stats,
+        }
+
+    def answer(self, orders: Any, output: KVConnectorOutput) -> None:
+        """What the ranks do in a step: prove everything."""
+        for segment in self.segments:
+            for one in orders.plan.offloads:
+                segment.write_slots(one.slots, one.generation, SlotState.READY)
+            for one in orders.plan.onboards:
+                segment.write_lane(one.lane, one.generation, SlotState.READY)
+
+    def loaded(self, output: KVConnectorOutput) -> set[str]:
+        return set(output.finished_recving or ())
+
+    def moved(self, orders: Any) -> int:
+        return sum(len(one.slots) for one in orders.plan.offloads)
+
+
+class Native:
+    """vLLM's OffloadingConnector on the scheduler side, with its CPU manager."""
+
+    name = "vllm"
+
+    def __init__(self, pool: BlockPool) -> None:
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        groups = [KVCacheGroupSpec(layer_names=["layer.0"], kv_cache_spec=spec)]
+        cache = KVCacheConfig(num_blocks=len(pool.blocks), kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = CPUOffloadingManager(HOST_BLOCKS, cache_policy="lru", enable_events=False)
+        self.scheduler = OffloadingConnectorScheduler(native_spec(self.manager), native_facts(), cache)
+        self.context = ReqContext(req_id="fill")
+        self.manager.on_new_request(self.context)
+        self.jobs: dict[int, int] = {}
+        self.loads: dict[int, str] = {}
+
+    def fill(self, hashes: list[bytes]) -> None:
+        keys = [make_offload_key(one, 0) for one in hashes]
+        context = ReqContext(req_id=hashes[0].hex())
+        self.manager.on_new_request(context)
+        self.manager.prepare_store(keys, context)
+        self.manager.complete_store(keys, context)
+        list(self.manager.take_events())
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        side = self.scheduler
+        return {
+            "arrive": side.on_new_request,
+            "match": side.get_num_new_matched_tokens,
+            "allocated": side.update_state_after_alloc,
+            "build": side.build_connector_meta,
+            "settle": side.update_connector_output,
+            "end": side.request_finished,
+            "events": lambda: list(side.take_events()),
+            "stats": side.get_stats,
+        }
+
+    def answer(self, orders: Any, output: KVConnectorOutput) -> None:
+        done = dict.fromkeys([*orders.load_jobs, *orders.store_jobs], RANKS)
+        self.loads = {job: one.req_id for job, one in orders.load_jobs.items()}
+        output.kv_connector_worker_meta = OffloadingWorkerMetadata(completed_jobs=done)
+        output.finished_recving = set(self.loads.values())
+
+    def loaded(self, output: KVConnectorOutput) -> set[str]:
+        return set(self.loads.values())
+
+    def moved(self, orders: Any) -> int:
+        return sum(len(one.src_spec.block_ids) for one in orders.store_jobs.values())
+
+
+def sparse_segment(rank: int, layout: BlockLayout, slot_count: int) -> Segment:
+    """A segment without memory behind its payload: only its control words are touched."""
+    length = slot_count * layout.slot_stride + (slot_count + LANES + 1) * WORD_BYTES
+    fd = create_sealed(MEMFD_NAME, length)
+    info = SegmentInfo(
+        rank=rank,
+        pid=os.getpid(),
+        fd=fd,
+        length=length,
+        slot_count=slot_count,
+        slot_stride=layout.slot_stride,
+        block_bytes=layout.block_bytes,
+        layout_digest=layout.digest(),
+    )
+    return Segment(SharedMemory(fd, mmap.mmap(fd, length)), info, slot_count)
+
+
+def native_spec(manager: CPUOffloadingManager) -> OffloadingSpec:
+    class Spec(OffloadingSpec):  # type: ignore[misc]
+        def get_manager(self) -> CPUOffloadingManager:
+            return manager
+
+        def get_worker(self, kv_caches: object) -> Any:
+            raise NotImplementedError
+
+    return Spec(
+        OffloadingConfig(
+            groups=(OffloadingGroupConfig(tokens_per_block=BLOCK_TOKENS, layer_names=("layer.0",), group_id=0),),
+            worker_kv_bytes_per_block=4096,
+            enable_kv_cache_events=False,
+            extra_config={"offload_prompt_only": False},
+            engine_id="bench",
+            model=OffloadingModelConfig(name="model", dtype="bfloat16"),
+            cache=OffloadingCacheConfig(tokens_per_hash=BLOCK_TOKENS, blocks_per_chunk=1),
+            parallel=OffloadingParallelConfig(
+                rank=0,
+                world_size=RANKS,
+                tp_size=RANKS,
+                pp_size=1,
+                pcp_size=1,
+                dcp_size=1,
+                data_parallel_index=0,
+                data_parallel_size=1,
+                data_parallel_rank_local=None,
+                is_parallelism_agnostic=False,
+            ),
+        )
+    )
+
+
+def native_facts() -> Any:
+    """The fields of vLLM's configuration that its offloading scheduler reads."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_cache_retention_interval=None, enable_prefix_caching=True),
+        parallel_config=SimpleNamespace(world_size=RANKS, decode_context_parallel_size=1),
+        speculative_config=None,
+    )
+
+
+class Engine:
+    """vLLM's requests, block pool and scheduler output around one contender."""
+
+    def __init__(self, contender: type[Kvbm] | type[Native]) -> None:
+        self.pool = BlockPool(RUNNING * 160 + 3 * LONG_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.contender = contender(self.pool)
+        self.hooks = self.contender.hooks()
+        self.clock = Clock()
+        self.blocks: dict[str, list[Any]] = {}
+        self.running: list[Request] = []
+        self.finished: set[str] = set()
+        self.loaded: set[str] = set()
+        self.offloaded_blocks = 0
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return self.clock.call(name, self.hooks[name], *arguments)
+
+    def request(self, name: str, tokens: int) -> Request:
+        """Arrives. Its hashes are those of chain `name`; more follow as it grows."""
+        hashes = names(name, tokens // BLOCK_TOKENS + 40)
+        request = Request(
+            request_id=name,
+            prompt_token_ids=[0] * tokens,
+            sampling_params=SamplingParams(max_tokens=1000),
+            pooling_params=None,
+            block_hasher=lambda one: hashes[len(one.block_hashes) : one.num_tokens // BLOCK_TOKENS],
+        )
+        self.call("arrive", request)
+        return request
+
+    def match(self, request: Request) -> int | None:
+        tokens: int | None = self.call("match", request, 0)[0]
+        return tokens
+
+    def allocate(self, request: Request, tokens: int, external_tokens: int) -> None:
+        count = -(-tokens // BLOCK_TOKENS)
+        self.blocks[request.request_id] = self.pool.get_new_blocks(count)
+        blocks = KVCacheBlocks((self.blocks[request.request_id],))
+        self.call("allocated", request, blocks, external_tokens)
+
+    def step(self, new: Request | None = None, new_tokens: int = 0, *, decodes: bool = True) -> None:
+        """One engine step: `new` is scheduled for the first time with `new_tokens`, all others decode one token."""
+        running = self.running if decodes else []
+        scheduled = {one.request_id: 1 for one in running}
+        news = []
+        if new is not None:
+            scheduled[new.request_id] = new_tokens
+            news = [NewRequestData.from_request(new, ([b.block_id for b in self.blocks[new.request_id]],))]
+        output = SchedulerOutput(
+            scheduled_new_reqs=news,
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=[one.request_id for one in running],
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=[self._grow(one) for one in running],
+                num_computed_tokens=[one.num_computed_tokens for one in running],
+                num_output_tokens=[1] * len(running),
+            ),
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            finished_req_ids=self.finished,
+            free_encoder_mm_hashes=[],
+        )
+        self.finished = set()
+        orders = self.call("build", output)
+        self.offloaded_blocks += self.contender.moved(orders)
+        result = KVConnectorOutput()
+        self.contender.answer(orders, result)
+        self.call("settle", result)
+        self.loaded |= self.contender.loaded(result)
+        for one in running if new is None else [*running, new]:
+            one.num_computed_tokens += scheduled[one.request_id]
+            if one.num_computed_tokens == one.num_tokens:
+                one.append_output_token_ids(0)
+        self.call("events")
+        self.call("stats")
+
+    def _grow(self, request: Request) -> tuple[list[int], ...] | None:
+        blocks = self.blocks[request.request_id]
+        if request.num_computed_tokens < len(blocks) * BLOCK_TOKENS:
+            return None
+        more = self.pool.get_new_blocks(1)
+        blocks += more
+        return ([more[0].block_id],)
+
+    def end(self, request: Request) -> None:
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        self.call("end", request)
+        self.finished.add(request.request_id)
+        self.pool.free_blocks(reversed(self.blocks.pop(request.request_id)))
+
+    def start_decoders(self) -> None:
+        """500 requests whose lengths differ, so that each step completes 31 or 32 blocks."""
+        for number in range(RUNNING):
+            request = self.request(f"run-{number}", CONTEXT_TOKENS + number % BLOCK_TOKENS)
+            assert self.match(request) == 0
+            self.allocate(request, request.num_tokens, 0)
+            self.step(request, request.num_tokens, decodes=False)
+            self.running.append(request)
+        for _ in range(4):
+            self.step()
+
+    def settle_down(self) -> None:
+        """Steps until nothing is left to do of what happened before."""
+        for _ in range(20):
+            self.step(decodes=False)
+        self.clock.take()
+
+
+def decode(engine: Engine) -> tuple[float, dict[str, float]]:
+    engine.clock.take()
+    before = engine.offloaded_blocks
+    engine.step()
+    assert 30 <= engine.offloaded_blocks - before <= 33, engine.offloaded_blocks - before
+    return engine.clock.take()
+
+
+class Prefill:
+    def __init__(self) -> None:
+        self.number = 0
+        self.last: dict[str, Request] = {}
+
+    def __call__(self, engine: Engine) -> tuple[float, dict[str, float]]:
+        self.number += 1
+        engine.clock.take()
+        before = engine.offloaded_blocks
+        if (last := self.last.get(engine.contender.name)) is not None:
+            engine.end(last)
+        request = engine.request(f"prefill-{self.number}", PREFILL_BLOCKS * BLOCK_TOKENS)
+        assert engine.match(request) == 0
+        engine.allocate(request, request.num_tokens, 0)
+        engine.step(request, request.num_tokens, decodes=False)
+        self.last[engine.contender.name] = request
+        assert engine.offloaded_blocks - before == PREFILL_BLOCKS, engine.offloaded_blocks - before
+        return engine.clock.take()
+
+
+class Rematch:
+    """A prompt of a million tokens waits for room in G1 while others decode."""
+
+    def __init__(self, engine: Engine, chain: str) -> None:
+        self.request = engine.request(chain, LONG_BLOCKS * BLOCK_TOKENS + 8)
+        for _ in range(100):
+            found = engine.match(self.request)
+            engine.step()
+            if found is not None:
+                break
+        assert found == LONG_BLOCKS * BLOCK_TOKENS, found
+
+    def __call__(self, engine: Engine) -> tuple[float, dict[str, float]]:
+        engine.clock.take()
+        assert engine.match(self.request) == LONG_BLOCKS * BLOCK_TOKENS
+        found = engine.clock.take()
+        engine.step()
+        return found
+
+
+def long_life(engine: Engine, chain: str) -> dict[str, Any]:
+    """Return the longest step of a request whose prompt of a million tokens is in host memory."""
+    engine.settle_down()
+    steps: list[tuple[float, str, dict[str, float]]] = []
+
+    def note(phase: str) -> None:
+        spent, by_hook = engine.clock.take()
+        steps.append((round(spent, 3), phase, by_hook))
+
+    request = engine.request(chain, LONG_BLOCKS * BLOCK_TOKENS + 8)
+    found = engine.match(request)
+    while found is None:
+        engine.step(decodes=False)
+        note("match")
+        found = engine.match(request)
+    assert found == LONG_BLOCKS * BLOCK_TOKENS, found
+    engine.allocate(request, request.num_tokens, found)
+    engine.step(decodes=False)
+    note("allocate")
+    while request.request_id not in engine.loaded:
+        engine.step(decodes=False)
+        note("load")
+    request.num_computed_tokens = found
+    engine.step(request, 8, decodes=False)
+    note("first step")
+    others, engine.running = engine.running, [request]
+    for _ in range(40):
+        engine.step()
+        note("decode")
+    engine.running = others
+    engine.end(request)
+    engine.step(decodes=False)
+    note("end")
+    for _ in range(30):
+        engine.step(decodes=False)
+        note("after the end")
+    phases = dict.fromkeys(phase for _, phase, _ in steps)
+    slowest = {phase: max(spent for spent, other, _ in steps if other == phase) for phase in phases}
+    count = {phase: sum(other == phase for _, other, _ in steps) for phase in phases}
+    return {"longest_ms": max(steps)[0], "slowest_step_ms": slowest, "steps": count, "hooks_ms": max(steps)[2]}
+
+
+def percentiles(samples: list[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {
+        "p50": round(statistics.median(ordered), 4),
+        "p99": round(ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))], 4),
+        "longest": round(ordered[-1], 4),
+        "steps": len(ordered),
+    }
+
+
+def alternate(
+    engines: list[Engine], rounds: int, samplers: dict[str, Callable[[Engine], tuple[float, dict[str, float]]]]
+) -> dict[str, dict[str, Any]]:
+    samples: dict[str, list[float]] = {engine.contender.name: [] for engine in engines}
+    hooks: dict[str, dict[str, list[float]]] = {engine.contender.name: {} for engine in engines}
+    for turn in range(rounds + 10):
+        for engine in engines if turn % 2 else engines[::-1]:
+            name = engine.contender.name
+            spent, by_hook = samplers[name](engine)
+            if turn >= 10:
+                samples[name].append(spent)
+                for hook, one in by_hook.items():
+                    hooks[name].setdefault(hook, []).append(one)
+    return {
+        name: {
+            **percentiles(found),
+            "hooks_p50_ms": {hook: round(statistics.median(ones), 4) for hook, ones in hooks[name].items()},
+        }
+        for name, found in samples.items()
+    }
+
+
+def fill(engines: list[Engine], long_chains: list[str]) -> None:
+    """Fill host memory twice, in conversations that grow in turn; the long prompts are the newest."""
+    for engine in engines:
+        begin = time.monotonic()
+        for batch in batches(long_chains):
+            engine.contender.fill(batch)
+        print(f"{engine.contender.name}: filled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+
+
+def batches(long_chains: list[str]) -> Iterator[list[bytes]]:
+    done, conversation = 0, 0
+    while done < 1.05 * HOST_BLOCKS:
+        for part in range(4):
+            for one in range(8):
+                yield names(f"fill-{conversation + one}", FILL_BATCH, part * FILL_BATCH)
+                done += FILL_BATCH
+        conversation += 8
+    for start in range(0, LONG_BLOCKS, FILL_BATCH):
+        for chain in long_chains:
+            yield names(chain, min(FILL_BATCH, LONG_BLOCKS - start), start)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    engines = [Engine(Kvbm), Engine(Native)]
+    chains = ["long-waits", "long-0", "long-1", "long-2"]
+    fill(engines, chains)
+    gc.collect()
+    gc.freeze()
+    for engine in engines:
+        engine.start_decoders()
+    found: dict[str, Any] = {}
+    found["long"] = {
+        engine.contender.name: min(
+            (long_life(engine, chain) for chain in chains[1:]), key=lambda one: one["longest_ms"]
+        )
+        for engine in engines
+    }
+    print(json.dumps(found["long"]), file=sys.stderr)
+    found["decode"] = alternate(engines, rounds, {"kvbm": decode, "vllm": decode})
+    print(json.dumps(found["decode"]), file=sys.stderr)
+    for engine in engines:
+        engine.settle_down()
+    prefills = {engine.contender.name: Prefill() for engine in engines}
+    found["prefill"] = alternate(engines, rounds // 2, prefills)
+    print(json.dumps(found["prefill"]), file=sys.stderr)
+    rematches = {engine.contender.name: Rematch(engine, chains[0]) for engine in engines}
+    found["rematch"] = alternate(engines, rounds // 10, rematches)
+    print(json.dumps(found["rematch"]), file=sys.stderr)
+    return found
+
+
+def misses(found: dict[str, Any]) -> list[str]:
+    problems = []
+    for row, aims in AIMS_MS.items():
+        for what, aim in aims.items():
+            key = "longest_ms" if row == "long" else what
+            ours, theirs = found[row]["kvbm"][key], found[row]["vllm"][key]
+            if ours > aim:
+                problems.append(f"{row}: {what} is {ours} ms, the aim is {aim} ms")
+            if ours > theirs:
+                problems.append(f"{row}: {what} is {ours} ms, vLLM's own offloading takes {theirs} ms")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="write the result here")
+    parser.add_argument("--rounds", type=int, default=600, help="decode steps per contender; others have fewer")
+    options = parser.parse_args()
+    found = measure(options.rounds)
+    problems = misses(found)
+    result = {
+        "benchmark": "leader_step",
+        **facts(("vllm", "torch", "numpy")),
+        "aims_ms": AIMS_MS,
+        "ranks": RANKS,
+        "host_blocks": HOST_BLOCKS,
+        "running_requests": RUNNING,
+        "measured": found,
+        "missed": problems,
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    if options.output is not None:
+        options.output.write_text(text, encoding="utf-8")
+    print(text)
+    for problem in problems:
+        print(f"missed: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
