@@ -26,14 +26,17 @@ CAPACITY = 64 << 20
 BLOCKS = 40
 
 
+def with_one_head(preset, directory):
+    """Write a model like a preset, but with one KV head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(make_model.MODELS, "one-head", make_model.MODELS[preset] | {"num_key_value_heads": 1})
+        make_model._write_model("one-head", directory / "one-head")
+    return directory / "one-head"
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model of vllm-25m's form with one KV head."""
-    directory = tmp_path_factory.mktemp("model") / "one-head"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(make_model.MODELS, "one-head", make_model.MODELS["vllm-25m"] | {"num_key_value_heads": 1})
-        make_model._write_model("one-head", directory)
-    return directory
+    return with_one_head("vllm-25m", tmp_path_factory.mktemp("model"))
 
 
 def server(model, directory, *arguments, **transfer):
@@ -120,3 +123,18 @@ def test_two_ranks_with_latent_attention_have_one_copy():
         assert again.logprobs == pytest.approx(original.logprobs[known : known + 8], abs=1e-4)
         assert again.cached == whole
         assert engine.metrics()["kvbm_disabled"] == 0
+
+
+def test_two_ranks_with_one_head_and_windows_have_one_copy(tmp_path):
+    """Blocks of several KV cache groups share memory, so that a block contains older bytes of other layers."""
+    with server(with_one_head("vllm-swa", tmp_path), tmp_path / "disk") as engine:
+        assert [what for what, _ in segments(engine.log()).values()].count("shares") == 1
+        ask = asker(engine)
+        truth = repeat(ask, REQUESTS)
+        engine.wait_until("all blocks on the host", lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0)
+        for _ in range(2):
+            assert engine.reset_prefix_cache(external=False)
+            assert_equal(repeat(ask, REQUESTS), truth)
+        metrics = engine.metrics()
+        assert metrics["kvbm_onboard_blocks_h2d"] > 0
+        assert metrics["kvbm_disabled"] == metrics["kvbm_onboard_failed_blocks"] == 0
