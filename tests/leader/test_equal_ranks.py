@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from bookkeeping import check_leader
 from rig import G1, FakeDisk, Rank, Rig, chain
 
 from kvbm.config.schema import ConnectorConfig
+from kvbm.device.pool import TransferPool
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
@@ -197,6 +199,33 @@ def test_an_overdue_share_is_denied_by_its_rank_alone(rig):
     assert rig.leader.counters.offload_failed_blocks == 12
     assert cached_blocks(rig) == 0
     assert not rig.leader.has_pending()
+
+
+def test_samples_of_two_offloads_do_not_overwrite_each_other():
+    """Two threads copy at a time, and a rank has one sample slot."""
+    rig = Rig(ranks=2, replicas=2, slots=24, blocks=32)
+    first, copier = rig.ranks[0].worker, rig.ranks[0].copier
+    first._offload_pool = pool = TransferPool(2, name="test")
+    copier.at(1, "lost")  # the sample of the first offload: copied, and not yet read
+    for number, name in enumerate(("a", "b", "c")):
+        rig.compute(name, chain(name, 4))
+        rig.order()
+        if number == 0:
+            copier.wait_until_held()
+    deadline_s = time.monotonic() + 10
+    while copier._calls < 4 and time.monotonic() < deadline_s:  # the shares of the other two
+        time.sleep(0.001)
+    time.sleep(0.05)
+    copier.heal()
+    while first.is_busy() and time.monotonic() < deadline_s:
+        first.poll()
+    rig.ranks[1].run_all()
+    rig.settle()
+    rig.settle()
+    assert rig.leader.counters.disabled == 0
+    assert [rig.leader.match(f"probe {name}", chain(name, 4), 0) for name in "abc"] == [4, 4, 4]
+    pool.close(1)
+    rig.close()
 
 
 def test_blocks_come_back_from_disk_into_the_one_copy():

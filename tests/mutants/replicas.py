@@ -40,6 +40,14 @@ MUTANTS = (
         fails="tests/leader/test_equal_ranks.py",
     ),
     Mutant(
+        name="replicas-samples-overwrite-each-other",
+        bug="two copying threads of a rank use its sample slot at the same time, and the cache is turned off",
+        file="kvbm/device/worker.py",
+        old="        with self._sampling:\n",
+        new="        if self._sampling:\n",
+        fails="tests/leader/test_equal_ranks.py",
+    ),
+    Mutant(
         name="replicas-free-memory-of-the-owner",
         bug="a rank that ends first empties the host memory of the others",
         file="kvbm/host/shared_memory.py",
