@@ -39,12 +39,12 @@ def model(tmp_path_factory):
     return with_one_head("vllm-25m", tmp_path_factory.mktemp("model"))
 
 
-def server(model, directory, *arguments, **transfer):
+def server(model, directory, *arguments, blocks=BLOCKS, **transfer):
     tiers = {"host": {"capacity": f"{CAPACITY}B"}, "disk": {"blocks": 200, "directory": str(directory)}}
     contents = {"tiers": tiers, "onboard": {"policy": "always"}, "offload": {"to_disk": "always"}, "transfer": transfer}
     connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
     flags = ("--tensor-parallel-size", "2", "--shutdown-timeout", "30", *arguments)
-    return VllmServer(model, *flags, blocks=BLOCKS, max_model_len=2048, connector=connector, cores="0|1")
+    return VllmServer(model, *flags, blocks=blocks, max_model_len=2048, connector=connector, cores="0|1")
 
 
 def computed(model, **transfer):
@@ -127,7 +127,7 @@ def test_two_ranks_with_latent_attention_have_one_copy():
 
 def test_two_ranks_with_one_head_and_windows_have_one_copy(tmp_path):
     """Blocks of several KV cache groups share memory, so that a block contains older bytes of other layers."""
-    with server(with_one_head("vllm-swa", tmp_path), tmp_path / "disk") as engine:
+    with server(with_one_head("vllm-swa", tmp_path), tmp_path / "disk", blocks=200) as engine:
         assert [what for what, _ in segments(engine.log()).values()].count("shares") == 1
         ask = asker(engine)
         truth = repeat(ask, REQUESTS)
