@@ -67,12 +67,8 @@ class Counters:
 
     def hits(self) -> tuple[int, int, int]:
         """Return (blocks loaded from G2, from G3, prompt blocks looked up) for the last finished requests."""
-        window = tuple(self.hit_window)
-        return (
-            sum(host for host, _, _ in window),
-            sum(disk for _, disk, _ in window),
-            sum(probed for _, _, probed in window),
-        )
+        host, disk, probed = map(sum, zip((0, 0, 0), *tuple(self.hit_window), strict=True))
+        return host, disk, probed
 
     def hit_rate(self, tier: Tier) -> float:
         """Return the share of prompt blocks loaded from host or disk, 0 to 1, over the last finished requests."""

@@ -15,7 +15,8 @@ pool and scheduler output; the ranks are simulated and answer in the same step. 
     long       the longest step in the life of such a request alone: lookup, load, first step, end
 
 A number is the sum over all hooks of the scheduler side in one step, as CPU time of the thread: other work on the
-machine does not count. KV events are off, as by default in vLLM. The contenders take turns. Garbage collection is on, and frozen after the start as in vLLM.
+machine does not count. KV events are off, as by default in vLLM. The contenders take turns. Garbage collection is on,
+and frozen after the start as in vLLM.
 
 Exits with 1 when an aim is missed, or when vLLM's own offloading is faster.
 """

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import compress, repeat
 from operator import eq, mod, mul
-from struct import Struct
+from struct import Struct, iter_unpack
 
 from kvbm.errors import InvariantError
 
@@ -90,7 +90,12 @@ class HashIndex:
 
     def find(self, hashes: Sequence[bytes]) -> list[int | None]:
         """Return for each hash its slot, or None."""
-        return list(map(dict.get, self._dicts_of(hashes), hashes))
+        if len(hashes) < 2 * _WORTHWHILE_RUN:
+            return list(map(dict.get, self._dicts_of(hashes), hashes))
+        found: list[int | None] = [*self.find_prefix(hashes)]
+        rest = hashes[len(found) :]
+        found += map(dict.get, self._dicts_of(rest), rest)
+        return found
 
     def add(self, hashes: Sequence[bytes], slots: list[int]) -> list[int]:
         """Register each hash at its slot unless it already has a slot; return the slot of each hash."""
@@ -100,7 +105,7 @@ class HashIndex:
         if holders != slots:
             is_new = list(map(eq, slots, holders))
             self._note(list(compress(slots, is_new)), list(compress(hashes, is_new)))
-        elif _is_consecutive(slots):
+        elif is_consecutive(slots):
             self._hashes[slots[0] * self._hash_bytes : (slots[-1] + 1) * self._hash_bytes] = b"".join(hashes)
         else:
             self._note(slots, hashes)
@@ -119,7 +124,11 @@ class HashIndex:
 
     def hashes_of(self, slots: Sequence[int]) -> tuple[bytes, ...]:
         """Return the hash that each slot was last registered with."""
-        offsets = map(mul, slots, repeat(self._hash_bytes))
+        size = self._hash_bytes
+        if len(slots) >= _WORTHWHILE_RUN and is_consecutive(slots):
+            run = self._hashes[slots[0] * size : (slots[-1] + 1) * size]
+            return tuple([item[0] for item in iter_unpack(f"{size}s", run)])
+        offsets = map(mul, slots, repeat(size))
         return tuple([item[0] for item in map(self._read, repeat(self._hashes), offsets)])
 
     def clear(self) -> None:
@@ -144,5 +153,7 @@ class HashIndex:
         return map(self._dicts.__getitem__, map(mod, map(hash, hashes), repeat(self._dict_count)))
 
 
-def _is_consecutive(slots: list[int]) -> bool:
-    return bool(slots) and slots == list(range(slots[0], slots[0] + len(slots)))
+def is_consecutive(slots: Sequence[int]) -> bool:
+    """Whether each slot is the next one after the slot before. False for none."""
+    count = len(slots)
+    return count > 0 and slots[-1] - slots[0] == count - 1 and list(slots) == list(range(slots[0], slots[0] + count))

@@ -102,6 +102,8 @@ class BlockStore:
 
     def _evict(self, count: int) -> list[int]:
         slots = self._lists.take(self._lists.inactive, count)
+        if not self._has_events:  # which report the order of eviction
+            slots.sort()
         self._inactive_count -= count
         removed = self._index.remove(slots)
         if self._has_events:

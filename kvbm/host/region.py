@@ -492,9 +492,10 @@ def _ready_words(generations: Sequence[int]) -> NDArray[np.uint64]:
 
 def _indexes(numbers: Sequence[int], count: int) -> NDArray[np.int64]:
     """Return the numbers as an array. A number out of range is refused: it would silently name another slot."""
-    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+    indexes = np.array(numbers, np.int64)
+    if len(indexes) and not 0 <= indexes.min() <= indexes.max() < count:
         raise InvariantError(f"control words {min(numbers)}..{max(numbers)} of {count}")
-    return np.array(numbers, np.int64)
+    return indexes
 
 
 def _are_reported(

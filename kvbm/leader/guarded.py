@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
-from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.leader import Completed, Leader, LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
 
@@ -59,7 +59,7 @@ class GuardedLeader:
         self._settings = settings
         self._engine = callbacks
         self._disk = disk
-        self._held: dict[int, int] = {}  # references in the engine's block pool, per G1 block
+        self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
         self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
         self._steps_off = 0
@@ -135,6 +135,10 @@ class GuardedLeader:
             group=group,
             priorities=priorities,
         )
+
+    @hook(list)
+    def offload_all(self, completed: Sequence[Completed]) -> list[int]:
+        return self.leader.offload_all(completed)
 
     @hook(False)
     def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
@@ -275,7 +279,7 @@ class GuardedLeader:
         if self._orders is None:
             self._orders = self.leader.orders_in_flight()
             copied = Counter(block_id for order in self._orders.values() for block_id in order.block_ids)
-            self._release(list((Counter(self._held) - copied).elements()))
+            self._release(list((self._held - copied).elements()))
         return self._orders
 
     def _has_ended(self, order: Offload | Onboard) -> bool:
@@ -292,9 +296,7 @@ class GuardedLeader:
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         self._engine.hold(block_ids)
-        held = self._held
-        for block_id in block_ids:
-            held[block_id] = held.get(block_id, 0) + 1
+        self._held.update(block_ids)
 
     def _release(self, block_ids: Sequence[int]) -> None:
         held = self._held

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
 
+from kvbm.core.index import is_consecutive
 from kvbm.core.store import BlockStore
 from kvbm.types import SlotState, Tier
 
@@ -100,13 +101,18 @@ class HostTier:
             proven, failed = target.blocks.split(is_good)
             failed.release()
             hashes = list(compress(hashes, is_good))
-        generations = self._slot_generations
-        for slot in proven.slots:
-            generations[slot] = target.generation
+        generations, slots = self._slot_generations, proven.slots
+        if is_consecutive(slots):
+            generations[slots[0] : slots[-1] + 1] = array("Q", [target.generation]) * len(slots)
+        else:
+            for slot in slots:
+                generations[slot] = target.generation
         return proven.stage(hashes).register()
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""
+        if is_consecutive(slots):
+            return tuple(self._slot_generations[slots[0] : slots[-1] + 1])
         return tuple(map(self._slot_generations.__getitem__, slots))
 
     def check_next(self) -> None:

@@ -1,15 +1,17 @@
 """Offloads: copies from G1 to host memory, from the decision which blocks are copied to their registration.
 
 `advance` collects blocks of all requests, `step` reserves G2 slots and makes one order of them, `settle` registers the
-blocks that every rank has proven. One order per step costs the leader and the workers far less than one per request. The sources are held in the engine's block pool until every rank has reported, so that an abort or a
-preemption needs no waiting. At most `max_in_flight_blocks` blocks are held at a time.
+blocks that every rank has proven. One order per step costs the leader and the workers far less than one per request.
+The sources are held in the engine's block pool until every rank has reported, so that an abort or a preemption needs no
+waiting. At most `max_in_flight_blocks` blocks are held at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+import math
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import compress, pairwise
+from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.plan import Offload
@@ -79,10 +81,13 @@ class _OffloadInFlight:
     is_void: bool = False
     is_held: bool = True
 
-    def wanted(self) -> Iterator[bytes]:
-        """Yield the hashes that are to be registered."""
-        if not self.is_void:
-            yield from (one for index, one in enumerate(self.batch.hashes) if index not in self.dropped)
+    def wanted(self) -> list[bytes]:
+        """Return the hashes that are to be registered."""
+        if self.is_void:
+            return []
+        if not self.dropped:
+            return self.batch.hashes
+        return [one for index, one in enumerate(self.batch.hashes) if index not in self.dropped]
 
 
 class Offloads:
@@ -133,19 +138,18 @@ class Offloads:
         missing = store.missing(fresh) if begin else store.touch(fresh)
         departing = self._departing
         absent = [i for i in missing if fresh[i] not in departing and block_ids[begin + i] != NO_BLOCK]
+        collected = len(self._collected.hashes) + len(self._snapshots.hashes)
         if unwritten is None:
             evicted = self._counters.evicted_blocks
-            if evicted + max(0, self._collected_blocks() + len(absent) - store.free) > progress.fresh_until:
+            if evicted + max(0, collected + len(absent) - store.free) > progress.fresh_until:
                 if begin:  # so that no block is evicted for its own tail
                     self._slices.run(store.touch, hashes[:end])
                 progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
         chosen = absent
         if absent:
             room = self._room(self._settings.max_in_flight_blocks, unwritten)
-            if room < len(absent):
-                chosen = absent[:room] if progress.can_wait else absent[::-1][:room]
-            elif not progress.can_wait:
-                chosen = absent[::-1]
+            if room < len(absent) or not progress.can_wait:
+                chosen = (absent if progress.can_wait else absent[::-1])[:room]
             sources = [block_ids[begin + i] for i in chosen]
             self._collect(self._collected, [fresh[i] for i in chosen], sources, progress.tenant, unwritten)
         left_out = len(absent) - len(chosen)
@@ -156,6 +160,31 @@ class Offloads:
             progress.left_out = 0
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
+
+    def evicted_after(self, count: int) -> float:
+        """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room."""
+        if self._room(self._settings.max_in_flight_blocks, None) < count:
+            return math.inf
+        collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
+        return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
+
+    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
+        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block).
+
+        No chain need be made recent first: `evicted_after` of all is at most its `fresh_until`.
+        """
+        missing = self._host.store.missing([name for _, name, _ in blocks])
+        for progress, _, _ in blocks:
+            progress.considered += 1
+            progress.left_out = 0
+        wanted: dict[bytes, tuple[int, bytes]] = {}
+        for index in missing:
+            progress, name, block_id = blocks[index]
+            if name not in self._departing and block_id != NO_BLOCK:
+                wanted.setdefault(name, (block_id, progress.tenant))
+        for tenant, group in groupby(wanted, key=lambda name: wanted[name][1]):
+            names = list(group)
+            self._collect(self._collected, names, [wanted[name][0] for name in names], tenant, None)
 
     def add_snapshot(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, *, unwritten: int | None
@@ -208,7 +237,9 @@ class Offloads:
         if not self.in_flight:
             return
         flights = list(self.in_flight.values())[::-1]
-        are_reported = self._host.are_reported([flight.target for flight in flights])
+        are_reported = [True]
+        if len(flights) > 1:  # a word per order and rank is read faster than all of them
+            are_reported = self._host.are_reported([flight.target for flight in flights])
         for flight, is_reported in zip(flights, are_reported, strict=True):
             if is_reported and (is_ready := self._host.results(flight.target)) is not None:
                 self._end(flight, is_ready)
@@ -261,12 +292,10 @@ class Offloads:
             self._release_blocks([batch.block_ids[position] for position in positions])
             batch.remove(positions)
 
-    def _collected_blocks(self) -> int:
-        return len(self._collected.hashes) + len(self._snapshots.hashes)
-
     def _room(self, may_hold: int, unwritten: int | None) -> int:
         """Return how many more blocks can be collected if the copies `may_hold` so many blocks of G1."""
-        slots = self._host.store.available - (unwritten or 0) - self._collected_blocks()
+        collected = len(self._collected.hashes) + len(self._snapshots.hashes)
+        slots = self._host.store.available - (unwritten or 0) - collected
         return max(0, min(may_hold - self._held_blocks, slots))
 
     def _end(self, flight: _OffloadInFlight, is_ready: Sequence[bool]) -> None:

@@ -13,8 +13,8 @@ computes the rest. An engine that cannot use the beginning without the rest gets
 have arrived can still be found in host memory.
 
 The G1 blocks of a part are held from when it begins until nothing can write to them any more. Before that they belong
-to the waiting request; so if the request ends, its load begins no more parts. A load that is given up before its copiers
-have stopped is reported as failed at once, and its blocks stay held.
+to the waiting request; so if the request ends, its load begins no more parts. A load that is given up before its
+copiers have stopped is reported as failed at once, and its blocks stay held.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens whose blocks were found, but no snapshot at their end.
-    `promised` pins what the last match found, for an engine that does not accept failed loads; `long_match` what a match
-    has found so far that takes several steps.
+    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
+    whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
+    does not accept failed loads; `long_match` what a match of many blocks has found so far.
     """
 
     request_id: str
@@ -102,6 +102,7 @@ class Load:
     block_ids: tuple[int, ...]
     tokens: int
     born_s: float
+    born_step: int
     end: int
     on_disk: tuple[int, ...] = ()
     waiting: deque[_Part] = field(default_factory=deque)
@@ -338,6 +339,7 @@ class Onboards:
             tuple(block_ids),
             tokens,
             born_s=self._clock(),
+            born_step=self._step,
             end=len(hashes),
             on_disk=tuple(on_disk),
         )
@@ -366,9 +368,12 @@ class Onboards:
         self._orders.append(order)
 
     def _begin_slices(self) -> None:
-        """Order parts of long loads, about one slice of blocks per step. The loads take turns."""
+        """Order parts of long loads, about one slice of blocks per step. The loads take turns. A new one begins at the
+        next step, because its beginning took as much time."""
         left = self._slices.size
         while left > 0 and self._in_slices and len(self._lanes) > len(self._fetches):
+            if self._in_slices[0].born_step == self._step - 1:
+                return
             load = self._in_slices.popleft()
             part, source = load.slices.popleft()
             if load.slices:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress, repeat
+from operator import add, ge
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained, hook
@@ -68,7 +70,6 @@ class _Tracked:
     block_ids: list[list[int]] = field(default_factory=list)
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
-    due_tokens: int = 0  # with fewer computed tokens there is nothing to offload
     snapshot_tokens: int = 0
 
 
@@ -110,6 +111,7 @@ class SchedulerSide:
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
         self._requests: dict[str, _Tracked] = {}
+        self._due_tokens: dict[str, int] = {}  # of tracked requests: with fewer tokens there is nothing to offload
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
         self._has_disk = config.tiers.disk is not None
@@ -220,6 +222,7 @@ class SchedulerSide:
         limits = params if isinstance(params, dict) else {}
         if not _is_named(request) or (self._keeps_blocks and not _names_media_by_content(request)):
             limits = BYPASS
+        self._due_tokens[request.request_id] = 0
         self._requests[request.request_id] = _Tracked(
             request,
             max_load_tokens=_limit(limits, "max_load_tokens"),
@@ -291,7 +294,7 @@ class SchedulerSide:
         ]
         if self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids):
             tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
-            tracked.due_tokens = 0
+            self._due_tokens[snapshot.request_id] = 0
 
     @hook(False)
     def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
@@ -328,6 +331,7 @@ class SchedulerSide:
     @hook(when_off=True)
     def end_request(self, request: Request) -> None:
         tracked = self._requests.pop(request.request_id, None)
+        self._due_tokens.pop(request.request_id, None)
         if request.request_id in self._stale and tracked is not None:
             self._evict_stale(tracked)
             self._stale.discard(request.request_id)
@@ -353,26 +357,26 @@ class SchedulerSide:
         for snapshot in self._snapshots.handed_over(output) if self._snapshots is not None else ():
             if (tracked := self._requests.get(snapshot.request_id)) is not None:
                 self._offload_snapshot(tracked, snapshot)
-        scheduled, requests = output.num_scheduled_tokens, self._requests
+        requests, cached = self._requests, output.scheduled_cached_reqs
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables(new.block_ids)
-                self._offload(tracked, new.num_computed_tokens, output)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            tracked = requests.get(request_id)
-            if tracked is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                tracked.block_ids = self._tables(block_ids)
-                self._stale.discard(request_id)
-            elif block_ids is not None:
-                for table, more in zip(tracked.block_ids, self._tables(block_ids), strict=True):
-                    table += more
-            if computed + scheduled[request_id] >= tracked.due_tokens:
-                self._offload(tracked, computed, output)
+                if self._is_plain:
+                    self._offload_plain([(tracked, new.num_computed_tokens)], output)
+                else:
+                    self._offload(tracked, new.num_computed_tokens, output)
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None and (tracked := requests.get(request_id)) is not None:
+                self._extend_tables(tracked, block_ids, is_resumed=request_id in cached.resumed_req_ids)
+        # Hundreds of requests run and few complete a block: find those without a step of Python per request.
+        tokens = map(add, cached.num_computed_tokens, map(output.num_scheduled_tokens.__getitem__, cached.req_ids))
+        is_due = map(ge, tokens, map(self._due_tokens.get, cached.req_ids, repeat(UNLIMITED)))
+        due = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
+        if self._is_plain:
+            self._offload_plain([(requests[request_id], computed) for request_id, computed in due], output)
+        else:
+            for request_id, computed in due:
+                self._offload(requests[request_id], computed, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
         if self._has_disk:
@@ -518,7 +522,8 @@ class SchedulerSide:
         if tracked is not None:
             assert self.leader is not None
             self.leader.finish(request_id, *self._chains(tracked))
-            tracked.block_ids, tracked.due_tokens = [], 0
+            tracked.block_ids = []
+            self._due_tokens[request_id] = 0
 
     def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
         """Translate vLLM's block ids per group, in our order of groups."""
@@ -530,20 +535,48 @@ class SchedulerSide:
             for group in self._groups
         ]
 
-    def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
-        """Offload the blocks that the next forward pass completes. Speculative tokens do not count."""
+    def _extend_tables(self, tracked: _Tracked, block_ids: Sequence[list[int]], *, is_resumed: bool) -> None:
+        """Note new blocks of a running request; a request that resumes has only these."""
+        if is_resumed:
+            tracked.block_ids = self._tables(block_ids)
+            self._stale.discard(tracked.request.request_id)
+        elif self._is_plain:
+            tracked.block_ids[0] += block_ids[self._groups[0].index]
+        else:
+            for table, more in zip(tracked.block_ids, self._tables(block_ids), strict=True):
+                table += more
+
+    def _offload_plain(self, due: Sequence[tuple[_Tracked, int]], output: SchedulerOutput) -> None:
+        """Offload the blocks that the next forward pass completes. `due`: (request, its computed tokens)."""
+        assert self.leader is not None
+        size, completed = self._groups[0].group.block_tokens, []
+        for tracked, computed_tokens in due:
+            request = tracked.request
+            blocks = self._tokens_after(tracked, computed_tokens, output) // size
+            prompt_blocks = request.num_prompt_tokens // size
+            completed.append((request.request_id, request.block_hashes, tracked.block_ids[0], blocks, prompt_blocks))
+        due_tokens = self._due_tokens
+        for entry, considered in zip(completed, self.leader.offload_all(completed), strict=False):
+            due_tokens[entry[0]] = (considered + 1) * size
+
+    def _tokens_after(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> int:
+        """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
         request_id = tracked.request.request_id
-        speculative = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        tokens = computed_tokens + output.num_scheduled_tokens[request_id] - speculative
-        tokens = min(tokens, tracked.max_offload_tokens)
-        prompt_tokens = tracked.request.num_prompt_tokens
-        tracked.due_tokens = UNLIMITED
-        useful = UNLIMITED
+        tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
+        if output.scheduled_spec_decode_tokens:
+            tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+        return min(tokens, tracked.max_offload_tokens)
+
+    def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
+        """Like `_offload_plain`, for one request of a model with several KV cache groups or with states."""
+        request_id, prompt_tokens = tracked.request.request_id, tracked.request.num_prompt_tokens
+        tokens, useful = self._tokens_after(tracked, computed_tokens, output), UNLIMITED
         if self._snapshots is not None:
             useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
             if useful > tracked.max_offload_tokens:  # the snapshot there is not offloaded
                 useful = tracked.snapshot_tokens
         assert self.leader is not None
+        due = UNLIMITED
         for position, (cache_group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
             if isinstance(cache_group.group, StateGroup):
                 continue
@@ -557,7 +590,8 @@ class SchedulerSide:
                 group=position,
             )
             if (considered + 1) * size <= useful:
-                tracked.due_tokens = min(tracked.due_tokens, (considered + 1) * size)
+                due = min(due, (considered + 1) * size)
+        self._due_tokens[request_id] = due
 
 
 def _is_named(request: Request) -> bool:

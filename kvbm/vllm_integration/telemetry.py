@@ -62,6 +62,7 @@ class StatsSource:
 
     def __init__(self) -> None:
         self._reported: tuple[int, ...] | None = None
+        self._hits = (-1, [0, 0, 0])  # number of finished requests, and their hits
 
     def take(self, leader: GuardedLeader) -> KvbmStats | None:
         numbers = _read_numbers(leader.counters)
@@ -70,7 +71,9 @@ class StatsSource:
         self._reported = numbers
         totals = dict(zip(_NUMBERS, numbers, strict=True))
         blocks = {tier.value: states for tier, states in leader.blocks().items()}
-        return KvbmStats(data={**totals, WINDOW: list(leader.counters.hits()), BLOCKS: blocks, WEAR: leader.wear()})
+        if self._hits[0] != leader.counters.finished_requests:  # the window is long, and most steps end no request
+            self._hits = leader.counters.finished_requests, list(leader.counters.hits())
+        return KvbmStats(data={**totals, WINDOW: self._hits[1], BLOCKS: blocks, WEAR: leader.wear()})
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
