@@ -507,7 +507,7 @@ def _are_reported(
         np.ones(len(indexes), bool) if lost else rank_words[indexes] >> np.uint64(STATE_BITS) == wanted
         for rank_words, lost in words
     ]
-    reported: list[bool] = np.logical_and.reduce([np.ones(len(indexes), bool), *found]).tolist()
+    reported: list[bool] = np.logical_and.reduce(found).tolist() if found else [True] * len(indexes)
     return reported
 
 

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 import kvbm.host.shared_memory
+from kvbm.config.schema import Profile
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import LANES, MEMFD_NAME, REPORTS, Region, Segment
+from kvbm.sizing import size
 from kvbm.types import SlotState
+from kvbm_cli.make_model import MODELS
 
 LAYOUT = BlockLayout((Piece(0, 0, 5000, 5000),), 4)
 SLOTS = 8
@@ -257,25 +260,37 @@ def test_a_rank_with_other_blocks_does_not_attach(segments):
     assert "share_equal_kv" in (caught.value.hint or "")
 
 
-def test_workers_with_one_copy_have_room_for_as_many_more_blocks():
-    """The capacity is the sum over the engine: eight ranks with latent attention have one segment of all of it."""
-    layout = BlockLayout((Piece(0, 0, 4096, 4096),), 4)
-    capacity = HostCapacity(capacity_bytes=64 * 4096)
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_eight_ranks_with_latent_attention_take_as_much_memory_as_kvbm_size_says(is_shared):
+    arguments = {"tensor_parallel_size": 8, "dtype": "float32"}
+    profile = Profile.model_validate(
+        {
+            "engine": {"kind": "vllm", "model": "m", "arguments": arguments},
+            "tiers": {"host": {"capacity": "16MiB"}},
+            "transfer": {"share_equal_kv": is_shared},
+        }
+    )
+    sizes = size(profile, MODELS["vllm-mla"] | {"num_attention_heads": 8}, on_cpu=True)
+    layout = BlockLayout((Piece(0, 0, sizes.block_bytes, sizes.block_bytes),), 2)
 
-    def worker(replicas=ALONE, segments=8):
+    def create_worker(place):
         return Worker.create(
             layout,
-            [torch.zeros(4 * 4096, dtype=torch.uint8)],
-            capacity,
-            rank=replicas.index,
-            segment_count=segments,
-            replicas=replicas,
+            [torch.zeros(2 * sizes.block_bytes, dtype=torch.uint8)],
+            HostCapacity(capacity_bytes=16 << 20),
+            rank=place.index,
+            segment_count=1 if is_shared else 8,
+            replicas=place if is_shared else ALONE,
             thread_count=1,
         )
 
-    workers = together(8, lambda replicas: worker(replicas, 1))
-    assert {one.info.slot_count for one in workers} == {64}
-    alone = worker()
-    assert alone.info.slot_count == 8
-    for one in [*workers, alone]:
-        one.close()
+    workers = together(8, create_worker)
+    assert {worker.info.slot_count for worker in workers} == {sizes.host.block_count}
+    segments = {os.fstat(worker.info.fd).st_ino: worker.info for worker in workers}.values()
+    assert len(segments) == (1 if is_shared else 8)
+    assert sum(info.slot_count * info.slot_stride for info in segments) == sizes.host.total_bytes
+    sample_slots = 8 * sizes.stored_bytes if is_shared else 0
+    assert sum(info.length for info in segments) < sizes.host.total_bytes + sample_slots + (1 << 20)
+    assert sizes.stored_bytes // sizes.block_tokens == 4 * (512 + 64) * 4 * (1 if is_shared else 8), "bytes per token"
+    for worker in workers:
+        worker.close()
