@@ -85,6 +85,7 @@ def scheduler_side(groups, rank_count=1):
         continues_prompts=True,
         gives_up_blocks=True,
         identity=lambda: ({}, ""),
+        publishes_events=True,
     )
 
 
@@ -907,6 +908,7 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     assert source.take(leader) is None
     leader.counters.offload_blocks = 5
     leader.counters.hit_window.append((3, 0, 4))
+    leader.counters.finished_requests += 1
     second = source.take(leader)
     assert first.aggregate(second).reduce() == {
         "host hit rate": 0.75,

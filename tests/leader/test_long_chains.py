@@ -1,0 +1,323 @@
+"""Chains of more blocks than one slice: matched, loaded, offloaded and touched over several steps."""
+
+from __future__ import annotations
+
+import pytest
+from rig import Rig, chain
+
+from kvbm.leader.settings import DiskPolicy
+from kvbm.types import Tier
+
+SLICE = 3
+LENGTH = 10
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(slots=16, blocks=64, slice_blocks=SLICE)
+    yield rig
+    rig.close()
+
+
+def fill(rig, name, length):
+    """Like `Rig.fill`, for a chain that takes several steps."""
+    hashes = chain(name, length)
+    blocks = rig.compute(f"fill-{name}", hashes)
+    considered = 0
+    while considered < length:
+        rig.step()
+        considered = rig.leader.offload(f"fill-{name}", hashes, blocks, computed_blocks=length, prompt_blocks=length)
+    rig.step()
+    rig.finish(f"fill-{name}", hashes, blocks)
+    for _ in range(length):
+        rig.step()
+    return hashes
+
+
+def match(rig, request_id, hashes, start=0):
+    """Call `match` once per step until it is complete; return (result, calls)."""
+    for calls in range(1, 100):
+        if (found := rig.leader.match(request_id, hashes, start)) is not None:
+            return found, calls
+        rig.step()
+    raise AssertionError("the match does not end")
+
+
+def load(rig, request_id, hashes):
+    found, _ = match(rig, request_id, hashes)
+    blocks = rig.g1.allocate(found)
+    rig.leader.onboard(request_id, hashes, 0, blocks)
+    return blocks
+
+
+def holds(rig, blocks, hashes):
+    return all(rig.g1.holds(block, one) for block, one in zip(blocks, hashes, strict=False))
+
+
+def pinned(rig):
+    return rig.leader.blocks()[Tier.HOST]["pinned"]
+
+
+# -- match -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_match_is_made_in_slices_and_repeated_without_another_lookup(rig, monkeypatch):
+    hashes = fill(rig, "a", LENGTH)
+    assert match(rig, "r", hashes) == (LENGTH, 4)
+    calls = []
+    monkeypatch.setattr(rig.leader._host.store, "pin_prefix", lambda *arguments: calls.append(arguments))
+    assert rig.leader.match("r", hashes, 0) == LENGTH
+    assert not calls
+
+
+def test_a_short_match_is_made_at_once_and_pins_nothing(rig):
+    hashes = fill(rig, "a", SLICE)
+    assert rig.leader.match("r", hashes, 0) == SLICE
+    assert pinned(rig) == 0
+
+
+def test_what_a_long_match_found_is_not_evicted_until_the_request_ends(rig):
+    hashes = fill(rig, "a", LENGTH)
+    match(rig, "r", hashes)
+    fill(rig, "b", 9)
+    assert rig.leader.match("r", hashes, 0) == LENGTH
+    assert pinned(rig) == LENGTH
+    rig.leader.finish("r", hashes)
+    for _ in range(5):
+        rig.step()
+    assert pinned(rig) == 0
+
+
+def test_a_long_match_goes_on_when_its_next_block_has_arrived(rig):
+    hashes = fill(rig, "a", LENGTH)
+    longer = [*hashes, *chain("more", 2)]
+    assert match(rig, "r", longer)[0] == LENGTH
+    blocks = rig.compute("other", longer[-2:])
+    rig.step()
+    rig.finish("other", longer[-2:], blocks)
+    assert match(rig, "r", longer)[0] == LENGTH + 2
+
+
+def test_a_long_match_ends_with_the_prompt_limit(rig):
+    hashes = fill(rig, "a", LENGTH)
+    assert rig.leader.match("r", hashes, 0, 7) is None
+    rig.step()
+    assert rig.leader.match("r", hashes, 0, 7) is None
+    rig.step()
+    assert rig.leader.match("r", hashes, 0, 7) == 7
+
+
+def test_a_long_match_begins_again_after_another_hit_in_g1_or_a_reset(rig):
+    hashes = fill(rig, "a", LENGTH)
+    assert match(rig, "r", hashes)[0] == LENGTH
+    assert match(rig, "r", hashes, 2)[0] == LENGTH - 2
+    rig.leader.reset()
+    assert match(rig, "r", hashes, 2)[0] == 0
+    for _ in range(8):
+        rig.step()
+    assert pinned(rig) == 0
+
+
+# -- load --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_load_is_ordered_one_slice_per_step_and_reported_once(rig):
+    hashes = fill(rig, "a", LENGTH)
+    blocks = load(rig, "r", hashes)
+    sizes, results = [], []
+    for _ in range(6):
+        plan = rig.order()
+        sizes.append([len(order.slots) for order in plan.onboards])
+        rig.ranks[0].run_all()
+        results += rig.settle()
+    assert sizes == [[], [3], [3], [3], [1], []]
+    assert [(one.request_id, list(one.block_ids), one.failed_block_ids) for one in results] == [("r", blocks, ())]
+    assert holds(rig, blocks, hashes)
+    assert rig.leader.counters.onboard_blocks == LENGTH
+    assert pinned(rig) == 0
+
+
+def test_a_long_load_keeps_the_engine_stepping_until_it_is_over(rig):
+    load(rig, "r", fill(rig, "a", LENGTH))
+    for _ in range(5):
+        assert rig.leader.has_pending()
+        assert rig.leader.has_unreported()
+        rig.step()
+    assert not rig.leader.has_unreported()
+
+
+def test_long_loads_take_turns_and_a_short_one_does_not_wait():
+    rig = Rig(slots=32, blocks=64, slice_blocks=SLICE)
+    chains = {"r": fill(rig, "a", 9), "s": fill(rig, "b", 9)}
+    short = fill(rig, "c", 2)
+    blocks = {name: rig.g1.allocate(match(rig, name, hashes)[0]) for name, hashes in chains.items()}
+    for name, hashes in chains.items():
+        rig.leader.onboard(name, hashes, 0, blocks[name])
+    rig.order()
+    in_short = rig.load("t", short)
+    owners = {block: name for name, own in {**blocks, "t": in_short}.items() for block in own}
+    turns = [[owners[order.block_ids[0]] for order in rig.order().onboards] for _ in range(6)]
+    assert turns == [["t", "r"], ["s"], ["r"], ["s"], ["r"], ["s"]]
+    for _ in range(3):
+        rig.step()
+    assert all(holds(rig, blocks[name], hashes) for name, hashes in chains.items())
+    rig.close()
+
+
+def test_a_request_that_ends_during_its_long_load_gets_no_more_slices(rig):
+    hashes = fill(rig, "a", LENGTH)
+    blocks = load(rig, "r", hashes)
+    rig.order()
+    rig.order()
+    rig.finish("r", hashes, blocks)
+    assert [rig.g1.references[block] for block in blocks] == [1] * 3 + [0] * 7, "the first slice is being copied"
+    others = rig.compute("other", chain("b", 7))
+    for _ in range(8):
+        assert not rig.order().onboards
+        rig.ranks[0].run_all()
+        assert rig.settle() == []
+    assert holds(rig, others, chain("b", 7)), "a slice was copied over the blocks of another request"
+    assert [result.request_id for result in rig.departed] == ["r"]
+    assert pinned(rig) == 0
+
+
+def test_a_slice_that_fails_fails_the_load_and_the_slices_after_it_are_not_copied(rig):
+    hashes = fill(rig, "a", LENGTH)
+    rig.ranks[0].copier.at(1, "fail")
+    blocks = load(rig, "r", hashes)
+    results = [result for _ in range(8) for result in rig.step()]
+    assert [(one.request_id, list(one.failed_block_ids)) for one in results] == [("r", blocks)]
+    assert pinned(rig) == 0
+    assert rig.leader.match("r", hashes, 0) == 0, "it computes"
+
+
+def test_a_reset_ends_a_long_load_as_failed(rig):
+    hashes = fill(rig, "a", LENGTH)
+    blocks = load(rig, "r", hashes)
+    rig.step()
+    rig.leader.reset()
+    results = [result for _ in range(8) for result in rig.step()]
+    assert [list(one.failed_block_ids) for one in results] == [blocks]
+    assert rig.leader.blocks()[Tier.HOST]["free"] == 16
+
+
+def test_an_engine_may_take_less_than_a_long_match_found(rig):
+    hashes = fill(rig, "a", LENGTH)
+    match(rig, "r", hashes)
+    blocks = rig.g1.allocate(7)
+    rig.leader.onboard("r", hashes, 0, blocks)
+    results = [result for _ in range(8) for result in rig.step()]
+    assert [(list(one.block_ids), one.failed_block_ids) for one in results] == [(blocks, ())]
+    assert holds(rig, blocks, hashes)
+    assert pinned(rig) == 0
+
+
+def test_a_load_of_other_blocks_than_the_match_found_uses_none_of_them(rig):
+    match(rig, "r", fill(rig, "a", 5))
+    other = fill(rig, "b", 5)
+    blocks = rig.g1.allocate(5)
+    rig.leader.onboard("r", other, 0, blocks)
+    assert len([result for _ in range(6) for result in rig.step()]) == 1
+    assert holds(rig, blocks, other)
+    assert pinned(rig) == 0
+
+
+def test_a_long_chain_in_both_tiers_is_loaded_byte_for_byte():
+    policy = DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0, reads_always=True)
+    rig = Rig(slots=8, blocks=64, slice_blocks=SLICE, fake_disk=64, disk=policy)
+    hashes = fill(rig, "a", LENGTH)
+    fill(rig, "b", 6)
+    in_host = rig.leader._host.store.match(hashes)
+    assert in_host < LENGTH, "host memory has no room for all"
+    blocks = load(rig, "r", hashes)
+    assert len(blocks) == LENGTH
+    results = [result for _ in range(20) for result in rig.step()]
+    assert [(list(one.block_ids), one.failed_block_ids) for one in results] == [(blocks, ())]
+    assert holds(rig, blocks, hashes)
+    assert pinned(rig) == 0
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
+    rig.close()
+
+
+# -- offload and the end of a request ----------------------------------------------------------------------------------
+
+
+def test_the_blocks_of_a_long_prefix_are_offloaded_in_slices(rig):
+    hashes = chain("a", LENGTH)
+    blocks = rig.compute("r", hashes)
+    sizes = []
+    for _ in range(5):
+        sizes.append([len(order.slots) for order in rig.order().offloads])
+        rig.ranks[0].run_all()
+        rig.settle()
+        rig.leader.offload("r", hashes, blocks, computed_blocks=LENGTH, prompt_blocks=LENGTH)
+    assert sizes == [[3], [3], [3], [1], []]
+    assert match(rig, "s", hashes)[0] == LENGTH
+
+
+def test_the_end_of_a_long_request_makes_its_whole_chain_recent(rig):
+    hashes = fill(rig, "a", LENGTH)
+    fill(rig, "b", 6)
+    rig.leader.offload("r", hashes, list(range(LENGTH)), computed_blocks=1, prompt_blocks=LENGTH)
+    rig.leader._live("r").hit_blocks = LENGTH
+    rig.leader.finish("r", hashes)
+    for _ in range(4):
+        rig.step()
+    store = rig.leader._host.store
+    assert list(store.oldest(16)) == [*chain("b", 6)[::-1], *hashes[::-1]]
+
+
+def test_the_offloads_of_all_requests_in_a_step_are_one_order(rig):
+    chains = [chain(name, 2) for name in "abc"]
+    for number, hashes in enumerate(chains):
+        rig.compute(f"r{number}", hashes)
+    (order,) = rig.order().offloads
+    assert len(order.slots) == len(order.block_ids) == 6
+    rig.ranks[0].run_all()
+    rig.settle()
+    assert [rig.leader.match("x", hashes, 0) for hashes in chains] == [2, 2, 2]
+
+
+def test_blocks_of_a_merged_order_keep_their_tenants():
+    policy = DiskPolicy(to_disk="always", timeout_s=10.0)
+    rig = Rig(slots=16, blocks=32, fake_disk=16, disk=policy)
+    for name in ("a@x", "b@y", "c@x"):
+        rig.compute(name, chain(name, 2))
+    (order,) = rig.order().offloads
+    assert len(order.slots) == 6
+    for _ in range(3):
+        rig.step()
+    tenants = {rig.disk.kept[slot][0]: tenant for slot, tenant in rig.disk.tenants.items()}
+    assert tenants == {one: name[2:].encode() for name in ("a@x", "b@y", "c@x") for one in chain(name, 2)}
+    rig.close()
+
+
+def test_completed_blocks_of_many_requests_are_offloaded_as_one_by_one():
+    """Some requests complete one block, some more; two complete the same block; one is at its first block."""
+    found = []
+    for is_together in (False, True):
+        rig = Rig(slots=24, blocks=64)
+        chains = {name: chain(name, 6) for name in "abcd"} | {"e": chain("a", 6)}
+        blocks = {name: rig.compute(name, hashes[: 0 if name == "d" else 3]) for name, hashes in chains.items()}
+        rig.step()
+        ends = {"a": 4, "b": 5, "c": 3, "d": 1, "e": 4}
+        for name, end in ends.items():
+            blocks[name] += rig.g1.allocate(end - len(blocks[name])) or []
+            for block, one in zip(blocks[name], chains[name], strict=False):
+                rig.g1.compute(block, one)
+        completed = [(name, chains[name], blocks[name], end, 2) for name, end in ends.items()]
+        if is_together:
+            considered = rig.leader.offload_all(completed)
+        else:
+            considered = [
+                rig.leader.offload(name, one, ids, computed_blocks=end, prompt_blocks=prompt)
+                for name, one, ids, end, prompt in completed
+            ]
+        (order,) = rig.order().offloads
+        rig.ranks[0].run_all()
+        rig.settle()
+        matches = [rig.leader.match("x", hashes, 0) for hashes in chains.values()]
+        found.append((considered, sorted(order.block_ids), matches))
+        rig.close()
+    assert found[0] == found[1]
+    assert found[0][2] == [4, 5, 3, 1, 4]
