@@ -66,6 +66,20 @@ def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8, sal
     return _answer(events, ttft_s, total_s, sent_at)
 
 
+def complete_quietly(server: Server, prompt: Sequence[int], *, token_count: int) -> None:
+    """Request `token_count` tokens in one answer, without a stream: many clients then take little of the machine."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": token_count, "temperature": 0, "ignore_eos": True}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+    finally:
+        connection.close()
+    if response.status != 200 or not json.loads(answer)["choices"]:
+        raise RuntimeError(f"HTTP {response.status}: {answer[:300]!r}")
+
+
 def next_event(response: http.client.HTTPResponse) -> bytes:
     """The next line with data; any other response, such as an error, ends the measurement."""
     while line := response.readline():

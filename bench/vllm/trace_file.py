@@ -91,6 +91,15 @@ def ending_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def moving_steps(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps that compute something and have orders, or a transfer in flight before or after."""
+    return [
+        step
+        for before, step in pairwise(steps)
+        if step["tokens"] and (has_orders(step) or step["is_pending"] or before["is_pending"])
+    ]
+
+
 def has_orders(step: dict[str, Any]) -> bool:
     return bool(step["onboard_blocks"] or step["offload_blocks"] or step["failed_loads"])
 

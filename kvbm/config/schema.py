@@ -180,7 +180,7 @@ class TransferSection(Section):
         default=4, ge=1, le=64, description="Maximum number of parallel transfers between G1 and G2, per rank."
     )
     batch_blocks: int = Field(
-        default=16, ge=1, le=65536, description="Maximum number of blocks in one offload transfer."
+        default=16, ge=1, le=65536, description="Maximum number of blocks in one transfer between host memory and disk."
     )
     init_timeout_s: float = Field(
         default=600.0,

@@ -123,7 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE",
-        "maximum number of blocks in one offload transfer",
+        "maximum number of blocks in one transfer between host memory and disk",
         Form.COUNT,
         "transfer.batch_blocks",
     ),

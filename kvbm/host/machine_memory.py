@@ -46,13 +46,13 @@ class HostMemory:
         page_bytes = facts.get("Hugepagesize", 0)
         return page_bytes, page_bytes * (facts.get("HugePages_Free", 0) - facts.get("HugePages_Rsvd", 0))
 
-    def advises_huge_pages(self) -> bool:
-        """Whether shared memory gets transparent huge pages after madvise."""
+    def has_transparent_huge_pages(self) -> bool:
+        """Whether shared memory gets transparent huge pages, in any case or after madvise."""
         try:
             text = (self.sys / "kernel/mm/transparent_hugepage/shmem_enabled").read_text()
         except OSError:
             return False
-        return "[advise]" in text
+        return any(f"[{value}]" in text for value in ("always", "within_size", "advise", "force"))
 
     def node_count(self) -> int:
         return sum(1 for _ in (self.sys / "devices/system/node").glob("node[0-9]*")) or 1

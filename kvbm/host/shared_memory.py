@@ -80,11 +80,15 @@ class SharedMemory:
         """
         nodes = nodes if memory.node_count() > 1 else ()
         page_bytes, huge_bytes_free = memory.huge_pages()
-        if page_bytes and _round_up(payload_bytes, page_bytes) <= huge_bytes_free:
+        huge_bytes = _round_up(payload_bytes, page_bytes) if page_bytes else 0
+        if 0 < huge_bytes <= huge_bytes_free:
             try:
-                return cls._allocate(name, _round_up(payload_bytes, page_bytes), who, nodes, None, progress)
+                return cls._allocate(name, huge_bytes, who, nodes, None, progress)
             except EnvironmentProblem as problem:  # another rank took them, or they are on another NUMA node
                 log.warning("kvbm: %s uses small pages: %s", who, problem.message)
+        elif huge_bytes_free > 0:
+            free, needed = _shown(huge_bytes_free), _shown(huge_bytes)
+            log.warning("kvbm: %s uses small pages: %s of huge pages are free, it requires %s", who, free, needed)
         return cls._allocate(name, _round_up(payload_bytes, PAGE_BYTES), who, nodes, memory, progress)
 
     @classmethod
@@ -102,7 +106,7 @@ class SharedMemory:
         check(0)
         shared = cls(*_map_new(name, length, is_huge=memory is None))
         try:
-            if memory is not None and memory.advises_huge_pages():
+            if memory is not None and memory.has_transparent_huge_pages():
                 KERNEL.advise_huge_pages(shared.address, length)
             if nodes:
                 _bind(who, shared.address, length, nodes)

@@ -82,7 +82,7 @@ class _OffloadInFlight:
     is_held: bool = True
 
     def wanted(self) -> list[bytes]:
-        """Return the hashes that are to be registered."""
+        """Return the hashes of the blocks that `_end` registers if their copies succeed."""
         if self.is_void:
             return []
         if not self.dropped:

@@ -81,7 +81,7 @@ def _huge_pages(context: DoctorContext, needed: int | None) -> Check:
     _, reserved = memory.huge_pages()
     if reserved and (needed is None or needed <= reserved):
         return ok("huge pages", f"{format_size(reserved)} reserved", reserved_bytes=reserved)
-    if memory.advises_huge_pages():
+    if memory.has_transparent_huge_pages():
         return ok("huge pages", "enabled for shared memory (shmem_enabled)", reserved_bytes=reserved)
     finding = "disabled for shared memory (shmem_enabled): start-up and copies take longer"
     if reserved:

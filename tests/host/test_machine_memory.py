@@ -96,16 +96,17 @@ def test_reserved_huge_pages_that_are_promised_to_somebody_are_not_free(machine)
 
 
 @pytest.mark.parametrize(
-    ("text", "advises"),
-    [("always within_size [advise] never deny force", True), ("always within_size advise [never] deny force", False)],
+    ("setting", "expected"),
+    [("always", True), ("within_size", True), ("advise", True), ("never", False), ("deny", False), ("force", True)],
 )
-def test_huge_pages_are_advised_only_where_the_kernel_gives_them_to_shared_memory(machine, text, advises):
+def test_shared_memory_has_transparent_huge_pages_only_where_the_kernel_gives_them(machine, setting, expected):
+    text = "always within_size advise never deny force".replace(setting, f"[{setting}]")
     machine.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", text)
-    assert machine.memory.advises_huge_pages() is advises
+    assert machine.memory.has_transparent_huge_pages() is expected
 
 
-def test_a_kernel_without_huge_pages_advises_none(machine):
-    assert machine.memory.advises_huge_pages() is False
+def test_a_kernel_without_huge_pages_has_none(machine):
+    assert machine.memory.has_transparent_huge_pages() is False
 
 
 def test_nodes_are_counted_and_one_is_assumed(machine):

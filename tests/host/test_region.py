@@ -304,6 +304,14 @@ def test_huge_pages_are_used_where_enough_are_reserved_and_not_otherwise(tmp_pat
 RESERVED = {"HugePages_Rsvd": 0, "Hugepagesize": "2048 kB", "HugePages_Free": 1}
 
 
+def test_a_rank_that_requires_more_huge_pages_than_are_free_says_so_and_uses_small_ones(tmp_path, caplog):
+    memory = memory_with(tmp_path, available=1 << 40, **RESERVED)
+    segment = segment_of(slot_count=1000, memory=memory)
+    segment.payload[:] = 3
+    assert "rank 0 uses small pages: 2.00 MiB of huge pages are free, it requires 8.00 MiB" in caplog.text
+    segment.close()
+
+
 @pytest.mark.parametrize("lost", ["when they are mapped", "when they are touched"])
 def test_a_rank_that_loses_the_race_for_huge_pages_uses_small_ones(lost, tmp_path, monkeypatch, caplog):
     """Another rank takes them after the check. This machine has none, so that mmap fails as after a lost race."""

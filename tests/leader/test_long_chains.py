@@ -321,3 +321,36 @@ def test_completed_blocks_of_many_requests_are_offloaded_as_one_by_one():
         rig.close()
     assert found[0] == found[1]
     assert found[0][2] == [4, 5, 3, 1, 4]
+
+
+def test_a_completed_block_that_is_on_its_way_is_not_copied_again(rig):
+    hashes = chain("a", 3)
+    own = [rig.compute(name, hashes[:2]) for name in "rs"]
+    rig.step()
+    for name, blocks in zip("rs", own, strict=True):
+        blocks += rig.g1.allocate(1)
+        rig.g1.compute(blocks[2], hashes[2])
+        assert rig.leader.offload_all([(name, hashes, blocks, 3, 3)]) == [3]
+        rig.order()
+    assert [len(order.slots) for order in rig.leader.orders_in_flight().values()] == [1]
+
+
+def test_of_a_merged_order_only_the_blocks_that_the_engine_took_back_are_dropped(rig):
+    first, second = chain("a", 2), chain("b", 2)
+    taken = rig.compute("r", first)
+    rig.compute("s", second)
+    rig.order()
+    rig.leader.discard_offloads(taken[1:])
+    rig.ranks[0].run_all()
+    rig.settle()
+    assert [rig.leader.match("x", hashes, 0) for hashes in (first, second)] == [1, 2]
+
+
+def test_collected_blocks_that_the_engine_took_back_are_not_ordered(rig):
+    first, second = chain("a", 2), chain("b", 2)
+    taken = rig.compute("r", first)
+    rig.compute("s", second)
+    rig.leader.discard_offloads(taken)
+    (order,) = rig.order().offloads
+    assert not set(order.block_ids) & set(taken)
+    assert [rig.g1.references[block] for block in taken] == [1, 1], "only the request has them"

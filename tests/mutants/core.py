@@ -137,8 +137,8 @@ MUTANTS = (
         name="touch-counts-pinned-blocks",
         bug="Touching moves pinned blocks into the eviction order.",
         file="kvbm/core/store.py",
-        old="inactive = [slot for slot in present if self._states[slot] == INACTIVE]",
-        new="inactive = list(present)",
+        old="inactive = [slot for slot in dict.fromkeys(slots) if states[slot] == INACTIVE]",
+        new="inactive = list(dict.fromkeys(slots))",
         fails="tests/core -m 'not slow'",
     ),
     Mutant(

@@ -6,6 +6,54 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="loads-report-before-the-last-slice",
+        bug="a long load is reported while slices of it have not begun",
+        file="kvbm/leader/onboards.py",
+        old="if load.open_parts or load.waiting or load.slices:",
+        new="if load.open_parts or load.waiting:",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
+        name="loads-go-on-after-their-request",
+        bug="slices of a load are copied into G1 blocks that the engine has given to another request",
+        file="kvbm/leader/leader.py",
+        old="        self._onboards.end_request(request)\n",
+        new="",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
+        name="loads-take-no-turns",
+        bug="a second long load waits for the end of the first",
+        file="kvbm/leader/onboards.py",
+        old="                self._in_slices.append(load)\n            self._open",
+        new="                self._in_slices.appendleft(load)\n            self._open",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
+        name="loads-use-another-match",
+        bug="a load takes the slots of a match of other blocks",
+        file="kvbm/leader/onboards.py",
+        old="is_valid &= first >= last or blocks.hashes[0] == hashes[first]",
+        new="is_valid &= True",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
+        name="match-survives-a-reset",
+        bug="a long match continues with blocks that were forgotten",
+        file="kvbm/leader/long_match.py",
+        old="return self._losses == self._count_losses()",
+        new="return True",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
+        name="match-leaks-its-pins",
+        bug="what a long match found stays pinned after the end of its request",
+        file="kvbm/leader/leader.py",
+        old="                self._slices.later(blocks.release)\n            request.long_match = None",
+        new="                pass\n            request.long_match = None",
+        fails="tests/leader/test_long_chains.py",
+    ),
+    Mutant(
         name="leader-gives-up-again-and-again",
         bug="an overdue load is reported as failed at every step",
         file="kvbm/leader/onboards.py",
@@ -36,7 +84,7 @@ MUTANTS = (
         bug="the blocks that an onboard writes are not held",
         file="kvbm/leader/onboards.py",
         old="""\
-        self._engine.hold(load.block_ids)
+        self._engine.hold(block_ids)
 """,
         new="",
         fails="tests/leader",
@@ -102,8 +150,8 @@ MUTANTS = (
         name="loads-report-after-the-first-part",
         bug="a load is reported as ended when its first part has ended",
         file="kvbm/leader/onboards.py",
-        old="if load.open_parts or load.waiting:",
-        new="if load.waiting:",
+        old="if load.open_parts or load.waiting or load.slices:",
+        new="if load.waiting or load.slices:",
         fails="tests/leader",
     ),
     Mutant(

@@ -53,7 +53,7 @@ MUTANTS = (
         bug="a snapshot that is in host memory is copied again",
         file="kvbm/leader/offloads.py",
         old="""\
-        absent = [index for index in self._host.store.missing(hashes) if hashes[index] not in self._departing]
+        absent = [index for index in self._host.store.touch(hashes) if hashes[index] not in self._departing]
 """,
         new="""\
         absent = [index for index, name in enumerate(hashes) if name not in self._departing]
@@ -64,8 +64,8 @@ MUTANTS = (
         name="states-snapshot-registered-last",
         bug="a snapshot that arrives with its chain is evicted after the chain",
         file="kvbm/leader/offloads.py",
-        old="flights = sorted(self.in_flight.values(), key=lambda flight: flight.is_snapshot)[::-1]",
-        new="flights = list(self.in_flight.values())[::-1]",
+        old="batch, snapshots = self._collected, self._snapshots",
+        new="snapshots, batch = self._collected, self._snapshots",
         fails="tests/leader/test_states.py",
     ),
     Mutant(
