@@ -132,7 +132,7 @@ _OWN = {
     "kvbm_resets": "times the cache was emptied on request",
     "kvbm_finished_requests": "finished requests that looked up blocks in the cache",
     "kvbm_record_dropped_calls": "decisions dropped because the recording queue was full",
-    "kvbm_disabled": "1 after a rank was lost or kvbm failed: the engine continues without the cache",
+    "kvbm_disabled": "1 after a rank was lost, ranks with one copy had different KV, or kvbm failed: the cache is off",
     "kvbm_faults": "exceptions of kvbm that were stopped before they reached the engine; its log has the first one",
 }
 COUNTERS = {**_NAMED, **{name: (name.removeprefix("kvbm_"), about) for name, about in _OWN.items()}}

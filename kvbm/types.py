@@ -30,6 +30,9 @@ class SegmentInfo:
 
     The segment has `length` bytes behind `/proc/<pid>/fd/<fd>`, in `slot_count` slots of `slot_stride` bytes, of which
     `block_bytes` are payload. `layout_digest` names the order of the bytes inside a block.
+
+    `replica_count` ranks with equal KV use one segment together; `replica` is the number of this one, from 0 on. Each
+    rank sends its own `pid` and `fd`, also if it has only opened the memory of replica 0.
     """
 
     rank: int
@@ -40,3 +43,5 @@ class SegmentInfo:
     slot_stride: int
     block_bytes: int
     layout_digest: str
+    replica: int = 0
+    replica_count: int = 1

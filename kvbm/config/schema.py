@@ -197,6 +197,11 @@ class TransferSection(Section):
         description="Whether the host memory of a rank is allocated on the NUMA node of its GPU, if there are several "
         "nodes.",
     )
+    share_equal_kv: bool = Field(
+        default=True,
+        description="Whether ranks with equal KV keep one copy in host memory and on disk: with latent attention "
+        "(MLA), or fewer KV heads than ranks. vLLM only.",
+    )
 
 
 class MetricsSection(Section):

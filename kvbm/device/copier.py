@@ -65,7 +65,7 @@ class DeviceCopier:
     ) -> None:
         _check_storages(layout, storages, segment)
         self._block_count = layout.block_count
-        self._slot_count = segment.info.slot_count
+        self._slot_count = len(segment.payload)
         self._path: _Path
         if storages[0].is_cuda or runtime is not None:
             from kvbm.device.cuda import CudaPath

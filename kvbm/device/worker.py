@@ -11,6 +11,9 @@ None of them waits. A copy that succeeds is proven by its thread: the leader can
 last step, and finds an onboard up to one step earlier. Onboards and offloads have separate threads, so that a hung
 offload delays no request. An exception in one transfer fails that transfer on this rank and no other.
 
+Ranks with equal KV have one segment together. Each of them copies a share of an offload's blocks, and a sample, so that
+the leader notices if their KV is not equal. Each of them loads all blocks of an onboard.
+
 Correctness depends on an order: payload bytes first, control word last. An onboard reads the words of its source slots
 before the copy and after it, to detect a slot that was reused meanwhile.
 """
@@ -33,6 +36,7 @@ from kvbm.device.copier import DeviceCopier
 from kvbm.device.cuda import STREAMS_PER_DIRECTION
 from kvbm.device.cuda_runtime import numa_node_of, on_device
 from kvbm.device.pool import TransferPool
+from kvbm.device.replicas import ALONE, Replicas
 from kvbm.errors import EnvironmentProblem, TransferError
 from kvbm.host.region import Segment
 from kvbm.plan import Offload, Onboard, StepPlan
@@ -70,7 +74,7 @@ class _Running(Generic[_Order]):
 
 
 class _UncopiedParts:
-    """The number of parts of one onboard that are not copied yet. The threads that copy them share it."""
+    """The number of parts of one order that are not copied yet. The threads that copy them share it."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -85,20 +89,20 @@ class _UncopiedParts:
 
 @dataclass(frozen=True, slots=True)
 class HostCapacity:
-    """Size of G2 for one engine: bytes as the sum over its ranks, or a block count, which takes precedence."""
+    """Size of G2 for one engine: bytes as the sum over its segments, or a block count, which takes precedence."""
 
     capacity_bytes: int | None = None
     block_count: int | None = None
 
-    def slot_count(self, slot_stride: int, rank_count: int) -> int:
-        """Slots of one rank's segment; every rank holds a shard of every block."""
+    def slot_count(self, slot_stride: int, segment_count: int) -> int:
+        """Slots of one segment; every segment holds a shard of every block."""
         if self.block_count is not None:
             return self.block_count
-        slots = (self.capacity_bytes or 0) // (slot_stride * rank_count)
+        slots = (self.capacity_bytes or 0) // (slot_stride * segment_count)
         if slots == 0:
             raise EnvironmentProblem(
                 f"host tier of {self.capacity_bytes} bytes is too small: one block requires "
-                f"{slot_stride * rank_count} bytes",
+                f"{slot_stride * segment_count} bytes",
                 hint="raise `tiers.host.capacity`",
             )
         return slots
@@ -139,6 +143,8 @@ class Worker:
         self._threads_prove_onboards = not repeats_onboards
         self._repeats: list[Onboard] = []  # failed, to start again at the next poll
         self._has_written = False
+        self._has_replicas = segment.info.replica_count > 1
+        self._sampling = threading.Lock()  # of the sample slot, between copying threads
         self.boundary = Boundary()
         self._warned_s = float("-inf")
 
@@ -150,26 +156,32 @@ class Worker:
         capacity: HostCapacity,
         *,
         rank: int = 0,
-        rank_count: int = 1,
+        segment_count: int = 1,
+        replicas: Replicas = ALONE,
         thread_count: int = 4,
         binds_memory: bool = True,
         repeats_onboards: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> Worker:
-        """Allocate, prefault and pin this rank's segment and start its threads. `binds_memory`: allocate on the NUMA
-        node of the device, if it is known and there are several. Raises EnvironmentProblem."""
-        slot_count = capacity.slot_count(layout.slot_stride, rank_count)
+        """Allocate, prefault and pin this rank's segment, or the one that it shares with `replicas`, and start its
+        threads. `segment_count` segments share the capacity. `binds_memory`: allocate on the NUMA node of the device,
+        if it is known and there are several. Raises EnvironmentProblem."""
+        slot_count = capacity.slot_count(layout.slot_stride, segment_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
         onboards_at_once, offloads_at_once, onboard_parts = CPU_PARTS, 1, CPU_PARTS
         if pin:  # copies of a device share one link, and more threads would only wait for a stream
             thread_count = min(thread_count, STREAMS_PER_DIRECTION)
             onboards_at_once, offloads_at_once, onboard_parts = thread_count, thread_count, 1
+        shared = {"rank": rank, "layout": layout, "pin": pin, "progress": progress}
         with on_device(storages[0]):  # page-locks the memory
-            segment = Segment.create(
-                rank=rank, layout=layout, slot_count=slot_count, node=node, pin=pin, progress=progress
+            segment = replicas.share(
+                node,
+                lambda nodes: Segment.create(
+                    slot_count=slot_count, replica_count=replicas.count, nodes=nodes, **shared
+                ),
+                lambda owner: Segment.attach(owner, replica=replicas.index, **shared),
             )
-        onboard_parts = 1 if storages[0].is_cuda else CPU_PARTS  # the copies of a device share one link
         return cls(
             segment,
             DeviceCopier(layout, storages, segment),
@@ -205,7 +217,7 @@ class Worker:
         if plan.offloads:
             fence, error = self.boundary.attempt("fence", self._copier.fence)
             for order in plan.offloads:
-                parts = [partial(self._run_offload, order, part, fence) for part in self._parts(len(order.slots), 1)]
+                parts = self._offload_parts(order, fence)
                 if (failed := self._submit(order, parts, self._offload_pool, self._offloads, error)) is not None:
                     self._write_offload(failed)
 
@@ -258,11 +270,22 @@ class Worker:
 
     # -- in a pool thread ----------------------------------------------------------------------------------------------
 
-    def _run_offload(self, order: Offload, part: slice, fence: object | None) -> None:
-        """Copy, and prove it at once: an engine that runs no more steps polls no more."""
-        slots = np.array(order.slots[part])
-        self._copier.offload(np.array(order.block_ids[part]), slots, fence)
+    def _run_offload(self, order: Offload, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
+        """Copy, and prove it at once: an engine that runs no more steps polls no more. Replicas report at the end of
+        their last part."""
+        slots = np.array(order.slots[part], np.int64)
+        self._copier.offload(np.array(order.block_ids[part], np.int64), slots, fence)
         self._segment.write_slots(slots, order.generation, SlotState.READY)
+        if uncopied.end_one() and self._has_replicas:
+            self._segment.write_report(order.generation, SlotState.READY, self._sample(order, fence))
+
+    def _sample(self, order: Offload, fence: object | None) -> int:
+        """Return the checksum of the order's first block as this rank has it, after this rank has copied its share."""
+        if 0 in self._share(order):
+            return self._segment.checksum(order.slots[0])
+        with self._sampling:
+            self._copier.offload(order.block_ids[:1], (self._segment.sample_slot,), fence)
+            return self._segment.checksum(self._segment.sample_slot)
 
     def _run_onboard(self, order: Onboard, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
         slots, generations = np.array(order.slots[part]), np.array(order.slot_generations[part])
@@ -286,6 +309,20 @@ class Worker:
             parts = [partial(self._run_onboard, order, part, uncopied, fence) for part in slices]
             if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
                 self._end_onboard(failed)
+
+    def _offload_parts(self, order: Offload, fence: object | None) -> list[Callable[[], None]]:
+        """Return the copies of this rank's share; a replica without a share has one that only reports."""
+        share = self._share(order)
+        shares = [share[part] for part in self._parts(len(share), 1)]
+        slices = [slice(one.start, one.stop) for one in shares] or [slice(0, 0)]
+        uncopied = _UncopiedParts(len(slices))
+        return [partial(self._run_offload, order, part, uncopied, fence) for part in slices]
+
+    def _share(self, order: Offload) -> range:
+        """Return the positions of the blocks that this rank copies: all, or the share of one of several replicas."""
+        info, count = self._segment.info, len(order.slots)
+        turn = (info.replica + order.generation) % info.replica_count
+        return range(turn * count // info.replica_count, (turn + 1) * count // info.replica_count)
 
     def _parts(self, count: int, wanted: int) -> list[slice]:
         """Split `count` blocks into `wanted` parts, fewer if these would be too small, more if they would be too
@@ -352,10 +389,7 @@ class Worker:
     def _write_offload(self, running: _Running[Offload]) -> None:
         """Report the failure for the slots whose part did not succeed. The leader has released none of the slots, as
         long as some have no word."""
-        order = running.order
-        left = self._segment.unproven(order.slots, order.generation)
-        self._segment.write_slots(left, order.generation, self._state(running.error))
-        self._has_written = True
+        self._fail_offload(running.order, self._state(running.error))
 
     @contained()
     def _deny_onboard(self, order: Onboard) -> None:
@@ -367,10 +401,23 @@ class Worker:
 
     @contained()
     def _deny_offload(self, order: Offload) -> None:
-        is_proven = self._segment.slots_carry(order.slots, [order.generation] * len(order.slots))
-        if not is_proven and not _is_running(self._offloads, order.generation, self._offload_pool):
-            self._segment.write_slots(order.slots, order.generation, SlotState.FAILED)
-            self._has_written = True
+        if not self._has_proven(order) and not _is_running(self._offloads, order.generation, self._offload_pool):
+            self._fail_offload(order, SlotState.FAILED)
+
+    def _fail_offload(self, order: Offload, state: SlotState) -> None:
+        self._segment.write_slots(self._unproven(order), order.generation, state)
+        if self._has_replicas:  # last: this rank copies no more
+            self._segment.write_report(order.generation, state)
+        self._has_written = True
+
+    def _has_proven(self, order: Offload) -> bool:
+        is_reported = not self._has_replicas or self._segment.has_reported(order.generation)
+        return is_reported and not self._unproven(order)
+
+    def _unproven(self, order: Offload) -> list[int]:
+        """Return the slots of this rank's share that it has not proven."""
+        share = self._share(order)
+        return self._segment.unproven(order.slots[share.start : share.stop], order.generation)
 
     def _state(self, error: BaseException | None) -> SlotState:
         """Return the state for the control word. Logs one failure per WARNING_INTERVAL_S: many may come together."""

@@ -18,9 +18,10 @@ import logging
 import mmap
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -37,6 +38,7 @@ CAPACITY_HINT = "lower `tiers.host.capacity`"
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MPOL_BIND = 2
+MPOL_INTERLEAVE = 3
 SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
 SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
 MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
@@ -50,10 +52,11 @@ Progress = Callable[[int, int], None]
 
 
 class SharedMemory:
-    """One memfd and its mapping. `close` frees the memory; views of it that still exist read zeros."""
+    """One memfd and its mapping. `close` of the owner frees the memory; views of it that still exist read zeros."""
 
-    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, fd: int, mapping: mmap.mmap, *, is_owner: bool = True) -> None:
         self.fd = fd
+        self._is_owner = is_owner
         self.mapping = mapping
         self.length = len(mapping)
         self.address = int(np.frombuffer(mapping, np.uint8, 1).ctypes.data)
@@ -63,41 +66,71 @@ class SharedMemory:
 
     @classmethod
     def allocate(
-        cls, name: str, payload_bytes: int, *, who: str, node: int | None, memory: HostMemory, progress: Progress | None
+        cls,
+        name: str,
+        payload_bytes: int,
+        *,
+        who: str,
+        nodes: Sequence[int] = (),
+        memory: HostMemory,
+        progress: Progress | None,
     ) -> SharedMemory:
-        """Allocate whole pages for `payload_bytes`: reserved huge pages if there are enough, on NUMA node `node`.
+        """Allocate whole pages for `payload_bytes`: reserved huge pages if there are enough, on all these NUMA nodes.
 
         `progress(done_bytes, total_bytes)` is called from this thread. Raises EnvironmentProblem.
         """
-        node = node if memory.node_count() > 1 else None
+        nodes = nodes if memory.node_count() > 1 else ()
         page_bytes, huge_bytes_free = memory.huge_pages()
         huge_bytes = _round_up(payload_bytes, page_bytes) if page_bytes else 0
         if 0 < huge_bytes <= huge_bytes_free:
             try:
-                return cls._allocate(name, huge_bytes, who, node, None, progress)
+                return cls._allocate(name, huge_bytes, who, nodes, None, progress)
             except EnvironmentProblem as problem:  # another rank took them, or they are on another NUMA node
                 log.warning("kvbm: %s uses small pages: %s", who, problem.message)
         elif huge_bytes_free > 0:
             free, needed = _shown(huge_bytes_free), _shown(huge_bytes)
             log.warning("kvbm: %s uses small pages: %s of huge pages are free, it requires %s", who, free, needed)
-        return cls._allocate(name, _round_up(payload_bytes, PAGE_BYTES), who, node, memory, progress)
+        return cls._allocate(name, _round_up(payload_bytes, PAGE_BYTES), who, nodes, memory, progress)
 
     @classmethod
     def _allocate(
-        cls, name: str, length: int, who: str, node: int | None, memory: HostMemory | None, progress: Progress | None
+        cls,
+        name: str,
+        length: int,
+        who: str,
+        nodes: Sequence[int],
+        memory: HostMemory | None,
+        progress: Progress | None,
     ) -> SharedMemory:
         """`memory` is None for huge pages."""
-        check = _RoomCheck(who, length, memory, node)
+        check = _RoomCheck(who, length, memory, nodes[0] if len(nodes) == 1 else None)
         check(0)
         shared = cls(*_map_new(name, length, is_huge=memory is None))
         try:
             if memory is not None and memory.has_transparent_huge_pages():
                 KERNEL.advise_huge_pages(shared.address, length)
-            if node is not None:
-                _bind(who, shared.address, length, node)
-            _prefault(who, shared, check, progress)
+            if nodes:
+                _bind(who, shared.address, length, nodes)
+            populate = partial(KERNEL.populate, shared.address, shared.fd)
+            _prefault(who, shared, populate, check, progress)
         except BaseException:
             shared.close()  # a traceback may keep the mapping alive
+            raise
+        return shared
+
+    @classmethod
+    def attach(cls, fd: int, length: int, *, who: str, progress: Progress | None) -> SharedMemory:
+        """Consumes `fd`. Map the memory of another process, which owns it, and prefault the page tables. Raises
+        EnvironmentProblem."""
+        try:
+            shared = cls(fd, mmap.mmap(fd, length), is_owner=False)
+        except OSError as error:
+            os.close(fd)
+            raise EnvironmentProblem(f"{who}: cannot map {_shown(length)} of host memory: {error}") from error
+        try:
+            _prefault(who, shared, lambda start, size: KERNEL.map_pages(shared.address + start, size), None, progress)
+        except BaseException:
+            shared.close()
             raise
         return shared
 
@@ -127,7 +160,8 @@ class SharedMemory:
             return
         self._is_closed = True
         self._unpin()
-        self.mapping.madvise(mmap.MADV_REMOVE)
+        if self._is_owner:
+            self.mapping.madvise(mmap.MADV_REMOVE)
         os.close(self.fd)
 
     def _unpin(self) -> None:
@@ -198,27 +232,35 @@ def _map_new(name: str, length: int, *, is_huge: bool) -> tuple[int, mmap.mmap]:
         raise EnvironmentProblem(f"cannot map {_shown(length)} of {kind}: {error}", hint=CAPACITY_HINT) from error
 
 
-def _bind(who: str, address: int, length: int, node: int) -> None:
+def _bind(who: str, address: int, length: int, nodes: Sequence[int]) -> None:
     try:
-        KERNEL.bind(address, length, node)
+        KERNEL.bind(address, length, nodes)
     except OSError as error:
-        raise EnvironmentProblem(f"{who}: cannot bind memory to NUMA node {node}: {error}") from error
+        shown = ", ".join(map(str, nodes))
+        raise EnvironmentProblem(f"{who}: cannot bind memory to NUMA node {shown}: {error}") from error
 
 
-def _prefault(who: str, shared: SharedMemory, check: Callable[[int], None], progress: Progress | None) -> None:
-    """Allocate every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
+def _prefault(
+    who: str,
+    shared: SharedMemory,
+    populate: Callable[[int, int], None],
+    check: Callable[[int], None] | None,
+    progress: Progress | None,
+) -> None:
+    """Prefault every page now, in parallel, so that a shortage shows at start-up and no copy waits for a page."""
     length = shared.length
     chunks = [(start, min(PREFAULT_BYTES, length - start)) for start in range(0, length, PREFAULT_BYTES)]
     thread_count = min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     done_bytes = 0
     with ThreadPoolExecutor(thread_count, thread_name_prefix="kvbm-prefault") as executor:
-        prefaulted = executor.map(lambda chunk: KERNEL.populate(shared.address, shared.fd, *chunk), chunks)
+        prefaulted = executor.map(lambda chunk: populate(*chunk), chunks)
         try:
             for (_, size), _ in zip(chunks, prefaulted, strict=True):
                 done_bytes += size
                 if progress is not None:
                     progress(done_bytes, length)
-                check(min(length, done_bytes + thread_count * PREFAULT_BYTES))  # other threads may be that far ahead
+                if check is not None:  # other threads may be ahead by one chunk each
+                    check(min(length, done_bytes + thread_count * PREFAULT_BYTES))
         except BaseException as error:
             executor.shutdown(cancel_futures=True)
             if isinstance(error, OSError):
@@ -259,12 +301,22 @@ class Kernel:
         os.posix_fallocate(fd, start, length)
         self._libc.memset(address + start, 0, length)
 
-    def bind(self, address: int, length: int, node: int) -> None:
-        """Allocate the pages of a shared range on one NUMA node. Raises OSError."""
-        mask = (ctypes.c_ulong * (node // BITS_PER_LONG + 1))()
-        mask[node // BITS_PER_LONG] = 1 << (node % BITS_PER_LONG)
+    def map_pages(self, address: int, length: int) -> None:
+        """Fill the page tables of a range whose pages another process has allocated. Raises OSError without memory.
+
+        Kernels before 5.14 cannot. There, the first copy of a slot takes a page fault per page.
+        """
+        if self._libc.madvise(address, length, MADV_POPULATE_WRITE) != 0 and ctypes.get_errno() != errno.EINVAL:
+            raise last_error()
+
+    def bind(self, address: int, length: int, nodes: Sequence[int]) -> None:
+        """Allocate the pages of a shared range on these NUMA nodes, page by page in turn. Raises OSError."""
+        mask = (ctypes.c_ulong * (max(nodes) // BITS_PER_LONG + 1))()
+        for node in nodes:
+            mask[node // BITS_PER_LONG] |= 1 << (node % BITS_PER_LONG)
         bits = len(mask) * BITS_PER_LONG + 1
-        self._system_call(SYSCALL_MBIND, address, length, MPOL_BIND, ctypes.addressof(mask), bits, 0)
+        policy = MPOL_BIND if len(nodes) == 1 else MPOL_INTERLEAVE
+        self._system_call(SYSCALL_MBIND, address, length, policy, ctypes.addressof(mask), bits, 0)
 
     def enable_barrier(self) -> None:
         """Call once per process before the first `barrier`. Raises OSError."""

@@ -328,8 +328,8 @@ class Leader:
 
     def settle(self) -> list[LoadResult]:
         """Read the control words: register what has arrived in G2, and return the onboards that have ended."""
-        if not self.counters.disabled and self._host.region.has_lost_rank():
-            self._disable()
+        if not self.counters.disabled:
+            self._disable_if_unreliable()
         self._offloads.settle()
         if self._disk is not None:
             fetches = self._disk.settle()
@@ -606,11 +606,22 @@ class Leader:
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 
-    def _disable(self) -> None:
-        """Forget everything and move nothing more: a rank has ended. Copies of other ranks end as failed later."""
-        self._forget_all()
+    def _disable_if_unreliable(self) -> None:
+        """Forget everything and move nothing more after a rank has ended. Copies of other ranks end as failed later.
+
+        The same if ranks that share their host memory do not have equal KV. Then the blocks on disk may be wrong too.
+        """
+        region = self._host.region
+        if region.has_lost_rank():
+            self._forget_all()
+            reason = "the process of a rank has ended"
+        elif region.has_different_copies:
+            self.reset(ends_persistence=True)
+            reason = "ranks that share their host memory have different KV (set `transfer.share_equal_kv: false`)"
+        else:
+            return
         self.counters.disabled = 1
-        log.error("kvbm: the process of a rank has ended; the engine continues without the cache until it is restarted")
+        log.error("kvbm: %s; the engine continues without the cache until it is restarted", reason)
 
 
 def _by_state(counts: StoreCounts) -> dict[str, int]:

@@ -102,8 +102,8 @@ class DiskPolicy:
 class LeaderSettings:
     """Settings of one leader.
 
-    `block_bytes` is the payload of one block over all ranks. Offloads hold at most `max_in_flight_blocks` G1 blocks at
-    a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
+    `block_bytes` is the payload of one block over all segments. Offloads hold at most `max_in_flight_blocks` G1 blocks
+    at a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
     older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
     last `window_requests` requests. Longer chains than `slice_blocks` are handled in slices over several steps.
     """
@@ -129,7 +129,7 @@ class LeaderSettings:
         """Return the settings for an engine with these segments and `g1_blocks` blocks of device memory."""
         return cls(
             engine,
-            block_bytes=sum(segment.block_bytes for segment in segments),
+            block_bytes=sum(segment.block_bytes for segment in segments if segment.replica == 0),
             max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
             offload_generated=config.offload.generated,
             min_priority=config.offload.min_priority,
@@ -160,9 +160,9 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the ranks. Its `model`
-    is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one of equal
-    identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
+    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one
+    of equal identity: they are then not kept for the next start. It is empty if there is no doubt.
     """
     section = config.tiers.disk
     if section is None:
@@ -171,7 +171,7 @@ def open_disk(
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.disk.settings import DiskSettings, Namespace
 
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments]
+    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments if info.replica == 0]
     facts = {"kvbm": KV_FORMAT, "layouts": layout, **identity}
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),

@@ -2,7 +2,7 @@
 
 Pure functions. Model facts have the names of a Hugging Face `config.json`. The bytes of a token depend on the engine;
 each engine has a module here. A block in G2 occupies a slot on every rank: the rank's part of the block, rounded up to
-whole pages. `tiers.host.capacity` is the sum over the ranks.
+whole pages. `tiers.host.capacity` is the sum over the ranks. Ranks with equal KV share one slot.
 """
 
 from __future__ import annotations
@@ -72,7 +72,14 @@ def size(
     if wanted.for_sglang:
         return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability)
-    device = vllm.device(engine.arguments, model_config, setting, sequence_tokens=length, memory=wanted.memory)
+    device = vllm.device(
+        engine.arguments,
+        model_config,
+        setting,
+        sequence_tokens=length,
+        memory=wanted.memory,
+        shares_equal_kv=profile.transfer.share_equal_kv,
+    )
     return sizing_of(device, profile.tiers)
 
 

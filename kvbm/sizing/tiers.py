@@ -30,6 +30,8 @@ class SnapshotSize:
 class Device:
     """The blocks of an engine. `rank_block_bytes` has one entry per rank, because the parts may differ.
 
+    `replica_count` consecutive ranks have equal KV, of which G2 and G3 keep one copy.
+
     `block_count` is None if the engine determines it at start-up. `group_count` is the number of KV cache groups; the
     same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
     `set_by` is the key or variable that sets `block_count`. `token_bytes` are the bytes, on all ranks, of a token that
@@ -51,6 +53,7 @@ class Device:
     sequence_tokens: int = 0
     sequence_blocks: int = 0
     notes: tuple[str, ...] = ()
+    replica_count: int = 1
     snapshot: SnapshotSize | None = None
     stored_sequence_blocks: int = 0
     stored_longest: tuple[int, int] | None = None
@@ -109,11 +112,12 @@ class Sizing:
 def sizing_of(device: Device, tiers: Tiers) -> Sizing:
     """Computes the sizes of all tiers. ProfileError if host memory or disk holds no block.
 
-    Every rank has an equal share of the host capacity, so the rank with the largest slots limits the number of blocks.
-    On disk, the parts of a block of all ranks are stored together.
+    Every part of a block has an equal share of the host capacity, so the largest part limits the number of blocks. Each
+    rank has a part, or several ranks with equal KV have one together. On disk, the parts are stored together.
     """
     host = tiers.host_memory()
-    slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in device.rank_block_bytes]
+    parts = device.rank_block_bytes[:: device.replica_count]
+    slots = [-(-block_bytes // PAGE_BYTES) * PAGE_BYTES for block_bytes in parts]
     host_blocks = host.blocks or (host.capacity or 0) // (max(slots) * len(slots))
     if host_blocks == 0:
         required = exact_size(max(slots) * len(slots))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kvbm.config.engine import VllmArguments
+from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import cache_type_of
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
@@ -131,9 +132,11 @@ def device(
     *,
     sequence_tokens: int | None = None,
     memory: MemoryEstimate | None = None,
+    shares_equal_kv: bool = True,
 ) -> Device:
     """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`.
 
+    With `shares_equal_kv`, ranks with equal KV have one copy in host memory.
     With `memory`, the number of blocks is estimated if no argument sets it.
     """
     plan = plan_of(arguments, model_config, setting)
@@ -150,6 +153,9 @@ def device(
         notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
     longest, in_flight = longest_tokens(arguments, model_config), _in_flight(arguments)
     length = sequence_tokens or longest or 0
+    replicas = _replica_count(plan, model_config, tensor_parallel) if shares_equal_kv else 1
+    if replicas > 1:
+        notes += (f"{replicas} ranks have equal KV, of which G2 and G3 keep one copy",)
     if plan.snapshot is not None:
         notes += tuple(_snapshot_notes(arguments, plan, length))
     stateless = Device(
@@ -163,6 +169,7 @@ def device(
         sequence_tokens=length,
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=notes,
+        replica_count=replicas,
     )
     snapshot = plan.snapshot
     if snapshot is None:
@@ -173,6 +180,19 @@ def device(
         stored_sequence_blocks=plan.stored_blocks(length) if length else 0,
         stored_longest=(longest, plan.stored_blocks(longest)) if longest else None,
     )
+
+
+def _replica_count(plan: VllmPlan, model_config: Mapping[str, object], ranks: int) -> int:
+    """Number of consecutive ranks with equal KV in every layer, by the rules of `vllm_integration/replicas.py`."""
+    specs = [spec for group in plan.groups for spec in group.specs]
+    kinds, counts = {spec.kind for spec in specs}, {spec.replicas for spec in specs}
+    if len(counts) > 1:
+        return 1
+    replicas = counts.pop()
+    if LayerKind.LATENT in kinds:
+        return replicas if kinds <= {LayerKind.LATENT, LayerKind.INDEX} else 1
+    is_certain = have_layers_equal_heads(ModelFacts.of(model_config), ranks // replicas)
+    return replicas if is_certain and kinds <= {LayerKind.FULL, LayerKind.WINDOW, LayerKind.CHUNKED} else 1
 
 
 def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], setting: Setting) -> None:

@@ -114,7 +114,7 @@ class RankSide:
                 memory.storages,
                 slots,
                 rank=self._rank * len(memories) + group,
-                rank_count=self._rank_count * len(memories),
+                segment_count=self._rank_count * len(memories),
                 thread_count=self._config.transfer.max_concurrent,
                 binds_memory=self._config.transfer.numa,
                 repeats_onboards=True,

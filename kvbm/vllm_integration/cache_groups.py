@@ -106,13 +106,14 @@ def _spec_of(group: Any) -> Any:
 
 
 def _kind(spec: Any) -> Callable[[Any], Group] | None:
-    names = _class_names(spec)
+    names = class_names(spec)
     if not getattr(spec, "prefix_cacheable", True) or not _NEVER.isdisjoint(names):
         return None
     return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
-def _class_names(spec: Any) -> list[str]:
+def class_names(spec: Any) -> list[str]:
+    """Return the names of a spec's class and of its bases."""
     return [cls.__name__ for cls in type(spec).__mro__]
 
 
@@ -145,7 +146,7 @@ def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | No
     kinds = {spec.mamba_type.name for spec in states} - KINDS_OF_STATES
     if kinds:
         return f"layers with states of kind {min(kinds)} have never been run with kvbm"
-    if any("MLAAttentionSpec" in _class_names(spec) for spec in specs):  # Kimi, whose states vLLM does not name
+    if any("MLAAttentionSpec" in class_names(spec) for spec in specs):  # Kimi, whose states vLLM does not name
         return "layers with states next to latent attention (MLA) have never been run with kvbm"
     return None
 

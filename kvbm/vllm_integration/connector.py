@@ -26,11 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.config.connector import resolve_connector
+from kvbm.device.replicas import ALONE
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.log_queue import queue_log
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
 from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.placement import require_parent, require_role
+from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
 from kvbm.vllm_integration.weight_updates import watch
@@ -93,7 +95,12 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             watch(self._scheduler)
         else:
             self._worker = self.worker_side_class()(
-                config, kv_cache_config, groups, rank=_rank(vllm_config), rank_count=_rank_count(vllm_config)
+                config,
+                kv_cache_config,
+                groups,
+                rank=_rank(vllm_config),
+                rank_count=_rank_count(vllm_config),
+                replicas=replicas_of(vllm_config, kv_cache_config) if config.transfer.share_equal_kv else ALONE,
             )
 
     def keep_nothing(self, reason: str) -> None:

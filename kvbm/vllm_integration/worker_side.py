@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbm.boundary import Boundary, contained
+from kvbm.device.replicas import ALONE, Replicas
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
@@ -80,6 +81,7 @@ class WorkerSide:
         *,
         rank: int,
         rank_count: int,
+        replicas: Replicas = ALONE,
     ) -> None:
         self._config = config
         self._block_count: int = kv_cache_config.num_blocks
@@ -89,6 +91,7 @@ class WorkerSide:
         self._starts_late = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._rank = rank
         self._rank_count = rank_count
+        self._replicas = replicas
         self._worker: Worker | None = None
         self._orders = NOTHING
         self._has_words = False
@@ -104,8 +107,8 @@ class WorkerSide:
         self._worker = self.create_worker(layout, storages_of(tensors))
         info = self._worker.info
         log.info(
-            "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)",
-            self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
+            "kvbm: rank %d %s %d blocks of %d bytes in host memory (%.2f GB)",
+            self._rank, "shares" if info.replica else "allocated", info.slot_count, info.block_bytes, info.length / 1e9,
         )  # fmt: skip
 
     def create_worker(self, layout: BlockLayout, storages: list[torch.Tensor]) -> Worker:
@@ -115,7 +118,8 @@ class WorkerSide:
             storages,
             HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks),
             rank=self._rank,
-            rank_count=self._rank_count,
+            segment_count=self._rank_count // self._replicas.count,
+            replicas=self._replicas,
             thread_count=self._config.transfer.max_concurrent,
             binds_memory=self._config.transfer.numa,
             progress=progress_log(f"of host memory for rank {self._rank}"),

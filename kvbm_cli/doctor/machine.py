@@ -132,9 +132,7 @@ def prefault_rate(byte_count: int) -> float:
     from kvbm.host.shared_memory import SharedMemory
 
     started = time.monotonic()
-    memory = SharedMemory.allocate(
-        "kvbm-doctor", byte_count, who="doctor", node=None, memory=THIS_MACHINE, progress=None
-    )
+    memory = SharedMemory.allocate("kvbm-doctor", byte_count, who="doctor", memory=THIS_MACHINE, progress=None)
     taken_s = time.monotonic() - started
     memory.close()
     return byte_count / taken_s

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvbm.sizing import ESTIMATE, Sizing
 
 MAX_LOG_BYTES = 16 << 20  # of the end of a log
-_HOST = re.compile(r"kvbm: rank (\d{1,6}) allocated (\d{1,15}) blocks of (\d{1,15}) bytes")
+_HOST = re.compile(r"kvbm: rank (\d{1,6}) (?:allocated|shares) (\d{1,15}) blocks of (\d{1,15}) bytes")
 _DEVICE = re.compile(r"(?:GPU|CPU) KV cache size: ([\d,]{1,20}) tokens")
 
 

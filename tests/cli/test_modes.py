@@ -160,7 +160,7 @@ def test_parents_that_others_can_change_are_found_through_links(tmp_path: Path) 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
 def test_host_memory_is_closed_to_other_users() -> None:
-    memory = SharedMemory.allocate("kvbm-test", 4096, who="test", node=None, memory=THIS_MACHINE, progress=None)
+    memory = SharedMemory.allocate("kvbm-test", 4096, who="test", memory=THIS_MACHINE, progress=None)
     try:
         memory.mapping[:7] = b"KV data"
         command = ["head", "-c", "7", f"/proc/{os.getpid()}/fd/{memory.fd}"]

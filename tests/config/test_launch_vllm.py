@@ -34,7 +34,13 @@ TRANSFER = {
                 "frequency_entries": 1000000,
             },
             "onboard": {"policy": "auto", "disk_timeout_s": 30.0},
-            "transfer": {"max_concurrent": 4, "batch_blocks": 16, "init_timeout_s": 600.0, "numa": True},
+            "transfer": {
+                "max_concurrent": 4,
+                "batch_blocks": 16,
+                "init_timeout_s": 600.0,
+                "numa": True,
+                "share_equal_kv": True,
+            },
             "metrics": {
                 "serve": False,
                 "host": "127.0.0.1",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.schema import Profile
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
@@ -80,9 +81,12 @@ def sized(
     host: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     on_cpu: bool = True,
+    transfer: dict[str, Any] | None = None,
 ) -> Sizing:
     engine = {"kind": "vllm", "model": "m", "arguments": {"max_model_len": 8192, **(arguments or {})}}
-    profile = Profile.model_validate({"engine": engine, "tiers": {"host": host or {"blocks": 1}}})
+    profile = Profile.model_validate(
+        {"engine": engine, "tiers": {"host": host or {"blocks": 1}}, "transfer": transfer or {}}
+    )
     return size(profile, facts, environment=environment, on_cpu=on_cpu)
 
 
@@ -154,6 +158,34 @@ def test_latent_attention_is_not_divided_among_ranks() -> None:
     assert sized(DEEPSEEK_V2_LIKE, {"tensor_parallel_size": 4}).block_bytes == 55_296
 
 
+def test_ranks_with_latent_attention_keep_one_copy() -> None:
+    one = sized(DEEPSEEK_V2_LIKE, host={"capacity": "1GiB"})
+    eight = sized(DEEPSEEK_V2_LIKE, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"})
+    copies = sized(
+        DEEPSEEK_V2_LIKE, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"}, transfer={"share_equal_kv": False}
+    )
+    assert eight.host == one.host
+    assert eight.stored_bytes == one.stored_bytes == copies.stored_bytes // 8
+    assert copies.host.block_count == one.host.block_count // 8
+    assert "8 ranks have equal KV, of which G2 and G3 keep one copy" in eight.notes
+    staged = sized(
+        DEEPSEEK_V2_LIKE, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}, host={"capacity": "1GiB"}
+    )
+    assert staged.host.total_bytes <= 2**30
+    assert staged.stored_bytes < 2 * one.stored_bytes
+
+
+@pytest.mark.parametrize("more", [{"num_global_key_value_heads": 8}, {"block_configs": [{}]}])
+def test_heads_that_may_differ_between_layers_are_copied_per_rank(more: dict[str, Any]) -> None:
+    assert have_layers_equal_heads({"num_key_value_heads": 4, "multi_query_group_num": None}, 4)
+    assert not have_layers_equal_heads({"num_key_value_heads": 4, **more}, 4)
+
+
+def test_states_are_divided_among_ranks_that_repeat_heads() -> None:
+    arguments = {"tensor_parallel_size": 4, "mamba_ssm_cache_dtype": "float32"}
+    assert not [note for note in sized(GDN_LIKE, arguments).notes if "equal KV" in note]
+
+
 def test_blocks_are_of_16_tokens_on_a_gpu_and_of_128_on_a_cpu() -> None:
     assert sized(QWEN3_81M, on_cpu=False).block_tokens == 16
     assert sized(QWEN3_81M, on_cpu=True).block_tokens == 128
@@ -198,8 +230,11 @@ def test_host_capacity_is_the_sum_over_the_ranks() -> None:
     one = sized(QWEN3_81M, host={"capacity": "1GiB"})
     two = sized(QWEN3_81M, {"tensor_parallel_size": 2}, host={"capacity": "1GiB"})
     replicated = sized(QWEN3_81M, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"})
-    assert one.host.block_count == two.host.block_count == 682
-    assert replicated.host.block_count == 341
+    copied = sized(
+        QWEN3_81M, {"tensor_parallel_size": 8}, host={"capacity": "1GiB"}, transfer={"share_equal_kv": False}
+    )
+    assert one.host.block_count == two.host.block_count == replicated.host.block_count == 682
+    assert copied.host.block_count == 341
     uneven = sized(QWEN3_81M, {"pipeline_parallel_size": 5}, host={"capacity": "1GiB"})
     assert uneven.host.block_count == 2**30 // (3 * 131_072 * 5)
     assert uneven.host.total_bytes == uneven.host.block_count * 12 * 131_072
@@ -372,12 +407,14 @@ def test_stages_share_all_layers_and_slots_are_whole_pages(
     facts["num_attention_heads"] = heads * tensor
     arguments = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages, "num_gpu_blocks_override": 2}
     sizing = sized(facts, arguments, host={"blocks": 3})
+    copies = sized(facts, arguments, host={"blocks": 3}, transfer={"share_equal_kv": False})
     page_bytes = max(1, heads // tensor) * 128 * 2 * head_dim * 2
     assert sizing.device is not None
     assert sizing.device.total_bytes == 2 * page_bytes * (layers + stages) * tensor
     assert sizing.rank_count == tensor * stages
     assert sizing.block_bytes == page_bytes * -(-(layers + stages) // stages)
-    assert sizing.host.total_bytes >= 3 * page_bytes * (layers + stages) * tensor
+    assert copies.host.total_bytes >= 3 * page_bytes * (layers + stages) * tensor
+    assert sizing.host.total_bytes * max(1, tensor // heads) == copies.host.total_bytes
     assert sizing.host.total_bytes % PAGE_BYTES == 0
 
 

@@ -444,7 +444,7 @@ def test_a_segment_on_a_numa_node_keeps_its_bytes(tmp_path):
     (tmp_path / "sys/devices/system/node/node0").mkdir(parents=True)
     (tmp_path / "sys/devices/system/node/node1").mkdir()
     (tmp_path / "sys/devices/system/node/node0/meminfo").write_text("Node 0 MemFree: 1000000 kB\n")
-    segment = segment_of(node=0, memory=memory_with(tmp_path, available=1 << 40))
+    segment = segment_of(nodes=[0], memory=memory_with(tmp_path, available=1 << 40))
     segment.payload[3] = 5
     assert (segment.payload[3] == 5).all()
     segment.close()
@@ -455,7 +455,7 @@ def test_a_numa_node_that_cannot_be_bound_to_is_an_error(tmp_path):
         (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
     (tmp_path / "sys/devices/system/node/node900/meminfo").write_text("Node 900 MemFree: 1000000 kB\n")
     with pytest.raises(EnvironmentProblem, match="NUMA node 900"):
-        segment_of(node=900, memory=memory_with(tmp_path, available=1 << 40))
+        segment_of(nodes=[900], memory=memory_with(tmp_path, available=1 << 40))
 
 
 def test_a_segment_without_slots_is_refused():

@@ -29,6 +29,7 @@ from kvbm.host.region import Region, Segment
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
+from kvbm.types import SegmentInfo
 
 PIECE_BYTES = 512
 GARBAGE = 0xEE
@@ -45,10 +46,12 @@ def pattern(block_hash: bytes, rank: int, piece: int) -> np.ndarray:
 
 
 class G1:
-    """The toy engine's blocks: reference counts, and for each rank two storages like two layers."""
+    """The toy engine's blocks: reference counts, and for each rank two storages like two layers. `replicas` consecutive
+    ranks have equal bytes."""
 
-    def __init__(self, block_count: int, rank_count: int) -> None:
+    def __init__(self, block_count: int, rank_count: int, replicas: int = 1) -> None:
         self.block_count = block_count
+        self.replicas = replicas
         self.references: Counter[int] = Counter()
         self.layout = BlockLayout(
             pieces=(Piece(0, 0, PIECE_BYTES, PIECE_BYTES), Piece(1, 0, PIECE_BYTES, PIECE_BYTES)),
@@ -79,11 +82,11 @@ class G1:
     def compute(self, block: int, block_hash: bytes) -> None:
         """What a forward pass does: the KV of these tokens is now in this block."""
         assert self.references[block] > 0
-        self._fill(block, lambda rank, piece: pattern(block_hash, rank, piece))
+        self._fill(block, lambda rank, piece: pattern(block_hash, rank // self.replicas, piece))
 
     def holds(self, block: int, block_hash: bytes) -> bool:
         return all(
-            np.array_equal(self._view(rank, piece, block), pattern(block_hash, rank, piece))
+            np.array_equal(self._view(rank, piece, block), pattern(block_hash, rank // self.replicas, piece))
             for rank in range(len(self.storages))
             for piece in range(2)
         )
@@ -219,10 +222,16 @@ def _blocks(order: Read | Write) -> list[tuple[bytes, int, int]]:
 
 
 class Rank:
-    """One worker with pools that the test steps, and a copier that fails on request."""
+    """One worker with pools that the test steps, and a copier that fails on request. `owner` has allocated the segment
+    of a rank with equal KV."""
 
-    def __init__(self, rank: int, g1: G1, slot_count: int, onboard_parts: int = 1) -> None:
-        self.segment = Segment.create(rank=rank, layout=g1.layout, slot_count=slot_count)
+    def __init__(
+        self, rank: int, g1: G1, slot_count: int, onboard_parts: int = 1, owner: SegmentInfo | None = None
+    ) -> None:
+        if owner is None:
+            self.segment = Segment.create(rank=rank, layout=g1.layout, slot_count=slot_count, replica_count=g1.replicas)
+        else:
+            self.segment = Segment.attach(owner, rank=rank, replica=rank % g1.replicas, layout=g1.layout)
         self.copier = FaultyCopier(DeviceCopier(g1.layout, g1.storages[rank], self.segment))
         self.onboard_pool = ManualPool()
         self.offload_pool = ManualPool()
@@ -257,6 +266,7 @@ class Rig:
         slots: int = 8,
         blocks: int = 16,
         ranks: int = 1,
+        replicas: int = 1,
         onboard_parts: int = 1,
         fake_disk=None,
         trace=None,
@@ -265,8 +275,11 @@ class Rig:
         accepts_failed_loads=True,
         **settings,
     ) -> None:
-        self.g1 = G1(blocks, ranks)
-        self.ranks = [Rank(rank, self.g1, slots, onboard_parts) for rank in range(ranks)]
+        self.g1 = G1(blocks, ranks, replicas)
+        self.ranks: list[Rank] = []
+        for rank in range(ranks):
+            owner = self.ranks[rank - rank % replicas].segment.info if rank % replicas else None
+            self.ranks.append(Rank(rank, self.g1, slots, onboard_parts, owner))
         self.departed: list[LoadResult] = []
         self.region = Region.map([rank.worker.info for rank in self.ranks])
         self.disk: FakeDisk | None = FakeDisk(fake_disk) if isinstance(fake_disk, int) else fake_disk
@@ -281,7 +294,7 @@ class Rig:
             accepts_failed_loads=accepts_failed_loads,
             publishes_events=True,
         )
-        defaults = {"block_bytes": 1024 * ranks, "max_in_flight_blocks": blocks}
+        defaults = {"block_bytes": 1024 * ranks // replicas, "max_in_flight_blocks": blocks}
         self.leader = Leader(
             self.region,
             LeaderSettings(traits, **(defaults | settings)),

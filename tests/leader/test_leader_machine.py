@@ -35,12 +35,17 @@ class Live:
 
 
 class LeaderMachine(RuleBasedStateMachine):
-    @initialize(ranks=st.integers(1, 2), limit=st.integers(1, 8), slice_blocks=st.sampled_from([1, 2, 4096]))
+    @initialize(
+        ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+        limit=st.integers(1, 8),
+        slice_blocks=st.sampled_from([1, 2, 4096]),
+    )
     def build(self, ranks, limit, slice_blocks):
         self.rig = Rig(
             slots=6,
             blocks=12,
-            ranks=ranks,
+            ranks=ranks[0],
+            replicas=ranks[1],
             max_in_flight_blocks=limit,
             slice_blocks=slice_blocks,
             overdue_steps=3,

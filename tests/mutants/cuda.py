@@ -47,8 +47,8 @@ MUTANTS = (
         name="cuda-worker-offloads-without-a-fence",
         bug="the worker does not pass the fence on to offloads",
         file="kvbm/device/worker.py",
-        old="[partial(self._run_offload, order, part, fence)",
-        new="[partial(self._run_offload, order, part, None)",
+        old="[partial(self._run_offload, order, part, uncopied, fence)",
+        new="[partial(self._run_offload, order, part, uncopied, None)",
         fails=WORKER_TESTS,
     ),
     Mutant(
@@ -324,8 +324,8 @@ MUTANTS = (
         name="cuda-failed-slice-fails-all",
         bug="one slice that fails discards the blocks of all slices of an offload",
         file="kvbm/device/worker.py",
-        old="left = self._segment.unproven(order.slots, order.generation)",
-        new="left = order.slots",
+        old="self._segment.write_slots(self._unproven(order), order.generation, state)",
+        new="self._segment.write_slots(order.slots, order.generation, state)",
         fails=WORKER_TESTS,
     ),
 )

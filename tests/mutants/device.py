@@ -138,10 +138,10 @@ MUTANTS = (
     ),
     Mutant(
         name="region-lanes-overlap-the-slots",
-        bug="The words of lanes begin one slot too early, so that a lane's report overwrites the last slot's.",
+        bug="The words of slots begin one word too late, so that a lane's report overwrites the last slot's.",
         file="kvbm/host/region.py",
-        old="return words[: self.slot_count], words[self.slot_count : -1], words[-1:]",
-        new="return words[: self.slot_count], words[self.slot_count - 1 : -1], words[-1:]",
+        old="            slots=words[: self.slot_count],",
+        new="            slots=words[1 : self.slot_count + 1],",
         fails="tests/host/test_region.py",
     ),
     Mutant(
@@ -202,8 +202,8 @@ MUTANTS = (
         name="region-heartbeat-is-a-lane",
         bug="the heartbeat overwrites the word of the last lane",
         file="kvbm/host/region.py",
-        old="return words[: self.slot_count], words[self.slot_count : -1], words[-1:]",
-        new="return words[: self.slot_count], words[self.slot_count : -1], words[-2:-1]",
+        old="            heartbeats=rows[:, -1:],",
+        new="            heartbeats=rows[:, LANES - 1 : LANES],",
         fails="tests/host/test_region.py",
     ),
 )

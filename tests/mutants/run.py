@@ -42,6 +42,7 @@ import disk_tier
 import identity
 import leader
 import onboards
+import replicas
 import sizing
 import states
 import trtllm
@@ -49,7 +50,7 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, states, onboards, disk, disk_tier, identity, device, cuda, worker, trtllm)
+CACHE = (core, leader, states, onboards, disk, disk_tier, identity, device, cuda, worker, replicas, trtllm)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180

@@ -33,7 +33,7 @@ def sparse_mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     indexers = facts.texts("indexer_types")
     if indexers is not None and [kind == "full" for kind in indexers] != selects:
         raise SizeUnknown("vLLM ignores `indexer_types` that differ from `index_topk_freq` or `index_topk_pattern`")
-    return specs + [index(spec.layer, token_bytes) for spec, one in zip(specs, selects, strict=True) if one]
+    return specs + [index(spec.layer, ranks, token_bytes) for spec, one in zip(specs, selects, strict=True) if one]
 
 
 def _selects_tokens(facts: ModelFacts, layer: int) -> bool:
@@ -51,4 +51,4 @@ def minimax_m3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     specs = all_layers(facts, ranks)
     if not isinstance(frequency, list) or len(frequency) != len(specs):
         raise SizeUnknown("a MiniMax M3 model without `sparse_attention_freq` has a cache that only the engine knows")
-    return specs + [index(spec.layer, dim * 2) for spec in specs if frequency[spec.layer]]
+    return specs + [index(spec.layer, ranks, dim * 2) for spec in specs if frequency[spec.layer]]

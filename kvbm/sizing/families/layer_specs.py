@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvbm.config.kv_heads import replicas_of_heads
 from kvbm.sizing.families.facts import SizeUnknown
 
 FLOAT32_BYTES = 4
@@ -38,8 +39,9 @@ class LayerSpec:
     """`layer` counts from 0 over the whole model; one layer may have several specs.
 
     `token_bytes` are bytes of one token on one rank, 0 for a state. `shape` is (heads, key dim, value dim) on one rank:
-    vLLM groups only layers of equal shape. `checkpoint_blocks` are more blocks of a state for a step that computes the
-    end of a block and the tokens behind it. `block_tokens` and `padded_bytes` are filled in while groups are formed.
+    vLLM groups only layers of equal shape. `replicas` is the number of ranks that keep the same bytes.
+    `checkpoint_blocks` are more blocks of a state for a step that computes the end of a block and the tokens behind it.
+    `block_tokens` and `padded_bytes` are filled in while groups are formed.
     """
 
     layer: int
@@ -47,6 +49,7 @@ class LayerSpec:
     token_bytes: int
     shape: tuple[int, ...]
     reach: int = 0
+    replicas: int = 1
     state_bytes: int = 0
     checkpoint_blocks: int = 0
     block_tokens: int = 0
@@ -87,7 +90,8 @@ class Ranks:
 def full(layer: int, ranks: Ranks, kv_heads: int, key_dim: int, value_dim: int | None = None) -> LayerSpec:
     heads, value_dim = ranks.heads(kv_heads), key_dim if value_dim is None else value_dim
     token_bytes = heads * (key_dim + value_dim) * ranks.cache_bytes
-    return LayerSpec(layer, LayerKind.FULL, token_bytes, (heads, key_dim, value_dim))
+    replicas = replicas_of_heads(kv_heads, ranks.tensor_parallel)
+    return LayerSpec(layer, LayerKind.FULL, token_bytes, (heads, key_dim, value_dim), replicas=replicas)
 
 
 def local(spec: LayerSpec, kind: LayerKind, reach: int) -> LayerSpec:
@@ -96,11 +100,11 @@ def local(spec: LayerSpec, kind: LayerKind, reach: int) -> LayerSpec:
 
 
 def latent(layer: int, ranks: Ranks, width: int) -> LayerSpec:
-    return LayerSpec(layer, LayerKind.LATENT, width * ranks.cache_bytes, (1, width, 0))
+    return LayerSpec(layer, LayerKind.LATENT, width * ranks.cache_bytes, (1, width, 0), replicas=ranks.tensor_parallel)
 
 
-def index(layer: int, token_bytes: int) -> LayerSpec:
-    return LayerSpec(layer, LayerKind.INDEX, token_bytes, (1, token_bytes, 0))
+def index(layer: int, ranks: Ranks, token_bytes: int) -> LayerSpec:
+    return LayerSpec(layer, LayerKind.INDEX, token_bytes, (1, token_bytes, 0), replicas=ranks.tensor_parallel)
 
 
 def state(layer: int, state_bytes: int, *, checkpoint_blocks: int = 0) -> LayerSpec:
