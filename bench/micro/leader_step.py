@@ -9,7 +9,8 @@ million blocks, so that each new block evicts one. Both contenders get the same 
 pool and scheduler output; the ranks are simulated and answer in the same step. Both offload generated tokens too.
 
     decode     a step in which 500 requests compute one token each, and 31 or 32 of them complete a block
-    prefill    a step in which a request of 512 blocks arrives and is computed, and the one before it ends
+    prefill    a step in which a request computes 512 blocks, a part of a longer prompt
+    request    the arrival of such a request, its lookup, and its end; no aim
     rematch    `get_num_new_matched_tokens` of a prompt of 1 million tokens that is in host memory, called again in each
                step because there is no room for it, while the 500 requests decode
     long       the longest step in the life of such a request alone: lookup, load, first step, end
@@ -74,7 +75,7 @@ RANKS = 8
 HOST_BLOCKS = 2_000_000
 RUNNING = 500
 CONTEXT_TOKENS = 2_000
-PREFILL_BLOCKS = 512
+PREFILL_BLOCKS, PREFILL_PARTS = 512, 8
 LONG_BLOCKS = 62_500  # one million tokens
 FILL_BATCH = 512
 TURN_STEPS, WARM_UP_STEPS = 20, 2  # of one contender in a row: in a server there is no second one in the caches
@@ -320,10 +321,23 @@ class Engine:
         blocks = KVCacheBlocks((self.blocks[request.request_id],))
         self.call("allocated", request, blocks, external_tokens)
 
-    def step(self, new: Request | None = None, new_tokens: int = 0, *, decodes: bool = True) -> None:
-        """One engine step: `new` is scheduled for the first time with `new_tokens`, all others decode one token."""
-        running = self.running if decodes else []
+    def step(
+        self,
+        new: Request | None = None,
+        new_tokens: int = 0,
+        *,
+        part: tuple[Request, list[int]] | None = None,
+        decodes: bool = True,
+    ) -> None:
+        """One engine step: `new` is scheduled for the first time with `new_tokens`, a request computes another `part`
+        of its prompt in these new blocks, all others decode one token."""
+        running = [one for one in (self.running if decodes else []) if part is None or one is not part[0]]
         scheduled = {one.request_id: 1 for one in running}
+        new_block_ids = [self._grow(one) for one in running]
+        if part is not None:
+            running.append(part[0])
+            new_block_ids.append((part[1],))
+            scheduled[part[0].request_id] = len(part[1]) * BLOCK_TOKENS
         news = []
         if new is not None:
             scheduled[new.request_id] = new_tokens
@@ -335,7 +349,7 @@ class Engine:
                 resumed_req_ids=set(),
                 new_token_ids=[],
                 all_token_ids={},
-                new_block_ids=[self._grow(one) for one in running],
+                new_block_ids=new_block_ids,
                 num_computed_tokens=[one.num_computed_tokens for one in running],
                 num_output_tokens=[1] * len(running),
             ),
@@ -401,23 +415,33 @@ def decode(engine: Engine) -> tuple[float, dict[str, float]]:
 
 
 class Prefill:
-    def __init__(self) -> None:
+    """Requests whose prompts are computed in parts, one part per call. Arrivals and ends are kept apart."""
+
+    def __init__(self, engine: Engine) -> None:
         self.number = 0
-        self.last: dict[str, Request] = {}
+        self.at_the_ends: list[float] = []
+        self._begin(engine)
 
     def __call__(self, engine: Engine) -> tuple[float, dict[str, float]]:
-        self.number += 1
-        engine.clock.take()
+        if self.request.num_computed_tokens == self.request.num_prompt_tokens:
+            engine.end(self.request)
+            engine.step(decodes=False)
+            self._begin(engine)
+            self.at_the_ends.append(engine.clock.take()[0])
+        more = engine.pool.get_new_blocks(PREFILL_BLOCKS)
+        engine.blocks[self.request.request_id] += more
         before = engine.offloaded_blocks
-        if (last := self.last.get(engine.contender.name)) is not None:
-            engine.end(last)
-        request = engine.request(f"prefill-{self.number}", PREFILL_BLOCKS * BLOCK_TOKENS)
-        assert engine.match(request) == 0
-        engine.allocate(request, request.num_tokens, 0)
-        engine.step(request, request.num_tokens, decodes=False)
-        self.last[engine.contender.name] = request
+        engine.step(part=(self.request, [block.block_id for block in more]), decodes=False)
         assert engine.offloaded_blocks - before == PREFILL_BLOCKS, engine.offloaded_blocks - before
         return engine.clock.take()
+
+    def _begin(self, engine: Engine) -> None:
+        """Arrive and compute the first block."""
+        self.number += 1
+        self.request = engine.request(f"prefill-{self.number}", (PREFILL_PARTS * PREFILL_BLOCKS + 1) * BLOCK_TOKENS)
+        assert engine.match(self.request) == 0
+        engine.allocate(self.request, BLOCK_TOKENS, 0)
+        engine.step(self.request, BLOCK_TOKENS, decodes=False)
 
 
 class Rematch:
@@ -558,8 +582,9 @@ def measure(rounds: int) -> dict[str, Any]:
     print(json.dumps(found["decode"]), file=sys.stderr)
     for engine in engines:
         engine.settle_down()
-    prefills = {engine.contender.name: Prefill() for engine in engines}
+    prefills = {engine.contender.name: Prefill(engine) for engine in engines}
     found["prefill"] = alternate(engines, rounds // 2, prefills)
+    found["request"] = {name: percentiles(prefill.at_the_ends) for name, prefill in prefills.items()}
     print(json.dumps(found["prefill"]), file=sys.stderr)
     rematches = {engine.contender.name: Rematch(engine, chains[0]) for engine in engines}
     found["rematch"] = alternate(engines, rounds // 5, rematches)

@@ -136,8 +136,7 @@ class Offloads:
             end = min(end, begin + self._slices.size)
         fresh = hashes[begin:end]
         missing = store.missing(fresh) if begin else store.touch(fresh)
-        departing = self._departing
-        absent = [i for i in missing if fresh[i] not in departing and block_ids[begin + i] != NO_BLOCK]
+        absent = self._absent(missing, fresh, block_ids[begin:end])
         collected = len(self._collected.hashes) + len(self._snapshots.hashes)
         if unwritten is None:
             evicted = self._counters.evicted_blocks
@@ -160,6 +159,13 @@ class Offloads:
             progress.left_out = 0
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
+
+    def _absent(self, missing: list[int], fresh: Sequence[bytes], block_ids: Sequence[int]) -> list[int]:
+        """Return the positions of blocks to copy: `missing` ones that the engine keeps and that are not in flight."""
+        departing = self._departing
+        if NO_BLOCK not in block_ids and departing.isdisjoint(fresh):
+            return missing
+        return [i for i in missing if fresh[i] not in departing and block_ids[i] != NO_BLOCK]
 
     def evicted_after(self, count: int) -> float:
         """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room."""

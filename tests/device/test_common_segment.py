@@ -176,6 +176,7 @@ def open_segments():
 @pytest.mark.parametrize("failing", range(COUNT))
 @pytest.mark.parametrize("error", [EnvironmentProblem("planted", hint="`help`"), ValueError("planted")])
 def test_a_rank_that_fails_stops_all(failing, error):
+    gc.collect()  # segments of earlier tests
     before = open_segments()
 
     def fail_or(make, index):
