@@ -42,6 +42,8 @@ class BlockState(IntEnum):
     ORPHANED = 5
 
 
+SAMPLE_DISTANCE = 16  # blocks of a chain
+
 # Plain ints: the loops below run for every block.
 FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
 _AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((ORPHANED, FREE)))
@@ -179,6 +181,20 @@ class BlockStore:
     def missing(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the positions in `hashes` of those that are not registered."""
         return [position for position, slot in enumerate(self._index.find(hashes)) if slot is None]
+
+    def missing_of_chain(self, hashes: Sequence[bytes]) -> list[int]:
+        """Like `missing`, for consecutive blocks of one chain, in a fraction of the time.
+
+        A chain loses its tail first. So after the first missing block, only every SAMPLE_DISTANCE-th one and the last
+        one are looked up. If all of these are missing too, a present block between them is returned as missing.
+        """
+        first = len(self._index.find_prefix(hashes))
+        rest = hashes[first:]
+        if len(rest) > 2 * SAMPLE_DISTANCE:
+            samples = self._index.find([*rest[::SAMPLE_DISTANCE], rest[-1]])
+            if samples.count(None) == len(samples):
+                return list(range(first, len(hashes)))
+        return [first + position for position in self.missing(rest)]
 
     # Pins and recency
 

@@ -135,7 +135,9 @@ class Offloads:
         if progress.can_wait:
             end = min(end, begin + self._slices.size)
         fresh = hashes[begin:end]
-        missing = store.missing(fresh) if begin else store.touch(fresh)
+        missing = store.missing_of_chain(fresh) if progress.can_wait else store.missing(fresh)
+        if begin == 0 and len(missing) < len(fresh):
+            store.touch(fresh)
         absent = self._absent(missing, fresh, block_ids[begin:end])
         collected = len(self._collected.hashes) + len(self._snapshots.hashes)
         if unwritten is None:

@@ -7,7 +7,7 @@ import pytest
 
 from kvbm.core.blocks import MutableBlocks
 from kvbm.core.index import ENTRIES_PER_DICT
-from kvbm.core.store import BlockStore, StoreCounts
+from kvbm.core.store import SAMPLE_DISTANCE, BlockStore, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.types import Tier
@@ -459,3 +459,46 @@ def test_what_cannot_have_been_left_there_is_not_restored(slots, text):
     keep(store, "x")
     with pytest.raises((InvariantError, ValueError)):
         store.restore(slots, names(text))
+
+
+# Chains
+
+
+def numbered(first, last):
+    return [number.to_bytes(16, "big") for number in range(first, last)]
+
+
+def register(store, hashes):
+    store.allocate(len(hashes)).stage(hashes).register().release()
+
+
+@pytest.mark.parametrize("present", [0, 1, 20, 99, 100])
+def test_missing_blocks_of_a_chain_are_those_after_its_prefix(present):
+    store, hashes = make_store(128), numbered(0, 100)
+    register(store, hashes[:present])
+    assert store.missing_of_chain(hashes) == store.missing(hashes) == list(range(present, 100))
+
+
+@pytest.mark.parametrize("at", [3, 3 + SAMPLE_DISTANCE, 99])
+def test_a_sampled_block_after_a_gap_in_a_chain_is_found(at):
+    """The block is in slot 0, whose number is false."""
+    store, hashes = make_store(128), numbered(0, 100)
+    register(store, [hashes[at]])
+    assert store.match([hashes[at]]) == 1
+    register(store, hashes[:3])
+    assert store.missing_of_chain(hashes) == [position for position in range(3, 100) if position != at]
+
+
+def test_a_block_between_samples_counts_as_missing_and_is_registered_once():
+    store, hashes = make_store(128), numbered(0, 100)
+    register(store, [hashes[7]])
+    assert store.missing_of_chain(hashes) == list(range(100))
+    register(store, hashes)
+    assert store.counts().inactive == 100
+    store.check()
+
+
+def test_every_block_of_a_short_chain_is_looked_up():
+    store, hashes = make_store(128), numbered(0, 2 * SAMPLE_DISTANCE)
+    register(store, [hashes[7]])
+    assert 7 not in store.missing_of_chain(hashes)

@@ -6,6 +6,14 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="store-samples-overlook-slot-0",
+        bug="A sampled block in slot 0 counts as missing, so that the blocks around it are copied again.",
+        file="kvbm/core/store.py",
+        old="if samples.count(None) == len(samples):",
+        new="if not any(samples):",
+        fails="tests/core/test_store.py",
+    ),
+    Mutant(
         name="pinned-block-stays-in-eviction-order",
         bug="Pinning leaves the blocks in the eviction order, so that they are evicted while they are held.",
         file="kvbm/core/store.py",
