@@ -189,9 +189,13 @@ class Onboards:
             request.long_match = None
             if (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
                 return load
-        missing = self._host.store.missing(hashes)
-        in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
-        source = self._host.store.pin(in_host.hashes)
+        missing: list[int] = []
+        in_host = _Part(0, tuple(hashes), tuple(block_ids))
+        source = self._host.store.pin(hashes)
+        if source is None:
+            missing = self._host.store.missing(hashes)
+            in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
+            source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
         kept = self._disk.pin([hashes[index] for index in missing]) if missing and self._disk is not None else None
         if missing and kept is None:

@@ -1,12 +1,13 @@
 """Metrics in vLLM: sends kvbm's counters to vLLM's /metrics and log.
 
-The leader counts in the engine's process; vLLM serves /metrics in another process. After each step that changed a
-counter, vLLM's statistics carry the totals as a plain dictionary. In the other process kvbm's collector exports the
-latest totals, summed over the engines of a data-parallel server.
+The leader counts in the engine's process; vLLM serves /metrics in another process. After a step that changed a
+counter, at most every REPORT_S while transfers run, vLLM's statistics carry the totals as a plain dictionary. In the
+other process kvbm's collector exports the latest totals, summed over the engines of a data-parallel server.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
 _read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*_NUMBERS)  # for each step: a tenth of a loop's time
+REPORT_S = 0.1
 WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
 
 
@@ -58,16 +60,25 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
 
 
 class StatsSource:
-    """Returns the leader's totals if they have changed. The leader's thread owns it."""
+    """Returns the leader's totals if they have changed. The leader's thread owns it.
 
-    def __init__(self) -> None:
+    While something is in flight, further steps follow, so that a change may be reported later with the next ones.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_s = 0.0
         self._reported: tuple[int, ...] | None = None
         self._hits = (-1, [0, 0, 0])  # number of finished requests, and their hits
 
     def take(self, leader: GuardedLeader) -> KvbmStats | None:
+        now_s = self._clock()
+        if now_s < self._due_s and leader.has_pending():
+            return None
         numbers = _read_numbers(leader.counters)
         if numbers == self._reported:
             return None
+        self._due_s = now_s + REPORT_S
         self._reported = numbers
         totals = dict(zip(_NUMBERS, numbers, strict=True))
         blocks = {tier.value: states for tier, states in leader.blocks().items()}

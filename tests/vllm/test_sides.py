@@ -912,8 +912,13 @@ def test_a_reset_under_a_running_request_fails_at_once_and_drops_nothing(fake_en
 
 
 class CountingLeader(Leader):
+    is_moving = False
+
     def __init__(self):
         self.counters = Counters()
+
+    def has_pending(self):
+        return self.is_moving
 
     def blocks(self):
         return {Tier.HOST: {"free": 3}}
@@ -939,6 +944,20 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     }
     assert KvbmStats().is_empty()
     assert second.aggregate(KvbmStats()) is second
+
+
+def test_totals_that_change_in_every_step_are_told_ten_times_per_second_and_at_the_end():
+    now_s = [0.0]
+    leader, source = CountingLeader(), StatsSource(lambda: now_s[0])
+    leader.is_moving, told = True, []
+    for step in range(1, 26):
+        now_s[0] = 0.01 * step
+        leader.counters.offload_blocks = step
+        stats = source.take(leader)
+        told += [] if stats is None else [stats.data["offload_blocks"]]
+    assert told == [1, 11, 21]
+    leader.is_moving = False
+    assert source.take(leader).data["offload_blocks"] == 25
 
 
 @pytest.mark.parametrize("value", [-1, "many", True, 1.5])
