@@ -27,6 +27,7 @@ from kvbm.errors import InvariantError
 ENTRIES_PER_DICT = 10_400
 # Comparing bytes is faster while runs of consecutive slots have this many blocks on average.
 _WORTHWHILE_RUN = 8
+_WORTHWHILE_LENGTH = 64  # of the hashes in one call
 
 
 class HashIndex:
@@ -51,11 +52,13 @@ class HashIndex:
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots of `hashes` up to the first that is not registered."""
-        joined, end = b"".join(hashes), len(hashes)
-        if len(joined) != end * self._hash_bytes:
+        end = len(hashes)
+        if sum(map(len, hashes)) != end * self._hash_bytes:
             self.require_length(hashes)
         slots: list[int] = []
-        allowed = 4 * _WORTHWHILE_RUN
+        joined, allowed = b"", 0
+        if end >= _WORTHWHILE_LENGTH:
+            joined, allowed = b"".join(hashes), 4 * _WORTHWHILE_RUN
         while len(slots) < end and allowed > 0:
             position = len(slots)
             slot = self._dict_of(hashes[position]).get(hashes[position])
@@ -90,7 +93,7 @@ class HashIndex:
 
     def find(self, hashes: Sequence[bytes]) -> list[int | None]:
         """Return for each hash its slot, or None."""
-        if len(hashes) < 2 * _WORTHWHILE_RUN:
+        if len(hashes) < _WORTHWHILE_LENGTH:
             return list(map(dict.get, self._dicts_of(hashes), hashes))
         found: list[int | None] = [*self.find_prefix(hashes)]
         rest = hashes[len(found) :]

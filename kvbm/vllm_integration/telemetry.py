@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
 _read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*_NUMBERS)  # for each step: a tenth of a loop's time
-REPORT_S = 0.1
+REPORT_S = 0.5
 WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
 
 
