@@ -462,10 +462,11 @@ def _mapped(infos: Sequence[SegmentInfo]) -> list[_MappedSegment]:
     """Map each segment once, in the order of the ranks. Raises EnvironmentProblem."""
     fds: dict[int, int] = {}
     try:
-        members: dict[int, list[int]] = {}  # positions of the ranks with the same memory
+        members: dict[tuple[int, int], list[int]] = {}  # positions of the ranks with the same memory
         for position, info in enumerate(infos):
             fds[position] = _open(info)
-            members.setdefault(os.fstat(fds[position]).st_ino, []).append(position)
+            file = os.fstat(fds[position])
+            members.setdefault((file.st_dev, file.st_ino), []).append(position)
         return [_map(infos, positions, fds[positions[0]]) for positions in members.values()]
     finally:
         for fd in fds.values():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
+PRESENT_SLICES = 4  # a step examines so many slices of a chain that is in G2 already
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 
@@ -132,7 +133,9 @@ class Offloads:
         chain is examined in slices over several steps.
         """
         begin, store = progress.considered, self._host.store
-        if progress.can_wait:
+        if progress.can_wait and end - begin > self._slices.size:
+            present = store.match(hashes[begin : min(end, begin + PRESENT_SLICES * self._slices.size)])
+            begin = progress.considered = begin + present
             end = min(end, begin + self._slices.size)
         fresh = hashes[begin:end]
         missing = store.missing_of_chain(fresh) if progress.can_wait else store.missing(fresh)
@@ -176,18 +179,18 @@ class Offloads:
         collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
         return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
 
-    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
-        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block).
+    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int, int]]) -> None:
+        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block, position in the call).
 
         No chain need be made recent first: `evicted_after` of all is at most its `fresh_until`.
         """
-        missing = self._host.store.missing([name for _, name, _ in blocks])
-        for progress, _, _ in blocks:
+        missing = self._host.store.missing([name for _, name, _, _ in blocks])
+        for progress, *_ in blocks:
             progress.considered += 1
             progress.left_out = 0
         wanted: dict[bytes, tuple[int, bytes]] = {}
         for index in missing:
-            progress, name, block_id = blocks[index]
+            progress, name, block_id, _ = blocks[index]
             if name not in self._departing and block_id != NO_BLOCK:
                 wanted.setdefault(name, (block_id, progress.tenant))
         for tenant, group in groupby(wanted, key=lambda name: wanted[name][1]):

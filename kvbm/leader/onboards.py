@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 FETCHES_AT_A_TIME = 32
 PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
+LANES_SHARE = 4  # this part of the lanes is left for loads without slices
 SHARES_OF_G2 = 4  # one part takes at most this share of host memory
 
 
@@ -72,6 +73,7 @@ class LiveRequest:
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
     long_match: LongMatch | None = None
+    match_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class Load:
     is_failed: bool = False
     is_failed_by_disk: bool = False
     is_reported: bool = False
+    read_s: float = 0.0  # until the last read from disk has ended
 
     @property
     def disk_blocks(self) -> int:
@@ -172,7 +175,7 @@ class Onboards:
         is silent."""
         oldest = next(iter(self.in_flight.values()), None)
         return (
-            len(self._lanes) > promises
+            len(self._lanes) > promises + len(self._fetches)
             and not self._are_ranks_silent
             and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
         )
@@ -226,9 +229,9 @@ class Onboards:
         first = 0
         for is_on_disk, blocks in handles:
             last = min(first + len(blocks.slots), len(hashes))
-            is_valid &= first >= last or blocks.hashes[0] == hashes[first]
+            is_valid &= first >= last or blocks.hashes[last - first - 1] == hashes[last - 1]  # proves the whole prefix
             if first >= last:
-                self._slices.later(blocks.release)
+                self._slices.release(blocks)
             elif is_on_disk:
                 load.on_disk += tuple(range(first, last))
                 load.kept.append(blocks)
@@ -239,7 +242,7 @@ class Onboards:
             first = last
         if first < len(hashes) or not is_valid:
             for blocks in (*load.kept, *(source for _, source in load.slices)):
-                self._slices.later(blocks.release)
+                self._slices.release(blocks)
             return None
         self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
         if load.waiting:
@@ -281,6 +284,7 @@ class Onboards:
                     fetch.blocks.release()
                 continue
             load, part = self._fetches.pop(fetch)
+            load.read_s = self._clock() - load.born_s
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
@@ -375,7 +379,7 @@ class Onboards:
         """Order parts of long loads, about one slice of blocks per step. The loads take turns. A new one begins at the
         next step, because its beginning took as much time."""
         left = self._slices.size
-        while left > 0 and self._in_slices and len(self._lanes) > len(self._fetches):
+        while left > 0 and self._in_slices and len(self._lanes) > len(self._fetches) + LANES // LANES_SHARE:
             if self._in_slices[0].born_step == self._step - 1:
                 return
             load = self._in_slices.popleft()
@@ -439,7 +443,7 @@ class Onboards:
         while load.waiting and load.waiting[-1].first >= end:
             load.waiting.pop()
         while load.slices and load.slices[-1][0].first >= end:
-            self._slices.later(load.slices.pop()[1].release)
+            self._slices.release(load.slices.pop()[1])
         if not load.slices and load in self._in_slices:
             self._in_slices.remove(load)
         own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
@@ -455,10 +459,10 @@ class Onboards:
         if load.kept:
             self._from_disk.remove(load)
             for kept in load.kept:
-                self._slices.later(kept.release) if len(load.kept) > 1 else kept.release()
+                self._slices.release(kept) if len(load.kept) > 1 else kept.release()
             load.kept.clear()
             if self._disk is not None and not load.is_failed and load.end == len(load.hashes):
-                self._disk.rates.note_read(load.disk_blocks, self._clock() - load.born_s)
+                self._disk.rates.note_read(load.disk_blocks, load.read_s)
         self._report(load)
 
     def _report(self, load: Load) -> None:

@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import PinnedBlocks
 
 SLICE_BLOCKS = 4096  # the work on a slice takes about a millisecond
+LARGE_BACKLOG = 64  # entries; with each of so many more, a step does the work of one slice more
 
 
 class Slices:
@@ -19,7 +24,8 @@ class Slices:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._waiting: deque[Callable[[], object]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()  # (blocks, action)
+        self._releases: deque[PinnedBlocks] = deque()
 
     def run(self, action: Callable[[Sequence[bytes]], object], hashes: Sequence[bytes]) -> None:
         """Call `action` with `hashes`, in slices over the next steps if there are many. The tail comes first."""
@@ -27,13 +33,22 @@ class Slices:
             action(hashes)
             return
         for begin in range(0, len(hashes), self.size)[::-1]:
-            self.later(partial(action, hashes[begin : begin + self.size]))
+            part = hashes[begin : begin + self.size]
+            self._waiting.append((len(part), partial(action, part)))
 
-    def later(self, action: Callable[[], object]) -> None:
-        """Call `action`, which handles at most one slice, in a later step."""
-        self._waiting.append(action)
+    def release(self, blocks: PinnedBlocks) -> None:
+        """Unpin blocks in a later step."""
+        self._releases.append(blocks)
 
     def step(self) -> None:
-        """Do the work on the next slice, if there is one."""
-        if self._waiting:
-            self._waiting.popleft()()
+        """Do the work on about one slice of blocks; releases come first, because others may need the room."""
+        backlog = len(self._releases) + len(self._waiting)
+        left = self.size * (1 + backlog // LARGE_BACKLOG)
+        while self._releases and left > 0:
+            blocks = self._releases.popleft()
+            left -= len(blocks.slots)
+            blocks.release()
+        while self._waiting and left > 0:
+            count, action = self._waiting.popleft()
+            left -= count
+            action()

@@ -118,6 +118,63 @@ def test_a_long_match_begins_again_after_another_hit_in_g1_or_a_reset(rig):
     assert pinned(rig) == 0
 
 
+def test_a_request_whose_hit_in_g1_moves_in_every_step_is_answered(rig):
+    hashes = fill(rig, "a", LENGTH)
+    answers = []
+    for start in range(6, 0, -1):
+        answers.append(rig.leader.match("r", hashes, start))
+        rig.step()
+    assert answers == [None, None, None, None, 8, 9]
+
+
+def test_blocks_that_are_forgotten_do_not_hold_up_a_long_match(rig):
+    hashes = fill(rig, "a", LENGTH)
+    others, answers = fill(rig, "b", 6), []
+    for other in others:
+        answers.append(rig.leader.match("r", hashes, 0))
+        rig.leader._host.store.forget([other])
+        rig.step()
+    assert answers[-1] == LENGTH
+
+
+def test_a_second_long_match_pins_nothing_if_both_would_pin_most_of_host_memory():
+    rig = Rig(slots=24, blocks=64, slice_blocks=SLICE)
+    first, second = fill(rig, "a", LENGTH), fill(rig, "b", LENGTH)
+    assert match(rig, "r", first)[0] == LENGTH
+    assert match(rig, "s", second) == (LENGTH, 1)
+    assert pinned(rig) == LENGTH
+    rig.close()
+
+
+def test_all_requests_together_examine_one_slice_per_step():
+    rig = Rig(slots=64, blocks=64, slice_blocks=SLICE)
+    chains = {name: fill(rig, name, 8) for name in "abc"}
+    for name, hashes in chains.items():
+        rig.leader.match(name, hashes, 0)
+    assert pinned(rig) == SLICE
+    rig.close()
+
+
+def test_the_pins_of_a_long_match_end_when_the_request_runs_without_a_load(rig):
+    hashes = fill(rig, "a", LENGTH)
+    match(rig, "r", hashes)
+    blocks = rig.compute("r", hashes[:1])
+    for _ in range(5):
+        rig.step()
+    assert pinned(rig) == 0
+    rig.finish("r", hashes, blocks)
+
+
+def test_the_pins_of_a_long_match_end_when_nothing_may_be_loaded(rig):
+    hashes = fill(rig, "a", LENGTH)
+    match(rig, "r", hashes)
+    rig.leader._live("r").may_onboard = False
+    assert rig.leader.match("r", hashes, 0) == 0
+    for _ in range(5):
+        rig.step()
+    assert pinned(rig) == 0
+
+
 # -- load --------------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +312,17 @@ def test_the_blocks_of_a_long_prefix_are_offloaded_in_slices(rig):
     assert match(rig, "s", hashes)[0] == LENGTH
 
 
+def test_a_long_prefix_in_g2_is_passed_over_so_that_a_short_answer_is_offloaded(rig):
+    hashes = fill(rig, "a", LENGTH)
+    longer = [*hashes, *chain("more", 1)]
+    blocks = rig.g1.allocate(LENGTH + 1)
+    for block, one in zip(blocks, longer, strict=True):
+        rig.g1.compute(block, one)
+    assert rig.leader.offload("r", longer, blocks, computed_blocks=LENGTH + 1, prompt_blocks=LENGTH) == LENGTH + 1
+    (order,) = rig.order().offloads
+    assert order.block_ids == (blocks[-1],)
+
+
 def test_the_end_of_a_long_request_makes_its_whole_chain_recent(rig):
     hashes = fill(rig, "a", LENGTH)
     fill(rig, "b", 6)
@@ -354,3 +422,20 @@ def test_collected_blocks_that_the_engine_took_back_are_not_ordered(rig):
     (order,) = rig.order().offloads
     assert not set(order.block_ids) & set(taken)
     assert [rig.g1.references[block] for block in taken] == [1, 1], "only the request has them"
+
+
+def test_single_blocks_do_not_take_more_room_than_larger_requests_have_left():
+    rig = Rig(slots=16, blocks=64, max_in_flight_blocks=4)
+    chains = {name: chain(name, 5) for name in "abc"}
+    blocks = {name: rig.compute(name, hashes[:1]) for name, hashes in chains.items()}
+    rig.step()
+    ends = {"a": 2, "b": 2, "c": 5}
+    for name, end in ends.items():
+        blocks[name] += rig.g1.allocate(end - 1)
+        for block, one in zip(blocks[name], chains[name], strict=False):
+            rig.g1.compute(block, one)
+    considered = rig.leader.offload_all([(name, chains[name], blocks[name], end, 5) for name, end in ends.items()])
+    (order,) = rig.order().offloads
+    assert len(order.block_ids) == 4
+    assert sum(considered) - 3 == 4, "what found no room is tried again"
+    rig.close()
