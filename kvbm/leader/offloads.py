@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
-PRESENT_SLICES = 4  # a step examines so many slices of a chain that is in G2 already
+PRESENT_SLICES = 2  # a step examines so many slices of a chain that is in G2 already
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 

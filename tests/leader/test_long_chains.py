@@ -318,7 +318,10 @@ def test_a_long_prefix_in_g2_is_passed_over_so_that_a_short_answer_is_offloaded(
     blocks = rig.g1.allocate(LENGTH + 1)
     for block, one in zip(blocks, longer, strict=True):
         rig.g1.compute(block, one)
-    assert rig.leader.offload("r", longer, blocks, computed_blocks=LENGTH + 1, prompt_blocks=LENGTH) == LENGTH + 1
+    considered = [
+        rig.leader.offload("r", longer, blocks, computed_blocks=LENGTH + 1, prompt_blocks=LENGTH) for _ in range(2)
+    ]
+    assert considered == [3 * SLICE, LENGTH + 1]
     (order,) = rig.order().offloads
     assert order.block_ids == (blocks[-1],)
 
