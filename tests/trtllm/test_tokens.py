@@ -118,12 +118,12 @@ def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, 
         lost = []
         run = RealWorker._run_offload
 
-        def lose_every_second(worker, order, fence):
+        def lose_every_second(worker, order, part, uncopied, fence):
             lost.append(order)
             if len(lost) % 2:
-                run(worker, order, fence)
+                run(worker, order, part, uncopied, fence)
             else:
-                worker._copier.offload(order.block_ids, order.slots, fence)
+                worker._copier.offload(order.block_ids[part], order.slots[part], fence)
 
         monkeypatch.setattr(RealWorker, "_run_offload", lose_every_second)
         results = conversations(engine, users=4)
