@@ -51,6 +51,7 @@ from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings  
 from kvbm.types import SegmentInfo, SlotState  # noqa: E402
 
 BYTES_PER_BLOCK_LIMITS = {16: 200, 32: 232}  # by the length of a hash
+PROCESS_BYTES = 1 << 20  # what the process itself grows by, whatever the number of blocks
 WALKED_REFERENCES_LIMIT = 10_000  # grows with the number of dicts in the index, one per 10 400 blocks
 STEP_CALL_LIMIT_MS, RESET_LIMIT_MS = 10.0, 100.0
 SLOW_CALLS_LIMIT = 3  # a virtual machine counts some time that it did not run as CPU time
@@ -306,10 +307,11 @@ def extrapolated(leader: dict[str, Any], ranks: dict[str, dict[str, Any]], block
     return {"page_table_bytes_of_a_process_that_touches_every_page": round(every_page), "ranks": per_kind}
 
 
-def memory_above_limits(leader: dict[str, Any], hash_bytes: int) -> Iterator[str]:
+def memory_above_limits(leader: dict[str, Any], hash_bytes: int, blocks: int) -> Iterator[str]:
+    per_block = BYTES_PER_BLOCK_LIMITS[hash_bytes] + PROCESS_BYTES / blocks
     limits = {
-        "bytes_per_block": BYTES_PER_BLOCK_LIMITS[hash_bytes],
-        "bytes_per_block_after_evictions": BYTES_PER_BLOCK_LIMITS[hash_bytes],
+        "bytes_per_block": per_block,
+        "bytes_per_block_after_evictions": per_block,
         "references_walked_by_the_collector": WALKED_REFERENCES_LIMIT,
     }
     for name, limit in limits.items():
@@ -343,7 +345,7 @@ def main() -> int:
         f"{hash_bytes}-byte hashes, {line}"
         for hash_bytes, leader in leaders.items()
         for line in (
-            *memory_above_limits(leader, hash_bytes),
+            *memory_above_limits(leader, hash_bytes, options.blocks),
             *(() if options.memory_only else calls_above_limits(leader)),
         )
     ]

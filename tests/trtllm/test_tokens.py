@@ -185,7 +185,8 @@ class Slow:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_paused_requests_compute_again_in_other_blocks(ranks, overlaps):
     """Only the newest interface reports pauses; with earlier ones kvbm refuses a policy that pauses requests."""
-    with Engine(MAIN, rank_count=ranks, overlaps=overlaps, device_blocks=12, preempts=True) as engine:
+    settings = {"device_blocks": 12, "preempts": True, "max_iterations": 200_000}  # most wait for a copying thread
+    with Engine(MAIN, rank_count=ranks, overlaps=overlaps, **settings) as engine:
         slow(engine, 0.001)
         results = conversations(engine, users=5, turns=2, stops_early=False, max_new=12)
         assert_right(results, ranks)
