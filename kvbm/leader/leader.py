@@ -383,6 +383,7 @@ class Leader:
         patience = 2 * self._settings.overdue_steps
         return (
             bool(self._unreported)
+            or self._slices.has_work()
             or self._onboards.is_under_way(within_steps=patience)
             or (self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()))
             or self._offloads.is_under_way(within_steps=patience)

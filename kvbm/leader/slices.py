@@ -40,6 +40,10 @@ class Slices:
         """Unpin blocks in a later step."""
         self._releases.append(blocks)
 
+    def has_work(self) -> bool:
+        """Whether something is left to do."""
+        return bool(self._releases or self._waiting)
+
     def step(self) -> None:
         """Do the work on about one slice of blocks; releases come first, because others may need the room."""
         backlog = len(self._releases) + len(self._waiting)
