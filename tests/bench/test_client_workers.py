@@ -19,8 +19,17 @@ from kvbm_cli.bench.client.drive import drive
 from kvbm_cli.bench.client.workers import estimated_load, parts_of, worker_count
 
 
+earlier: set[int] = set()  # processes that other tests left, such as a resource tracker of multiprocessing
+
+
+@pytest.fixture(autouse=True)
+def _earlier() -> None:
+    earlier.clear()
+    earlier.update(children())
+
+
 def children() -> list[int]:
-    """The processes that this one started, except zombies."""
+    """The processes that a test started, except zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -29,7 +38,7 @@ def children() -> list[int]:
             continue
         if int(parent) == os.getpid() and state != "Z":
             found.append(int(path.parent.name))
-    return found
+    return [pid for pid in found if pid not in earlier]
 
 
 def test_two_processes_give_the_records_of_one():
