@@ -18,7 +18,6 @@ from kvbm_cli.bench.client import workers
 from kvbm_cli.bench.client.drive import drive
 from kvbm_cli.bench.client.workers import estimated_load, parts_of, worker_count
 
-
 earlier: set[int] = set()  # processes that other tests left, such as a resource tracker of multiprocessing
 
 
