@@ -29,7 +29,6 @@ import gc
 import hashlib
 import json
 import mmap
-import os
 import statistics
 import sys
 import time
@@ -41,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 import torch
 from facts import facts
+from sparse_segments import sparse_segment
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.sampling_params import SamplingParams
@@ -63,9 +63,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import LANES, MEMFD_NAME, WORD_BYTES, Segment
-from kvbm.host.shared_memory import SharedMemory, create_sealed
-from kvbm.types import SegmentInfo, SlotState
+from kvbm.host.region import Segment
+from kvbm.host.shared_memory import SharedMemory
+from kvbm.types import SlotState
 from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.worker_side import Handshake
@@ -122,7 +122,10 @@ class Kvbm:
     def __init__(self, pool: BlockPool) -> None:
         config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": HOST_BLOCKS}}})
         layout = BlockLayout.block_contiguous(block_count=len(pool.blocks), block_bytes=4096)
-        self.segments = [sparse_segment(rank, layout, HOST_BLOCKS) for rank in range(RANKS)]
+        infos = [sparse_segment(rank, layout, HOST_BLOCKS) for rank in range(RANKS)]
+        self.segments = [
+            Segment(SharedMemory(info.fd, mmap.mmap(info.fd, info.length)), info, HOST_BLOCKS) for info in infos
+        ]
         self.side = SchedulerSide(
             config,
             (TransferGroup(0, Group(BLOCK_TOKENS), ("layer.0",)),),
@@ -218,23 +221,6 @@ class Native:
 
     def moved(self, orders: Any) -> int:
         return sum(len(one.src_spec.block_ids) for one in orders.store_jobs.values())
-
-
-def sparse_segment(rank: int, layout: BlockLayout, slot_count: int) -> Segment:
-    """A segment without memory behind its payload: only its control words are touched."""
-    length = slot_count * layout.slot_stride + (slot_count + LANES + 1) * WORD_BYTES
-    fd = create_sealed(MEMFD_NAME, length)
-    info = SegmentInfo(
-        rank=rank,
-        pid=os.getpid(),
-        fd=fd,
-        length=length,
-        slot_count=slot_count,
-        slot_stride=layout.slot_stride,
-        block_bytes=layout.block_bytes,
-        layout_digest=layout.digest(),
-    )
-    return Segment(SharedMemory(fd, mmap.mmap(fd, length)), info, slot_count)
 
 
 def native_spec(manager: CPUOffloadingManager) -> OffloadingSpec:

@@ -41,14 +41,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "vllm")]
 
 from facts import facts  # noqa: E402
+from sparse_segments import sparse_segment  # noqa: E402
 
 from kvbm.host.layout import PAGE_BYTES, BlockLayout, Piece  # noqa: E402
 from kvbm.host.machine_memory import THIS_MACHINE  # noqa: E402
-from kvbm.host.region import LANES, MEMFD_NAME, WORD_BYTES, Region, Segment  # noqa: E402
-from kvbm.host.shared_memory import MAX_PREFAULT_THREADS, create_sealed  # noqa: E402
+from kvbm.host.region import Region, Segment  # noqa: E402
+from kvbm.host.shared_memory import MAX_PREFAULT_THREADS  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
-from kvbm.types import SegmentInfo, SlotState  # noqa: E402
+from kvbm.types import SlotState  # noqa: E402
 
 BYTES_PER_BLOCK_LIMITS = {16: 200, 32: 232}  # by the length of a hash
 PROCESS_BYTES = 1 << 20  # what the process itself grows by, whatever the number of blocks
@@ -116,25 +117,6 @@ def walked_references() -> int:
 # -- the leader --------------------------------------------------------------------------------------------------------
 
 
-def sparse_segments(rank_count: int, slot_count: int) -> list[SegmentInfo]:
-    """Segments without pages, sealed like real ones. All belong to this process."""
-    length = slot_count * SLOT_STRIDE + (slot_count + LANES + 1) * WORD_BYTES
-    length = -(-length // PAGE_BYTES) * PAGE_BYTES
-    return [
-        SegmentInfo(
-            rank=rank,
-            pid=os.getpid(),
-            fd=create_sealed(MEMFD_NAME, length),
-            length=length,
-            slot_count=slot_count,
-            slot_stride=SLOT_STRIDE,
-            block_bytes=SLOT_STRIDE,
-            layout_digest="sparse",
-        )
-        for rank in range(rank_count)
-    ]
-
-
 def random_hashes(count: int, hash_bytes: int) -> list[bytes]:
     data = os.urandom(count * hash_bytes)
     return [data[start : start + hash_bytes] for start in range(0, len(data), hash_bytes)]
@@ -161,7 +143,9 @@ def offload(leader: Leader, name: str, hashes: Sequence[bytes], block_ids: Seque
 
 def measure_leader(block_count: int, rank_count: int, hash_bytes: int) -> dict[str, Any]:
     """Fill a leader and its control words. Runs in a process of its own."""
-    infos, references, start = sparse_segments(rank_count, block_count), walked_references(), memory()
+    layout = BlockLayout.block_contiguous(block_count=1, block_bytes=SLOT_STRIDE)
+    infos = [sparse_segment(rank, layout, block_count) for rank in range(rank_count)]
+    references, start = walked_references(), memory()
     settings = LeaderSettings(
         EngineTraits(block_tokens=16, hash_bytes=hash_bytes),
         block_bytes=rank_count * SLOT_STRIDE,

@@ -354,12 +354,16 @@ class Region:
         _order_memory()
         return are_ready
 
-    def are_lanes_reported(self, lanes: Sequence[int], generations: Sequence[int]) -> list[bool]:
-        """For many transfers at once: whether `lane_result` may have a result."""
-        if len(lanes) * len(self._lanes) <= FEW_WORDS:
-            return [self.lane_result(*one) is not SlotState.EMPTY for one in zip(lanes, generations, strict=True)]
-        indexes = _indexes(lanes, LANES)
-        return _are_reported(zip(self._lane_words, self._is_lost, strict=True), indexes, generations)
+    def lane_results(self, lanes: Sequence[int], generations: Sequence[int]) -> list[SlotState]:
+        """Return `lane_result` of many transfers. If there are very many, one word per rank rules most of them out."""
+        may_be_over: Sequence[bool] = [True] * len(lanes)
+        if len(lanes) * len(self._lanes) > FEW_WORDS:
+            words = zip(self._lane_words, self._is_lost, strict=True)
+            may_be_over = _are_reported(words, _indexes(lanes, LANES), generations)
+        return [
+            self.lane_result(lane, generation) if is_over else SlotState.EMPTY
+            for lane, generation, is_over in zip(lanes, generations, may_be_over, strict=True)
+        ]
 
     def are_reported(self, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
         """For many transfers at once, each named by one of its slots: whether `slot_results` may have a result."""

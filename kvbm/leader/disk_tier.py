@@ -203,10 +203,9 @@ class DiskTier:
     def fetch(self, hashes: Sequence[bytes], tenant: bytes | None) -> Fetch | None:
         """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. The
         blocks must be on disk. None while there is no room or the disk is off."""
-        counts = self._host.store.counts()
-        if not self.is_on or len(hashes) > counts.free + counts.inactive:
+        if not self.is_on or len(hashes) > self._host.store.available:
             return None
-        self.evicting(len(hashes) - counts.free)
+        self.evicting(len(hashes) - self._host.store.free)
         target = self._host.reserve(len(hashes))
         if target is None:
             return None
@@ -379,7 +378,7 @@ class DiskTier:
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""
         changes = self._counters.offload_blocks + self._counters.evicted_blocks
-        if changes != self._cleaned and not self._queue and self._host.store.counts().free < CLEANED_AHEAD:
+        if changes != self._cleaned and not self._queue and self._host.store.free < CLEANED_AHEAD:
             self._cleaned = changes
             self._enqueue(self._host.store.oldest(CLEANED_AHEAD))
 

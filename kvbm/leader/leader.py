@@ -31,7 +31,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.long_match import LongMatch
+from kvbm.leader.long_matches import LongMatches
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
 from kvbm.leader.prefetches import Prefetches
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from kvbm.plan import Offload, Onboard
 
 SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
-PINNED_SHARE = 0.75  # of host memory that several long matches may pin together
-MATCH_RESTARTS = 2  # of a long match; then the whole chain is examined in each call
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +100,7 @@ class Leader:
             self._prefetches = Prefetches(self._host, self._disk, batch_blocks=settings.disk.batch_blocks, clock=clock)
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._unexamined = settings.slice_blocks  # blocks that long matches may examine in this step
-        self._long_matches: dict[str, LongMatch] = {}
+        self._long_matches = LongMatches(self._host.store, self._slices)
         self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters, self._slices)
         self._onboards = Onboards(self._host, self._disk, callbacks, settings, self._slices, clock)
         self._heartbeats = Heartbeats(region, settings.silence_s, clock)
@@ -127,9 +124,9 @@ class Leader:
 
         def search(disk: DiskTier | None) -> int | None:
             request = self._live(request_id)
-            if self._may_match_long(request, end - start):
+            if self._settings.engine.accepts_failed_loads and self._long_matches.may_match(request, end - start):
                 return self._match_long(request, hashes, start, end, disk)
-            self._end_promise(request)
+            self._long_matches.end(request_id)
             examined = hashes if end == len(hashes) else hashes[:end]
             return self._host.store.match(examined, start) if disk is None else disk.match_prefix(examined, start)
 
@@ -188,8 +185,9 @@ class Leader:
             self._trace("onboard", request=request_id, start=start, hashes=wanted, device_blocks=tuple(block_ids))
         worth = len(block_ids) * self._settings.engine.block_tokens if tokens is None else tokens
         may_begin = request.promised is not None or self._onboards.can_begin()
-        self._long_matches.pop(request_id, None) if may_begin else None
-        load = self._onboards.begin(request, wanted, block_ids, worth) if may_begin else None
+        load = None
+        if may_begin:
+            load = self._onboards.begin(request, wanted, block_ids, worth, self._long_matches.take(request_id))
         self._end_promise(request)
         if load is None:
             self._fail_load(request, tuple(block_ids))
@@ -238,8 +236,7 @@ class Leader:
         """
         request = self._live(request_id)
         request.has_blocks = True
-        if request.long_match is not None:  # it runs without a load
-            self._end_promise(request)
+        self._long_matches.end(request_id)  # if there is one, the request runs without a load
         progress = request.offloads[group]
         if priorities is not None:
             limit = min(computed_blocks, len(hashes), len(block_ids))
@@ -258,7 +255,7 @@ class Leader:
 
         Most running requests complete one block at a time. Those are handled together, which takes a third of the time.
         """
-        requests, singles = self._requests, []
+        requests, singles = self._requests, {}
         considered: list[int] = []
         evicted = self._evicted_by_singles(len(completed))
         generated = self._settings.offload_generated
@@ -269,14 +266,14 @@ class Leader:
                 progress = request.offloads[0]
                 is_single = end == progress.considered + 1 > 1 and evicted <= progress.fresh_until
                 if is_single and request.may_offload and end <= self._host.capacity_blocks:
-                    singles.append((progress, hashes[end - 1], block_ids[end - 1], len(considered)))
+                    singles[len(considered)] = (progress, hashes[end - 1], block_ids[end - 1])
                     considered.append(end)
                     continue
             considered.append(self._offload_one(one))
         if self._offloads.evicted_after(len(singles)) <= evicted:
-            self._offloads.advance_by_one(singles)
+            self._offloads.advance_by_one(list(singles.values()))
         else:  # the others have taken the room
-            for *_, position in singles:
+            for position in singles:
                 considered[position] = self._offload_one(completed[position])
         return considered
 
@@ -322,9 +319,7 @@ class Leader:
         if self._prefetches is not None:
             self._prefetches.step()
         self._slices.step()
-        self._unexamined = self._slices.size
-        if self._long_matches and self._disk is not None and not self._disk.is_on:
-            self._end_long_matches_on_disk()
+        self._long_matches.step(is_disk_on=self._disk is not None and self._disk.is_on)
         plan = StepPlan(
             step=self._step,
             offloads=offloads,
@@ -530,8 +525,7 @@ class Leader:
         request.has_probed = True
         request.probed_blocks = max(request.probed_blocks, end - start)
         if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
-            if request.long_match is not None:
-                self._end_promise(request)
+            self._long_matches.end(request_id)
             return 0
         can_wait = start < end and self._settings.engine.accepts_failed_loads
         arriving = self._onboards.arriving(hashes[start]) if can_wait else None
@@ -544,46 +538,15 @@ class Leader:
         may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads
         return search(self._disk if may_read_disk else None)
 
-    def _may_match_long(self, request: LiveRequest, blocks: int) -> bool:
-        """Whether a match of so many blocks is made in slices, with pins.
-
-        Not for a request whose long match had to begin again twice, because its hit in G1 moves or blocks are being
-        forgotten: it would wait for ever. And not if the long matches of several requests would pin most of G2.
-        """
-        if blocks <= self._slices.size or not self._settings.engine.accepts_failed_loads:
-            return False
-        if request.long_match is None and self._long_matches:
-            pinned = sum(other.position - other.start for other in self._long_matches.values())
-            if pinned + blocks > self._host.capacity_blocks * PINNED_SHARE:
-                return False
-        return request.match_restarts <= MATCH_RESTARTS
-
     def _match_long(
         self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, disk: DiskTier | None
     ) -> int | None:
-        """Examine the next slice of a long chain; return the match if it is complete. All requests together examine at
-        most one slice per step."""
+        """Examine the next slice of a long chain; return the match if it is complete."""
         on_disk = disk.store if disk is not None and disk.is_on else None
-        found = request.long_match
-        if found is None or not found.is_for(start, on_disk):
-            request.match_restarts += found is not None
-            self._end_promise(request)
-            found = request.long_match = LongMatch(start, self._host.store, on_disk)
-            self._long_matches[request.request_id] = found
-        before = found.position
-        is_complete = found.advance(hashes, end, self._unexamined)
-        self._unexamined -= found.position - before
-        if not is_complete:
+        found = self._long_matches.advance(request, hashes, start, end, on_disk)
+        if found is None:
             return None
-        if found.position == start:
-            self._end_promise(request)
         return found.position - start if disk is None else disk.worthwhile(found.spans())
-
-    def _end_long_matches_on_disk(self) -> None:
-        """The disk is off, and its next process begins when no block of the last one is pinned."""
-        for request_id, found in list(self._long_matches.items()):
-            if found.on_disk is not None:
-                self._end_promise(self._requests[request_id])
 
     def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Pin the blocks that `match` promises, in place of those that it promised before."""
@@ -610,11 +573,7 @@ class Leader:
             request.promised.release()
             request.promised = None
             self._promises -= 1
-        if request.long_match is not None:
-            for _, blocks in request.long_match.take():
-                self._slices.release(blocks)
-            request.long_match = None
-            del self._long_matches[request.request_id]
+        self._long_matches.end(request.request_id)
 
     def _succeed_load(self, load: Load) -> None:
         """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""

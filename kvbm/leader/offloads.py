@@ -179,18 +179,18 @@ class Offloads:
         collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
         return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
 
-    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int, int]]) -> None:
-        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block, position in the call).
+    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
+        """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block).
 
         No chain need be made recent first: `evicted_after` of all is at most its `fresh_until`.
         """
-        missing = self._host.store.missing([name for _, name, _, _ in blocks])
-        for progress, *_ in blocks:
+        missing = self._host.store.missing([name for _, name, _ in blocks])
+        for progress, _, _ in blocks:
             progress.considered += 1
             progress.left_out = 0
         wanted: dict[bytes, tuple[int, bytes]] = {}
         for index in missing:
-            progress, name, block_id, _ = blocks[index]
+            progress, name, block_id = blocks[index]
             if name not in self._departing and block_id != NO_BLOCK:
                 wanted.setdefault(name, (block_id, progress.tenant))
         for tenant, group in groupby(wanted, key=lambda name: wanted[name][1]):

@@ -24,7 +24,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm.host.region import LANES
@@ -53,7 +52,7 @@ class LiveRequest:
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
     blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
-    does not accept failed loads; `long_match` what a match of many blocks has found so far.
+    does not accept failed loads. `match_restarts`: how often its long match began again.
     """
 
     request_id: str
@@ -72,7 +71,6 @@ class LiveRequest:
     disk_tokens: int = 0
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
-    long_match: LongMatch | None = None
     match_restarts: int = 0
 
 
@@ -185,13 +183,16 @@ class Onboards:
         return self._arriving.get(sequence_hash)
 
     def begin(
-        self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int
+        self,
+        request: LiveRequest,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        tokens: int,
+        found: LongMatch | None = None,
     ) -> Load | None:
-        """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there."""
-        if (found := request.long_match) is not None:
-            request.long_match = None
-            if (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
-                return load
+        """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there. Consumes the match."""
+        if found is not None and (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
+            return load
         missing: list[int] = []
         in_host = _Part(0, tuple(hashes), tuple(block_ids))
         source = self._host.store.pin(hashes)
@@ -298,9 +299,8 @@ class Onboards:
         self._are_ranks_silent = are_ranks_silent
         copies = list(self.in_flight.values())
         lanes = [copy.order.lane for copy in copies]
-        are_reported = self._host.region.are_lanes_reported(lanes, list(self.in_flight)) if copies else ()
-        for copy in compress(copies, are_reported):
-            result = self._host.region.lane_result(copy.order.lane, copy.order.generation)
+        results = self._host.region.lane_results(lanes, list(self.in_flight)) if copies else ()
+        for copy, result in zip(copies, results, strict=True):
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
         if self._settings.engine.gives_up_blocks:

@@ -82,7 +82,7 @@ class Prefetches:
     def warm(self) -> None:
         """Read the blocks on disk that were used last into the free slots, for at most WARM_S; later steps continue."""
         counts = self._disk.store.counts()
-        free = self._host.store.counts().free
+        free = self._host.store.free
         newest = self._disk.store.oldest(counts.inactive)[::-1][:free]
         if not newest:
             return

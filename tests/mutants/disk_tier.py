@@ -203,7 +203,7 @@ MUTANTS = (
         name="disk-side-counts-drops-without-room",
         bug="A read that waits for room counts blocks as dropped that stay in host memory.",
         file="kvbm/leader/disk_tier.py",
-        old="if not self.is_on or len(hashes) > counts.free + counts.inactive:",
+        old="if not self.is_on or len(hashes) > self._host.store.available:",
         new="if not self.is_on:",
         fails="tests/leader/test_disk_tier.py -k waits_for_room_drops",
     ),

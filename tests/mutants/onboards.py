@@ -48,9 +48,9 @@ MUTANTS = (
     Mutant(
         name="match-leaks-its-pins",
         bug="what a long match found stays pinned after the end of its request",
-        file="kvbm/leader/leader.py",
-        old="                self._slices.release(blocks)\n            request.long_match = None",
-        new="                pass\n            request.long_match = None",
+        file="kvbm/leader/long_matches.py",
+        old="                self._slices.release(blocks)",
+        new="                pass",
         fails="tests/leader/test_long_chains.py",
     ),
     Mutant(
