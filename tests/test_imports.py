@@ -50,8 +50,9 @@ RULES = (  # the first that fits a module counts
         never=("pydantic", *ENGINES[1:]),
         lazily=("torch",),
     ),
+    Rule("kvbm.process", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
     Rule("kvbm.disk.io", ("kvbm.host",), never=("pydantic", *ENGINES)),
-    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.process"), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
     Rule(
         "kvbm.leader",

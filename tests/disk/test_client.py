@@ -23,11 +23,12 @@ from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.service import client, messages
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient, UnresponsiveDisk
-from kvbm.disk.service.messages import HEADER
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region, Segment
+from kvbm.process.channel import HEADER, Channel
+from kvbm.process.child import Opening
 from kvbm.types import SlotState
 
 HOST_SLOTS = 16
@@ -233,14 +234,15 @@ def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "BEAT_LIMIT_S", 0.3)
-    start, started = client._start, []
+    start, started = client.start_child, []
 
-    def start_and_stop(fd: int) -> subprocess.Popen[bytes]:
-        started.append(start(fd))
-        os.kill(started[0].pid, signal.SIGSTOP)
-        return started[0]
+    def start_and_stop(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channel]:
+        child, channel = start(module, what)
+        started.append(child)
+        os.kill(child.pid, signal.SIGSTOP)
+        return child, channel
 
-    monkeypatch.setattr(client, "_start", start_and_stop)
+    monkeypatch.setattr(client, "start_child", start_and_stop)
     with pytest.raises(UnresponsiveDisk, match=r"does not answer for 0\.3 s"), opened(tmp_path):
         pass
     assert has_ended(started[0].pid)
@@ -266,15 +268,15 @@ if "kvbm.disk.service.server" in sys.orig_argv:
 def test_process_sends_heartbeats_while_it_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_OPEN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    receive, received = messages.DiskChannel.receive, []
+    receive, received = Channel.receive, []
 
     def recording(channel):
         received.extend(found := receive(channel))
         return found
 
-    monkeypatch.setattr(messages.DiskChannel, "receive", recording)
+    monkeypatch.setattr(Channel, "receive", recording)
     with opened(tmp_path / "disk") as rig:
-        assert received.count(messages.Opening()) >= 2
+        assert received.count(Opening()) >= 2
         assert all(rig.write([1], [1]).is_good)
 
 
@@ -283,7 +285,7 @@ class Beats:
 
     def __init__(self, interval_s: float, count: int) -> None:
         self.now = 0.0
-        self.left = iter([[messages.Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters())]])
+        self.left = iter([[Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters())]])
         self.interval_s = interval_s
 
     def wait(self, timeout_s: float) -> None:
@@ -305,7 +307,6 @@ def test_heartbeats_extend_the_time_to_open_but_not_for_ever(
     beats = Beats(interval_s=10, count=count)
     monkeypatch.setattr(client, "time", beats)
     opening = DiskClient(SimpleNamespace(pid=1), beats)  # type: ignore[arg-type]
-    client._OPEN.discard(opening)
     if opens:
         assert opening._wait_until_open(None).slot_count == 1
     else:

@@ -9,12 +9,8 @@ client stays off. If it does not answer for ANSWER_LIMIT_S, the client is off un
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import subprocess
-import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,14 +19,15 @@ from pathlib import Path
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.service import messages
-from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
+from kvbm.process.channel import Channel, ChannelClosed
+from kvbm.process.child import Logged, Opening
+from kvbm.process.parent import has_ended, is_gone, log_for, start_child
 from kvbm.types import SegmentInfo
 
-HOME = str(Path(__file__).parents[3])  # the child imports this package from here
 ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
 REPLACE_AFTER_S = 60.0  # without any message
 BEAT_LIMIT_S = 20.0  # without any message while the storage is opened; a busy machine starts a process in seconds
@@ -49,7 +46,7 @@ class UnresponsiveDisk(EnvironmentProblem):
 class DiskClient:
     """One disk process. `slot_count` and `io_name` come from its storage."""
 
-    def __init__(self, child: subprocess.Popen[bytes], channel: DiskChannel) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], channel: Channel) -> None:
         self._child = child
         self._channel = channel
         self._results: list[DiskResult] = []
@@ -67,7 +64,6 @@ class DiskClient:
         self._has_all_found = self._is_recover_pending = False
         self.home: Path | None = None  # directory of the namespace, if the cache is persistent
         self.counters = DiskCounters()
-        _OPEN.add(self)
 
     @classmethod
     def open(
@@ -85,10 +81,7 @@ class DiskClient:
         `progress(done_bytes, total_bytes)` is called while space is allocated. `instance`: this one, or a new one if it
         is not available.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = _start(theirs.fileno())
-        client = cls(child, DiskChannel(ours))
+        client = cls(*start_child("kvbm.disk.service.server", "a disk process"))
         try:
             cores = frozenset(allowed_cores())
             client._send(messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
@@ -217,7 +210,7 @@ class DiskClient:
             self._channel.wait(BEAT_LIMIT_S)
             received = self._messages()
             now = time.monotonic()
-            if any(not isinstance(message, messages.Opening) for message in received):
+            if any(not isinstance(message, Opening) for message in received):
                 moved_s = now
             if now - self._heard_s >= BEAT_LIMIT_S:
                 raise UnresponsiveDisk(f"disk process {self.pid} does not answer for {BEAT_LIMIT_S:g} s")
@@ -231,8 +224,8 @@ class DiskClient:
                         raise EnvironmentProblem(message.message, hint=message.hint)
                     case messages.Opened():
                         return message
-                    case messages.Logged():
-                        _log(message)
+                    case Logged():
+                        log_for(message)
         raise EnvironmentProblem(f"the disk process exited with code {self._child.wait(EXIT_S)}")
 
     def _take_over(self, opened: messages.Opened) -> None:
@@ -268,8 +261,8 @@ class DiskClient:
                     if not self._has_all_found:
                         self._found.extend(message.parts(FOUND_BATCH_BLOCKS))
                         self._has_all_found = message.is_last
-                case messages.Logged():
-                    _log(message)
+                case Logged():
+                    log_for(message)
 
     def _messages(self, *, is_closing: bool = False) -> list[object]:
         if not self.is_alive:
@@ -287,17 +280,10 @@ class DiskClient:
     def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
         """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
         it as silent until it has ended. The kernel ends it only after the last I/O of its threads."""
-        if is_expected or self._is_gone():
+        if is_expected or is_gone(self.pid):
             self._handle_exit(is_expected=is_expected)
         else:
             self._child.kill()
-
-    def _is_gone(self) -> bool:
-        """Whether the process and all its threads have ended. It is not reaped here."""
-        try:
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
 
     def _is_awaited(self) -> bool:
         return bool(self._in_flight or self._unanswered_clears or self._is_recover_pending)
@@ -352,47 +338,8 @@ class DiskClient:
         """Close the channel, which makes the child exit, and kill a child that does not exit by itself."""
         self._channel.close()
         self.is_alive = False
-        if not self.is_silent and self._has_ended(EXIT_S):
+        if not self.is_silent and has_ended(self._child, EXIT_S):
             return
         self._child.kill()
-        if not self._has_ended(EXIT_S):
+        if not has_ended(self._child, EXIT_S):
             log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self.pid)
-
-    def _has_ended(self, timeout_s: float) -> bool:
-        try:
-            self._child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-
-def _start(fd: int) -> subprocess.Popen[bytes]:
-    """Start the child in its own session, so that signals of the terminal reach only the engine."""
-    paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvbm.disk.service.server", str(fd)],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvironmentProblem(f"cannot start a disk process: {error.strerror}") from error
-
-
-def _log(message: messages.Logged) -> None:
-    logging.getLogger(message.name).log(message.level, "%s", message.text)
-
-
-_OPEN: weakref.WeakSet[DiskClient] = weakref.WeakSet()
-
-
-def _close_in_forked_child() -> None:
-    """Close the channels in a forked child: it would keep them open after the leader's exit."""
-    for process in _OPEN:
-        process._channel.close()
-
-
-os.register_at_fork(after_in_child=_close_in_forked_child)

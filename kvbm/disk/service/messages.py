@@ -1,19 +1,11 @@
-"""DiskChannel: the socket between the leader and its disk process, and the messages on it.
+"""Messages between the leader and its disk process.
 
-    leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
-    leader ◀── Opening, SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
-
-`send` and `receive` never block, so that an engine's step never does: what the socket does not accept is buffered and
-sent by a later call. Messages are pickled; both ends are the same program, and no other process has the socket.
+leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
+leader ◀── Opening, SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
 """
 
 from __future__ import annotations
 
-import pickle
-import select
-import socket
-import struct
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,24 +15,6 @@ from kvbm.disk.orders import DiskResult
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
-HEADER = struct.Struct("<Q")
-UNPICKLING_ERRORS = (  # what bytes that are no pickle lead to
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-MAX_MESSAGE_BYTES = 1 << 30  # blocks found at start, the largest message, take less than 100 bytes a block
-RECEIVE_BYTES = 1 << 20
-BUFFER_BYTES = 4 << 20
-BEAT_S = 0.5
 REMOVED = 3  # exit code when the files were deleted: no block that the process writes could be found again
 LOST_IO = 4  # exit code when some I/O ends only with the process
 
@@ -54,10 +28,6 @@ class Open(NamedTuple):
     hash_bytes: int
     cores: frozenset[int]
     instance: Path | None
-
-
-class Opening(NamedTuple):
-    """Heartbeat while the storage is opened, sent every BEAT_S. It says nothing about progress."""
 
 
 class Recover(NamedTuple):
@@ -110,111 +80,3 @@ class Status(NamedTuple):
 
 class Cleared(NamedTuple):
     """All clears that were sent are durable."""
-
-
-class Logged(NamedTuple):
-    name: str
-    level: int
-    text: str
-
-
-class ChannelClosed(Exception):
-    """The other process has exited, or has sent an invalid message."""
-
-
-class DiskChannel:
-    """One end of the channel. One thread uses it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self._socket = end
-        self._readable = select.poll()
-        self._readable.register(end, select.POLLIN)
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, message: object) -> None:
-        """Raises ChannelClosed."""
-        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += HEADER.pack(len(content)) + content
-        self.flush()
-
-    def flush(self) -> None:
-        """Send buffered bytes. Raises ChannelClosed."""
-        try:
-            while self._outgoing:
-                del self._outgoing[: self._socket.send(self._outgoing)]
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise ChannelClosed from error
-
-    def has_more_to_send(self) -> bool:
-        return bool(self._outgoing)
-
-    def receive(self) -> list[object]:
-        """Return all complete messages. Raises ChannelClosed when none is left and the channel is closed."""
-        if not (self._incoming or self._readable.poll(0)):  # a sixth of the time of a `recv` that finds nothing
-            return []
-        is_over = False
-        try:
-            while received := self._socket.recv(RECEIVE_BYTES):
-                self._incoming += received
-            is_over = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            is_over = True
-        messages = self._take_whole()
-        if is_over and not messages:
-            raise ChannelClosed
-        return messages
-
-    def wait(self, timeout_s: float | None, *, or_readable: Sequence[int] = ()) -> None:
-        """Wait until the channel or one of these descriptors is readable; meanwhile send buffered bytes."""
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            poll = select.poll()  # select(2) is limited to descriptors below 1024
-            for fd in or_readable:
-                poll.register(fd, select.POLLIN)
-            poll.register(self.fileno(), select.POLLIN | (select.POLLOUT if self._outgoing else 0))
-            ready = poll.poll(None if left_s is None else 1000 * left_s)
-            if (self.fileno(), select.POLLOUT) not in ready:
-                return
-            try:
-                self.flush()
-            except ChannelClosed:  # `receive` reports it
-                return
-
-    def close(self) -> None:
-        """May be called twice."""
-        self._socket.close()
-
-    def _take_whole(self) -> list[object]:
-        messages = []
-        start = 0
-        while len(self._incoming) - start >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._incoming, start)
-            if length > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"a message of {length} bytes")
-            end = start + HEADER.size + length
-            if len(self._incoming) < end:
-                break
-            messages.append(_decoded(memoryview(self._incoming)[start + HEADER.size : end]))
-            start = end
-        if start:
-            del self._incoming[:start]
-        return messages
-
-
-def _decoded(content: memoryview) -> object:
-    """Raises ChannelClosed for bytes that are no message: the process that sent them is not trusted any more."""
-    try:
-        return pickle.loads(content)
-    except UNPICKLING_ERRORS as error:
-        raise ChannelClosed(f"not a message: {error!r}") from error

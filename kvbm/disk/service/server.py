@@ -8,54 +8,31 @@ leader: when the channel closes, or when its parent process changes. The disk fo
 
 from __future__ import annotations
 
-import logging
 import os
-import signal
 import socket
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from kvbm.disk.directory import await_predecessor
 from kvbm.disk.index_thread import PendingClear
-from kvbm.disk.log_limit import RepeatFilter
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service import messages
-from kvbm.disk.service.messages import ChannelClosed, DiskChannel
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.log_queue import use_queued_stderr
 from kvbm.host.region import Region
+from kvbm.process.channel import Channel, ChannelClosed
+from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, send_all
 
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
-IDLE_INTERVAL_S = 0.5
-PARENT_INTERVAL_S = 0.5
-
-
-class _Log(logging.Handler):
-    """Collects log records of all threads until they are sent; drops most of many similar ones."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.addFilter(RepeatFilter())
-        self.kept: deque[messages.Logged] = deque()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.kept.append(messages.Logged(record.name, record.levelno, self.format(record)))
-
-    def send(self, send: Callable[[object], None]) -> None:
-        while self.kept:
-            send(self.kept.popleft())
 
 
 class _Child:
     """Serves one leader. `_in_flight_count` orders have no result yet, and `_clears` are not durable yet."""
 
-    def __init__(self, channel: DiskChannel, storage: DiskStorage, log: _Log) -> None:
+    def __init__(self, channel: Channel, storage: DiskStorage, log: LogRelay) -> None:
         self._channel = channel
         self._storage = storage
         self._log = log
@@ -86,7 +63,7 @@ class _Child:
                 self._exit(messages.LOST_IO)
 
     def _exit(self, code: int) -> None:
-        _send_all(self._channel)
+        send_all(self._channel)
         os._exit(code)
 
     def _handle(self, message: object) -> None:
@@ -111,7 +88,7 @@ class _Child:
         self._in_flight_count -= len(results)
         off_because = self._storage.off_because
         if results or is_beat_due or off_because != self._reported_off_because:
-            self._next_beat_s = now + messages.BEAT_S
+            self._next_beat_s = now + BEAT_S
             self._reported_off_because = off_because
             moved_s = self._storage.reads_stuck_since() or now
             self._channel.send(messages.Status(results, off_because, self._storage.counters, moved_s))
@@ -123,56 +100,27 @@ class _Child:
 
 def main() -> int:
     """Return 0 after Close, 1 if the disk could not be opened. If the leader exits, the process exits at once."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the leader may still write blocks, and then sends Close
-    use_queued_stderr()
-    log = _Log()
-    logging.getLogger("kvbm").addHandler(log)
-    logging.getLogger("kvbm").setLevel(logging.INFO)
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-    channel = DiskChannel(socket.socket(fileno=int(sys.argv[1])))
+    log = begin()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         order = _receive_open(channel)
         os.sched_setaffinity(0, order.cores)
         try:
-            with _beating(channel) as send:
+            with beating(channel) as send:
                 storage = _open(order, send, log)
         except EnvironmentProblem as error:
             channel.send(messages.Problem(error.message, error.hint))
-            _send_all(channel)
+            send_all(channel)
             return 1
         channel.send(messages.Opened(storage.path, storage.slot_count, storage.io_name, storage.counters))
         _Child(channel, storage, log).serve()
-        _send_all(channel)
+        send_all(channel)
     except ChannelClosed:
         os._exit(0)
     return 0
 
 
-@contextmanager
-def _beating(channel: DiskChannel) -> Iterator[Callable[[object], None]]:
-    """Send heartbeats from a thread. Yields the function to send other messages with meanwhile."""
-    lock, has_ended = threading.Lock(), threading.Event()
-
-    def send(message: object) -> None:
-        with lock:
-            channel.send(message)
-
-    def beat() -> None:
-        with suppress(ChannelClosed):  # the other thread notices it
-            while not has_ended.wait(messages.BEAT_S):
-                send(messages.Opening())
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield send
-    finally:
-        has_ended.set()
-        thread.join()
-
-
-def _open(order: messages.Open, send: Callable[[object], None], log: _Log) -> DiskStorage:
+def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -> DiskStorage:
     """Raises EnvironmentProblem."""
     region = Region.map(order.segments)
     if order.settings.persist and order.instance is None:
@@ -189,24 +137,12 @@ def _open(order: messages.Open, send: Callable[[object], None], log: _Log) -> Di
     )
 
 
-def _receive_open(channel: DiskChannel) -> messages.Open:
+def _receive_open(channel: Channel) -> messages.Open:
     while True:
         channel.wait(None)
         for message in channel.receive():
             assert isinstance(message, messages.Open), message
             return message
-
-
-def _send_all(channel: DiskChannel) -> None:
-    while channel.has_more_to_send():
-        channel.wait(IDLE_INTERVAL_S)
-
-
-def _exit_with(parent: int) -> None:
-    """Exit with the leader, also during a long call and if another process holds the leader's end of the channel."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_INTERVAL_S)
-    os._exit(0)
 
 
 if __name__ == "__main__":

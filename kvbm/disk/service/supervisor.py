@@ -31,6 +31,7 @@ from kvbm.disk.index import BlockIndex
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.messages import LOST_IO
 from kvbm.errors import EnvironmentProblem
+from kvbm.process.parent import how_it_ended
 
 if TYPE_CHECKING:
     from kvbm.disk.health import DiskCounters
@@ -218,7 +219,7 @@ class DiskSupervisor:
         while True:
             began_s = time.monotonic()
             code = process.wait_for_end()
-            how = _how_it_ended(code)
+            how = how_it_ended(code)
             self._uses_threads |= code == LOST_IO
             if self._is_closing.is_set():
                 return
@@ -303,10 +304,6 @@ def _require_there(segments: Sequence[SegmentInfo]) -> None:
 
 def _longer(pause_s: float) -> float:
     return min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _how_it_ended(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
 
 
 def _device_of(directory: Path) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from test_client import opened
 
-from kvbm.disk.log_limit import INTERVAL_S, MAX_KINDS, RepeatFilter
+from kvbm.process.log_limit import INTERVAL_S, MAX_KINDS, RepeatFilter
 
 
 def passed(limit: RepeatFilter, text: str, *arguments: object, level: int = logging.WARNING) -> str | None:

@@ -1,0 +1,1 @@
+"""Child processes of the leader: how they start and end, and the channel to them."""

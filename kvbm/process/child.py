@@ -1,0 +1,95 @@
+"""The child's side of a process pair: its log goes to the leader, and it exits with the leader."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from kvbm.host.log_queue import use_queued_stderr
+from kvbm.process.channel import Channel, ChannelClosed
+from kvbm.process.log_limit import RepeatFilter
+
+BEAT_S = 0.5
+IDLE_INTERVAL_S = 0.5
+PARENT_INTERVAL_S = 0.5
+
+
+class Opening(NamedTuple):
+    """Heartbeat while the child opens what it serves, sent every BEAT_S. It says nothing about progress."""
+
+
+class Logged(NamedTuple):
+    name: str
+    level: int
+    text: str
+
+
+class LogRelay(logging.Handler):
+    """Collects log records of all threads until they are sent; drops most of many similar ones."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.addFilter(RepeatFilter())
+        self.kept: deque[Logged] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(Logged(record.name, record.levelno, self.format(record)))
+
+    def send(self, send: Callable[[object], None]) -> None:
+        while self.kept:
+            send(self.kept.popleft())
+
+
+def begin() -> LogRelay:
+    """Prepare a child process; return the log that it sends to the leader. Call first."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the leader may still need the child, and then sends Close
+    use_queued_stderr()
+    log = LogRelay()
+    logging.getLogger("kvbm").addHandler(log)
+    logging.getLogger("kvbm").setLevel(logging.INFO)
+    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
+    return log
+
+
+@contextmanager
+def beating(channel: Channel) -> Iterator[Callable[[object], None]]:
+    """Send heartbeats from a thread while the child opens what it serves. Yields the function to send other
+    messages with meanwhile."""
+    lock, has_ended = threading.Lock(), threading.Event()
+
+    def send(message: object) -> None:
+        with lock:
+            channel.send(message)
+
+    def beat() -> None:
+        with suppress(ChannelClosed):  # the other thread notices it
+            while not has_ended.wait(BEAT_S):
+                send(Opening())
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield send
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def send_all(channel: Channel) -> None:
+    while channel.has_more_to_send():
+        channel.wait(IDLE_INTERVAL_S)
+
+
+def _exit_with(parent: int) -> None:
+    """Exit with the leader, also during a long call and if another process holds the leader's end of the channel."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_INTERVAL_S)
+    os._exit(0)

@@ -1,0 +1,80 @@
+"""The leader's side of a process pair: starts a child of kvbm with a channel, and ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.process.channel import Channel
+from kvbm.process.child import Logged
+
+HOME = str(Path(__file__).parents[2])  # the child imports this package from here
+
+
+def start_child(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Run `python -m module FD` in its own session, so that signals of the terminal reach only the engine.
+
+    Raises EnvironmentProblem, which calls the child `what`.
+    """
+    ours, theirs = socket.socketpair()
+    paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
+    with theirs:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": paths},
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise EnvironmentProblem(f"cannot start {what}: {error.strerror}") from error
+    channel = Channel(ours)
+    _OPEN.add(channel)
+    return child, channel
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a child and all its threads have ended. It is not reaped here."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def has_ended(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait for the end of a child."""
+    try:
+        child.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def how_it_ended(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+
+
+def log_for(message: Logged) -> None:
+    """Log what a child has logged."""
+    logging.getLogger(message.name).log(message.level, "%s", message.text)
+
+
+_OPEN: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_forked_child() -> None:
+    """Close the channels in a forked child: it would keep them open after the leader's exit."""
+    for channel in _OPEN:
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)
