@@ -54,6 +54,8 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.disk.io", ("kvbm.host",), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.process"), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
+    Rule("kvbm.shared.service", ("kvbm.shared", "kvbm.host", "kvbm.process"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.shared", ("kvbm.host",), never=("pydantic", *ENGINES)),
     Rule(
         "kvbm.leader",
         (

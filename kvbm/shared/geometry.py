@@ -1,0 +1,93 @@
+"""RunGeometry: where the bytes of a run are in host memory, and what proves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Put
+from kvbm.shared.protection import Buffer, Protection
+from kvbm.shared.run_format import BadObject, RunFormat, tenant_tag
+
+
+@dataclass(frozen=True, slots=True)
+class RunGeometry:
+    """`shards[r][s]` is slot s of segment r, of which the first `shard_bytes[r]` bytes are payload."""
+
+    shards: Sequence[NDArray[np.uint8]]
+    shard_bytes: Sequence[int]
+    form: RunFormat
+    protection: Protection
+
+    def block(self, slot: int) -> list[memoryview]:
+        """Return the shards of a block in host memory."""
+        return [shard[slot, :size].data for shard, size in zip(self.shards, self.shard_bytes, strict=True)]
+
+    def incoming(self, order: Get, key: str) -> tuple[Incoming, memoryview]:
+        """Return what reads an object straight into the host slots, and the buffer of its header.
+
+        A payload that is encrypted or authenticated goes to a buffer first, which follows the header: nothing reaches
+        host memory before its origin is proven.
+        """
+        form = self.form
+        if self.protection.seal_bytes:
+            whole = memoryview(bytearray(form.object_bytes))
+            return Incoming(key, [whole], form.object_bytes), whole
+        header = memoryview(bytearray(form.header_bytes))
+        buffers: list[memoryview | int] = [header]
+        for slot in order.host_slots:
+            buffers += [form.block_bytes] if slot == NOT_WANTED else self.block(slot)
+        return Incoming(key, buffers, form.object_bytes), header
+
+    def received(self, order: Get, answer: StoreAnswer, read: memoryview, *, aging_s: float) -> ObjectResult:
+        """Return which blocks are proven, after the object has been read: all that were wanted, or none."""
+        none = (False,) * len(order.hashes)
+        if answer.outcome is not Outcome.GOOD:
+            return ObjectResult(order.ticket, answer.outcome, none, answer.error)
+        try:
+            checksums = self._open(order, read)
+        except BadObject as error:
+            return ObjectResult(order.ticket, Outcome.BAD, none, str(error))
+        for name, slot, checksum in zip(order.hashes, order.host_slots, checksums, strict=True):
+            if slot != NOT_WANTED and self.form.checksum(name, self.block(slot)) != checksum:
+                return ObjectResult(order.ticket, Outcome.BAD, none, "a block does not match its checksum")
+        is_good = tuple(slot != NOT_WANTED for slot in order.host_slots)
+        return ObjectResult(order.ticket, Outcome.GOOD, is_good, is_aging=0 < aging_s < answer.age_s)
+
+    def outgoing(self, order: Put, key: str) -> Outgoing:
+        """Return what writes an object. Its checksums are those of the bytes that are in the host slots now."""
+        form, tenant = self.form, tenant_tag(order.tenant)
+        blocks = [self.block(slot) for slot in order.host_slots]
+        checksums = [form.checksum(name, block) for name, block in zip(order.hashes, blocks, strict=True)]
+        described = form.describe(order.hashes, checksums, protection=self.protection.code, tenant=order.tenant)
+        payload: Sequence[Buffer] = [shard for block in blocks for shard in block]
+        seal, payload = self.protection.seal(tenant, described, payload)
+        return Outgoing(key, [form.header(described, seal), *payload], form.object_bytes, order.replaces)
+
+    def _open(self, order: Get, read: memoryview) -> Sequence[bytes]:
+        """Return the checksums of the blocks. Raises BadObject if the object is not the run that was ordered.
+
+        A protected payload is copied to the host slots here.
+        """
+        form, protection = self.form, self.protection
+        head = form.read_header(read, order.hashes, protection=protection.code, seal_bytes=protection.seal_bytes)
+        if protection.seal_bytes:
+            payload = protection.opened(head.tenant, head.described, head.seal, [read[form.header_bytes :]])
+            if payload is None:
+                raise BadObject("written without the secret of this namespace, or altered")
+            self._scatter(order, memoryview(payload[0]))
+        return head.checksums
+
+    def _scatter(self, order: Get, payload: memoryview) -> None:
+        at = 0
+        for slot in order.host_slots:
+            if slot == NOT_WANTED:
+                at += self.form.block_bytes
+                continue
+            for shard in self.block(slot):
+                shard[:] = payload[at : at + len(shard)]
+                at += len(shard)

@@ -1,0 +1,57 @@
+"""Names of objects in the store, and how many blocks an object holds.
+
+    <prefix of the URL>/v1/<namespace, 32 hex>/<2 hex>/<sequence hash of the last block, hex>      a run of blocks
+    <prefix of the URL>/v1/<namespace, 32 hex>/namespace.json                                      what it belongs to
+
+Keys begin with the hash, so that a store that splits its keys into ranges spreads the load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = "v1"
+FACTS = "namespace.json"
+MIN_RUN_BYTES = 4 << 20  # requests of at least 4 MiB reach most of an object store's throughput
+MAX_RUN_TOKENS = 256  # a hit ends at a run, so that long runs lose reuse where prompts part
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpace:
+    """The keys of one namespace, given as 16 bytes."""
+
+    namespace: bytes
+
+    @property
+    def prefix(self) -> str:
+        """Without a slash at its end."""
+        return f"{VERSION}/{self.namespace.hex()}"
+
+    @property
+    def facts(self) -> str:
+        return f"{self.prefix}/{FACTS}"
+
+    def key(self, name: bytes) -> str:
+        """Return the key of a run."""
+        text = name.hex()
+        return f"{self.prefix}/{text[:2]}/{text}"
+
+    def name_of(self, key: str) -> bytes | None:
+        """Return the name of the run with this key; None if it is another object."""
+        try:
+            name = bytes.fromhex(key.rpartition("/")[2])
+        except ValueError:
+            return None
+        return name if name and self.key(name) == key else None
+
+
+def run_blocks(block_bytes: int, block_tokens: int, *, min_bytes: int = MIN_RUN_BYTES) -> int:
+    """Return the number of blocks in an object: the smallest power of two with `min_bytes` and MAX_RUN_TOKENS at most.
+
+    `block_bytes` is the payload of one block over all ranks.
+    """
+    most = max(1, MAX_RUN_TOKENS // block_tokens)
+    count = 1
+    while count * block_bytes < min_bytes and 2 * count <= most:
+        count *= 2
+    return count

@@ -1,0 +1,77 @@
+"""ObjectEngine: what reads and writes objects for SharedStorage. One implementation per kind of store.
+
+The storage calls an engine from `threads` threads, each with up to `batch_objects` objects at a time. No call may last
+longer than `limit_s`, whatever the store does; one that cannot keep to that has its buffers quarantined by its caller.
+A store that does not answer, or answers with less than it should, is an answer FAILED: it says nothing about an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvbm.shared.orders import Outcome
+from kvbm.shared.protection import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. The length of
+    all of them is that of the object, otherwise it is BAD."""
+
+    key: str
+    buffers: Sequence[memoryview | int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An object to be written: `buffers` one after the other. Without `replaces`, an existing one is EXISTS if the
+    store can tell."""
+
+    key: str
+    buffers: Sequence[Buffer]
+    length: int
+    replaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """`age_s`: how long ago the object was written, 0 if unknown."""
+
+    outcome: Outcome
+    error: str | None = None
+    age_s: float = 0.0
+
+
+class ObjectEngine(Protocol):
+    """`creates_once`: whether the store refuses to overwrite, which was tried at the start."""
+
+    name: str
+    threads: int
+    batch_objects: int
+    min_run_bytes: int
+    creates_once: bool
+
+    @property
+    def limit_s(self) -> float:
+        """The longest time that a call should take now."""
+        ...
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]: ...
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]: ...
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        """Return whether each object exists; None if that is unknown."""
+        ...
+
+    def keys(self, prefix: str) -> Iterator[list[str]]:
+        """Yield the keys of all objects below a prefix. Raises OSError."""
+        ...
+
+    def check(self) -> str | None:
+        """Try whether the store answers; return why it does not. For the breaker."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,276 @@
+"""ObstoreEngine: objects in S3, GCS, Azure, a directory or memory, through the library obstore.
+
+Its calls are synchronous and release the GIL, so that threads suffice. Its own retries are off: a request that fails is
+a miss, which costs less than waiting. The time limit of a request covers all of it, and follows from the size of an
+object and the rates that were measured.
+
+obstore reports a missing bucket like a missing object, and a shorter object like a whole one. So the bucket is checked
+at the start, and lengths are compared here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.shared.keys import MIN_RUN_BYTES
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.orders import Outcome
+
+CONNECT_S = 1.0
+FIRST_LIMIT_S = 5.0  # before any rate is known
+LEAST_LIMIT_S, MOST_LIMIT_S = 1.0, 20.0
+PATIENCE = 4  # a request may take so many times its expected duration
+KEPT = 0.9  # weight of the earlier measurements, per request
+CHANGE = 1.5  # a limit that changed by a smaller factor needs no new client
+PROBES_AT_A_TIME = 16
+LIST_PAGE = 1000
+DIRECTORY_MODE = 0o700
+OBJECT_VARIABLES = {  # of NVIDIA's KVBM, for stores of kind s3
+    "DYN_KVBM_OBJECT_ENDPOINT": "endpoint",
+    "DYN_KVBM_OBJECT_REGION": "region",
+    "DYN_KVBM_OBJECT_ACCESS_KEY": "access_key_id",
+    "DYN_KVBM_OBJECT_SECRET_KEY": "secret_access_key",
+}
+
+log = logging.getLogger(__name__)
+
+
+class ObstoreEngine:
+    """See the module's text. `kind` is the scheme of the URL."""
+
+    batch_objects = 1
+    min_run_bytes = MIN_RUN_BYTES
+
+    def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int, creates_once: bool = False) -> None:
+        """`connect(limit_s)` returns a store of obstore whose requests end within that time."""
+        self.name = f"obstore {kind}"
+        self.threads = threads
+        self.creates_once = creates_once
+        self._connect = connect
+        self._lock = threading.Lock()  # of what follows
+        self._limit_s = FIRST_LIMIT_S
+        self._store = connect(FIRST_LIMIT_S)
+        self._longest_s = 0.0
+        self._probing = ThreadPoolExecutor(PROBES_AT_A_TIME, thread_name_prefix="kvbm-shared-probe")
+
+    @classmethod
+    def open(cls, url: str, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> ObstoreEngine:
+        """Connect to a store and check it. Raises EnvironmentProblem if it does not exist or is not accessible."""
+        kind = urlsplit(url).scheme
+        engine = cls(connection(url), kind=kind, threads=threads)
+        try:
+            engine._require_access(url, facts_key, facts, writes=writes)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @property
+    def limit_s(self) -> float:
+        return self._limit_s
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        return [self._get(one) for one in objects]
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        return [self._put(one) for one in objects]
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        if len(keys) == 1:
+            return [self._is_present(keys[0])]
+        return list(self._probing.map(self._is_present, keys))
+
+    def keys(self, prefix: str) -> Iterator[list[str]]:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            for page in obstore.list(self._store, prefix, chunk_size=LIST_PAGE):
+                yield [str(entry["path"]) for entry in page]
+        except (BaseError, OSError) as error:
+            raise OSError(_reason(error)) from error
+
+    def check(self) -> str | None:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            obstore.head(self._store, "kvbm-check")
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as error:
+            return _reason(error)
+        return None
+
+    def close(self) -> None:
+        self._probing.shutdown(wait=False, cancel_futures=True)
+
+    def _get(self, one: Incoming) -> StoreAnswer:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        began_s = time.monotonic()
+        try:
+            found = obstore.get(self._store, one.key)
+            size = int(found.meta["size"])
+            if size != one.length:
+                return StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
+            content = memoryview(found.bytes())
+        except FileNotFoundError:
+            return StoreAnswer(Outcome.ABSENT)
+        except (BaseError, OSError) as error:
+            return StoreAnswer(Outcome.FAILED, _reason(error))
+        if len(content) != one.length:
+            return StoreAnswer(Outcome.BAD, f"{len(content)} bytes received, not {one.length}")
+        _scatter(content, one.buffers)
+        self._note(time.monotonic() - began_s)
+        age_s = (datetime.now(UTC) - found.meta["last_modified"]).total_seconds()
+        return StoreAnswer(Outcome.GOOD, age_s=max(0.0, age_s))
+
+    def _put(self, one: Outgoing) -> StoreAnswer:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        mode: Literal["create", "overwrite"] = "create" if self.creates_once and not one.replaces else "overwrite"
+        began_s = time.monotonic()
+        try:
+            obstore.put(self._store, one.key, iter(one.buffers), mode=mode, use_multipart=False)
+        except AlreadyExistsError:
+            return StoreAnswer(Outcome.EXISTS)
+        except (BaseError, OSError) as error:
+            return StoreAnswer(Outcome.FAILED, _reason(error))
+        self._note(time.monotonic() - began_s)
+        return StoreAnswer(Outcome.GOOD)
+
+    def _is_present(self, key: str) -> bool | None:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            obstore.head(self._store, key)
+        except FileNotFoundError:
+            return False
+        except (BaseError, OSError):
+            return None
+        return True
+
+    def _note(self, seconds: float) -> None:
+        """Note the duration of a request, and adapt the time limit of the next ones."""
+        with self._lock:
+            self._longest_s = max(seconds, KEPT * self._longest_s + (1 - KEPT) * seconds)
+            limit_s = min(MOST_LIMIT_S, max(LEAST_LIMIT_S, PATIENCE * self._longest_s))
+            if max(limit_s, self._limit_s) < CHANGE * min(limit_s, self._limit_s):
+                return
+            self._limit_s = limit_s
+        self._store = self._connect(limit_s)
+
+    def _require_access(self, url: str, facts_key: str, facts: bytes, *, writes: bool) -> None:
+        """Read or write the description of the namespace, and find out whether a second creation fails."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here
+                break
+            if not writes:
+                return
+            for _ in range(2):
+                try:
+                    obstore.put(self._store, facts_key, facts, mode="create", use_multipart=False)
+                except AlreadyExistsError:
+                    self.creates_once = True
+                except BaseError as error:
+                    if not _is_unsupported(error):
+                        raise
+                    obstore.put(self._store, facts_key, facts, use_multipart=False)
+        except (BaseError, OSError) as error:
+            raise EnvironmentProblem(
+                f"cannot use `tiers.shared.url` {url}: {_reason(error)}", hint=f"kvbm doctor --url {url}"
+            ) from error
+        if not self.creates_once:
+            log.info("kvbm: %s overwrites objects: engines that compute the same blocks may write them twice", url)
+
+
+def connection(url: str) -> Callable[[float], Any]:
+    """Return a function that connects to the store of a URL. Raises EnvironmentProblem for a wrong one."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise EnvironmentProblem(
+            "`tiers.shared` requires the package `obstore`", hint="pip install 'kvbm-cli[shared]'"
+        ) from error
+    parts = urlsplit(url)
+    options: dict[str, Any] = {}
+    if parts.scheme == "file":
+        _require_directory(parts.path)
+    elif parts.scheme == "memory":
+        store = from_url(url)
+        return lambda limit_s: store
+    elif parts.scheme == "s3":
+        options = {key: os.environ[name] for name, key in OBJECT_VARIABLES.items() if os.environ.get(name)}
+
+    def connect(limit_s: float) -> Any:
+        if parts.scheme == "file":
+            return from_url(url)
+        is_plain = str(options.get("endpoint", os.environ.get("AWS_ENDPOINT_URL", ""))).startswith("http://")
+        client: dict[str, Any] = {
+            "timeout": timedelta(seconds=limit_s),
+            "connect_timeout": timedelta(seconds=CONNECT_S),
+        }
+        if is_plain:
+            client["allow_http"] = True
+        limits: Any = {
+            "client_options": client,
+            "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=limit_s)},
+        }
+        return from_url(url, **limits, **options)
+
+    try:
+        connect(FIRST_LIMIT_S)
+    except (BaseError, OSError, ValueError, TypeError) as error:
+        raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_reason(error)}") from error
+    return connect
+
+
+def _require_directory(path: str) -> None:
+    """Create the directory, in an existing one: a missing mount point must not become a directory."""
+    directory = Path(path)
+    try:
+        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot use the directory {directory} of `tiers.shared.url`: {error.strerror}",
+            hint=f"mkdir -p {directory}",
+        ) from error
+
+
+def _scatter(content: memoryview, buffers: Sequence[memoryview | int]) -> None:
+    at = 0
+    for buffer in buffers:
+        if isinstance(buffer, int):
+            at += buffer
+        else:
+            buffer[:] = content[at : at + len(buffer)]
+            at += len(buffer)
+
+
+def _is_unsupported(error: BaseException) -> bool:
+    from obstore.exceptions import NotSupportedError
+
+    return isinstance(error, NotSupportedError) or "501" in str(error)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of a message. obstore appends a dump of its own values, which may hold credentials."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,92 @@
+"""Orders and results of the shared tier: the same frozen values from the leader to the storage.
+
+    SharedTier -> SharedClient -> channel -> server -> SharedStorage      Get, Put, Probe
+    SharedTier <- SharedClient <- channel <- server <- SharedStorage      ObjectResult, ProbeResult, Listing
+
+Every submitted order ends as exactly one result with its ticket. An object holds a run: consecutive blocks of one
+chain, from all ranks. The sequence hash of the last block names it, because that hash covers the whole prefix.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+NOT_WANTED = -1  # in place of a host slot
+
+
+class Outcome(enum.Enum):
+    """How an order for one object ended."""
+
+    GOOD = "good"
+    ABSENT = "absent"  # the store has no such object
+    EXISTS = "exists"  # a write found an object of that name, which has the same content
+    BAD = "bad"  # the object is cut, altered, foreign, or of another version
+    FAILED = "failed"  # nothing is known about the object
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Read the run of `hashes`. Block i goes to `host_slots[i]`, or nowhere if that is NOT_WANTED."""
+
+    ticket: int
+    hashes: Sequence[bytes]
+    host_slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Write the run of `hashes` from host slots. Nothing is written unless the slots still carry `generations` after
+    their payload has been read. With `replaces`, an object of that name is overwritten."""
+
+    ticket: int
+    hashes: Sequence[bytes]
+    host_slots: Sequence[int]
+    generations: Sequence[int]
+    tenant: bytes = b""
+    replaces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Find how many of the runs of one chain are in the store, from the first on. `names` are their names in order."""
+
+    ticket: int
+    names: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectResult:
+    """The end of a Get or a Put. `is_good` is per block of the run. `is_aging`: the object will expire soon."""
+
+    ticket: int
+    outcome: Outcome
+    is_good: tuple[bool, ...]
+    error: str | None = None
+    is_aging: bool = False
+
+    @classmethod
+    def failed(cls, order: Get | Put, error: str) -> ObjectResult:
+        return cls(order.ticket, Outcome.FAILED, (False,) * len(order.hashes), error)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """The end of a Probe: the first `present` runs are in the store; None if that could not be found out."""
+
+    ticket: int
+    present: int | None
+
+
+class Listing(NamedTuple):
+    """A part of a listing of the namespace. `names` are 64-bit digests of names, as bytes; see presence.py."""
+
+    names: bytes
+    is_first: bool
+    is_last: bool
+
+
+Order = Get | Put | Probe
+Result = ObjectResult | ProbeResult

@@ -1,0 +1,296 @@
+"""SharedClient: the leader's end of the process of the shared tier, which is restarted when it exits.
+
+Calls send a message and do not block, except `open` and `close`. If the process exits, all orders in flight fail; a
+thread starts the next one after a pause. The process holds no state that a leader needs. If it does not answer for
+ANSWER_LIMIT_S, the tier is off until it does; its orders stay open, because it may still write into host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.cores import allowed_cores
+from kvbm.process.channel import Channel, ChannelClosed
+from kvbm.process.child import Logged, Opening
+from kvbm.process.parent import has_ended, how_it_ended, is_gone, log_for, start_child
+from kvbm.shared.orders import Listing, ObjectResult, Order, Probe, ProbeResult, Result
+from kvbm.shared.service import messages
+from kvbm.shared.settings import SharedSettings
+from kvbm.shared.storage import SharedCounters
+from kvbm.types import SegmentInfo
+
+MODULE = "kvbm.shared.service.server"
+ANSWER_LIMIT_S = 2.0  # without any message; 4 beats
+REPLACE_AFTER_S = 60.0
+OPEN_LIMIT_S = 30.0
+GRACE_S = 1.0
+EXIT_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+
+log = logging.getLogger(__name__)
+
+
+class SharedClient:
+    """See the module's text. `run_blocks` is the number of blocks in an object. Only the leader's thread uses it."""
+
+    def __init__(self, process: OpenProcess, open_next: Callable[[], OpenProcess]) -> None:
+        self.run_blocks = process.opened.run_blocks
+        self.run_bytes = process.opened.run_bytes
+        self.engine_name = process.opened.engine_name
+        self.counters = SharedCounters()
+        self.restarts = 0
+        self.off_because: str | None = None
+        self.is_silent = False
+        self._process = process
+        self._is_lost = False
+        self._in_flight: dict[int, Order] = {}
+        self._results: list[Result] = []
+        self._listings: list[Listing] = []
+        self._heard_s = 0.0
+        self._silences = 0
+        self._earlier_counters = SharedCounters()
+        self._is_closing = threading.Event()
+        self._next: OpenProcess | None = None  # written by the thread, taken by the leader
+        self._open_next = open_next
+        self._thread = threading.Thread(target=self._keep, args=(process,), name="kvbm-shared-keeper", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        settings: SharedSettings,
+        namespace: bytes,
+        facts: Mapping[str, object],
+        segments: Sequence[SegmentInfo],
+        *,
+        hash_bytes: int,
+        block_tokens: int,
+        has_runs: bool,
+    ) -> SharedClient:
+        """Start a process and connect to the store. `has_runs`: an object may hold several blocks of a chain.
+
+        Raises EnvironmentProblem if the store does not exist or does not answer.
+        """
+        cores = frozenset(allowed_cores())
+        order = messages.OpenStore(
+            settings, namespace, facts, tuple(segments), hash_bytes, block_tokens, has_runs, cores
+        )
+
+        def open_next() -> OpenProcess:
+            return OpenProcess.start(order)
+
+        return cls(open_next(), open_next)
+
+    @property
+    def is_on(self) -> bool:
+        """False while the store or the process does not answer, and after the end of the process."""
+        return self.off_because is None and not self._is_lost and not self.is_silent
+
+    @property
+    def pid(self) -> int:
+        return self._process.child.pid
+
+    def submit(self, order: Order) -> None:
+        """Send an order. `poll` returns its result."""
+        if not self._in_flight:
+            self._heard_s = time.monotonic()
+        self._in_flight[order.ticket] = order
+        self._send(order)
+
+    def poll(self) -> list[Result]:
+        """Return the orders that have ended since the last call."""
+        if self._is_lost:
+            self._take_next()
+        self._receive()
+        self._watch()
+        results, self._results = self._results, []
+        for result in results:
+            self._in_flight.pop(result.ticket, None)
+        return results
+
+    def take_listing(self) -> Listing | None:
+        """Return the next part of a listing of the namespace, if one has arrived."""
+        return self._listings.pop(0) if self._listings else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` may have something to do."""
+        if self._is_lost:
+            time.sleep(timeout_s)
+        else:
+            self._process.channel.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish writes within `timeout_s`, and end the process. One that does not answer is killed."""
+        self._is_closing.set()
+        self.poll()
+        process = self._process
+        if not self._is_lost and not self.is_silent:
+            self._send(messages.CloseStore(timeout_s))
+            deadline_s = time.monotonic() + timeout_s + GRACE_S
+            while not self._is_lost and time.monotonic() < deadline_s:
+                process.channel.wait(max(0.0, deadline_s - time.monotonic()))
+                self._receive(is_closing=True)
+        process.end(EXIT_S)
+        if self._next is not None:
+            self._next.end(EXIT_S)
+
+    def _send(self, message: object) -> None:
+        if not self._is_lost:
+            try:
+                self._process.channel.send(message)
+                return
+            except ChannelClosed:
+                self._handle_end_of_channel()
+        if self._is_lost:
+            self._fail_in_flight()
+
+    def _receive(self, *, is_closing: bool = False) -> None:
+        if self._is_lost:
+            return
+        try:
+            self._process.channel.flush()
+            received = self._process.channel.receive()
+        except ChannelClosed:
+            self._handle_end_of_channel(is_expected=is_closing)
+            return
+        if received:
+            self._heard_s = time.monotonic()
+        for message in received:
+            match message:
+                case messages.StoreStatus():
+                    self._results += message.results
+                    self._follow(message)
+                case Listing():
+                    self._listings.append(message)
+                case Logged():
+                    log_for(message)
+
+    def _follow(self, status: messages.StoreStatus) -> None:
+        if status.off_because is not None and self.off_because is None:
+            log.warning("kvbm: the shared tier is off until its store answers: %s", status.off_because)
+        elif status.off_because is None and self.off_because is not None:
+            log.warning("kvbm: the shared tier is on again")
+        self.off_because = status.off_because
+        counters = self._earlier_counters.plus(status.counters)
+        self.counters = replace(counters, times_off=counters.times_off + self._silences)
+
+    def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
+        """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
+        it as silent until it has ended."""
+        if not (is_expected or is_gone(self.pid)):
+            self._process.child.kill()
+            return
+        self._is_lost = True
+        self._listings.clear()
+        if not is_expected:
+            self._fail_in_flight()
+
+    def _fail_in_flight(self) -> None:
+        ended = {result.ticket for result in self._results}
+        why = "off: the process has exited"
+        for ticket, order in self._in_flight.items():
+            if ticket not in ended:
+                failed = ProbeResult(ticket, None) if isinstance(order, Probe) else ObjectResult.failed(order, why)
+                self._results.append(failed)
+
+    def _watch(self) -> None:
+        """Turn the tier off while the process does not answer; replace one that sends nothing for long."""
+        was_silent, now = self.is_silent, time.monotonic()
+        quiet_s = now - self._heard_s if self._in_flight and not self._is_lost else 0.0
+        self.is_silent = quiet_s > ANSWER_LIMIT_S
+        if self.is_silent and not was_silent:
+            self._silences += 1
+            self.counters = replace(self.counters, times_off=self.counters.times_off + 1)
+            log.warning("kvbm: the shared tier is off until its process %d answers", self.pid)
+        elif was_silent and not self.is_silent and not self._is_lost:
+            log.warning("kvbm: the process %d of the shared tier answers again", self.pid)
+        if self.is_silent and quiet_s > REPLACE_AFTER_S:
+            log.error("kvbm: the process %d of the shared tier sent nothing for %g s: killing it", self.pid, quiet_s)
+            self._heard_s = now
+            self._process.child.kill()
+
+    def _take_next(self) -> None:
+        """Continue with the next process, if it has started."""
+        taken, self._next = self._next, None
+        if taken is None:
+            return
+        self._earlier_counters = self.counters
+        self._silences = 0
+        self._process.channel.close()
+        self._process, self._is_lost, self.off_because = taken, False, None
+        self.restarts += 1
+
+    def _keep(self, process: OpenProcess) -> None:
+        """Wait for the end of each process, and start the next one."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began_s = time.monotonic()
+            code = process.child.wait()
+            if self._is_closing.is_set():
+                return
+            lasted = time.monotonic() - began_s >= LONGEST_PAUSE_S
+            pause_s = FIRST_PAUSE_S if lasted else min(2 * pause_s, LONGEST_PAUSE_S)
+            log.warning("kvbm: the process %d of the shared tier %s", process.child.pid, how_it_ended(code))
+            opened = None
+            while opened is None:
+                if self._is_closing.wait(pause_s):
+                    return
+                try:
+                    opened = self._open_next()
+                except (EnvironmentProblem, OSError) as error:
+                    log.warning("kvbm: the shared tier stays off: %s", error)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            process = self._next = opened
+
+
+class OpenProcess:
+    """A process that has connected to its store. *Owns* both."""
+
+    def __init__(self, child: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.child = child
+        self.channel = channel
+        self.opened: messages.StoreOpened
+
+    @classmethod
+    def start(cls, order: messages.OpenStore) -> OpenProcess:
+        """Raises EnvironmentProblem."""
+        process = cls(*start_child(MODULE, "the process of the shared tier"))
+        try:
+            process.channel.send(order)
+            process.opened = process._wait_until_open()
+        except ChannelClosed:
+            process.end(EXIT_S)
+            raise EnvironmentProblem("the process of the shared tier exited while it connected to the store") from None
+        except BaseException:
+            process.end(EXIT_S)
+            raise
+        return process
+
+    def end(self, timeout_s: float) -> None:
+        """Close the channel, which makes the child exit; kill one that does not."""
+        self.channel.close()
+        if not has_ended(self.child, timeout_s):
+            self.child.kill()
+            has_ended(self.child, timeout_s)
+
+    def _wait_until_open(self) -> messages.StoreOpened:
+        deadline_s = time.monotonic() + OPEN_LIMIT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self.channel.wait(left_s)
+            for message in self.channel.receive():
+                match message:
+                    case messages.StoreOpened():
+                        return message
+                    case messages.StoreProblem():
+                        raise EnvironmentProblem(message.message, hint=message.hint)
+                    case Logged():
+                        log_for(message)
+                    case Opening():
+                        pass
+        raise EnvironmentProblem(f"the store of the shared tier did not answer for {OPEN_LIMIT_S:g} s")

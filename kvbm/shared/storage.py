@@ -1,0 +1,321 @@
+"""SharedStorage: runs orders on an object engine with threads, verifies what is read, and watches the store.
+
+One thread owns it and calls `submit`, `poll` and `close`. Probes run before reads, reads before writes, otherwise in
+order of submission; writes use half of the threads at most. `poll` returns each ticket once, after its last access to
+host memory. While the breaker is open, orders fail at once, and one thread tries the store now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from kvbm.host.cores import allowed_cores
+from kvbm.shared.breaker import Breaker
+from kvbm.shared.geometry import RunGeometry
+from kvbm.shared.keys import KeySpace
+from kvbm.shared.object_engine import ObjectEngine
+from kvbm.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
+from kvbm.shared.presence import DIGEST, digest_of
+
+STALL = 2  # a call may take so many times its limit before the store counts as not answering
+IDLE_S = 0.5  # between looks at a store that was given up
+LIST_DUTY = 20  # a listing begins at the earliest after so many times the duration of the last one
+PROBED_AT_ONCE = 16
+
+log = logging.getLogger(__name__)
+
+SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]
+
+
+@dataclass(slots=True)
+class SharedCounters:
+    """Counters since the start of the process. Bytes are those of whole objects."""
+
+    objects_read: int = 0
+    objects_written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    writes_saved: int = 0  # another engine had written the object
+    absent_objects: int = 0
+    bad_objects: int = 0
+    failed_requests: int = 0
+    probes: int = 0
+    listings: int = 0
+    times_off: int = 0
+
+    def plus(self, other: SharedCounters) -> SharedCounters:
+        names = [each.name for each in fields(self)]
+        return SharedCounters(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+class SharedStorage:
+    """See the module's text. `slots_carry(host_slots, generations)`: whether host slots still hold these blocks."""
+
+    def __init__(
+        self,
+        engine: ObjectEngine,
+        keys: KeySpace,
+        geometry: RunGeometry,
+        slots_carry: SlotsCarry,
+        *,
+        expire_s: float = 0.0,
+        list_interval_s: float = 60.0,
+    ) -> None:
+        self.engine = engine
+        self.counters = SharedCounters()
+        self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result
+        self._keys = keys
+        self._geometry = geometry
+        self._slots_carry = slots_carry
+        self._aging_s = expire_s / 2
+        self._list_interval_s = list_interval_s
+        self._breaker = Breaker()
+        self._results: deque[Result] = deque()
+        self._listings: deque[bytes] = deque()  # each has sorted digests of all names
+        # Shared by all threads under the lock of `_changed`. `_running` has the start time of each call.
+        self._changed = threading.Condition()
+        self._probes: deque[Order] = deque()
+        self._reads: deque[Order] = deque()
+        self._writes: deque[Order] = deque()
+        self._running: dict[int, tuple[float, bool]] = {}
+        self._is_closed = False
+        self._cores = allowed_cores()
+        self._threads = [self._start(self._work) for _ in range(engine.threads)]
+        self._threads.append(self._start(self._list))
+
+    @property
+    def off_because(self) -> str | None:
+        return self._breaker.why
+
+    def submit(self, order: Order) -> None:
+        if not self._breaker.is_closed:
+            self._end(_failed(order, f"off: {self._breaker.why}"))
+            return
+        with self._changed:
+            queue = self._reads if isinstance(order, Get) else self._writes if isinstance(order, Put) else self._probes
+            queue.append(order)
+            self._changed.notify()
+
+    def poll(self) -> list[Result]:
+        """Return the orders that have ended. Fail those that wait for a store that does not answer."""
+        with self._changed:
+            oldest_s = min((since for since, _ in self._running.values()), default=None)
+            is_stuck = oldest_s is not None and time.monotonic() - oldest_s > STALL * self.engine.limit_s
+        if is_stuck and self._breaker.is_closed:
+            self._breaker.open(f"no answer in {STALL * self.engine.limit_s:.1f} s")
+        if not self._breaker.is_closed:
+            self._fail_waiting(f"off: {self._breaker.why}")
+        self.counters.times_off = self._breaker.times_open
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def listings(self) -> list[bytes]:
+        """Return the listings that have ended: sorted digests of all names."""
+        parts = []
+        while self._listings:
+            parts.append(self._listings.popleft())
+        return parts
+
+    def close(self, timeout_s: float) -> None:
+        """Finish queued writes within `timeout_s`, and fail the rest."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (self._writes or self._running) and self._breaker.is_closed and time.monotonic() < deadline_s:
+                self._changed.wait(0.05)
+            self._is_closed = True
+            self._changed.notify_all()
+        self._fail_waiting("closed")
+        self.engine.close()
+
+    def _start(self, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name="kvbm-shared", daemon=True)
+        thread.start()
+        return thread
+
+    def _end(self, result: Result) -> None:
+        self._results.append(result)
+        self.on_result()
+
+    def _fail_waiting(self, why: str) -> None:
+        with self._changed:
+            orders = [*self._probes, *self._reads, *self._writes]
+            for queue in (self._probes, self._reads, self._writes):
+                queue.clear()
+        for order in orders:
+            self._end(_failed(order, why))
+
+    def _work(self) -> None:
+        os.sched_setaffinity(0, self._cores)  # applies to this thread only
+        me = threading.get_ident()
+        while orders := self._take(me):
+            try:
+                results = self._run(orders)
+            except BaseException as error:  # the tickets must end in any case
+                log.exception("kvbm: an order of the shared tier failed")
+                results = [_failed(order, str(error) or type(error).__name__) for order in orders]
+            with self._changed:
+                del self._running[me]
+                self._changed.notify_all()
+            for result in results:
+                self._end(result)
+
+    def _take(self, me: int) -> list[Order]:
+        """Wait for orders of one kind, and try a store that was given up; an empty list at the end."""
+        while True:
+            with self._changed:
+                while not self._is_closed and not self._breaker.may_try():
+                    if orders := self._next_orders():
+                        self._running[me] = time.monotonic(), isinstance(orders[0], Put)
+                        return orders
+                    self._changed.wait(IDLE_S)
+                if self._is_closed:
+                    return []
+            self._breaker.tried(self.engine.check())
+
+    def _next_orders(self) -> list[Order]:
+        """Return the orders that run next, if there are any. Call under the lock."""
+        if self._probes:
+            return [self._probes.popleft()]
+        queue = self._reads
+        if not queue and sum(is_write for _, is_write in self._running.values()) < max(1, self.engine.threads // 2):
+            queue = self._writes
+        return [queue.popleft() for _ in range(min(self.engine.batch_objects, len(queue)))]
+
+    def _run(self, orders: Sequence[Order]) -> list[Result]:
+        first = orders[0]
+        if isinstance(first, Probe):
+            return [self._probe(first)]
+        if isinstance(first, Get):
+            return self._get([order for order in orders if isinstance(order, Get)])
+        return self._put([order for order in orders if isinstance(order, Put)])
+
+    def _get(self, orders: Sequence[Get]) -> list[Result]:
+        prepared = [self._geometry.incoming(order, self._keys.key(order.hashes[-1])) for order in orders]
+        answers = self.engine.get([incoming for incoming, _ in prepared])
+        results: list[Result] = []
+        for order, (incoming, read), answer in zip(orders, prepared, answers, strict=True):
+            result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
+            self._count(result, incoming.length, is_write=False)
+            results.append(result)
+        return results
+
+    def _put(self, orders: Sequence[Put]) -> list[Result]:
+        results: list[Result] = []
+        fresh = [order for order in orders if order.replaces or not self._is_written(order, results)]
+        outgoing = [(order, self._geometry.outgoing(order, self._keys.key(order.hashes[-1]))) for order in fresh]
+        sent = []
+        for order, one in outgoing:  # the checksums are computed: were they those of the blocks?
+            if self._slots_carry(order.host_slots, order.generations):
+                sent.append((order, one))
+            else:
+                results.append(ObjectResult.failed(order, "a rank has ended"))
+        answers = self.engine.put([one for _, one in sent]) if sent else []
+        for (order, one), answer in zip(sent, answers, strict=True):
+            is_there = answer.outcome in (Outcome.GOOD, Outcome.EXISTS)
+            flags = (is_there,) * len(order.hashes)
+            result = ObjectResult(order.ticket, answer.outcome, flags, answer.error)
+            self._count(result, one.length, is_write=True)
+            results.append(result)
+        return results
+
+    def _is_written(self, order: Put, results: list[Result]) -> bool:
+        """Whether another engine has written the object already; then append the result."""
+        if self.engine.are_present([self._keys.key(order.hashes[-1])]) != [True]:
+            return False
+        result = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+        self._count(result, 0, is_write=True)
+        results.append(result)
+        return True
+
+    def _probe(self, order: Probe) -> ProbeResult:
+        """Find the end of the runs that are present: runs are written head first, so that a chain has no gaps."""
+        self.counters.probes += 1
+        low, high = 0, len(order.names)  # those before low are present; high is absent, or the end
+        while low < high:
+            positions = _positions(low, high, is_first=low == 0 and high == len(order.names))
+            found = self.engine.are_present([self._keys.key(order.names[position]) for position in positions])
+            if None in found:
+                self._breaker.failed("a probe has no answer")
+                self.counters.failed_requests += 1
+                return ProbeResult(order.ticket, low or None)
+            self._breaker.succeeded()
+            for position, is_present in zip(positions, found, strict=True):
+                if not is_present:
+                    high = position
+                    break
+                low = position + 1
+        return ProbeResult(order.ticket, low)
+
+    def _count(self, result: ObjectResult, size: int, *, is_write: bool) -> None:
+        counters = self.counters
+        with self._changed:
+            match result.outcome:
+                case Outcome.GOOD if is_write:
+                    counters.objects_written += 1
+                    counters.bytes_written += size
+                case Outcome.GOOD:
+                    counters.objects_read += 1
+                    counters.bytes_read += size
+                case Outcome.EXISTS:
+                    counters.writes_saved += 1
+                case Outcome.ABSENT:
+                    counters.absent_objects += 1
+                case Outcome.BAD:
+                    counters.bad_objects += 1
+                    log.warning("kvbm: an object of the shared tier is not used: %s", result.error)
+                case Outcome.FAILED:
+                    counters.failed_requests += 1
+        if result.outcome is Outcome.FAILED:
+            self._breaker.failed(result.error or "no answer")
+        else:
+            self._breaker.succeeded()
+
+    def _list(self) -> None:
+        """List the namespace at the start, and again at intervals, for what other engines have written."""
+        while not self._is_closed:
+            began_s = time.monotonic()
+            if self._breaker.is_closed:
+                self._list_once()
+            lasted_s = time.monotonic() - began_s
+            with self._changed:
+                if not self._is_closed:
+                    self._changed.wait_for(lambda: self._is_closed, max(self._list_interval_s, LIST_DUTY * lasted_s))
+
+    def _list_once(self) -> None:
+        import numpy as np
+
+        digests: list[int] = []
+        try:
+            for page in self.engine.keys(self._keys.prefix):
+                names = (self._keys.name_of(key) for key in page)
+                digests += [digest_of(name) for name in names if name is not None]
+                if self._is_closed:
+                    return
+        except OSError as error:
+            self._breaker.failed(str(error))
+            self.counters.failed_requests += 1
+            return
+        self.counters.listings += 1
+        self._listings.append(np.sort(np.array(digests, DIGEST)).tobytes())
+        self.on_result()
+
+
+def _positions(low: int, high: int, *, is_first: bool) -> list[int]:
+    """Return which runs to look for next: at growing distances at first, then evenly between both ends."""
+    if is_first:
+        count = (high - low).bit_length()
+        return sorted({min((1 << power) - 1, high - 1) for power in range(count + 1)})
+    step = max(1, (high - low) // (PROBED_AT_ONCE + 1))
+    return list(range(low + step - 1 if step > 1 else low, high, step))[:PROBED_AT_ONCE]
+
+
+def _failed(order: Order, why: str) -> Result:
+    return ProbeResult(order.ticket, None) if isinstance(order, Probe) else ObjectResult.failed(order, why)
