@@ -23,7 +23,7 @@ def check_offloads(offloads):
 def check_onboards(onboards):
     copies, fetches = onboards.in_flight.values(), onboards._fetches.values()
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
-    in_parts = dict.fromkeys([*onboards._from_disk, *onboards._in_slices])
+    in_parts = dict.fromkeys([*onboards._reading, *onboards._in_slices])
     live = {copy.load.number for copy in copies} | {load.number for load in in_parts}
     assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
     for load in in_parts:

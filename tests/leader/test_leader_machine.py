@@ -61,7 +61,7 @@ class LeaderMachine(RuleBasedStateMachine):
             self.rig.disk.begin_again()
         for request_id in list(self.live):
             self.drop(request_id)
-        for _ in range(12):
+        for _ in range(60):  # slices of one block take a step each
             self.rig.order()
             if self.rig.disk is not None:
                 self.rig.disk.run_all()

@@ -20,7 +20,7 @@ MUTANTS = (
         name="trtllm-reads-nothing-ahead",
         bug="a block on disk is never a hit",
         file="kvbm/leader/leader.py",
-        old="            self._prefetch(request_id, hashes[:end], start + (blocks or 0))\n",
+        old="            self._prefetch(request_id, hashes, start + (blocks or 0), end)\n",
         new="",
         fails="tests/trtllm/test_disk_of_trtllm.py -k read_ahead",
     ),

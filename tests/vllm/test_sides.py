@@ -932,7 +932,7 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     first = source.take(leader)
     assert source.take(leader) is None
     leader.counters.offload_blocks = 5
-    leader.counters.hit_window.append((3, 0, 4))
+    leader.counters.hit_window.append((3, 0, 0, 4))
     leader.counters.finished_requests += 1
     second = source.take(leader)
     assert first.aggregate(second).reduce() == {
