@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
-from kvbm.hashing import namespace
+from kvbm.leader.namespace import namespace_of
 from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
 
-KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
 log = logging.getLogger(__name__)
@@ -160,19 +159,16 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
-    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one
-    of equal identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `identity` and `doubt` are those of `namespace_of`. Blocks in doubt are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
         return None
     from kvbm.disk.service.client import UnresponsiveDisk
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
+    from kvbm.disk.settings import DiskSettings
 
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments if info.replica == 0]
-    facts = {"kvbm": KV_FORMAT, "layouts": layout, **identity}
+    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
         capacity_bytes=section.capacity,
@@ -187,7 +183,6 @@ def open_disk(
     )
     if section.persist and doubt:
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
-    name = Namespace(namespace({name: value for name, value in facts.items() if name != "model"}), facts)
     try:
         disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     except UnresponsiveDisk as error:
