@@ -159,7 +159,7 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` and `doubt` are those of `namespace_of`. Blocks in doubt are not kept for the next start.
+    `identity` and `doubt`: see `namespace_of`. Blocks in doubt are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:

@@ -38,7 +38,7 @@ OMITTED = {
         | {"code_revision", "hf_config_path", "config_format", "allowed_local_media_path"}
         | {"allowed_media_domains"}
         # Made from the model's files, after overrides; `hf_config` counts as `configuration`.
-        | {"hf_config", "hf_overrides", "model_arch_config"}
+        | {"hf_config", "hf_overrides"}
         # Limits; `length` counts for models whose KV depends on it.
         | {"max_model_len", "spec_target_max_model_len", "max_logprobs"}
         # Tokens are hashed, so how they are made and chosen does not count. Weights from `seed` are in doubt.
