@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ class KvbmScheduler:
         self._profile = profile
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
-        self._namespace = b""
+        self._identity: Mapping[str, object] = {}
         self._doubt = ""
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
@@ -93,10 +93,11 @@ class KvbmScheduler:
         self._handshake = pickle.loads(message)
         self._create_leader()
 
-    def bind_block_pool(self, pool: BlockPool, namespace: bytes, doubt: str) -> None:
-        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block. `doubt`
-        says why it may not, empty if it does."""
-        self._pool, self._namespace, self._doubt = pool, namespace, doubt
+    def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None:
+        """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
+        it may not be, empty if it is."""
+        self._pool, self._doubt = pool, doubt
+        self._identity = {"model": self._profile.engine.model, **identity}
         self._create_leader()
 
     @property
@@ -118,16 +119,15 @@ class KvbmScheduler:
         config = self._profile.connector_config()
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
-        identity = {"engine": "embedded", "model": self._profile.engine.model, "namespace": self._namespace.hex()}
         disk = open_disk(
             config,
             segments,
-            identity=identity,
+            identity=self._identity,
             doubt=self._doubt,
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )
-        shared = open_shared(config, segments, settings, identity=identity, doubt=self._doubt)
+        shared = open_shared(config, segments, settings, identity=self._identity, doubt=self._doubt)
         self._guarded = GuardedLeader(
             self.boundary,
             self._region,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
-from kvbm.hashing import namespace
+from kvbm.leader.namespace import namespace_of, public_facts
 from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
@@ -17,10 +17,8 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import Namespace
     from kvbm.shared.service.client import SharedClient
 
-KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
 DAY_S = 86_400.0
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
@@ -189,9 +187,7 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
-    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one
-    of equal identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `identity` and `doubt`: see `namespace_of`. Blocks in doubt are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
@@ -200,6 +196,7 @@ def open_disk(
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.disk.settings import DiskSettings
 
+    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
         capacity_bytes=section.capacity,
@@ -214,7 +211,6 @@ def open_disk(
     )
     if section.persist and doubt:
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
-    name = block_namespace(segments, identity)
     try:
         disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     except UnresponsiveDisk as error:
@@ -232,20 +228,20 @@ def open_shared(
     identity: Mapping[str, object],
     doubt: str,
 ) -> SharedClient | None:
-    """Open the shared tier of an engine; None if none is configured, or if `doubt` says why blocks of this engine could
-    be wrong for another one of equal identity. Raises EnvironmentProblem if the store cannot be used."""
+    """Open the shared tier of an engine; None if none is configured, or if its blocks are in doubt (`namespace_of`).
+
+    Raises EnvironmentProblem if the store cannot be used.
+    """
     section = config.tiers.shared
     if section is None:
         return None
+    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
     if doubt:
         log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
         return None
     from kvbm.shared.service.client import SharedClient
     from kvbm.shared.settings import SharedSettings
 
-    name = block_namespace(segments, identity)
-    facts = {key: value for key, value in name.facts.items() if key != "model"}
-    model = Path(str(name.facts.get("model", ""))).name
     disk = config.tiers.disk
     shared = SharedClient.open(
         SharedSettings(
@@ -258,7 +254,7 @@ def open_shared(
             node_directory=None if disk is None else Path(disk.directory).expanduser(),
         ),
         name.digest,
-        {"model": model, "block_bytes": settings.block_bytes, **facts},
+        {"block_bytes": settings.block_bytes, **public_facts(name)},
         segments,
         hash_bytes=settings.engine.hash_bytes,
         block_tokens=settings.engine.block_tokens,
@@ -272,13 +268,3 @@ def open_shared(
         shared.run_bytes / 2**20,
     )
     return shared
-
-
-def block_namespace(segments: Sequence[SegmentInfo], identity: Mapping[str, object]) -> Namespace:
-    """Return the namespace of the blocks of an engine. `identity` is everything that decides their bytes and hashes,
-    except the layouts of the segments. Its `model` is shown to users and does not count."""
-    from kvbm.disk.settings import Namespace
-
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments if info.replica == 0]
-    facts = {"kvbm": KV_FORMAT, "layouts": layout, **identity}
-    return Namespace(namespace({name: value for name, value in facts.items() if name != "model"}), facts)

@@ -60,8 +60,8 @@ MUTANTS = (
         name="trtllm-identity-without-arguments",
         bug="an engine with another data type loads blocks of this one",
         file="kvbm/trtllm_integration/identity.py",
-        old='facts |= {"weights": _content(arguments), "arguments": _digest(arguments)}',
-        new='facts |= {"weights": _content(arguments)}',
+        old='facts["arguments"] = _digest(arguments, directory)',
+        new='facts["arguments"] = ""',
         fails="tests/trtllm/test_disk_of_trtllm.py -k other_arguments",
     ),
     Mutant(
