@@ -10,6 +10,8 @@ def check_leader(leader):
     check_onboards(leader._onboards)
     if leader._disk is not None:
         check_disk_tier(leader._disk)
+    if leader._shared is not None:
+        check_shared_tier(leader._shared)
 
 
 def check_offloads(offloads):
@@ -38,3 +40,9 @@ def check_disk_tier(disk):
     disk.store.check()
     written = {h for write in disk._writes.values() if not write.is_void for h in write.source.hashes}
     assert written == disk._departing, (len(written), len(disk._departing))
+
+
+def check_shared_tier(shared):
+    assert {write.run.name for write in shared._writes.values()} == shared._departing
+    assert not shared._departing & shared._queue.keys(), "a run is due that is being written"
+    assert not (shared._has_ended and (shared._queue or shared._used or len(shared.presence)))

@@ -215,7 +215,7 @@ class SharedTier:
 
     def used(self, hashes: Sequence[bytes], start: int, end: int, tenant: bytes) -> None:
         """Note that a request has used `hashes[start:end]`. The runs in it that are used often enough are written."""
-        if self._policy.writes and start < end and len(self._used) < MAX_USED:
+        if self._policy.writes and not self._has_ended and start < end and len(self._used) < MAX_USED:
             self._used.append((hashes, start, end, tenant))
 
     def step(self, *, computes: bool) -> None:
