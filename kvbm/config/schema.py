@@ -158,6 +158,11 @@ class Tiers(Section):
         default=None, description="Store that engines share (G4): an object store, a mounted directory, or Mooncake."
     )
 
+    @property
+    def drain_s(self) -> float:
+        """Return the time in which a stopping engine may write to lower tiers."""
+        return sum(tier.drain_s for tier in (self.disk, self.shared) if tier is not None)
+
     @model_validator(mode="after")
     def _has_one(self) -> Tiers:
         if self.host is None and self.disk is None:

@@ -170,9 +170,9 @@ class KvbmScheduler:
         self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[start:end])
         return True
 
-    @contained(0)
-    def disk_tokens(self, request: Request) -> int:
-        return self._cache.disk_tokens(request.request_id)
+    @contained((0, 0))
+    def lower_tier_tokens(self, request: Request) -> tuple[int, int]:
+        return self._cache.lower_tier_tokens(request.request_id)
 
     @hook(when_off=True)
     def request_finished(self, request: Request) -> None:

@@ -112,8 +112,8 @@ class GuardedLeader:
         return self.leader.lost_state_tokens(request_id)
 
     @contained(0)
-    def disk_tokens(self, request_id: str) -> int:
-        return self.leader.disk_tokens(request_id)
+    def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
+        return self.leader.lower_tier_tokens(request_id)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class GuardedLeader:
         return is_open and self._steps_off <= 2 * self._settings.overdue_steps
 
     @hook(False, when_off=True)
-    def has_unreported(self) -> bool:
-        return bool(self._loads) if self.boundary.is_off else self.leader.has_unreported()
+    def needs_settle(self) -> bool:
+        return bool(self._loads) if self.boundary.is_off else self.leader.needs_settle()
 
     # -- a request ends ------------------------------------------------------------------------------------------------
 

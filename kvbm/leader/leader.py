@@ -159,6 +159,8 @@ class Leader:
 
         def search(disk: DiskTier | None) -> int:
             shared = self._shared if self._live(request_id).may_read_disk else None
+            if shared is not None:
+                shared.receive()
 
             def is_present(sequence_hash: bytes) -> bool:
                 return (
@@ -213,7 +215,7 @@ class Leader:
         if load is None:
             self._fail_load(request, tuple(block_ids))
             return
-        request.disk_tokens = load.disk_tokens
+        request.disk_tokens, request.shared_tokens = load.disk_tokens, load.shared_tokens
         if self._disk is not None:
             self._slices.run(self._disk.hit, wanted)
 
@@ -408,14 +410,24 @@ class Leader:
             bool(self._unreported)
             or self._slices.has_work()
             or self._onboards.is_under_way(within_steps=patience)
-            or (self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()))
-            or (self._shared is not None and self._shared.is_busy())
+            or self._are_lower_tiers_busy()
             or self._offloads.is_under_way(within_steps=patience)
         )
 
-    def has_unreported(self) -> bool:
-        """Whether `settle` may return something now. Nothing but `settle` notices the end of a read from disk."""
-        return bool(self._unreported) or self._onboards.has_ended() or self._onboards.is_reading()
+    def needs_settle(self) -> bool:
+        """Whether `settle` may have something to do although no rank has written a word: it alone notices what the
+        lower tiers have read and written."""
+        return (
+            bool(self._unreported)
+            or self._onboards.has_ended()
+            or self._onboards.is_reading()
+            or self._are_lower_tiers_busy()
+        )
+
+    def _are_lower_tiers_busy(self) -> bool:
+        return (self._disk is not None and (self._disk.is_writing() or self._disk.is_returning())) or (
+            self._shared is not None and self._shared.is_busy()
+        )
 
     def _offload_end(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], computed_blocks: int, prompt_blocks: int
@@ -509,10 +521,10 @@ class Leader:
         """Return the known wear metrics of the disk tier's drive, by metric name."""
         return {} if self._disk is None else self._disk.wear()
 
-    def disk_tokens(self, request_id: str) -> int:
-        """Return how many of the tokens last promised to this request come from disk."""
+    def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
+        """Return how many of the tokens last promised to this request come from disk and from the shared tier."""
         request = self._requests.get(request_id)
-        return 0 if request is None else request.disk_tokens
+        return (0, 0) if request is None else (request.disk_tokens, request.shared_tokens)
 
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)

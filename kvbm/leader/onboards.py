@@ -73,6 +73,7 @@ class LiveRequest:
     hit_blocks: int = 0
     disk_hit_blocks: int = 0
     disk_tokens: int = 0
+    shared_tokens: int = 0
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
     match_restarts: int = 0

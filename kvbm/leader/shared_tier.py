@@ -137,6 +137,7 @@ class SharedTier:
         self._fetches: dict[int, RunFetch] = {}
         self._probes: dict[int, tuple[bytes, ...]] = {}
         self._asked: dict[str, _Asked] = {}
+        self._results: list[ObjectResult] = []  # that have arrived and are not settled
         self._tickets = itertools.count(1)
         self._random = random.Random()
         self._has_ended = False
@@ -148,6 +149,17 @@ class SharedTier:
 
     # -- what is in the store ------------------------------------------------------------------------------------------
 
+    def receive(self) -> None:
+        """Take what the process has sent, before a search in an engine that may not have settled for long. Results of
+        reads and writes wait for `settle`."""
+        for result in self._client.poll():
+            if isinstance(result, ProbeResult):
+                self._end_probe(result)
+            else:
+                self._results.append(result)
+        if (listing := self._client.take_listing()) is not None and not self._has_ended:
+            self.presence.take(listing)
+
     def contains(self, sequence_hash: bytes) -> bool:
         """Whether the run that ends with this block is known to be in the store."""
         return self.is_on and self.presence.contains(sequence_hash)
@@ -156,6 +168,7 @@ class SharedTier:
         """Return how many of `hashes[start:end]` are known to be in the store, up to the first that is not."""
         if not self.is_on or start >= end:
             return 0
+        self.receive()
         reached = start
         for name, run_end in self._names(hashes, start, end):
             if not self.presence.contains(name):
@@ -233,17 +246,15 @@ class SharedTier:
     def settle(self) -> list[RunFetch]:
         """Register what has ended. Return the ended fetches; the caller owns their blocks."""
         ended = []
-        for result in self._client.poll():
-            if isinstance(result, ProbeResult):
-                self._end_probe(result)
-            elif (write := self._writes.pop(result.ticket, None)) is not None:
+        self.receive()
+        results, self._results = self._results, []
+        for result in results:
+            if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
-        if (listing := self._client.take_listing()) is not None and not self._has_ended:
-            self.presence.take(listing)
         self._copy_counters()
         return ended
 

@@ -197,8 +197,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        disk = min(num_external_tokens, self._scheduler.disk_tokens(request)) if self._scheduler is not None else 0
-        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        disk, shared = self._scheduler.lower_tier_tokens(request) if self._scheduler is not None else (0, 0)
+        disk = min(num_external_tokens, disk)
+        shared = min(num_external_tokens - disk, shared)
+        sources = {
+            CacheHitSource.HOST: num_external_tokens - disk - shared,
+            CacheHitSource.DISK: disk,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: shared,
+        }
         return {source: tokens for source, tokens in sources.items() if tokens}
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

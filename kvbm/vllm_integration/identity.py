@@ -207,14 +207,15 @@ def _instruction_set() -> str:
 
 
 def _hash_root(algorithm: str) -> tuple[str, bool]:
+    """Return the root of the hashes, and whether it is the same at each start. vLLM computes it after this."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
-    root = bytes(getattr(kv_cache_utils, "NONE_HASH", b"")).hex()
-    if os.environ.get("PYTHONHASHSEED", "random") != "random":
-        return root, True
+    function = get_hash_fn_by_name(algorithm)
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    if seed != "random":
+        return bytes(function(seed)).hex(), True
     seed_of = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if seed_of is None:
-        return root, False
-    function = get_hash_fn_by_name(algorithm)
-    return root, bool(seed_of(function) == seed_of(function))
+        return "", False
+    return bytes(function(seed_of(function))).hex(), bool(seed_of(function) == seed_of(function))

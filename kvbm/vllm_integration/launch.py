@@ -50,7 +50,7 @@ def plan(
     engine, host = profile.engine, profile.server.host
     assert isinstance(engine, VllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
-    argv += _flags(engine.arguments, profile.tiers.disk.drain_s if connector and profile.tiers.disk else 0.0)
+    argv += _flags(engine.arguments, profile.tiers.drain_s if connector else 0.0)
     transfer = transfer_config(profile, engine.arguments) if connector else other_connector(engine.arguments)
     if transfer is not None:
         argv += ["--kv-transfer-config", _compact(transfer)]
@@ -112,7 +112,7 @@ def _default_variables(arguments: VllmArguments, installation: VllmInstallation 
 
 
 def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:
-    """Return the flags. `drain_s` is the time for the disk tier at shutdown, in addition to vLLM's own."""
+    """Return the flags. `drain_s` is the time for lower tiers at shutdown, in addition to vLLM's own."""
     timeout_s = min(MAX_SHUTDOWN_TIMEOUT_S, SHUTDOWN_TIMEOUT_S + ceil(drain_s))
     given = {"shutdown_timeout": timeout_s, **arguments.model_dump(mode="json", exclude_none=True)}
     given.pop("kv_transfer_config", None)

@@ -115,7 +115,7 @@ class SchedulerSide:
         self._due_tokens: dict[str, int] = {}  # of tracked requests: with fewer tokens there is nothing to offload
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
-        self._has_disk = config.tiers.disk is not None
+        self._has_lower_tiers = config.tiers.disk is not None or config.tiers.shared is not None
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
@@ -339,10 +339,10 @@ class SchedulerSide:
         tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
         return True
 
-    @contained(0)
-    def disk_tokens(self, request: Request) -> int:
-        """Return how many tokens of the request's last hit are on disk."""
-        return 0 if self.leader is None else self.leader.disk_tokens(request.request_id)
+    @contained((0, 0))
+    def lower_tier_tokens(self, request: Request) -> tuple[int, int]:
+        """Return how many tokens of the request's last hit are on disk and in the shared tier."""
+        return (0, 0) if self.leader is None else self.leader.lower_tier_tokens(request.request_id)
 
     @hook(when_off=True)
     def end_request(self, request: Request) -> None:
@@ -362,7 +362,7 @@ class SchedulerSide:
             return NOTHING
         self._finish_and_offload(output)
         failed, self._failed_loads = tuple(self._failed_loads), []
-        return StepOrders(self.leader.step(), failed, self.leader.has_unreported())
+        return StepOrders(self.leader.step(), failed, self.leader.needs_settle())
 
     @hook()
     def _finish_and_offload(self, output: SchedulerOutput) -> None:
@@ -395,7 +395,7 @@ class SchedulerSide:
                 self._offload(requests[request_id], computed, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
-        if self._has_disk:
+        if self._has_lower_tiers:
             self._step = output.total_num_scheduled_tokens, time.monotonic()
 
     @hook(when_off=True)
@@ -403,7 +403,7 @@ class SchedulerSide:
         """Report loads that succeeded. The workers must report failures, one step later."""
         if self.leader is None:
             return
-        if self._has_disk:
+        if self._has_lower_tiers:
             tokens, began_s = self._step
             self.leader.note_step(tokens, time.monotonic() - began_s)
         results = self.leader.settle()

@@ -58,7 +58,7 @@ class ServedProfile:
 
     @property
     def stop_timeout_s(self) -> float:
-        return STOP_TIMEOUT_S + (0.0 if self.disk is None else self.disk.drain_s)
+        return STOP_TIMEOUT_S + (0.0 if self.is_baseline else self.profile.tiers.drain_s)
 
     def plan(self, port: int, *, taken: Sequence[int] = ()) -> LaunchPlan | DisaggregatedPlan:
         """Returns how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""

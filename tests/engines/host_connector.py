@@ -154,8 +154,8 @@ class HostScheduler:
     def has_pending_work(self) -> bool:
         return bool(self._loading)
 
-    def disk_tokens(self, request) -> int:
-        return 0
+    def lower_tier_tokens(self, request) -> tuple[int, int]:
+        return 0, 0
 
     def reset_cache(self) -> bool:
         self.resets += 1

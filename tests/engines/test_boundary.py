@@ -39,7 +39,7 @@ LIMIT_S = 30.0
 BLOCKS = 24
 TOKENS = 3
 ROUNDS = 4
-REPORTS = ("take_events", "disk_tokens", "blocks", "wear")  # what fails there turns nothing off
+REPORTS = ("take_events", "lower_tier_tokens", "blocks", "wear")  # what fails there turns nothing off
 START_UP = (
     *("__init__", "accept_handshake", "bind_block_pool", "register_kv_pool", "_create_leader"),
     *("metrics", "shutdown"),

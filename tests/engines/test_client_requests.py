@@ -31,7 +31,7 @@ TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", s
 ONLY_OF_VLLM = {"system_fingerprint", "usage.prompt_tokens_details.created_cache_tokens"}
 # Fields that this engine adds: OpenAI sends `usage: null` and the refusal of logprobs, too.
 ADDED = re.compile(
-    r"usage|.*\.cached_tokens_by_tier\.(device|host|disk)|choices\[\]\.(stop_reason|logprobs\.refusal|message\.refusal)"
+    r"usage|.*\.cached_tokens_by_tier\.(device|host|disk|shared)|choices\[\]\.(stop_reason|logprobs\.refusal|message\.refusal)"
 )
 
 Fields = dict[str, str]

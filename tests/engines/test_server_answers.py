@@ -53,7 +53,7 @@ def test_a_completion_has_text_ending_and_usage_by_tier() -> None:
             "total_tokens": 113,
             "prompt_tokens_details": {
                 "cached_tokens": 48,
-                "cached_tokens_by_tier": {"device": 16, "host": 32, "disk": 0},
+                "cached_tokens_by_tier": {"device": 16, "host": 32, "disk": 0, "shared": 0},
             },
         }
 
@@ -64,7 +64,10 @@ def test_a_cache_hit_beyond_the_prompt_counts_as_the_prompt() -> None:
     async def use(client: Client) -> None:
         _, body = await client.post(COMPLETIONS, prompt="x" * 40)
         details = body["usage"]["prompt_tokens_details"]
-        assert details == {"cached_tokens": 40, "cached_tokens_by_tier": {"device": 16, "host": 24, "disk": 0}}
+        assert details == {
+            "cached_tokens": 40,
+            "cached_tokens_by_tier": {"device": 16, "host": 24, "disk": 0, "shared": 0},
+        }
 
     serve(WrittenEngine(), use)
 

@@ -151,6 +151,7 @@ def test_emptying_the_cache_is_seen_by_the_next_request(address: str) -> None:
                 "device": cached,
                 "host": 0,
                 "disk": 0,
+                "shared": 0,
             }
         async with session.post("/reset_prefix_cache?reset_external=true", headers=TOKEN) as response:
             assert response.status == 200

@@ -222,7 +222,7 @@ def test_a_chain_may_lie_here_and_there(rig):
         rig.finish(f"part-{index}", hashes[index : index + 1], blocks)
     blocks = rig.load("r", hashes)
     assert len(blocks) == 5
-    assert rig.leader.disk_tokens("r") == 3 * 16
+    assert rig.leader.lower_tier_tokens("r") == (3 * 16, 0)
     assert [result.failed_block_ids for result in settled(rig)] == [()]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
     rig.close()

@@ -198,9 +198,9 @@ def test_a_long_load_keeps_the_engine_stepping_until_it_is_over(rig):
     load(rig, "r", fill(rig, "a", LENGTH))
     for _ in range(5):
         assert rig.leader.has_pending()
-        assert rig.leader.has_unreported()
+        assert rig.leader.needs_settle()
         rig.step()
-    assert not rig.leader.has_unreported()
+    assert not rig.leader.needs_settle()
 
 
 def test_long_loads_take_turns_and_a_short_one_does_not_wait():

@@ -337,16 +337,16 @@ def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_d
     served(("a", 4))
     rig.step()
     rig.leader._host.store.reset()
-    assert not rig.leader.has_unreported()
+    assert not rig.leader.needs_settle()
     matched = rig.leader.match_groups("r", names, 0, 64)
     wanted = [*names[0], *(states[3] for states in names[1:])]
     rig.leader.onboard("r", wanted, 0, rig.g1.allocate(len(wanted)), tokens=matched)
     rig.disk.is_hanging = True
     rig.step()
-    assert rig.leader.has_unreported(), "a read is under way"
+    assert rig.leader.needs_settle(), "a read is under way"
     rig.now_s = 11.0
     rig.order()
-    assert rig.leader.has_unreported(), "the load has been given up"
+    assert rig.leader.needs_settle(), "the load has been given up"
     assert [result.failed_block_ids for result in rig.settle()] == [tuple(range(len(wanted)))]
-    assert not rig.leader.has_unreported()
+    assert not rig.leader.needs_settle()
     rig.close()

@@ -571,7 +571,7 @@ class StateLeader:
     def step(self):
         return StepPlan(step=1)
 
-    def has_unreported(self):
+    def needs_settle(self):
         return False
 
 

@@ -7,7 +7,7 @@ connectors read them. Token positions of one request:
     found in G1    loaded by the connector      computed here                   not computed yet
 
 `num_cached_tokens` and `num_external_tokens` describe the first admission and are not counted again after a preemption.
-`num_disk_tokens` of the external tokens were on disk.
+`num_disk_tokens` of the external tokens were on disk, `num_shared_tokens` in the shared tier.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_disk_tokens: int = 0
+    num_shared_tokens: int = 0
     queue_time_s: float | None = None
     prefill_time_s: float | None = None
 
@@ -129,6 +130,7 @@ class Request:
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     num_disk_tokens: int = 0
+    num_shared_tokens: int = 0
     num_preemptions: int = 0
     registered_blocks: int = 0
     may_register: bool = True
@@ -191,6 +193,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             num_external_tokens=self.num_external_tokens,
             num_disk_tokens=min(self.num_disk_tokens, self.num_external_tokens),
+            num_shared_tokens=min(self.num_shared_tokens, self.num_external_tokens),
             queue_time_s=None if started is None else started - self.arrival_time,
             prefill_time_s=None if started is None or first is None else first - started,
         )

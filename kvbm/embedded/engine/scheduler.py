@@ -263,7 +263,7 @@ class Scheduler:
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
             if num_external_tokens:
-                request.num_disk_tokens = self._connector.disk_tokens(request)
+                request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
 
     def _local_hit(self, request: Request) -> list[int]:
         """Return the cached G1 blocks of this request, except the one with its last token, which must be computed."""

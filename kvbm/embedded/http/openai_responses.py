@@ -44,13 +44,15 @@ class AnswerPart:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request. `device_tokens`, `host_tokens`, `disk_tokens`: prompt tokens from G1, G2, G3."""
+    """Token counts of one request. `device_tokens`, `host_tokens`, `disk_tokens`, `shared_tokens`: prompt tokens from
+    G1, G2, G3, G4."""
 
     prompt_tokens: int
     completion_tokens: int
     device_tokens: int
     host_tokens: int
     disk_tokens: int = 0
+    shared_tokens: int = 0
 
     @classmethod
     def of(cls, output: RequestOutput, *, completion_tokens: int) -> Usage:
@@ -59,7 +61,9 @@ class Usage:
         device_tokens = min(output.num_cached_tokens, prompt_tokens)
         external_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
         disk_tokens = min(output.num_disk_tokens, external_tokens)
-        return cls(prompt_tokens, completion_tokens, device_tokens, external_tokens - disk_tokens, disk_tokens)
+        shared_tokens = min(output.num_shared_tokens, external_tokens - disk_tokens)
+        host_tokens = external_tokens - disk_tokens - shared_tokens
+        return cls(prompt_tokens, completion_tokens, device_tokens, host_tokens, disk_tokens, shared_tokens)
 
     @classmethod
     def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
@@ -70,6 +74,7 @@ class Usage:
             device_tokens=sum(each.device_tokens for each in prompts),
             host_tokens=sum(each.host_tokens for each in prompts),
             disk_tokens=sum(each.disk_tokens for each in prompts),
+            shared_tokens=sum(each.shared_tokens for each in prompts),
         )
 
     @property
@@ -78,12 +83,17 @@ class Usage:
 
     @property
     def external_tokens(self) -> int:
-        return self.host_tokens + self.disk_tokens
+        return self.host_tokens + self.disk_tokens + self.shared_tokens
 
     def to_json(self) -> Json:
         details = {
             "cached_tokens": self.device_tokens + self.external_tokens,
-            "cached_tokens_by_tier": {"device": self.device_tokens, "host": self.host_tokens, "disk": self.disk_tokens},
+            "cached_tokens_by_tier": {
+                "device": self.device_tokens,
+                "host": self.host_tokens,
+                "disk": self.disk_tokens,
+                "shared": self.shared_tokens,
+            },
         }
         return {**token_counts(self.prompt_tokens, self.completion_tokens), "prompt_tokens_details": details}
 

@@ -1,0 +1,97 @@
+"""Two vLLM engines share blocks through a store (G4): the second loads what the first has computed.
+
+The first engine ends before the second starts; the soak test lets two servers run at the same time.
+"""
+
+from random import Random
+
+import pytest
+from traffic import Request, assert_equal, conversations, take_turns, tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR
+
+pytestmark = pytest.mark.timeout(600)
+PRESET = "vllm-25m"
+RUN_BLOCKS = 2  # of 1.5 MiB, so that an object has 256 tokens
+TALKS = conversations(6, turns=2, seed=18)
+LONG = Request(tokens(Random("shared"), 7 * BLOCK_TOKENS + 9), 8)
+ENGINE = {"dtype": "float32", "block_size": BLOCK_TOKENS, "max_model_len": 2048, "num_gpu_blocks_override": 40}
+
+
+def cache(url, **shared):
+    return {
+        "tiers": {"host": {"blocks": 200}, "shared": {"url": url, **shared}},
+        "offload": {"to_shared": "always"},
+        "onboard": {"policy": "always"},  # however slow a busy machine reads
+    }
+
+
+def started(engine, url, **options):
+    engine.start(PRESET, connector=CONNECTOR, cache=cache(url, **options), **ENGINE)
+    return engine
+
+
+def answered(engine, requests):
+    return dict(zip(requests, engine.answer(requests), strict=True))
+
+
+@pytest.fixture(scope="module")
+def truth(process):
+    """What an engine without any cache says."""
+    engine, _ = process
+    engine.start(PRESET, enable_prefix_caching=False, **ENGINE)
+    said = take_turns(engine.answer, TALKS) | answered(engine, [LONG])
+    engine.stop()
+    return said
+
+
+@pytest.fixture(scope="module")
+def url(process, truth, tmp_path_factory):
+    """A store that one engine has filled."""
+    engine, _ = process
+    url = f"file://{tmp_path_factory.mktemp('store')}/objects"
+    started(engine, url)
+    assert_equal(answered(engine, list(truth)), truth)
+    engine.stop()  # writes what is due
+    return url
+
+
+def test_another_engine_loads_what_the_first_has_computed(process, truth, url):
+    engine, _ = process
+    started(engine, url)
+    first = answered(engine, [LONG])
+    assert_equal(first, {LONG: truth[LONG]})
+    totals = engine.totals()
+    assert totals["hits"] == 6 * BLOCK_TOKENS, "three whole runs; the seventh block fills none"
+    assert_equal(answered(engine, list(truth)), truth)
+    totals = engine.totals()
+    assert totals["onboard_shared_blocks"] >= 12, totals
+    assert totals["shared_bad_objects"] == totals["shared_failed_requests"] == 0, totals
+    engine.stop()
+
+
+def test_another_block_size_finds_nothing_there(process, truth, url):
+    engine, _ = process
+    engine.start(PRESET, connector=CONNECTOR, cache=cache(url), **ENGINE | {"block_size": 256})
+    assert_equal(answered(engine, [LONG]), {LONG: truth[LONG]})
+    assert engine.totals()["hits"] == 0
+    engine.stop()
+
+
+def test_damaged_objects_are_computed(process, truth, url):
+    from pathlib import Path
+
+    engine, _ = process
+    objects = [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file() and not path.suffix]
+    assert len(objects) >= 12
+    for number, path in enumerate(objects):
+        content = bytearray(path.read_bytes())
+        if number % 3 == 0:
+            content[Random(number).randrange(len(content))] ^= 1
+        elif number % 3 == 1:
+            del content[-(number + 1) :]
+        path.write_bytes(content)
+    started(engine, url, write=False)
+    assert_equal(answered(engine, list(truth)), truth)
+    totals = engine.totals()
+    assert totals["shared_bad_objects"] >= 2, totals
+    engine.stop()
