@@ -14,6 +14,7 @@ class Tier(enum.StrEnum):
     DEVICE = "G1"
     HOST = "G2"
     DISK = "G3"
+    SHARED = "G4"
 
 
 class SlotState(enum.IntEnum):
