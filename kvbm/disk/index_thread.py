@@ -192,7 +192,7 @@ class IndexThread:
         started, forgotten, clears = self._sort(commands, written)
         overwritten = [transfer.order.disk_slots for transfer in started]
         slots = self._slots_to_delete.union(*overwritten, *(command.disk_slots for command in forgotten))
-        rows = [row for transfer in written for row in self._rows(transfer)] if self._inserts_rows else []
+        rows = [pair for transfer in written for pair in self._rows(transfer)] if self._inserts_rows else []
         error = self._commit(rows, slots)
         self._slots_to_delete = slots if error else set()
         for transfer in written:
@@ -271,22 +271,25 @@ class IndexThread:
                 self._finish(transfer, refusal)
         return [] if refusal is not None else started, forgotten, clears
 
-    def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
+    def _rows(self, transfer: WriteTransfer) -> Iterator[tuple[IndexRow, bytes]]:
+        """Yield the row and the note of each block that is on disk."""
         now, length = time.time(), self._instance.shape.payload_bytes
         order = transfer.order
+        notes = order.notes or [b""] * len(order.hashes)
         columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
         for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
             if transfer.is_good[position] and position not in transfer.dropped:
-                yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                row = IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                yield row, notes[position]
 
-    def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
+    def _commit(self, rows: Sequence[tuple[IndexRow, bytes]], slots: set[int]) -> str | None:
         """Commit; return an error, after which nothing has changed. A damaged index is replaced first."""
         for _ in range(2):
             index = self._instance.index
             if index is None or not (rows or slots):
                 return None
             try:
-                if index.change(rows, sorted(slots)):
+                if index.change([row for row, _ in rows], sorted(slots), [pair for pair in rows if pair[1]]):
                     self._health.count_commit()
                 return None
             except sqlite3.Error as error:
