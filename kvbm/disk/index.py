@@ -5,8 +5,7 @@ deleted before they change. Commits are not flushed individually, so a power cut
 insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
 generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
-A block can have a note: bytes of its writer that say more about it. Notes are in a table of their own, which exists only
-after the first one was inserted. A note counts only with the generation of its block's row and with its own checksum.
+A block can have a note (`notes.py`), which is inserted and deleted with its row.
 
 Checksums cover the payload and are seeded with the namespace and the block's hash (`checksum`). So a row with a damaged
 slot or hash does not match its bytes, nor do the files of another model: vLLM gives its blocks the same hashes. One
@@ -33,6 +32,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvbm.disk.notes import Note, NoteTable
+
 ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
 BUSY_TIMEOUT_S = 5.0
@@ -55,7 +56,6 @@ DAMAGE = {
     sqlite3.SQLITE_INTERNAL,
 }
 
-TABLES = "SELECT 1 FROM sqlite_schema WHERE type = 'table'"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS blocks (
     slot INTEGER PRIMARY KEY,
@@ -67,17 +67,6 @@ CREATE TABLE IF NOT EXISTS blocks (
     written REAL NOT NULL
 )
 """
-
-
-NOTES_SCHEMA = """
-CREATE TABLE IF NOT EXISTS notes (
-    slot INTEGER PRIMARY KEY,
-    generation INTEGER NOT NULL,
-    checksum INTEGER NOT NULL,
-    note BLOB NOT NULL
-)
-"""
-MAX_NOTE_BYTES = 1 << 20
 
 
 class IndexRow(NamedTuple):
@@ -125,11 +114,6 @@ def checksum(namespace: bytes, sequence_hash: bytes, shards: Sequence[NDArray[np
     return state.intdigest()
 
 
-def note_checksum(sequence_hash: bytes, note: bytes) -> int:
-    """Return xxh3-64 of a note, seeded with the first bytes of its block's hash."""
-    return xxhash.xxh3_64_intdigest(note, int.from_bytes(sequence_hash[:SEED_BYTES], "little"))
-
-
 class _Connection(sqlite3.Connection):
     """Raises sqlite3.Error also if SQLite's message quotes damaged bytes, which Python's module cannot decode."""
 
@@ -145,7 +129,7 @@ class BlockIndex:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._has_notes = bool(connection.execute(f"{TABLES} AND name = 'notes'").fetchall())
+        self._notes = NoteTable(connection)
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
@@ -226,48 +210,31 @@ class BlockIndex:
 
     def load_notes(self, found: Recovered) -> dict[int, bytes]:
         """Return the sound notes of these blocks by slot. A damaged table is deleted. Raises sqlite3.Error."""
-        if not self._has_notes:
+        if not self._notes.exists:
             return {}
+        names = zip(found.generations.tolist(), found.hashes.tolist(), strict=True)
         try:
-            return self._sound_notes(found)
+            return self._notes.load(dict(zip(found.slots.tolist(), names, strict=True)))
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
-            self._connection.execute("DROP TABLE notes")
-            self._has_notes = False
+            self._notes.drop()
             return {}
 
-    def _sound_notes(self, found: Recovered) -> dict[int, bytes]:
-        names = dict(zip(found.slots.tolist(), zip(found.generations.tolist(), found.hashes.tolist()), strict=True))
-        notes = {}
-        for slot, generation, expected, note in self._connection.execute(
-            "SELECT slot, generation, checksum, note FROM notes"
-        ):
-            block = names.get(slot)
-            if block is None or block[0] != generation or type(note) is not bytes or len(note) > MAX_NOTE_BYTES:
-                continue
-            if _signed(note_checksum(block[1], note)) == expected:
-                notes[slot] = note
-        return notes
+    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int], notes: Sequence[Note] = ()) -> bool:
+        """Insert rows and their notes, then delete slots, in one transaction. Return whether anything has changed.
 
-    def change(
-        self, inserted: Sequence[IndexRow], deleted: Sequence[int], notes: Sequence[tuple[IndexRow, bytes]] = ()
-    ) -> bool:
-        """Insert rows, then delete slots, in one transaction. Return whether anything has changed.
-
-        `notes` are those of inserted rows. Raises sqlite3.Error; nothing has changed then.
+        Raises sqlite3.Error; nothing has changed then.
         """
-        before = self._connection.total_changes
-        has_notes = self._has_notes or bool(notes)
+        before, has_notes = self._connection.total_changes, self._notes.exists or bool(notes)
         with _Transaction(self._connection):
             for start in range(0, len(inserted), ROWS_PER_STATEMENT):
                 self._insert(inserted[start : start + ROWS_PER_STATEMENT])
-            if notes:
-                self._insert_notes(notes)
-            self._delete("blocks", deleted)
+            self._notes.insert(notes)
+            self._delete(deleted)
             if has_notes:
-                self._delete("notes", deleted)
-        self._has_notes = has_notes
+                self._notes.delete(deleted)
+        self._notes.exists = has_notes
         return self._connection.total_changes != before
 
     def delete(self, slots: Sequence[int]) -> None:
@@ -279,7 +246,8 @@ class BlockIndex:
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with _Transaction(self._connection):
-                self._clear_notes(tenant)
+                if self._notes.exists:
+                    self._notes.clear(tenant)
                 if tenant is None:
                     self._connection.execute("DELETE FROM blocks")  # without WHERE, SQLite does not visit each row
                 else:
@@ -306,27 +274,10 @@ class BlockIndex:
         places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
         self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
 
-    def _insert_notes(self, notes: Sequence[tuple[IndexRow, bytes]]) -> None:
-        if not self._has_notes:
-            self._connection.execute(NOTES_SCHEMA)
-        for start in range(0, len(notes), ROWS_PER_STATEMENT):
-            some = notes[start : start + ROWS_PER_STATEMENT]
-            values: list[Any] = []
-            for row, note in some:
-                values += (row.slot, row.generation, _signed(note_checksum(row.hash, note)), note)
-            places = ",".join(["(?,?,?,?)"] * len(some))
-            self._connection.execute(f"INSERT OR REPLACE INTO notes VALUES {places}", values)
-
-    def _clear_notes(self, tenant: bytes | None) -> None:
-        if self._has_notes and tenant is None:
-            self._connection.execute("DELETE FROM notes")
-        elif self._has_notes:
-            self._connection.execute("DELETE FROM notes WHERE slot IN (SELECT slot FROM blocks WHERE tenant = ?)", [tenant])
-
-    def _delete(self, table: str, slots: Sequence[int]) -> None:
+    def _delete(self, slots: Sequence[int]) -> None:
         for start in range(0, len(slots), ROWS_PER_STATEMENT):
             some = slots[start : start + ROWS_PER_STATEMENT]
-            self._connection.execute(f"DELETE FROM {table} WHERE slot IN ({','.join('?' * len(some))})", some)
+            self._connection.execute(f"DELETE FROM blocks WHERE slot IN ({','.join('?' * len(some))})", some)
 
 
 class _Transaction:
@@ -395,7 +346,7 @@ def _require_format(path: Path) -> None:
 
 def _require_table(connection: sqlite3.Connection) -> None:
     """Raises sqlite3.DatabaseError for a view, whose rows may never end."""
-    kinds = dict(connection.execute("SELECT name, type FROM sqlite_schema WHERE name IN ('blocks', 'notes')").fetchall())
+    kinds = dict(connection.execute("SELECT name, type FROM sqlite_schema WHERE name IN ('blocks', 'notes')"))
     if kinds.get("blocks") != "table" or kinds.get("notes", "table") != "table":
         raise sqlite3.DatabaseError("`blocks` or `notes` is not a table")
 

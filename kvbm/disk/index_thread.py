@@ -30,6 +30,7 @@ from kvbm.disk.health import Health
 from kvbm.disk.index import IndexRow, is_damage
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.notes import Note
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
 
@@ -192,7 +193,7 @@ class IndexThread:
         started, forgotten, clears = self._sort(commands, written)
         overwritten = [transfer.order.disk_slots for transfer in started]
         slots = self._slots_to_delete.union(*overwritten, *(command.disk_slots for command in forgotten))
-        rows = [pair for transfer in written for pair in self._rows(transfer)] if self._inserts_rows else []
+        rows = [row for transfer in written for row in self._rows(transfer)] if self._inserts_rows else []
         error = self._commit(rows, slots)
         self._slots_to_delete = slots if error else set()
         for transfer in written:
@@ -289,7 +290,8 @@ class IndexThread:
             if index is None or not (rows or slots):
                 return None
             try:
-                if index.change([row for row, _ in rows], sorted(slots), [pair for pair in rows if pair[1]]):
+                notes = [Note(row.slot, row.generation, row.hash, note) for row, note in rows if note]
+                if index.change([row for row, _ in rows], sorted(slots), notes):
                     self._health.count_commit()
                 return None
             except sqlite3.Error as error:
