@@ -18,7 +18,6 @@ The thread of vLLM's scheduler owns it.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -83,12 +82,7 @@ class Announcer:
 
     @contained()
     def describe(self, request: Request, position: int, chain: Sequence[bytes], begin: int, end: int) -> None:
-        """Note that the blocks `chain[begin:end]` of a request may be stored soon. `position`: of their group.
-
-        Of the first ones, those that are known are left out: a chain loses its tail first.
-        """
-        if begin < end and self._is_known(chain[begin]):
-            begin = bisect_left(range(end), True, lo=begin, key=lambda index: not self._is_known(chain[index]))
+        """Note that the blocks `chain[begin:end]` of a request may be stored soon. `position`: of their group."""
         if begin < end:
             parent = chain[begin - 1] if begin else None
             self._add(end - begin, self._describe(request, self._forms[position], begin, chain[begin:end], parent))
@@ -98,15 +92,21 @@ class Announcer:
     ) -> Work:
         for start in range(0, len(hashes), PART_BLOCKS):
             part = hashes[start : start + PART_BLOCKS]
-            if len(self._described[0]) >= self._expected_blocks:
-                self._described = {}, self._described[0]
-            self._described[0].update(zip(part, form.of(request, begin + start, part, parent), strict=True))
+            if unknown := self._unknown(part):
+                first, some = unknown[0], part[unknown[0] : unknown[-1] + 1]
+                found = form.of(request, begin + start + first, some, part[first - 1] if first else parent)
+                self._described[0].update(zip(some, found, strict=True))
             parent = part[-1]
             yield len(part)
+            if len(self._described[0]) >= self._expected_blocks:
+                self._described = {}, self._described[0]
 
-    def _is_known(self, sequence_hash: bytes) -> bool:
-        known = (*self._described, *self._announced.values())
-        return any(sequence_hash in some for some in known)
+    def _unknown(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the positions of blocks without a description."""
+        unknown = list(range(len(hashes)))
+        for known in (*self._described, *self._announced.values()):
+            unknown = [index for index in unknown if hashes[index] not in known]
+        return unknown
 
     @contained(list)
     def notes_of(self, hashes: Sequence[bytes]) -> list[bytes]:
@@ -156,7 +156,7 @@ class Announcer:
             if not (blocks := next(self._work[0], 0)):
                 self._work.popleft()
             left -= blocks
-            self._backlog -= blocks
+            self._backlog = self._backlog - blocks if self._work else 0  # an exception has left the rest of an action
         while self._repetition is not None and left > 0:
             if not (blocks := next(self._repetition, 0)):
                 self._repetition = None

@@ -151,7 +151,7 @@ class Descriptions:
             return note
         try:
             extras = _decoded(note[self._width :])
-        except (msgspec.DecodeError, TypeError):
+        except (msgspec.DecodeError, TypeError, ValueError):
             return None
         return note[: self._width] + _encoded(extras._replace(adapter_id=None))
 
@@ -188,4 +188,7 @@ def _encoded(extras: Extras) -> bytes:
 
 
 def _decoded(extras: bytes) -> Extras:
-    return Extras(*msgspec.msgpack.decode(extras)) if extras else NO_EXTRAS
+    if not extras:
+        return NO_EXTRAS
+    number, name, keys = msgspec.msgpack.decode(extras)
+    return Extras(number, name, keys)
