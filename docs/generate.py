@@ -27,7 +27,7 @@ from kvbm.config.schema import INTERPOLATED
 from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
 from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
-from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES, NEVER, NEVER_GAUGES
+from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN
 from kvbm_cli.app import app
@@ -319,13 +319,12 @@ def variables_page() -> str:
     return "\n".join([NOTE, "", VARIABLES_HEAD.rstrip(), *honoured, "", NO_EFFECT_HEAD.rstrip(), *others, ""])
 
 
-GAUGES = (*HIT_RATES.values(), *NEVER_GAUGES.items(), *BLOCKS.values(), *DISK_GAUGES.items())
+GAUGES = (*HIT_RATES.values(), *BLOCKS.values(), *DISK_GAUGES.items())
 
 
 def metrics_page() -> str:
     lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | {_series_kind(about)} | {about} |" for name, (_, about) in COUNTERS.items()]
-    lines += [f"| `{name}` | counter | {about} |" for name, about in NEVER.items()]
     lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
     return "\n".join([*lines, ""])
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 WINDOW_REQUESTS = 1000
+HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
 
 
 @dataclass(slots=True)
@@ -62,18 +63,36 @@ class Counters:
     disk_dropped_rows: int = 0
     disk_damaged_files: int = 0
     disk_only_blocks: int = 0
+    onboard_shared_blocks: int = 0
+    shared_offload_blocks: int = 0
+    shared_offload_bytes: int = 0
+    shared_fetched_blocks: int = 0
+    shared_failed_blocks: int = 0
+    shared_declined_blocks: int = 0
+    shared_late_blocks: int = 0
+    shared_dropped_blocks: int = 0
+    shared_saved_writes: int = 0
+    shared_bad_objects: int = 0
+    shared_absent_objects: int = 0
+    shared_failed_requests: int = 0
+    shared_probes: int = 0
+    shared_off: int = 0
+    shared_times_off: int = 0
+    shared_restarts: int = 0
+    object_read_failures: int = 0
+    object_write_failures: int = 0
     record_dropped_calls: int = 0
-    hit_window: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
+    hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
-    def hits(self) -> tuple[int, int, int]:
-        """Return (blocks loaded from G2, from G3, prompt blocks looked up) for the last finished requests."""
-        host, disk, probed = map(sum, zip((0, 0, 0), *tuple(self.hit_window), strict=True))
-        return host, disk, probed
+    def hits(self) -> tuple[int, int, int, int]:
+        """Return (blocks loaded from G2, from G3, from G4, prompt blocks looked up) for the last finished requests."""
+        host, disk, shared, probed = map(sum, zip((0, 0, 0, 0), *tuple(self.hit_window), strict=True))
+        return host, disk, shared, probed
 
     def hit_rate(self, tier: Tier) -> float:
-        """Return the share of prompt blocks loaded from host or disk, 0 to 1, over the last finished requests."""
-        host, disk, probed = self.hits()
-        return (disk if tier is Tier.DISK else host) / probed if probed else 0.0
+        """Return the share of prompt blocks loaded from a tier, 0 to 1, over the last finished requests."""
+        *loaded, probed = self.hits()
+        return loaded[HIT_TIERS.index(tier)] / probed if probed else 0.0
 
 
 # metric name -> (attribute of Counters, help). The first three names are NVIDIA's.
@@ -102,6 +121,12 @@ _NAMED: dict[str, tuple[str, str]] = {
         "disk_offload_bytes",
         "bytes of blocks copied from host memory to disk and registered there",
     ),
+    "kvbm_offload_blocks_d2o": ("shared_offload_blocks", "blocks written to the shared tier"),
+    "kvbm_onboard_blocks_o2d": (
+        "onboard_shared_blocks",
+        "blocks loaded from the shared tier and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
+    ),
+    "kvbm_offload_bytes_d2o": ("shared_offload_bytes", "bytes of blocks written to the shared tier"),
 }
 # metric name -> help. The attribute is the name without `kvbm_`.
 _OWN = {
@@ -120,6 +145,21 @@ _OWN = {
     "kvbm_disk_restarts": "restarts of the disk I/O process",
     "kvbm_disk_dropped_rows": "blocks lost when a disk cache was opened, because their index rows were invalid",
     "kvbm_disk_damaged_files": "damaged superblocks and indexes of disk caches, and caches with unusable files",
+    "kvbm_shared_fetched_blocks": "blocks read from the shared tier, verified and registered in host memory",
+    "kvbm_shared_failed_blocks": "blocks of the shared tier whose read failed",
+    "kvbm_shared_declined_blocks": "blocks not read from the shared tier because computing was predicted faster",
+    "kvbm_shared_late_blocks": "blocks of the shared tier computed because their read took too long",
+    "kvbm_shared_dropped_blocks": "blocks not written to the shared tier: they left host memory, or the write failed",
+    "kvbm_shared_saved_writes": "objects not written to the shared tier because another engine had written them",
+    "kvbm_shared_bad_objects": "objects of the shared tier that were cut, altered, foreign or of another version",
+    "kvbm_shared_absent_objects": "reads of objects that the shared tier no longer had",
+    "kvbm_shared_failed_requests": "requests to the shared tier's store that failed or were not answered in time",
+    "kvbm_shared_probes": "chains that were looked up in the shared tier's store",
+    "kvbm_shared_off": "1 while the shared tier is off: no block is written or read",
+    "kvbm_shared_times_off": "times the shared tier was turned off: repeated errors, or no answer",
+    "kvbm_shared_restarts": "restarts of the process of the shared tier",
+    "kvbm_object_read_failures": "objects of the shared tier that could not be read",
+    "kvbm_object_write_failures": "objects that could not be written to the shared tier",
     "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
     "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
     "kvbm_onboard_failed_blocks": "promised blocks that the engine recomputed: a copy failed, or the disk failed or "
@@ -142,21 +182,11 @@ HIT_RATES = {
         f"kvbm_{name}_cache_hit_rate",
         f"share of prompt blocks loaded from {name}, 0 to 1, over the last `metrics.window_requests` requests",
     )
-    for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
+    for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"), (Tier.SHARED, "object"))
 }
 BLOCKS = {
     tier: (f"kvbm_{name}_blocks", f"blocks of the {name} tier by `state`: free, moving, pinned or evictable")
     for tier, name in ((Tier.HOST, "host"), (Tier.DISK, "disk"))
-}
-# Metrics of NVIDIA's dashboards and alerts that have no source here. Exported as 0, so that no panel is empty.
-NEVER: dict[str, str] = {
-    "kvbm_offload_blocks_d2o": "blocks copied to an object store; always 0: this version has no object tier",
-    "kvbm_onboard_blocks_o2d": "blocks copied from an object store; always 0: this version has no object tier",
-    "kvbm_object_read_failures": "failed reads of an object store; always 0: this version has no object tier",
-    "kvbm_object_write_failures": "failed writes of an object store; always 0: this version has no object tier",
-}
-NEVER_GAUGES: dict[str, str] = {
-    "kvbm_object_cache_hit_rate": "hit rate of an object store; always 0: this version has no object tier",
 }
 DISK_GAUGES: dict[str, str] = {
     "kvbm_disk_write_amplification": "bytes that all processes wrote to the drive, per byte of blocks written",
@@ -185,12 +215,8 @@ class KvbmCollector:
 
         for name, (attribute, description) in COUNTERS.items():
             yield UnknownMetricFamily(name, description, value=getattr(self._counters, attribute))
-        for name, description in NEVER.items():
-            yield UnknownMetricFamily(name, description, value=0)
         for tier, rate in HIT_RATES.items():
             yield GaugeMetricFamily(*rate, value=self._counters.hit_rate(tier))
-        for name, description in NEVER_GAUGES.items():
-            yield GaugeMetricFamily(name, description, value=0)
         for tier, states in self._blocks().items():
             blocks = GaugeMetricFamily(*BLOCKS[tier], labels=["state"])
             for state, count in states.items():

@@ -10,6 +10,8 @@ def check_leader(leader):
     check_onboards(leader._onboards)
     if leader._disk is not None:
         check_disk_tier(leader._disk)
+    if leader._shared is not None:
+        check_shared_tier(leader._shared)
 
 
 def check_offloads(offloads):
@@ -23,7 +25,7 @@ def check_offloads(offloads):
 def check_onboards(onboards):
     copies, fetches = onboards.in_flight.values(), onboards._fetches.values()
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
-    in_parts = dict.fromkeys([*onboards._from_disk, *onboards._in_slices])
+    in_parts = dict.fromkeys([*onboards._reading, *onboards._in_slices])
     live = {copy.load.number for copy in copies} | {load.number for load in in_parts}
     assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
     for load in in_parts:
@@ -38,3 +40,9 @@ def check_disk_tier(disk):
     disk.store.check()
     written = {h for write in disk._writes.values() if not write.is_void for h in write.source.hashes}
     assert written == disk._departing, (len(written), len(disk._departing))
+
+
+def check_shared_tier(shared):
+    assert {write.run.name for write in shared._writes.values()} == shared._departing
+    assert not shared._departing & shared._queue.keys(), "a run is due that is being written"
+    assert not (shared._has_ended and (shared._queue or shared._used or len(shared.presence)))

@@ -18,7 +18,7 @@ ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 BASE = ("kvbm.types", "kvbm.errors")
 DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
 RUNS_THE_CACHE = (
-    *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.observe", "kvbm.core.groups"),
+    *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.shared", "kvbm.observe", "kvbm.core.groups"),
     *("kvbm.boundary", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
 )
 
@@ -59,7 +59,16 @@ RULES = (  # the first that fits a module counts
     Rule(
         "kvbm.leader",
         (
-            *("kvbm.core", "kvbm.host", "kvbm.disk", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
+            *(
+                "kvbm.core",
+                "kvbm.host",
+                "kvbm.disk",
+                "kvbm.shared",
+                "kvbm.plan",
+                "kvbm.metrics",
+                "kvbm.events",
+                "kvbm.hashing",
+            ),
             *("kvbm.boundary", "kvbm.config.schema"),
         ),
     ),

@@ -8,12 +8,13 @@ page and `kvbm profile schema` show them. Values are strict: a number in quotes 
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import AnyEngine
-from kvbm.config.values import Port, Section, Size, WrongKey, absolute
+from kvbm.config.values import Port, Section, Size, WrongKey, absolute, shared_url
 from kvbm.types import MAX_SECONDS
 
 
@@ -95,12 +96,67 @@ class DiskTierSection(Section):
         return self
 
 
+class SharedTierSection(Section):
+    """G4."""
+
+    url: str = Field(
+        min_length=1,
+        description="Where objects are stored: `s3://bucket/prefix`, `gs://`, `az://account/container/prefix`, "
+        "`file:///directory` or `mooncake://host:port`. Credentials come from the environment, never from the profile.",
+    )
+    protection: Literal["none", "hmac", "aes-gcm"] = Field(
+        default="none",
+        description="How objects are protected against others who may write to the store: `hmac` proves that an engine "
+        "with the same secret wrote them, `aes-gcm` encrypts them as well.",
+    )
+    key_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the secret of `protection`; by default the variable `KVBM_SHARED_KEY`.",
+    )
+    expire_days: float = Field(
+        default=0.0,
+        ge=0,
+        le=36500,
+        allow_inf_nan=False,
+        description="Days after which a rule of the store deletes objects, 0 if none does. An object that is read in "
+        "the second half of this time is written again.",
+    )
+    write: bool = Field(default=True, description="Whether this engine writes objects, or only reads those of others.")
+    requests: int = Field(default=16, ge=1, le=256, description="Maximum number of parallel requests to the store.")
+    drain_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Seconds in which a stopping engine may write objects that are due.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_known(cls, url: str) -> str:
+        return shared_url(url)
+
+    @field_validator("key_file")
+    @classmethod
+    def _is_absolute(cls, key_file: str | None) -> str | None:
+        return None if key_file is None else absolute(key_file)
+
+    def resolved_url(self) -> str:
+        """Return the URL with the user's home in place of `~`."""
+        scheme, _, rest = self.url.partition("://")
+        return f"{scheme}://{os.path.expanduser(rest)}" if scheme == "file" else self.url
+
+
 BOUNCE_BLOCKS = 64
 
 
 class Tiers(Section):
     host: HostTierSection | None = Field(default=None, description="Host memory (G2).")
     disk: DiskTierSection | None = Field(default=None, description="Disk (G3).")
+    shared: SharedTierSection | None = Field(
+        default=None, description="Store that engines share (G4): an object store, a mounted directory, or Mooncake."
+    )
 
     @model_validator(mode="after")
     def _has_one(self) -> Tiers:
@@ -132,12 +188,16 @@ class OffloadSection(Section):
         description="Which blocks in host memory are written to disk: those used often enough (`frequency`), all "
         "immediately (`always`), or only those about to be evicted (`on_evict`).",
     )
+    to_shared: Literal["frequency", "always"] = Field(
+        default="frequency",
+        description="Which blocks in host memory are written to the shared tier at the end of a request: those used by "
+        "enough requests (`frequency`), or all (`always`).",
+    )
     frequency_threshold: int = Field(
         default=2,
         ge=1,
         le=1 << 20,
-        description="Count at which `to_disk: frequency` writes a block to disk. It is 1 for a new block, and each hit "
-        "doubles it.",
+        description="Count at which `frequency` writes a block. It is 1 for a new block, and each hit doubles it.",
     )
     frequency_decay_s: float = Field(
         default=600.0,
@@ -397,6 +457,8 @@ INTERPOLATED = (
     "engine.python",
     "engine.environment",
     "tiers.disk.directory",
+    "tiers.shared.url",
+    "tiers.shared.key_file",
     "metrics.record_directory",
     "bench.workload",
 )

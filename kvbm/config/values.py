@@ -50,6 +50,26 @@ def absolute(directory: str) -> str:
     return directory
 
 
+SHARED_SCHEMES = ("s3", "gs", "az", "file", "mooncake")
+
+
+def shared_url(url: str) -> str:
+    """Validates where the shared tier is. ValueError for another kind of place, and for credentials in the URL."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SHARED_SCHEMES:
+        known = ", ".join(f"`{name}://`" for name in SHARED_SCHEMES)
+        raise ValueError(f"must begin with one of {known}, not `{url}`")
+    if "@" in rest.partition("/")[0]:
+        raise ValueError("must not contain credentials; set the variables of the store, such as `AWS_ACCESS_KEY_ID`")
+    if "?" in rest or "#" in rest:
+        raise ValueError("must have no `?` and no `#`")
+    if scheme == "file" and not rest.startswith(("/", "~")):
+        raise ValueError(f"must have an absolute path or one that starts with `~`, as `file:///{rest}`")
+    if not rest.strip("/"):
+        raise ValueError(f"requires a name after `{scheme}://`")
+    return url
+
+
 def environment_value(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError(f"must be text, not a boolean: write `'{str(value).lower()}'` or `'1'`")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHo
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -76,7 +76,7 @@ class KvbmScheduler:
         self._profile = profile
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
-        self._namespace = b""
+        self._identity: Mapping[str, object] = {}
         self._doubt = ""
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
@@ -93,10 +93,11 @@ class KvbmScheduler:
         self._handshake = pickle.loads(message)
         self._create_leader()
 
-    def bind_block_pool(self, pool: BlockPool, namespace: bytes, doubt: str) -> None:
-        """`namespace` identifies everything in the engine that determines the bytes and the hashes of a block. `doubt`
-        says why it may not, empty if it does."""
-        self._pool, self._namespace, self._doubt = pool, namespace, doubt
+    def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None:
+        """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
+        it may not be, empty if it is."""
+        self._pool, self._doubt = pool, doubt
+        self._identity = {"model": self._profile.engine.model, **identity}
         self._create_leader()
 
     @property
@@ -121,17 +122,19 @@ class KvbmScheduler:
         disk = open_disk(
             config,
             segments,
-            identity={"engine": "embedded", "model": self._profile.engine.model, "namespace": self._namespace.hex()},
+            identity=self._identity,
             doubt=self._doubt,
             hash_bytes=HASH_BYTES,
             progress=self._progress,
         )
+        shared = open_shared(config, segments, settings, identity=self._identity, doubt=self._doubt)
         self._guarded = GuardedLeader(
             self.boundary,
             self._region,
             settings,
             LeaderCallbacks(self._pool.hold, self._pool.release, self._tenant_of, self._telemetry.trace),
             disk=disk,
+            shared=shared,
         )
         self._telemetry.watch(self._guarded)
 
@@ -148,7 +151,8 @@ class KvbmScheduler:
     @hook((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         start = num_computed_tokens // self._block_tokens
-        matched = self._cache.match(request.request_id, self._loadable(request), start)
+        end = (request.num_tokens - 1) // self._block_tokens  # the engine computes the last token
+        matched = self._cache.match(request.request_id, request.block_hashes, start, end)
         if matched is None:
             return None, False
         self._starts[request.request_id] = start
@@ -163,7 +167,7 @@ class KvbmScheduler:
     def _onboard(self, request: Request, block_ids: list[int], num_external_tokens: int) -> bool:
         start = self._starts[request.request_id]
         end = start + num_external_tokens // self._block_tokens
-        self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])
+        self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[start:end])
         return True
 
     @contained(0)
@@ -235,10 +239,6 @@ class KvbmScheduler:
     def _block_tokens(self) -> int:
         assert self._handshake is not None
         return self._handshake.block_tokens
-
-    def _loadable(self, request: Request) -> list[bytes]:
-        """Return the blocks that a load may cover: all full ones before the last token, which the engine computes."""
-        return request.block_hashes[: (request.num_tokens - 1) // self._block_tokens]
 
     def _offload(self, request: Request, num_scheduled_tokens: int) -> None:
         self._cache.offload(

@@ -3,7 +3,7 @@
 It moves no bytes: a DiskSupervisor does. The leader's thread owns both and calls
 
     registered, hit             blocks were registered or hit; decides what is written to disk
-    match_prefix, fetch         find blocks on disk and start to read them into host memory
+    match, fetch                find blocks on disk and start to read them into host memory
     step                        start the writes that are due
     settle                      register what has ended: written blocks in G3, read blocks in G2
 
@@ -61,6 +61,10 @@ class Fetch:
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Drop its result: `settle` releases its blocks when the read has ended."""
+        self.is_abandoned = True
 
 
 @dataclass(slots=True)
@@ -164,39 +168,6 @@ class DiskTier:
         """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
         return self.store.match(hashes, start) if self.is_on else 0
 
-    def match_prefix(self, hashes: Sequence[bytes], start: int) -> int:
-        """Return how many of `hashes[start:]`, up to the first missing one, are loaded faster than computed.
-
-        A chain may begin in host memory, continue on disk and end in host memory again.
-        """
-        end = start + self._host.store.match(hashes, start)
-        spans = [(False, end - start)]
-        while count := self.match(hashes, end):
-            in_host = self._host.store.match(hashes, end + count)
-            end += count + in_host
-            spans += [(True, count), (False, in_host)]
-        return self.worthwhile(spans)
-
-    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
-        """Return how many blocks of a chain are loaded faster than computed. `spans` are (is it on disk, blocks)."""
-        found = sum(count for _, count in spans)
-        if self._policy.reads_always:
-            return found
-        wanted = self.rates.worthwhile(spans)
-        self._counters.disk_declined_blocks += found - wanted
-        return wanted
-
-    def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        """Whether a request that has waited `waited_s` and got `blocks` of its `of_blocks` should compute the rest."""
-        return not self._policy.reads_always and self.rates.is_hopeless(
-            waited_s=waited_s, blocks=blocks, of_blocks=of_blocks
-        )
-
-    def give_up(self, blocks: int, missing: int, waited_s: float) -> None:
-        """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
-        self.rates.note_read(blocks, waited_s)
-        self._counters.disk_late_blocks += missing
-
     def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
         """Hold all of `hashes` against eviction from disk; None if one of them is missing."""
         return self.store.pin(hashes) if self.is_on else None
@@ -224,10 +195,6 @@ class DiskTier:
         fetch = self._fetches[ticket] = Fetch(source, target)
         self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
         return fetch
-
-    def abandon(self, fetch: Fetch) -> None:
-        """Drop the result of a read: `settle` releases its blocks when the read has ended."""
-        fetch.is_abandoned = True
 
     # -- a step --------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters, TierBlocks
+    from kvbm.shared.service.client import SharedClient
 
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
 CLOSE_S = 0.1
@@ -52,6 +53,7 @@ class GuardedLeader:
         callbacks: LeaderCallbacks,
         *,
         disk: DiskSupervisor | None = None,
+        shared: SharedClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boundary = boundary
@@ -59,13 +61,14 @@ class GuardedLeader:
         self._settings = settings
         self._engine = callbacks
         self._disk = disk
+        self._shared = shared
         self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
         self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
         self._steps_off = 0
         self._has_cleared = False
         ours = replace(callbacks, hold=self._hold, release=self._release, trace=_Trace.of(boundary, callbacks.trace))
-        self.leader = Leader(region, settings, ours, disk=disk, clock=clock)
+        self.leader = Leader(region, settings, ours, disk=disk, shared=shared, clock=clock)
         boundary.counters = self.leader.counters
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -220,6 +223,8 @@ class GuardedLeader:
 
     @contained()
     def _close_disk(self) -> None:
+        if self._shared is not None:
+            self._shared.close(CLOSE_S)
         if self._disk is not None:
             self._disk.close(CLOSE_S)
 
@@ -296,6 +301,8 @@ class GuardedLeader:
     def _discard_results_of_disk(self) -> None:
         if self._disk is not None:
             self._disk.poll()
+        if self._shared is not None:
+            self._shared.poll()
 
     # -- references in the engine's block pool -------------------------------------------------------------------------
 

@@ -31,10 +31,13 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
+from kvbm.leader.load_choice import LoadChoice
 from kvbm.leader.long_matches import LongMatches
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
 from kvbm.leader.prefetches import Prefetches
+from kvbm.leader.rates import Rates
+from kvbm.leader.shared_tier import SharedTier
 from kvbm.leader.slices import Slices
 from kvbm.metrics import Counters, TierBlocks
 from kvbm.plan import StepPlan
@@ -45,8 +48,11 @@ if TYPE_CHECKING:
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.events import Event
     from kvbm.host.region import Region
+    from kvbm.leader.disk_tier import Fetch
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.shared_tier import RunFetch
     from kvbm.plan import Offload, Onboard
+    from kvbm.shared.service.client import SharedClient
 
 SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
 
@@ -72,7 +78,7 @@ Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of
 class Leader:
     """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it.
 
-    `disk` moves blocks of G3, if there is a disk tier.
+    `disk` moves blocks of G3 and `shared` those of G4, if there are such tiers.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Leader:
         callbacks: LeaderCallbacks,
         *,
         disk: DiskSupervisor | None = None,
+        shared: SharedClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
@@ -97,14 +104,22 @@ class Leader:
         self._disk: DiskTier | None = None
         if disk is not None:
             self._disk = DiskTier(disk, self._host, settings, self.counters, clock, callbacks.notes)
-        self._prefetches: Prefetches | None = None  # of an engine that is not promised blocks on disk
-        if self._disk is not None and not settings.engine.accepts_failed_loads:
-            self._prefetches = Prefetches(self._host, self._disk, batch_blocks=settings.disk.batch_blocks, clock=clock)
+        rates = Rates(block_tokens=engine.block_tokens, clock=clock) if self._disk is None else self._disk.rates
+        self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
+        self._shared: SharedTier | None = None
+        if shared is not None:
+            self._shared = SharedTier(shared, self._host, self._disk, settings, self.counters, self._choice, clock)
+        self._prefetches: Prefetches | None = None  # of an engine that is promised blocks in host memory only
+        if (self._disk is not None or self._shared is not None) and not settings.engine.accepts_failed_loads:
+            batch_blocks = settings.disk.batch_blocks
+            self._prefetches = Prefetches(self._host, self._disk, self._shared, batch_blocks=batch_blocks, clock=clock)
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
         self._long_matches = LongMatches(self._host.store, self._slices)
         self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters, self._slices)
-        self._onboards = Onboards(self._host, self._disk, callbacks, settings, self._slices, clock)
+        self._onboards = Onboards(
+            self._host, self._disk, self._shared, self._choice, callbacks, settings, self._slices, clock
+        )
         self._heartbeats = Heartbeats(region, settings.silence_s, clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
@@ -112,6 +127,7 @@ class Leader:
         self._lacks_disk = settings.disk.is_configured and disk is None  # it did not answer at start-up
         self.counters.disk_off = self.counters.disk_times_off = int(self._lacks_disk)
         self._step = 0
+        self._has_computed = False  # in the last step
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
 
@@ -129,13 +145,12 @@ class Leader:
             if self._settings.engine.accepts_failed_loads and self._long_matches.may_match(request, end - start):
                 return self._match_long(request, hashes, start, end, disk)
             self._long_matches.end(request_id)
-            examined = hashes if end == len(hashes) else hashes[:end]
-            return self._host.store.match(examined, start) if disk is None else disk.match_prefix(examined, start)
+            return self._match_further(request, hashes, start, end, disk, [])
 
         blocks = self._match(request_id, hashes, (start, end), lambda: hashes[:start], search)
         if not self._settings.engine.accepts_failed_loads:
             self._promise(request_id, hashes[start : start + (blocks or 0)])
-            self._prefetch(request_id, hashes[:end], start + (blocks or 0))
+            self._prefetch(request_id, hashes, start + (blocks or 0), end)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)
         return blocks
@@ -145,8 +160,14 @@ class Leader:
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
 
         def search(disk: DiskTier | None) -> int:
+            shared = self._shared if self._live(request_id).may_read_disk else None
+
             def is_present(sequence_hash: bytes) -> bool:
-                return self._host.store.contains(sequence_hash) or (disk is not None and disk.contains(sequence_hash))
+                return (
+                    self._host.store.contains(sequence_hash)
+                    or (disk is not None and disk.contains(sequence_hash))
+                    or (shared is not None and shared.contains(sequence_hash))
+                )
 
             if not self._has_states or not self._with_kv:
                 return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
@@ -205,8 +226,8 @@ class Leader:
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` in a step of `seconds`. The rate decides between load and compute."""
-        if self._disk is not None:
-            self._disk.rates.note_step(tokens, seconds)
+        self._has_computed = tokens > 0
+        self._choice.rates.note_step(tokens, seconds)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -318,6 +339,9 @@ class Leader:
         offloads = self._offloads.step()
         if self._disk is not None:
             self._disk.step()
+        if self._shared is not None:
+            self._shared.step(computes=self._has_computed)
+            self._has_computed = False
         if self._prefetches is not None:
             self._prefetches.step()
         self._slices.step()
@@ -346,8 +370,9 @@ class Leader:
         if not self.counters.disabled and self._host.region.has_different_copies:
             self._disable_if_unreliable()
         if self._disk is not None:
-            fetches = self._disk.settle()
-            self._onboards.fetched(fetches if self._prefetches is None else self._prefetches.settle(fetches))
+            self._take_fetches(self._disk.settle())
+        if self._shared is not None:
+            self._take_fetches(self._shared.settle())
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
@@ -361,6 +386,9 @@ class Leader:
                 blocks, failed = len(one.block_ids), len(one.failed_block_ids)
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
+
+    def _take_fetches(self, fetches: Sequence[Fetch | RunFetch]) -> None:
+        self._onboards.fetched(fetches if self._prefetches is None else self._prefetches.settle(fetches))
 
     def settle_offloads(self) -> bool:
         """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
@@ -383,6 +411,7 @@ class Leader:
             or self._slices.has_work()
             or self._onboards.is_under_way(within_steps=patience)
             or (self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()))
+            or (self._shared is not None and self._shared.is_busy())
             or self._offloads.is_under_way(within_steps=patience)
         )
 
@@ -416,14 +445,20 @@ class Leader:
         self._onboards.end_request(request)
         if self._has_states:
             self._touch_with_snapshot(chains)
+        if self._shared is not None:
+            self._shared.forget_request(request_id)
         for progress, hashes in zip(request.offloads, chains, strict=True):
+            if self._shared is not None and request.may_offload:
+                self._shared.used(hashes, 0, max(progress.considered, request.hit_blocks), request.tenant)
             self.counters.offload_skipped_blocks += progress.left_out
             if not self._has_states:
                 self._touch(hashes[: max(progress.considered, request.hit_blocks)])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
-            host_blocks = request.hit_blocks - request.disk_hit_blocks
-            self.counters.hit_window.append((host_blocks, request.disk_hit_blocks, request.probed_blocks))
+            host_blocks = request.hit_blocks - request.disk_hit_blocks - request.shared_hit_blocks
+            self.counters.hit_window.append(
+                (host_blocks, request.disk_hit_blocks, request.shared_hit_blocks, request.probed_blocks)
+            )
             self.counters.finished_requests += 1
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
@@ -452,7 +487,10 @@ class Leader:
         return {**offloads, **{generation: one.order for generation, one in self._onboards.in_flight.items()}}
 
     def close(self) -> None:
-        """Write the blocks that are only in host memory to disk, as far as the time allows, and close the disk."""
+        """Write what is due to the shared tier and the blocks that are only in host memory to disk, as far as the time
+        allows, and close both."""
+        if self._shared is not None:
+            self._shared.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -490,7 +528,7 @@ class Leader:
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
-            tenant = b"" if self._disk is None else self._tenant_of(request_id)
+            tenant = b"" if self._disk is None and self._shared is None else self._tenant_of(request_id)
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
@@ -546,6 +584,7 @@ class Leader:
         if request.is_waiting:
             request.is_waiting = False
             self.counters.onboard_shared_requests += 1
+        request.runs = []
         may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads
         return search(self._disk if may_read_disk else None)
 
@@ -557,7 +596,41 @@ class Leader:
         found = self._long_matches.advance(request, hashes, start, end, on_disk)
         if found is None:
             return None
-        return found.position - start if disk is None else disk.worthwhile(found.spans())
+        return self._match_further(request, hashes, start, end, disk, found.spans())
+
+    def _match_further(
+        self,
+        request: LiveRequest,
+        hashes: Sequence[bytes],
+        start: int,
+        end: int,
+        disk: DiskTier | None,
+        spans: list[tuple[Tier, int]],
+    ) -> int | None:
+        """Return how many of `hashes[start:end]` to load, `spans` of which have been found. None: ask again.
+
+        A chain may be in several tiers in turn. Of the shared tier, at most a slice is loaded by one request.
+        """
+        shared = self._shared if request.may_read_disk and self._settings.engine.accepts_failed_loads else None
+        at = start + sum(count for _, count in spans)
+        examined = hashes if end == len(hashes) or spans else hashes[:end]
+        in_shared = 0
+        while at < end:
+            if count := self._host.store.match(examined, at):
+                spans.append((Tier.HOST, min(count, end - at)))
+            elif disk is not None and (count := disk.match(examined, at)):
+                spans.append((Tier.DISK, min(count, end - at)))
+            elif shared is not None and in_shared < self._slices.size and (count := shared.match(hashes, at, end)):
+                count = min(count, self._slices.size - in_shared)
+                in_shared += count
+                request.runs += shared.runs_of(hashes, at, at + count)
+                spans.append((Tier.SHARED, count))
+            else:
+                break
+            at += spans[-1][1]
+        if shared is not None and at < end and shared.must_wait(request.request_id, hashes, at, end):
+            return None
+        return self._choice.worthwhile(spans)
 
     def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Pin the blocks that `match` promises, in place of those that it promised before."""
@@ -570,14 +643,20 @@ class Leader:
             if self._disk is not None:
                 self._disk.adopt(hashes, request.promised.slots, request.tenant)
 
-    def _prefetch(self, request_id: str, hashes: Sequence[bytes], end: int) -> None:
-        """Queue the blocks on disk of a chain whose blocks up to `end` are promised, for a later request."""
-        if self._prefetches is None or self._disk is None or self.counters.disabled:
+    def _prefetch(self, request_id: str, hashes: Sequence[bytes], at: int, end: int) -> None:
+        """Queue the blocks of a chain on disk or in the shared tier for a later request. Those up to `at` are
+        promised."""
+        if self._prefetches is None or self.counters.disabled:
             return
-        while count := self._disk.match(hashes, end):
-            self._prefetches.want(hashes[end : end + count], self._live(request_id).tenant)
-            end += count
-            end += self._host.store.match(hashes, end)
+        tenant, chain = self._live(request_id).tenant, hashes[:end]
+        while at < end:
+            if self._disk is not None and (count := self._disk.match(chain, at)):
+                self._prefetches.want(chain[at : at + count], tenant)
+            elif self._shared is not None and (count := self._shared.match(hashes, at, end)):
+                self._prefetches.want_runs(self._shared.runs_of(hashes, at, at + count), tenant)
+            elif not (count := self._host.store.match(chain, at)):
+                return
+            at += count
 
     def _end_promise(self, request: LiveRequest) -> None:
         if request.promised is not None:
@@ -593,8 +672,10 @@ class Leader:
         self.counters.onboard_failed_blocks += len(left_out)
         self.counters.onboard_bytes += load.end * self._settings.block_bytes
         self.counters.onboard_disk_blocks += load.disk_blocks
+        self.counters.onboard_shared_blocks += load.shared_blocks
         request.hit_blocks += load.loaded_tokens // self._settings.engine.block_tokens
         request.disk_hit_blocks += load.disk_tokens // self._settings.engine.block_tokens
+        request.shared_hit_blocks += load.shared_tokens // self._settings.engine.block_tokens
         request.may_onboard &= not left_out
         if self._is_live(request):
             self.counters.matched_tokens += load.loaded_tokens
@@ -622,6 +703,8 @@ class Leader:
         self._onboards.reset()
         if self._prefetches is not None:
             self._prefetches.reset()
+        if self._shared is not None:
+            self._shared.reset()
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 

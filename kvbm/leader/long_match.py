@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvbm.types import Tier
+
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.store import BlockStore
@@ -51,9 +53,9 @@ class LongMatch:
                 return True
         return self.position >= end or not self._is_present(hashes[self.position])
 
-    def spans(self) -> list[tuple[bool, int]]:
-        """Return (is it on disk, block count) of each part, in the order of the chain."""
-        return [(is_on_disk, len(blocks.slots)) for is_on_disk, blocks in self.handles]
+    def spans(self) -> list[tuple[Tier, int]]:
+        """Return (where, block count) of each part, in the order of the chain."""
+        return [(Tier.DISK if is_on_disk else Tier.HOST, len(blocks.slots)) for is_on_disk, blocks in self.handles]
 
     def take(self) -> list[tuple[bool, PinnedBlocks]]:
         """Consumes. The caller owns the handles."""

@@ -1,4 +1,4 @@
-"""Onboards: copies into G1, from host memory at once or from disk through host memory.
+"""Onboards: copies into G1, from host memory at once, from disk and the shared tier through host memory.
 
 A load is what one request was promised: blocks of a chain, and the G1 blocks that receive them. It moves in parts:
 
@@ -6,9 +6,10 @@ A load is what one request was promised: blocks of a chain, and the G1 blocks th
   one load take turns with those of others.
 - Blocks on disk are read in batches, in order. Each batch is a part, ordered when its bytes are in host memory. So a
   load larger than host memory passes through it, and one batch is copied while the next is read.
+- Blocks in the shared tier are read in the same way; there a batch is what the load needs of one object.
 
 A load ends when all its parts have ended. If a copy failed, the whole load failed and the engine computes all of it. If
-the disk fails or is too slow, the load is cut at the first missing block: the engine keeps what comes before and
+the tier fails or is too slow, the load is cut at the first missing block: the engine keeps what comes before and
 computes the rest. An engine that cannot use the beginning without the rest gets a failed load instead; the blocks that
 have arrived can still be found in host memory.
 
@@ -23,20 +24,22 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbm.host.region import LANES
 from kvbm.plan import Onboard
-from kvbm.types import SlotState
+from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.disk_tier import DiskTier, Fetch
     from kvbm.leader.host_tier import HostTier
+    from kvbm.leader.load_choice import LoadChoice
     from kvbm.leader.long_match import LongMatch
     from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.shared_tier import Run, RunFetch, SharedTier
     from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
@@ -52,7 +55,8 @@ class LiveRequest:
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
     blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
-    does not accept failed loads. `match_restarts`: how often its long match began again.
+    does not accept failed loads. `match_restarts`: how often its long match began again. `runs` are those that its last
+    match found in the shared tier.
     """
 
     request_id: str
@@ -72,15 +76,19 @@ class LiveRequest:
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
     match_restarts: int = 0
+    runs: list[Run] = field(default_factory=list)
+    shared_hit_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load.
+    `run` is where they are in the shared tier."""
 
     first: int
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    run: Run | None = None
 
     @classmethod
     def of(cls, load: Load, begin: int, end: int) -> _Part:
@@ -91,9 +99,9 @@ class _Part:
 class Load:
     """What was promised to a request. The engine need not compute `tokens` tokens.
 
-    `on_disk` are the positions of the blocks that were on disk. `waiting` are parts of them that have not begun, pinned
-    by `kept`; `slices` are parts in host memory that have not begun, with their pins. `open_parts` counts the parts in
-    flight. Blocks from `end` on are not loaded.
+    `on_disk` and `in_shared` are the positions of the blocks that were there. `waiting` are parts of them that have not
+    begun, those on disk pinned by `kept`; `slices` are parts in host memory that have not begun, with their pins.
+    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded.
     """
 
     number: int
@@ -105,6 +113,7 @@ class Load:
     born_step: int
     end: int
     on_disk: tuple[int, ...] = ()
+    in_shared: tuple[int, ...] = ()
     waiting: deque[_Part] = field(default_factory=deque)
     kept: list[PinnedBlocks] = field(default_factory=list)
     slices: deque[tuple[_Part, PinnedBlocks]] = field(default_factory=deque)
@@ -112,12 +121,30 @@ class Load:
     is_failed: bool = False
     is_failed_by_disk: bool = False
     is_reported: bool = False
-    read_s: float = 0.0  # until the last read from disk has ended
+    read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)  # until the first and the last read ended
 
     @property
     def disk_blocks(self) -> int:
         """Blocks from disk among those that are loaded."""
         return bisect_left(self.on_disk, self.end)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks from the shared tier among those that are loaded."""
+        return bisect_left(self.in_shared, self.end)
+
+    def count_of(self, tier: Tier, end: int) -> int:
+        """Return how many of its first `end` blocks come from this tier."""
+        return bisect_left(self.on_disk if tier is Tier.DISK else self.in_shared, end)
+
+    def note_read(self, tier: Tier, waited_s: float) -> None:
+        """Note that a read from this tier has ended."""
+        self.read_s[tier] = (self.read_s.get(tier, (waited_s, waited_s))[0], waited_s)
+
+    @property
+    def shared_tokens(self) -> int:
+        """The part of `tokens` that comes from the shared tier."""
+        return self.tokens * self.shared_blocks // max(1, len(self.hashes))
 
     @property
     def loaded_tokens(self) -> int:
@@ -146,6 +173,8 @@ class Onboards:
         self,
         host: HostTier,
         disk: DiskTier | None,
+        shared: SharedTier | None,
+        choice: LoadChoice,
         engine: LeaderCallbacks,
         settings: LeaderSettings,
         slices: Slices,
@@ -154,13 +183,15 @@ class Onboards:
         self._slices = slices
         self._host = host
         self._disk = disk
+        self._shared = shared
+        self._choice = choice
         self._engine = engine
         self._settings = settings
         self._clock = clock
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
-        self._fetches: dict[Fetch, tuple[Load, _Part]] = {}
-        self._from_disk: list[Load] = []
+        self._fetches: dict[Fetch | RunFetch, tuple[Load, _Part]] = {}
+        self._reading: list[Load] = []  # loads with blocks from disk or from the shared tier
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
         self._arriving: dict[bytes, int] = {}
         self._lanes = deque(range(LANES))
@@ -201,11 +232,14 @@ class Onboards:
             in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
             source = self._host.store.pin(in_host.hashes)
         assert source is not None, "blocks that are not missing can be pinned"
-        kept = self._disk.pin([hashes[index] for index in missing]) if missing and self._disk is not None else None
-        if missing and kept is None:
+        on_disk, in_shared = self._where(request, hashes, missing)
+        kept = None
+        if on_disk and self._disk is not None:
+            kept = self._disk.pin([hashes[index] for index in on_disk])
+        if in_shared is None or (on_disk and kept is None):
             source.release()
             return None
-        load = self._new_load(request, hashes, block_ids, tokens, on_disk=missing)
+        load = self._new_load(request, hashes, block_ids, tokens, on_disk=on_disk)
         self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
         if in_host.hashes:
             self._open(load, in_host.block_ids)
@@ -214,12 +248,42 @@ class Onboards:
             source.release()
         if kept is not None:
             load.kept.append(kept)
-            size = self._part_blocks(len(missing))
-            for first in range(0, len(missing), size):
-                load.waiting.append(_part(hashes, block_ids, missing[first : first + size]))
-            self._from_disk.append(load)
+            size = self._part_blocks(len(on_disk))
+            for first in range(0, len(on_disk), size):
+                load.waiting.append(_part(hashes, block_ids, on_disk[first : first + size]))
+        self._add_runs(load, in_shared)
+        if load.waiting:
+            self._reading.append(load)
             self._begin_fetches()
         return load
+
+    def _where(
+        self, request: LiveRequest, hashes: Sequence[bytes], missing: Sequence[int]
+    ) -> tuple[list[int], list[tuple[Run, list[int]]] | None]:
+        """Return which of the blocks at these positions are on disk, and the positions of the others by run of the
+        shared tier. None for these if one of them is in no run that the match has found."""
+        on_disk = [index for index in missing if self._disk is not None and self._disk.contains(hashes[index])]
+        left = missing if not on_disk else sorted(set(missing).difference(on_disk))
+        if not left:
+            return on_disk, []
+        run_of = {one: run for run in request.runs for one in run.hashes}
+        found: dict[bytes, tuple[Run, list[int]]] = {}
+        for index in left:
+            run = run_of.get(hashes[index])
+            if run is None and self._shared is not None:
+                run = self._shared.run_of_one(hashes[index])
+            if run is None:
+                return on_disk, None
+            found.setdefault(run.name, (run, []))[1].append(index)
+        return on_disk, list(found.values())
+
+    def _add_runs(self, load: Load, runs: Sequence[tuple[Run, Sequence[int]]]) -> None:
+        """Add a part per run. Parts wait in the order of their positions, so that the beginning arrives first."""
+        if not runs:
+            return
+        parts = [replace(_part(load.hashes, load.block_ids, indexes), run=run) for run, indexes in runs]
+        load.in_shared = tuple(sorted(index for _, indexes in runs for index in indexes))
+        load.waiting = deque(sorted((*load.waiting, *parts), key=lambda part: part.first))
 
     def _begin_long(
         self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, found: LongMatch
@@ -241,13 +305,18 @@ class Onboards:
             else:
                 load.slices.append((_Part.of(load, first, last), blocks))
             first = last
-        if first < len(hashes) or not is_valid:
+        in_shared: list[tuple[Run, list[int]]] | None = []
+        if first < len(hashes):
+            on_disk, in_shared = self._where(request, hashes, range(first, len(hashes)))
+            in_shared = None if on_disk else in_shared
+        if in_shared is None or not is_valid:
             for blocks in (*load.kept, *(source for _, source in load.slices)):
                 self._slices.release(blocks)
             return None
+        self._add_runs(load, in_shared)
         self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
         if load.waiting:
-            self._from_disk.append(load)
+            self._reading.append(load)
             self._begin_fetches()
         if load.slices:
             self._in_slices.append(load)
@@ -255,14 +324,14 @@ class Onboards:
 
     def end_request(self, request: LiveRequest) -> None:
         """Begin no more parts of its loads: its G1 blocks are the engine's again, except those that are held."""
-        for load in dict.fromkeys((*self._from_disk, *self._in_slices)):
+        for load in dict.fromkeys((*self._reading, *self._in_slices)):
             if load.request is request and (load.waiting or load.slices):
                 self._fail(load)
                 self._end_if_over(load)
 
     def step(self) -> tuple[Onboard, ...]:
         self._step += 1
-        if self._from_disk:
+        if self._reading:
             self._give_up_hopeless()
             self._begin_fetches()
         if self._in_slices:
@@ -277,15 +346,15 @@ class Onboards:
         ages = ((copy.order, self._step - copy.born_step) for copy in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
-    def fetched(self, fetches: Sequence[Fetch]) -> None:
-        """Continue with blocks that have arrived from disk, or failed to."""
+    def fetched(self, fetches: Sequence[Fetch | RunFetch]) -> None:
+        """Continue with blocks that have arrived from disk or from the shared tier, or failed to."""
         for fetch in fetches:
             if fetch not in self._fetches:  # its load failed with an earlier fetch of this batch
                 if fetch.blocks is not None:
                     fetch.blocks.release()
                 continue
             load, part = self._fetches.pop(fetch)
-            load.read_s = self._clock() - load.born_s
+            load.note_read(Tier.DISK if part.run is None else Tier.SHARED, self._clock() - load.born_s)
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
@@ -314,7 +383,7 @@ class Onboards:
 
     def is_reading(self) -> bool:
         """Whether a load waits for blocks from disk, or for the turn of its next slice."""
-        return bool(self._fetches or self._in_slices) or any(load.waiting for load in self._from_disk)
+        return bool(self._fetches or self._in_slices) or any(load.waiting for load in self._reading)
 
     def is_under_way(self, *, within_steps: int) -> bool:
         """Whether a read is in flight, or a copy that is not older than that."""
@@ -327,7 +396,7 @@ class Onboards:
         """Let everything in flight end as failed."""
         for copy in self.in_flight.values():
             copy.is_void = True
-        for load in dict.fromkeys((*self._from_disk, *self._in_slices)):
+        for load in dict.fromkeys((*self._reading, *self._in_slices)):
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
@@ -398,21 +467,32 @@ class Onboards:
 
     def _begin_fetches(self) -> None:
         """First come, first served: a later load does not overtake one that waits for room."""
-        for load in list(self._from_disk):
+        for load in list(self._reading):
             while load.waiting:
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
-                assert self._disk is not None
-                if self._disk.has_lost(load.waiting[0].hashes):
-                    self._cut(load, load.waiting[0].first)
+                part = load.waiting[0]
+                if self._has_lost(part):
+                    self._cut(load, part.first)
                     self._end_if_over(load)
                     break
-                fetch = self._disk.fetch(load.waiting[0].hashes, load.request.tenant)
+                fetch = self._fetch(part, load.request.tenant)
                 if fetch is None:
                     return
-                part = load.waiting.popleft()
+                load.waiting.popleft()
                 self._fetches[fetch] = (load, part)
                 self._open(load, part.block_ids)
+
+    def _has_lost(self, part: _Part) -> bool:
+        """Whether the blocks of a part are gone, because another read of them has failed."""
+        if part.run is not None:
+            return self._shared is None or self._shared.has_lost(part.run)
+        return self._disk is None or self._disk.has_lost(part.hashes)
+
+    def _fetch(self, part: _Part, tenant: bytes) -> Fetch | RunFetch | None:
+        if part.run is None:
+            return None if self._disk is None else self._disk.fetch(part.hashes, tenant)
+        return None if self._shared is None else self._shared.fetch(part.run, part.hashes, tenant)
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
@@ -448,21 +528,22 @@ class Onboards:
             self._in_slices.remove(load)
         own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
         for fetch, part in own:
-            assert self._disk is not None
             del self._fetches[fetch]
-            self._disk.abandon(fetch)
+            fetch.abandon()
             self._close(load, part.block_ids)
 
     def _end_if_over(self, load: Load) -> None:
         if load.open_parts or load.waiting or load.slices:
             return
-        if load.kept:
-            self._from_disk.remove(load)
+        if load in self._reading:
+            self._reading.remove(load)
             for kept in load.kept:
                 self._slices.release(kept) if len(load.kept) > 1 else kept.release()
             load.kept.clear()
-            if self._disk is not None and not load.is_failed and load.end == len(load.hashes):
-                self._disk.rates.note_read(load.disk_blocks, load.read_s)
+            if not load.is_failed and load.end == len(load.hashes):
+                for tier, (first_s, last_s) in load.read_s.items():
+                    first_s = first_s if tier is Tier.SHARED else 0.0
+                    self._choice.rates.note_read(load.count_of(tier, load.end), last_s, tier, first_s=first_s)
         self._report(load)
 
     def _report(self, load: Load) -> None:
@@ -487,19 +568,24 @@ class Onboards:
 
     def _give_up_hopeless(self) -> None:
         """Cut the loads whose remaining blocks are computed faster than read, or whose disk does not answer."""
-        missing = {load.number: load.waiting[0].first for load in self._from_disk if load.waiting}
+        missing = {load.number: load.waiting[0] for load in self._reading if load.waiting}
         for load, part in self._fetches.values():
-            missing[load.number] = min(part.first, missing.get(load.number, part.first))
-        for load in [load for load in self._from_disk if load.number in missing]:
-            assert self._disk is not None
-            waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks
-            end = missing[load.number]
-            blocks = bisect_left(load.on_disk, end)
-            is_late = waited_s > self._settings.disk.timeout_s or not self._disk.is_on
-            if is_late or self._disk.is_hopeless(waited_s, blocks, all_blocks):
-                self._disk.give_up(blocks, all_blocks - blocks, waited_s)
-                self._cut(load, end)
+            if load.number not in missing or part.first < missing[load.number].first:
+                missing[load.number] = part
+        for load in [load for load in self._reading if load.number in missing]:
+            part = missing[load.number]
+            tier = Tier.DISK if part.run is None else Tier.SHARED
+            waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks + load.shared_blocks
+            blocks = load.count_of(Tier.DISK, part.first) + load.count_of(Tier.SHARED, part.first)
+            is_late = waited_s > self._settings.disk.timeout_s or not self._is_on(tier)
+            if is_late or self._choice.is_hopeless(waited_s, blocks, all_blocks):
+                self._choice.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
+                self._cut(load, part.first)
                 self._end_if_over(load)
+
+    def _is_on(self, tier: Tier) -> bool:
+        side = self._disk if tier is Tier.DISK else self._shared
+        return side is not None and side.is_on
 
 
 def _part(hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]) -> _Part:

@@ -1,11 +1,12 @@
-"""Rates: how fast this engine computes tokens and how fast its disk delivers blocks, measured while both run.
+"""Rates: how fast this engine computes tokens and how fast its lower tiers deliver blocks, measured while both run.
 
-They decide whether blocks on disk are worth reading, how many of a chain, and when a read has become hopeless. Older
-work counts less, so that a slower disk or a busier engine is noticed within a few requests. While the disk's rate is
-unknown, or has not been measured for long, one request tries to read; `is_hopeless` limits what that can cost.
+They decide whether blocks on disk or in the shared tier are worth reading, how many of a chain, and when a read has
+become hopeless. Older work counts less, so that a slower tier or a busier engine is noticed within a few requests.
+While the rate of a tier is unknown, or has not been measured for long, one request tries to read; `is_hopeless` limits
+what that can cost. A read from the shared tier takes at least as long as its first blocks take to arrive.
 
-`RatesFile` keeps both rates in a small file of the disk tier's directory. The next engine with the same namespace uses
-them to judge its first request. One thread owns both classes.
+`RatesFile` keeps the rates of computing and of the disk in a small file of the disk tier's directory. The next engine
+with the same namespace uses them to judge its first request. One thread owns both classes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from kvbm.disk.files import open_private
 from kvbm.errors import EnvironmentProblem
+from kvbm.types import Tier
 
 MIN_STEP_TOKENS = 64  # the duration of a step with fewer tokens is a fixed cost
 KEPT = 0.8  # weight of the older samples, per sample
@@ -52,6 +54,33 @@ class KnownRates:
         return any(max(pair) > WORTH_WRITING * min(pair) for pair in pairs)
 
 
+class ReadRate:
+    """How fast one tier delivers blocks. 0 blocks per second means that none arrived in time."""
+
+    def __init__(self) -> None:
+        self.blocks, self.seconds = 0.0, 0.0
+        self.first_s = 0.0  # until the first blocks of a read arrive
+        self.sampled_s = float("-inf")
+
+    def note(self, blocks: int, seconds: float, first_s: float, now_s: float) -> None:
+        self.first_s = KEPT * self.first_s + (1 - KEPT) * first_s if self.first_s else first_s
+        self.blocks = KEPT * self.blocks + blocks
+        self.seconds = KEPT * self.seconds + seconds
+        self.sampled_s = now_s
+
+    @property
+    def is_known(self) -> bool:
+        return self.seconds > 0
+
+    @property
+    def blocks_per_s(self) -> float:
+        return self.blocks / self.seconds if self.seconds else 0.0
+
+    def seconds_for(self, blocks: int) -> float:
+        """Return how long a read of so many blocks takes."""
+        return max(self.first_s, blocks * self.seconds / self.blocks) if self.blocks else float("inf")
+
+
 class Rates:
     """See the module's text. `clock` returns seconds; `known` are the rates of an earlier engine."""
 
@@ -59,12 +88,12 @@ class Rates:
         self._block_tokens = block_tokens
         self._clock = clock
         self._tokens, self._computing_s = 0.0, 0.0
-        self._blocks, self._reading_s = 0.0, 0.0
-        self._sampled_s = float("-inf")
+        self.reads = {Tier.DISK: ReadRate(), Tier.SHARED: ReadRate()}
         if known is not None:
             self._tokens, self._computing_s = KNOWN_S * known.tokens_per_s, KNOWN_S
             if known.blocks_per_s is not None:
-                self._blocks, self._reading_s = KNOWN_S * known.blocks_per_s, KNOWN_S
+                disk = self.reads[Tier.DISK]
+                disk.blocks, disk.seconds = KNOWN_S * known.blocks_per_s, KNOWN_S
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` tokens in one step."""
@@ -72,11 +101,9 @@ class Rates:
             self._tokens = KEPT * self._tokens + tokens
             self._computing_s = KEPT * self._computing_s + seconds
 
-    def note_read(self, blocks: int, seconds: float) -> None:
-        """Note that a request waited `seconds` for `blocks` blocks from disk."""
-        self._blocks = KEPT * self._blocks + blocks
-        self._reading_s = KEPT * self._reading_s + seconds
-        self._sampled_s = self._clock()
+    def note_read(self, blocks: int, seconds: float, tier: Tier = Tier.DISK, *, first_s: float = 0.0) -> None:
+        """Note that a request waited `seconds` for `blocks` blocks of a tier, and `first_s` for the first of them."""
+        self.reads[tier].note(blocks, seconds, first_s, self._clock())
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,34 +113,49 @@ class Rates:
     @property
     def blocks_per_s(self) -> float:
         """Blocks that the disk delivers per second; 0 if unknown, or if none arrived in time."""
-        return self._blocks / self._reading_s if self._reading_s else 0.0
+        return self.reads[Tier.DISK].blocks_per_s
 
     def known(self) -> KnownRates | None:
         """Return the rates for the next engine; None while the rate of computing is unknown."""
         if not self.tokens_per_s:
             return None
-        return KnownRates(self.tokens_per_s, self.blocks_per_s if self._reading_s else None)
+        return KnownRates(self.tokens_per_s, self.blocks_per_s if self.reads[Tier.DISK].is_known else None)
 
-    def worthwhile(self, spans: Sequence[tuple[bool, int]]) -> int:
+    def worthwhile(self, spans: Sequence[tuple[Tier, int]]) -> int:
         """Return how many blocks of a chain to load: the beginning that saves most time.
 
-        `spans` are consecutive parts of the chain as (is on disk, blocks).
+        `spans` are consecutive parts of the chain as (where they are, blocks). Blocks in host memory cost no time.
         """
         total = sum(count for _, count in spans)
-        if not any(is_on_disk for is_on_disk, _ in spans) or not (self._computing_s and self._reading_s):
+        used = {tier: self.reads[tier] for tier, count in spans if count and tier in self.reads}
+        if not self._computing_s or not all(rate.is_known for rate in used.values()):
             return total
-        read_s = self._reading_s / self._blocks if self._blocks else float("inf")
         compute_s = self._block_tokens / self.tokens_per_s
-        best_s, best, saved_s, end = 0.0, 0, 0.0, 0
-        for is_on_disk, count in spans:
-            saved_s += count * (compute_s - read_s if is_on_disk else compute_s)
+        best_s, best, end = 0.0, 0, 0
+        read_blocks = dict.fromkeys(used, 0)
+        for tier, count in spans:
             end += count
-            if saved_s > best_s:
-                best_s, best = saved_s, end
-        if best < total and self._clock() - self._sampled_s > TRIAL_INTERVAL_S:
-            self._sampled_s = self._clock()  # one trial at a time
+            if tier in used:
+                read_blocks[tier] += count
+            cost_s = sum(used[tier].seconds_for(blocks) for tier, blocks in read_blocks.items() if blocks)
+            if end * compute_s - cost_s > best_s:
+                best_s, best = end * compute_s - cost_s, end
+        if best < total and any(self._is_trial_due(rate) for rate in used.values()):
+            for rate in used.values():
+                rate.sampled_s = self._clock()  # one trial at a time
             return total
         return best
+
+    def may_pay(self, tier: Tier) -> bool:
+        """Whether a read of many blocks from this tier may be faster than computing them, or should be tried again."""
+        rate = self.reads[tier]
+        if not (self._computing_s and rate.is_known) or self._is_trial_due(rate):
+            return True
+        return rate.blocks_per_s * self._block_tokens > self.tokens_per_s
+
+    def compute_s(self, blocks: int) -> float:
+        """Return how long computing so many blocks takes; infinite if unknown."""
+        return blocks * self._block_tokens / self.tokens_per_s if self._computing_s else float("inf")
 
     def is_hopeless(self, *, waited_s: float, blocks: int, of_blocks: int) -> bool:
         """Whether a request that has waited `waited_s` and got the first `blocks` of its `of_blocks` should compute the
@@ -126,6 +168,9 @@ class Rates:
             return waited_s > BLIND_S
         compute_s = self._block_tokens / self.tokens_per_s
         return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)
+
+    def _is_trial_due(self, rate: ReadRate) -> bool:
+        return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S
 
 
 class RatesFile:

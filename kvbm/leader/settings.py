@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
-from kvbm.hashing import namespace
+from kvbm.leader.namespace import namespace_of, public_facts
 from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
@@ -17,8 +17,9 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.shared.service.client import SharedClient
 
-KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
+DAY_S = 86_400.0
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,30 @@ class DiskPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPolicy:
+    """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does."""
+
+    to_shared: str = "frequency"
+    writes: bool = True
+    frequency_threshold: int = 2
+    frequency_decay_s: float = 600.0
+    frequency_entries: int = 1_000_000
+    drain_s: float = 0.0
+
+    @classmethod
+    def of(cls, config: ConnectorConfig) -> SharedPolicy:
+        shared = config.tiers.shared
+        return cls(
+            to_shared=config.offload.to_shared,
+            writes=shared is None or shared.write,
+            frequency_threshold=config.offload.frequency_threshold,
+            frequency_decay_s=config.offload.frequency_decay_s,
+            frequency_entries=config.offload.frequency_entries,
+            drain_s=0.0 if shared is None else shared.drain_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderSettings:
     """Settings of one leader.
 
@@ -132,6 +157,7 @@ class LeaderSettings:
     window_requests: int = WINDOW_REQUESTS
     slice_blocks: int = SLICE_BLOCKS
     disk: DiskPolicy = field(default_factory=DiskPolicy)
+    shared: SharedPolicy = field(default_factory=SharedPolicy)
 
     def __post_init__(self) -> None:
         assert self.overdue_steps > 1, "a transfer is one step old when its order goes out"
@@ -149,6 +175,7 @@ class LeaderSettings:
             min_priority=config.offload.min_priority,
             window_requests=config.metrics.window_requests,
             disk=DiskPolicy.of(config),
+            shared=SharedPolicy.of(config),
         )
 
     @property
@@ -174,19 +201,16 @@ def open_disk(
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` is everything that decides the bytes and hashes of a block, except the layouts of the segments. Its
-    `model` is shown to users and does not count. `doubt` says why blocks of this engine could be wrong for another one
-    of equal identity: they are then not kept for the next start. It is empty if there is no doubt.
+    `identity` and `doubt`: see `namespace_of`. Blocks in doubt are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
         return None
     from kvbm.disk.service.client import UnresponsiveDisk
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
+    from kvbm.disk.settings import DiskSettings
 
-    layout = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments if info.replica == 0]
-    facts = {"kvbm": KV_FORMAT, "layouts": layout, **identity}
+    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
         capacity_bytes=section.capacity,
@@ -201,7 +225,6 @@ def open_disk(
     )
     if section.persist and doubt:
         log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
-    name = Namespace(namespace({name: value for name, value in facts.items() if name != "model"}), facts)
     try:
         disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
     except UnresponsiveDisk as error:
@@ -209,3 +232,53 @@ def open_disk(
         return None
     log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk
+
+
+def open_shared(
+    config: ConnectorConfig,
+    segments: Sequence[SegmentInfo],
+    settings: LeaderSettings,
+    *,
+    identity: Mapping[str, object],
+    doubt: str,
+) -> SharedClient | None:
+    """Open the shared tier of an engine; None if none is configured, or if its blocks are in doubt (`namespace_of`).
+
+    Raises EnvironmentProblem if the store cannot be used.
+    """
+    section = config.tiers.shared
+    if section is None:
+        return None
+    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
+    if doubt:
+        log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
+        return None
+    from kvbm.shared.service.client import SharedClient
+    from kvbm.shared.settings import SharedSettings
+
+    disk = config.tiers.disk
+    shared = SharedClient.open(
+        SharedSettings(
+            url=section.resolved_url(),
+            protection=section.protection,
+            key_file=None if section.key_file is None else Path(section.key_file).expanduser(),
+            expire_s=section.expire_days * DAY_S,
+            writes=section.write,
+            requests=section.requests,
+            node_directory=None if disk is None else Path(disk.directory).expanduser(),
+        ),
+        name.digest,
+        {"block_bytes": settings.block_bytes, **public_facts(name)},
+        segments,
+        hash_bytes=settings.engine.hash_bytes,
+        block_tokens=settings.engine.block_tokens,
+        has_runs=len(settings.groups) == 1,
+    )
+    log.info(
+        "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
+        section.url,
+        shared.engine_name,
+        shared.run_blocks,
+        shared.run_bytes / 2**20,
+    )
+    return shared

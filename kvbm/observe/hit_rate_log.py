@@ -43,10 +43,11 @@ class HitRateLog:
 
 def hit_rates(counters: Counters) -> str:
     """`kvbm: cache hit rates of the last 12 requests: host 42.0% (21/50 blocks), disk 0.0% (0/50)`"""
-    host, disk, queried = counters.hits()
+    host, disk, shared, queried = counters.hits()
     count = len(counters.hit_window)
     percent = 100 / queried if queried else 0.0
-    return (
+    text = (
         f"kvbm: cache hit rates of the last {count} requests: "
         f"host {host * percent:.1f}% ({host}/{queried} blocks), disk {disk * percent:.1f}% ({disk}/{queried})"
     )
+    return f"{text}, shared {shared * percent:.1f}% ({shared}/{queried})" if shared else text

@@ -59,7 +59,7 @@ class RunGeometry:
         return ObjectResult(order.ticket, Outcome.GOOD, is_good, is_aging=0 < aging_s < answer.age_s)
 
     def outgoing(self, order: Put, key: str) -> Outgoing:
-        """Return what writes an object. Its checksums are those of the bytes that are in the host slots now."""
+        """Return what writes an object. Its checksums cover the bytes that are in the host slots now."""
         form, tenant = self.form, tenant_tag(order.tenant)
         blocks = [self.block(slot) for slot in order.host_slots]
         checksums = [form.checksum(name, block) for name, block in zip(order.hashes, blocks, strict=True)]

@@ -17,8 +17,8 @@ from kvbm.shared.protection import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. The length of
-    all of them is that of the object, otherwise it is BAD."""
+    """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. An object of
+    another length is BAD."""
 
     key: str
     buffers: Sequence[memoryview | int]

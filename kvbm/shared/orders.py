@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read the run of `hashes`. Block i goes to `host_slots[i]`, or nowhere if that is NOT_WANTED."""
+    """Read the run of `hashes`. Block i goes to `host_slots[i]`, and is skipped if that is NOT_WANTED."""
 
     ticket: int
     hashes: Sequence[bytes]

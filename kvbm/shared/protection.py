@@ -1,6 +1,6 @@
 """Protection: proves who wrote an object (HMAC), and hides its content (AES-GCM).
 
-A checksum proves no origin: whoever may write to the store could place chosen KV under a predictable name. With a
+A checksum proves no origin: a user who may write to the store could place chosen KV under a predictable name. With a
 secret that only trusted engines have, an object of anybody else is a miss. The key of a namespace and of a tenant is
 derived from the secret, so that an object cannot be moved to another one.
 

@@ -35,7 +35,7 @@ SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]
 
 @dataclass(slots=True)
 class SharedCounters:
-    """Counters since the start of the process. Bytes are those of whole objects."""
+    """Counters since the start of the process. Bytes include headers."""
 
     objects_read: int = 0
     objects_written: int = 0

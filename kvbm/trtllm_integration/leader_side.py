@@ -29,7 +29,7 @@ from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
 from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.plan import StepPlan
+    from kvbm.shared.service.client import SharedClient
     from kvbm.trtllm_integration.engine_facts import EngineFacts
     from kvbm.trtllm_integration.messages import RankReport
     from kvbm.types import SegmentInfo
@@ -112,23 +113,28 @@ class LeaderSide:
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=reports[0].block_count)
         callbacks = LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace)
-        disk = self._open_disk(segments)
-        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk)
+        disk, shared = self._open_disk(segments), self._open_shared(segments, settings)
+        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk, shared=shared)
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
 
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
+        facts, doubt = self._described()
+        return open_disk(self._config, segments, identity=facts, doubt=doubt, hash_bytes=HASH_BYTES)
+
+    def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
+        if self._config.tiers.shared is None:
+            return None
+        facts, doubt = self._described()
+        return open_shared(self._config, segments, settings, identity=facts, doubt=doubt)
+
+    def _described(self) -> tuple[dict[str, object], str]:
+        """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
         facts, doubt = identity(self._arguments)
         layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
-        return open_disk(
-            self._config,
-            segments,
-            identity={**facts, **layout, "root": root(self._namespace).hex()},
-            doubt=doubt,
-            hash_bytes=HASH_BYTES,
-        )
+        return {**facts, **layout, "root": root(self._namespace).hex()}, doubt
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

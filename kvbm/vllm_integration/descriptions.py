@@ -118,7 +118,7 @@ class Descriptions:
 
     # -- to an event ---------------------------------------------------------------------------------------------------
 
-    def runs(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[Run]:
+    def runs(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedRun]:
         """Split blocks into runs, in which each block is the parent of the next one. `found` are their descriptions."""
         joined, width, extras = b"".join(found), self._width, None
         if len(joined) != len(found) * width:
@@ -136,7 +136,9 @@ class Descriptions:
             known = parent if forms[begin] & HAS_PARENT else None
             first = NO_EXTRAS if extras is None else extras[begin]
             keys = [None] * (end - begin) if extras is None else [one.keys for one in extras[begin:end]]
-            yield Run(names[begin:end], known, tokens[begin * size : end * size], first.adapter_id, first.adapter, keys)
+            yield DescribedRun(
+                names[begin:end], known, tokens[begin * size : end * size], first.adapter_id, first.adapter, keys
+            )
 
     # -- from disk -----------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class Descriptions:
         return note[: self._width] + _encoded(extras._replace(adapter_id=None))
 
 
-class Run(NamedTuple):
+class DescribedRun(NamedTuple):
     """Blocks of a chain: their names, the parent of the first one, the tokens of all, and what else names them."""
 
     names: Sequence[Name]

@@ -1,8 +1,8 @@
 """Engine identity: the values that determine the bytes and the hashes of vLLM's blocks.
 
-Blocks on disk are loaded only by an engine with the same identity. It contains vLLM's own digests of its configuration
-(more of them than necessary only costs hits), the Hugging Face configuration after all overrides, the content of the
-model's files and of a draft model's, versions, and the root of the hashes.
+Other engines, on this machine or on others, load blocks of an engine with the same identity. It contains vLLM's options
+(options.py), the Hugging Face configuration after all overrides, the content of the model's files and of a draft
+model's, versions, and the root of the hashes. It contains no path and nothing in which replicas of one model differ.
 
 The connector is created after vLLM has loaded the weights, so the files are read after loading. They describe the
 loaded weights only if nothing has changed them, a link or a directory since this process started: it starts before
@@ -11,19 +11,19 @@ loading does. Whatever is in doubt is not kept for the next start.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
-import re
-from collections.abc import Callable
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.identity.content import digest_file
 from kvbm.identity.fingerprint import fingerprint, process_start_ns
-from kvbm.identity.versions import version_of
+from kvbm.identity.machine import cpu_features
+from kvbm.identity.options import Options, Unidentified
+from kvbm.identity.versions import release_of, version_of
+from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
 if TYPE_CHECKING:
@@ -34,15 +34,6 @@ LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
     | {"gguf", "bitsandbytes", "runai_streamer", "runai_streamer_sharded"}
 )
 DISTRIBUTIONS = ("torch", "transformers")
-# Parts of names of variables that differ between starts of one set-up, and that change no KV.
-OTHER_VARIABLES = re.compile(
-    "ADDR|API|BUILD|CACHE_DIR|DEBUG|DEV_MODE|HOST|_IP$|KVCACHE_SPACE|LOG|OMP_THREADS|PATH|PORT|PROC|RANK|RAY|RESERVED_CPU"
-    "|ROOT|RPC|STATS|TIMEOUT|TRACE|TRACK|USAGE"
-)
-
-
-class Unidentified(Exception):
-    """Why the weights of a model cannot be identified."""
 
 
 def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
@@ -50,106 +41,107 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    weights, configuration, doubt = _model(vllm_config)
     root, is_root_stable = _hash_root(cache.prefix_caching_hash_algo)
     facts: dict[str, object] = {
         "engine": "vllm",
-        "version": str(getattr(vllm, "__version__", "")),
-        "versions": [version_of(name) for name in DISTRIBUTIONS],
+        "version": release_of(str(getattr(vllm, "__version__", ""))),
+        "versions": [release_of(version_of(name)) for name in DISTRIBUTIONS],
         "model": str(model.model),
-        "weights": weights,
-        "configuration": configuration,
-        "digests": [_digest(part) for part in (model, cache, vllm_config.parallel_config)],
-        "attention": _digest(getattr(vllm_config, "attention_config", None)),
-        "speculative": _digest(vllm_config.speculative_config),
-        "multimodal": _values(getattr(model, "multimodal_config", None)),
-        "kernels": _values(getattr(vllm_config, "kernel_config", None)),
-        "platform": _text_digest(getattr(vllm_config, "additional_config", None)),
-        "windows": [getattr(cache, name, None) for name in ("swa_bounded_replay", "kv_sharing_fast_prefill")],
-        "environment": _environment(),
         "plugins": _plugins(),
         "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": cache.block_size,
+        "parallel": _sizes(vllm_config.parallel_config),
         "instruction_set": _instruction_set(),
         "hash": cache.prefix_caching_hash_algo,
+        "serialization": _serialization(cache.prefix_caching_hash_algo),
         "root": root,
     }
+    found, doubt = _model(vllm_config)
+    facts |= found
     if not is_root_stable:
         doubt = "block hashes change with every start; set PYTHONHASHSEED"
     elif bool(getattr(cache, "calculate_kv_scales", False)):
         doubt = "vLLM computes the scales of the KV cache from the first requests of each start"
     elif vllm_config.lora_config is not None:
         doubt = "a block's hash covers the name of an adapter, not its content"
+    elif _takes_encodings(getattr(vllm_config, "ec_transfer_config", None)):
+        doubt = "another engine encodes images and audio, and its weights are unknown"
     elif not reports_weight_updates():
         doubt = "this version of vLLM does not report changes of the weights in memory"
     return facts, doubt
 
 
-def _digest(config: Any) -> str:
-    return "" if config is None else str(config.compute_hash())
+def _sizes(parallel: Any) -> dict[str, int]:
+    """Return in how many parts layers, heads and contexts are split."""
+    names = ("tensor", "pipeline", "prefill_context", "decode_context")
+    return {name: int(getattr(parallel, f"{name}_parallel_size", 1)) for name in names}
 
 
-def _configuration(hf_config: Any) -> str:
-    """Return a digest of the configuration that the model was built from, after `--hf-overrides`."""
-    try:
-        return _text_digest(hf_config.to_dict(), default=str)
-    except (TypeError, ValueError) as error:
-        raise Unidentified(f"its configuration has no text form: {error}") from error
+def _takes_encodings(transfer: Any) -> bool:
+    return transfer is not None and getattr(transfer, "ec_role", None) != "ec_producer"
 
 
-def _values(config: Any) -> str:
-    """Return a digest of all options of a section, because vLLM's own digest omits most of them or is costly."""
-    return "" if config is None else _text_digest(vars(config))
-
-
-def _environment() -> str:
-    """Return a digest of the environment variables that can change how vLLM computes, such as a quantised reduction."""
-    names = {name for name in os.environ if name.startswith("VLLM_") and not OTHER_VARIABLES.search(name)}
-    return _text_digest({name: os.environ[name] for name in names})
+def _serialization(algorithm: str) -> str:
+    """Return how the tokens of a block become the bytes that are hashed. Pickles differ between versions of Python."""
+    major, minor = sys.version_info[:2]
+    return "cbor" if algorithm.endswith("_cbor") else f"pickle of Python {major}.{minor}"
 
 
 def _plugins() -> list[str]:
     """Return the installed plugins of vLLM, which can replace any part of it, and their versions."""
     return sorted(
-        f"{point.group} {point.value} {distribution.version}"
+        f"{point.group} {point.value} {_version(point.value, distribution.version)}"
         for distribution in metadata.distributions()
         for point in distribution.entry_points
         if point.group.startswith("vllm.")
     )
 
 
-def _text_digest(value: object, default: Callable[[object], str] = repr) -> str:
-    text = json.dumps(value, sort_keys=True, default=default)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def _version(module: str, version: str) -> str:
+    """Return what of the version of a plugin counts: of vLLM's own ones as much as of vLLM, of others all of it."""
+    return release_of(version) if module.startswith("vllm.") else version
 
 
-def _model(vllm_config: VllmConfig) -> tuple[list[str], list[str], str]:
+def _model(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
     """Return the content of the files of the model and of a draft model and how they are loaded, their configurations,
-    and why these may not be what was loaded."""
+    all options, and why these may not be what was loaded."""
+    try:
+        return _identified(vllm_config), ""
+    except (Unidentified, OSError) as error:
+        return {}, f"the model cannot be identified: {error}"
+
+
+def _identified(vllm_config: VllmConfig) -> dict[str, object]:
+    models = _models(vllm_config)
+    options = Options(_directory(*models[0]), OMITTED)
+    return {
+        "weights": [
+            text
+            for model, load in models
+            for text in (_content(model, load), options.digest(load), _encoder_scales(model))
+        ],
+        "configuration": [options.digest(model.hf_config) for model, _ in models],
+        "length": [length(model) for model, _ in models],
+        "options": sections(vllm_config, options),
+        "environment": environment(options),
+    }
+
+
+def _models(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
+    """Return the configuration of each model, and how its files are loaded: of the target first, then of a draft."""
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
     models = [(vllm_config.model_config, vllm_config.load_config)]
     if draft is not None and draft.model != vllm_config.model_config.model:
         models.append((draft, draft_load))
-    try:
-        contents = [
-            text for model, load in models for text in (_content(model, load), _selection(load), _encoder_scales(model))
-        ]
-        return contents, [_configuration(model.hf_config) for model, _ in models], ""
-    except (Unidentified, OSError) as error:
-        return [], [], f"the model cannot be identified: {error}"
+    return models
 
 
 def _load_format(load: Any) -> str:
     return str(getattr(load.load_format, "value", load.load_format))
-
-
-def _selection(load: Any) -> str:
-    """Return what selects among the files of a directory, which may hold several sets of weights."""
-    values = [getattr(load, name, None) for name in ("ignore_patterns", "model_loader_extra_config")]
-    return json.dumps([_load_format(load), *values], sort_keys=True, default=repr)
 
 
 def _encoder_scales(model: Any) -> str:
@@ -211,7 +203,7 @@ def _instruction_set() -> str:
 
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {cpu_features()}"
 
 
 def _hash_root(algorithm: str) -> tuple[str, bool]:

@@ -24,7 +24,7 @@ from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import BlockNotes, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
+from kvbm.leader.settings import BlockNotes, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.shared.service.client import SharedClient
     from kvbm.types import SegmentInfo
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
@@ -120,7 +121,8 @@ class SchedulerSide:
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
-        self._keeps_blocks = False  # for the next start
+        self._keeps_blocks = False  # for the next start, or for other engines
+        self._description: tuple[dict[str, object], str] | None = None
         self._stale: set[str] = set()  # requests with KV of former weights
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
         self.boundary = Boundary()
@@ -189,6 +191,7 @@ class SchedulerSide:
             settings,
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes),
             disk=self._open_disk(segments),
+            shared=self._open_shared(segments, settings),
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
@@ -196,18 +199,31 @@ class SchedulerSide:
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
-        facts, doubt = self._identity()
-        doubt = doubt or self.doubt
-        self._keeps_blocks = self._config.tiers.disk.persist and not doubt
-        groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
+        facts, doubt = self._described()
+        self._keeps_blocks |= self._config.tiers.disk.persist and not doubt
         return open_disk(
             self._config,
             segments,
-            identity={**facts, "groups": groups, "ranks": self._rank_count},
+            identity=facts,
             doubt=doubt,
             hash_bytes=self._hash_bytes,
             progress=progress_log("of disk space"),
         )
+
+    def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
+        if self._config.tiers.shared is None:
+            return None
+        facts, doubt = self._described()
+        self._keeps_blocks |= not doubt
+        return open_shared(self._config, segments, settings, identity=facts, doubt=doubt)
+
+    def _described(self) -> tuple[dict[str, object], str]:
+        """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
+        if self._description is None:
+            facts, doubt = self._identity()
+            groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
+            self._description = {**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt
+        return self._description
 
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(request_id)

@@ -28,7 +28,11 @@ SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` lists ev
 def whole_text(values: Mapping[str, object], *, engine: str) -> str:
     """A profile with `values`, and with every other key of that engine kind as a comment."""
     lines = [HEAD.rstrip()]
-    absent = [f"tiers.{name}" for name in ("host", "disk") if not isinstance(_value(values, f"tiers.{name}"), Mapping)]
+    absent = [
+        f"tiers.{name}"
+        for name in ("host", "disk", "shared")
+        if not isinstance(_value(values, f"tiers.{name}"), Mapping)
+    ]
     for key in keys(engine=engine):
         off = any(key.path == section or key.path.startswith(f"{section}.") for section in absent)
         lines += _entry(key, values, is_off=off)

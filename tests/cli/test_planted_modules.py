@@ -17,8 +17,8 @@ from terminal import ROOT, environment
 from test_pd_engines import plan_of
 
 from kvbm.disk.io.select import PROGRAM, _in_a_process
-from kvbm.disk.service.client import _start
 from kvbm.errors import EnvironmentProblem
+from kvbm.process.parent import start_child
 from kvbm_cli.bench.server_metrics.sampler import Sampler
 from kvbm_cli.engine.engines import _make_elsewhere
 from kvbm_cli.engine.process import EngineProcess
@@ -29,8 +29,8 @@ NAMES = ("socket", "random", "json", "struct", "signal", "select", "pickle", "nu
 # Every call in the packages that starts a process, by module. A new one belongs here, and in a test below.
 STARTS = {
     "kvbm.disk.io.select": 1,
-    "kvbm.disk.service.client": 1,
     "kvbm.embedded.worker_placement": 1,
+    "kvbm.process.parent": 1,
     "kvbm_cli.bench.client.workers": 1,
     "kvbm_cli.bench.server_metrics.sampler": 1,
     "kvbm_cli.disaggregated.plan": 1,
@@ -140,10 +140,12 @@ def test_doctor_imports_nothing_from_the_working_directory(planted: Path, profil
     assert checks["self test", "through the disk"] == "ok"
 
 
-def test_disk_process_imports_nothing_from_the_working_directory(planted: Path) -> None:
+@pytest.mark.parametrize("module", ["kvbm.disk.service.server", "kvbm.shared.service.server"])
+def test_child_of_the_leader_imports_nothing_from_the_working_directory(planted: Path, module: str) -> None:
     with contextlib.chdir(planted):
-        child = _start(0)  # no channel: the process ends once its modules are imported
-    assert child.wait(30) != 0
+        child, channel = start_child(module, "a child")
+    channel.close()  # the child ends once its modules are imported
+    assert child.wait(30) == 0
 
 
 def test_trial_of_disk_io_imports_nothing_from_the_working_directory(planted: Path) -> None:

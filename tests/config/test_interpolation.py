@@ -12,7 +12,8 @@ from kvbm.errors import ProfileError
 ENVIRONMENT = {"NAME": "value", "EMPTY": "", "DOLLARS": "${NAME}"}
 WHERE_IT_IS_READ = (
     "variables are replaced in `engine.model`, `engine.python`, `engine.environment`, `tiers.disk.directory`, "
-    "`metrics.record_directory`, `bench.workload`; write `$${` for the text `${`"
+    "`tiers.shared.url`, `tiers.shared.key_file`, `metrics.record_directory`, `bench.workload`; "
+    "write `$${` for the text `${`"
 )
 NESTED = "variables cannot be nested: use one variable with the whole value"
 
@@ -57,12 +58,22 @@ def test_every_declared_key_is_one_and_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "engine: {model: '${NAME}', python: '${NAME}', environment: {A: '${NAME}'}}\n"
-        "tiers: {disk: {blocks: 1, directory: '/${NAME}'}}\nbench: {workload: '${NAME}'}\n"
+        "tiers: {disk: {blocks: 1, directory: '/${NAME}'}, shared: {url: 's3://${NAME}', key_file: '/${NAME}'}}\n"
+        "bench: {workload: '${NAME}'}\n"
         "metrics: {record_directory: '~/${NAME}'}\n"
     )
     values = load(str(path), directories=[], variables=ENVIRONMENT).values
     read = [key.replace("environment", "environment.A") for key in INTERPOLATED]
-    assert [values[key] for key in read] == ["value", "value", "value", "/value", "~/value", "value"]
+    assert [values[key] for key in read] == [
+        "value",
+        "value",
+        "value",
+        "/value",
+        "s3://value",
+        "/value",
+        "~/value",
+        "value",
+    ]
 
 
 def test_a_value_that_is_replaced_needs_no_variable(tmp_path: Path) -> None:

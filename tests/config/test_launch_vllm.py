@@ -24,11 +24,12 @@ TRANSFER = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {
         "kvbm": {
-            "tiers": {"host": {"capacity": "2GiB", "blocks": None}, "disk": None},
+            "tiers": {"host": {"capacity": "2GiB", "blocks": None}, "disk": None, "shared": None},
             "offload": {
                 "generated": True,
                 "min_priority": 0,
                 "to_disk": "frequency",
+                "to_shared": "frequency",
                 "frequency_threshold": 2,
                 "frequency_decay_s": 600.0,
                 "frequency_entries": 1000000,
@@ -50,6 +51,7 @@ TRANSFER = {
                 "record": False,
                 "record_directory": "~/.local/state/kvbm",
             },
+            "events": {"shared": False, "repeat_s": 0.0},
         }
     },
 }

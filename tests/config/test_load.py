@@ -61,9 +61,9 @@ def test_an_option_wins_over_everything(tmp_path: Path) -> None:
 
 def test_origins_name_every_key(tmp_path: Path) -> None:
     origins = load_text(tmp_path, BASE).origins
-    disk = [key.path for key in keys() if key.path.startswith("tiers.disk.")]
-    present = [key.path for key in keys() if key.path == "tiers.disk" or not key.is_section]
-    assert list(origins) == [path for path in present if path not in disk]
+    absent = [key.path for key in keys() if key.path.startswith(("tiers.disk.", "tiers.shared."))]
+    present = [key.path for key in keys() if key.path in ("tiers.disk", "tiers.shared") or not key.is_section]
+    assert list(origins) == [path for path in present if path not in absent]
     assert origins["engine.model"] == f"{tmp_path}/mine.yaml:2"
     assert origins["tiers.host.blocks"] == "default"
 
@@ -200,7 +200,7 @@ FILE_MISTAKES = {
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
         "keys of a profile: `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `metrics`, "
-        "`disaggregated`, `bench`",
+        "`events`, `disaggregated`, `bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",

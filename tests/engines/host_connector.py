@@ -92,7 +92,7 @@ class HostScheduler:
         self._loads: list[Load] = []
         self._saving: list[bytes] = []
 
-    def bind_block_pool(self, pool, namespace, doubt) -> None:
+    def bind_block_pool(self, pool, identity, doubt) -> None:
         self.pool = pool
 
     def on_new_request(self, request) -> None:

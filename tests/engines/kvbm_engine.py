@@ -46,8 +46,8 @@ class Answer:
 
 
 class KvbmEngine:
-    """An engine with (`host_blocks`, `disk`: sections of a profile) or without the block manager; `copier` fails on
-    request."""
+    """An engine with (`host_blocks`, `disk`, `shared`: sections of a profile) or without the block manager. `copier`
+    fails on request."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class KvbmEngine:
         worker_process: bool = False,
         generated: bool = True,
         disk: dict | None = None,
+        shared: dict | None = None,
         offload: dict | None = None,
         onboard: dict | None = None,
         metrics: dict | None = None,
@@ -67,7 +68,7 @@ class KvbmEngine:
             profile = Profile.model_validate(
                 {
                     "engine": {"model": "synthetic:tiny"},
-                    "tiers": {"host": host_blocks and {"blocks": host_blocks}, "disk": disk},
+                    "tiers": {"host": host_blocks and {"blocks": host_blocks}, "disk": disk, "shared": shared},
                     "offload": {"generated": generated, **(offload or {})},
                     "onboard": onboard or {},
                     "transfer": {"max_concurrent": 2},

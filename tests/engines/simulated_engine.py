@@ -148,7 +148,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(self.blocks, limits, connector[0] if connector else None)
         if connector is not None:
             connector[1].register_kv_pool(self.memory)
-            connector[0].bind_block_pool(self.blocks, b"", "")
+            connector[0].bind_block_pool(self.blocks, {"engine": "simulated"}, "")
         runner = SimulatedRunner(self.memory, lambda: bool(connector and getattr(connector[1], "_failed", ())))
         self.core = EngineCore(
             runner=runner, scheduler=self.scheduler, stop_token_ids=frozenset([STOP]), connector=connector

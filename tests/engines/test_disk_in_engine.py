@@ -707,16 +707,16 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
 
 
 def test_an_engine_starts_without_a_disk_that_does_not_answer(written, monkeypatch, caplog):
-    start = client._start
+    start = client.start_child
 
-    def start_and_stop(fd):
-        process = start(fd)
-        os.kill(process.pid, signal.SIGSTOP)
-        return process
+    def start_and_stop(module, what):
+        child, channel = start(module, what)
+        os.kill(child.pid, signal.SIGSTOP)
+        return child, channel
 
     with monkeypatch.context() as patch:
         patch.setattr(client, "BEAT_LIMIT_S", 0.5)
-        patch.setattr(client, "_start", start_and_stop)
+        patch.setattr(client, "start_child", start_and_stop)
         with engine_on(written) as engine:
             assert "does not answer for 0.5 s; the engine runs without the disk tier" in caplog.text
             engine.ask(prompt(2, LENGTH))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 import tiny_models
@@ -98,7 +99,15 @@ def test_the_namespace_changes_with_everything_that_changes_the_bytes(copy):
     assert load(copy, verify=False).namespace == base
     for change in ({"dtype": "bfloat16"}, {"block_size": 32}, {"kv_layout": "layer_first"}):
         assert load(copy, verify=False, **change).namespace != base, change
-    assert load(copy, verify=False, num_blocks=7, max_num_seqs=3, seed=9).namespace == base
+    equal = {
+        "num_blocks": 7,
+        "max_num_seqs": 3,
+        "seed": 9,
+        "max_model_len": 40,
+        "served_model_name": "mine",
+        "threads": 1,
+    }
+    assert load(copy, verify=False, **equal).namespace == base
     os.utime(next(copy.glob("*.safetensors")), ns=(1, 1))
     assert load(copy, verify=False).namespace == base, "a time is no content"
     copy = copy.rename(copy.with_name("renamed"))
@@ -108,6 +117,34 @@ def test_the_namespace_changes_with_everything_that_changes_the_bytes(copy):
     assert with_tokenizer != base
     change_config(copy, rms_norm_eps=1e-3)
     assert load(copy, verify=False).namespace not in (base, with_tokenizer)
+
+
+def test_one_value_of_the_weights_and_one_of_the_rope_change_the_namespace(copy):
+    seen = [load(copy, verify=False)]
+    (file,) = copy.glob("*.safetensors")
+    contents = file.read_bytes()
+    file.write_bytes(contents[:-4] + bytes(byte ^ 1 for byte in contents[-4:]))
+    seen.append(load(copy, verify=False))
+    file.write_bytes(contents)
+    change_config(copy, rope_theta=500.0, rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    seen.append(load(copy, verify=False))
+    assert len({one.namespace for one in seen}) == 3
+
+
+def test_the_identity_names_no_path_and_no_patch_of_a_library(copy, monkeypatch):
+    found = load(copy, verify=False)
+    assert str(copy) not in json.dumps(found.identity)
+    library = sys.modules["transformers"]  # it replaces itself while it is imported
+    monkeypatch.setattr(library, "__version__", ".".join([*library.__version__.split(".")[:2], "99"]))
+    assert load(copy, verify=False).namespace == found.namespace
+    monkeypatch.setattr(library, "__version__", "4.1.0")
+    assert load(copy, verify=False).namespace != found.namespace
+
+
+def test_random_weights_count_by_their_values():
+    one, same, other = (load("synthetic:tiny", verify=False, seed=seed).identity["weights"] for seed in (0, 0, 1))
+    assert one == same
+    assert one["tensors"] != other["tensors"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

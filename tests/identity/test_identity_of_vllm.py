@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from model_files import exchange, model
+from vllm_configs import HfConfig, LoadConfig, ModelConfig, MultiModalConfig, vllm_config
 
-from kvbm.vllm_integration import identity
+from kvbm.identity import options as identity_options
+from kvbm.identity.options import Options
+from kvbm.vllm_integration import identity, options
 
 HOUR_NS = 3_600_000_000_000
 
@@ -17,30 +20,22 @@ HOUR_NS = 3_600_000_000_000
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
     """The process starts in an hour, so that no file is newer; no digest of another test is known."""
-    monkeypatch.setattr(identity, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    for module in (identity, identity_options):
+        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def hf_config(**facts):
-    attributes = {name: facts.pop(name) for name in ("_commit_hash", "auto_map") if name in facts}
-    return SimpleNamespace(to_dict=lambda: {"model_type": "llama", **facts}, **attributes)
-
-
-def model_config(path, *, hf=None, **facts):
-    return SimpleNamespace(model=str(path), revision=None, hf_config=hf or hf_config(), **facts)
-
-
-def vllm_config(path, *, load_format="auto", speculative=None, download_dir=None, hf=None, load=None, **facts):
-    load = SimpleNamespace(load_format=load_format, download_dir=download_dir, **(load or {}))
-    return SimpleNamespace(
-        model_config=model_config(path, hf=hf, **facts), load_config=load, speculative_config=speculative
-    )
+def found(path, *, load=None, speculative=None, **changes):
+    """Facts and doubt of a model. `changes` are values of fields of ModelConfig."""
+    model_config = ModelConfig(str(path), **changes)
+    sections = {"model_config": model_config, "load_config": load or LoadConfig(), "speculative_config": speculative}
+    return identity._model(vllm_config(path, sections))
 
 
 def weights(*arguments, **keys):
-    found, _, doubt = identity._model(vllm_config(*arguments, **keys))
-    assert (doubt == "") == bool(found)
-    return found, doubt
+    facts, doubt = found(*arguments, **keys)
+    assert (doubt == "") == bool(facts)
+    return facts.get("weights"), doubt
 
 
 def test_the_content_of_a_local_directory_identifies_it(tmp_path):
@@ -66,30 +61,33 @@ def test_files_that_changed_after_the_process_started_are_in_doubt(tmp_path, mon
 @pytest.mark.parametrize(
     "selection",
     [
-        {"load_format": "pt"},
-        {"load": {"ignore_patterns": ["model-*.safetensors"]}},
-        {"load": {"model_loader_extra_config": {"pattern": "part-{part}.safetensors"}}},
+        LoadConfig("pt"),
+        LoadConfig(ignore_patterns=["model-*.safetensors"]),
+        LoadConfig(model_loader_extra_config={"pattern": "part-{part}.safetensors"}),
     ],
 )
 def test_what_selects_the_weight_files_counts(tmp_path, selection):
     """A directory may hold other weights in `.pt` files than in `.safetensors` files."""
     path = model(tmp_path)
-    assert weights(path, **selection) == weights(path, **selection)
-    assert weights(path, **selection)[0] != weights(path)[0]
+    assert weights(path, load=selection) == weights(path, load=selection)
+    assert weights(path, load=selection)[0] != weights(path)[0]
 
 
-def test_how_media_are_processed_counts():
-    def digest(**facts):
-        return identity._values(SimpleNamespace(limit_per_prompt={"image": 1}, **facts))
+def test_how_media_are_processed_counts(tmp_path):
+    path = model(tmp_path)
 
-    assert digest(mm_processor_kwargs={"max_pixels": 1}) == digest(mm_processor_kwargs={"max_pixels": 1})
-    assert digest(mm_processor_kwargs={"max_pixels": 1}) != digest(mm_processor_kwargs={"max_pixels": 2})
-    assert identity._values(None) == ""
+    def section(**facts):
+        return found(path, multimodal_config=MultiModalConfig(**facts))[0]["options"]["model_config"]
+
+    base = section(mm_processor_kwargs={"max_pixels": 1})
+    assert section(mm_processor_kwargs={"max_pixels": 1}, mm_processor_cache_gb=1.0) == base
+    assert section(mm_processor_kwargs={"max_pixels": 2}) != base
+    assert section() != base
 
 
 def test_the_content_of_a_file_of_encoder_scales_counts(tmp_path):
     path, scales = model(tmp_path / "model"), tmp_path / "scales.json"
-    multimodal = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
+    multimodal = MultiModalConfig(mm_encoder_fp8_scale_path=str(scales))
     assert "scales.json" in weights(path, multimodal_config=multimodal)[1]
     scales.write_text("[1.0]")
     first, _ = weights(path, multimodal_config=multimodal)
@@ -111,13 +109,14 @@ def test_the_content_of_a_file_of_encoder_scales_counts(tmp_path):
         "VLLM_KV_CACHE_LAYOUT",
         "VLLM_MEDIA_CONNECTOR",
         "VLLM_OF_A_LATER_VERSION",
+        "NVIDIA_TF32_OVERRIDE",
     ],
 )
 def test_variables_that_can_change_the_kv_count(monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
-    base = identity._environment()
+    base = options.environment(Options())
     monkeypatch.setenv(name, "1")
-    assert identity._environment() != base
+    assert options.environment(Options()) != base
 
 
 @pytest.mark.parametrize(
@@ -127,6 +126,8 @@ def test_variables_that_can_change_the_kv_count(monkeypatch, name):
         "VLLM_HOST_IP",
         "VLLM_NIXL_SIDE_CHANNEL_PORT",
         "VLLM_DP_RANK_LOCAL",
+        "VLLM_DP_SIZE",
+        "VLLM_ASSETS_CACHE",
         "VLLM_LOGGING_LEVEL",
         "VLLM_API_KEY",
         "VLLM_CPU_KVCACHE_SPACE",
@@ -139,14 +140,14 @@ def test_variables_that_can_change_the_kv_count(monkeypatch, name):
     ],
 )
 def test_variables_that_differ_between_starts_do_not_count(monkeypatch, name):
-    base = identity._environment()
+    base = options.environment(Options())
     monkeypatch.setenv(name, "another")
-    assert identity._environment() == base
+    assert options.environment(Options()) == base
 
 
 def test_plugins_count_with_their_versions(tmp_path, monkeypatch):
     base = identity._plugins()
-    found = []
+    seen = []
     for version in ("1.0", "2.0"):
         home = tmp_path / version / "other_model-1.dist-info"
         home.mkdir(parents=True)
@@ -154,8 +155,8 @@ def test_plugins_count_with_their_versions(tmp_path, monkeypatch):
         (home / "entry_points.txt").write_text("[vllm.general_plugins]\nother = other_model:register\n")
         with monkeypatch.context() as context:
             context.syspath_prepend(str(home.parent))
-            found.append(identity._plugins())
-    assert base != found[0] != found[1] != base
+            seen.append(identity._plugins())
+    assert base != seen[0] != seen[1] != base
 
 
 @pytest.mark.parametrize(
@@ -173,9 +174,9 @@ def test_code_outside_the_files_of_the_model_is_in_doubt(tmp_path, facts, reason
 
 @pytest.mark.parametrize("load_format", ["dummy", "tensorizer", "npcache", "my_own_loader"])
 def test_a_loader_that_reads_no_known_files_is_in_doubt(tmp_path, load_format):
-    assert f"`{load_format}`" in weights(model(tmp_path), load_format=load_format)[1]
+    assert f"`{load_format}`" in weights(model(tmp_path), load=LoadConfig(load_format))[1]
     as_enum = SimpleNamespace(value=load_format)
-    assert f"`{load_format}`" in weights(tmp_path, load_format=as_enum)[1]
+    assert f"`{load_format}`" in weights(tmp_path, load=LoadConfig(as_enum))[1]
 
 
 def test_weights_in_an_object_store_are_in_doubt(tmp_path):
@@ -190,8 +191,8 @@ def test_a_directory_of_unknown_files_is_in_doubt(tmp_path):
 
 @pytest.mark.parametrize(("trust_remote_code", "is_in_doubt"), [(True, True), (False, False)])
 def test_code_of_another_repository_is_in_doubt(tmp_path, trust_remote_code, is_in_doubt):
-    hf = hf_config(auto_map={"AutoModel": "other/repository--modeling.Model"})
-    _, doubt = weights(model(tmp_path), hf=hf, trust_remote_code=trust_remote_code)
+    hf = HfConfig(auto_map={"AutoModel": "other/repository--modeling.Model"})
+    _, doubt = weights(model(tmp_path), hf_config=hf, trust_remote_code=trust_remote_code)
     assert ("another repository" in doubt) == is_in_doubt
 
 
@@ -206,7 +207,7 @@ def test_a_file_that_cannot_be_read_is_in_doubt(tmp_path, monkeypatch):
 def test_a_draft_model_counts(tmp_path):
     target, draft = model(tmp_path / "target"), model(tmp_path / "draft")
     alone, _ = weights(target)
-    speculative = SimpleNamespace(draft_model_config=model_config(draft))
+    speculative = SimpleNamespace(draft_model_config=ModelConfig(str(draft)))
     both, _ = weights(target, speculative=speculative)
     assert both[0] == alone[0]
     exchange(draft / "model.safetensors", (draft / "model.safetensors").read_bytes()[:-1] + b"\1")
@@ -217,7 +218,7 @@ def test_the_configuration_counts_after_overrides(tmp_path):
     path = model(tmp_path)
 
     def configuration(**facts):
-        return identity._model(vllm_config(path, hf=hf_config(**facts)))[1]
+        return found(path, hf_config=HfConfig(**facts))[0]["configuration"]
 
     base = configuration(rope_theta=10000.0)
     assert configuration(rope_theta=10000.0) == base
@@ -226,8 +227,7 @@ def test_the_configuration_counts_after_overrides(tmp_path):
 
 
 def test_a_configuration_without_a_text_form_is_in_doubt(tmp_path):
-    hf = SimpleNamespace(to_dict=lambda: {1: "a", "b": 2})
-    assert "no text form" in weights(model(tmp_path), hf=hf)[1]
+    assert "no text form" in weights(model(tmp_path), hf_config=HfConfig(rope=object()))[1]
 
 
 # -- models of the hub -------------------------------------------------------------------------------------------------
@@ -245,20 +245,20 @@ def hub(tmp_path):
 
 def test_a_model_of_the_hub_is_its_local_files(hub):
     snapshot = hub / "models--owner--name" / "snapshots" / "c0ffee"
-    by_name = weights("owner/name", download_dir=str(hub), hf=hf_config(_commit_hash="c0ffee"))
+    by_name = weights("owner/name", load=LoadConfig(download_dir=str(hub)), hf_config=HfConfig(_commit_hash="c0ffee"))
     assert by_name == weights(snapshot)
 
 
 def test_a_model_of_the_hub_without_local_files_is_in_doubt(hub):
-    assert "no local files" in weights("owner/other", download_dir=str(hub))[1]
+    assert "no local files" in weights("owner/other", load=LoadConfig(download_dir=str(hub)))[1]
 
 
 def test_weights_of_another_commit_than_the_configuration_are_in_doubt(hub):
-    _, doubt = weights("owner/name", download_dir=str(hub), hf=hf_config(_commit_hash="bad"))
+    _, doubt = weights("owner/name", load=LoadConfig(download_dir=str(hub)), hf_config=HfConfig(_commit_hash="bad"))
     assert "c0ffee" in doubt
     assert "bad" in doubt
 
 
 def test_a_model_of_another_hub_is_in_doubt(hub, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
-    assert "ModelScope" in weights("owner/name", download_dir=str(hub))[1]
+    assert "ModelScope" in weights("owner/name", load=LoadConfig(download_dir=str(hub)))[1]

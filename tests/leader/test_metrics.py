@@ -33,5 +33,5 @@ def test_every_counter_is_exported_and_belongs_to_one_attribute():
 def test_hit_rate_is_zero_before_the_first_request_and_then_a_share_of_blocks():
     counters = Counters()
     assert counters.hit_rate(Tier.HOST) == 0.0
-    counters.hit_window.extend([(3, 1, 4), (0, 0, 4)])
+    counters.hit_window.extend([(3, 1, 0, 4), (0, 0, 0, 4)])
     assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (3 / 8, 1 / 8)

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, Rates, RatesFile
+from kvbm.types import Tier
 
 
 def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
@@ -114,7 +115,7 @@ def test_the_lowest_rates_that_are_read_can_be_used(tmp_path):
     known = RatesFile(path, clock=lambda: 0.0).read()
     assert known == KnownRates(0.001, 0.0)
     rates = Rates(block_tokens=16, clock=lambda: 0.0, known=known)
-    assert rates.worthwhile([(False, 3), (True, 5)]) == 8, "a trial"
+    assert rates.worthwhile([(Tier.HOST, 3), (Tier.DISK, 5)]) == 8, "a trial"
     assert not rates.is_hopeless(waited_s=100.0, blocks=1, of_blocks=5)
 
 
@@ -128,9 +129,9 @@ def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
     rates = Rates(block_tokens=16, clock=lambda: 0.0)
     rates.note_step(1600, 10.0)  # 0.1 s a block
     rates.note_read(10, 3.0)  # 0.3 s a block
-    assert rates.worthwhile([(False, 10), (True, 5)]) == 10
-    assert rates.worthwhile([(False, 10), (True, 5), (False, 100)]) == 115
-    assert rates.worthwhile([(True, 5), (False, 5)]) == 0
+    assert rates.worthwhile([(Tier.HOST, 10), (Tier.DISK, 5)]) == 10
+    assert rates.worthwhile([(Tier.HOST, 10), (Tier.DISK, 5), (Tier.HOST, 100)]) == 115
+    assert rates.worthwhile([(Tier.DISK, 5), (Tier.HOST, 5)]) == 0
 
 
 def test_small_steps_say_nothing_of_how_fast_prompts_are_computed():

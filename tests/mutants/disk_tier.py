@@ -53,14 +53,11 @@ MUTANTS = (
         bug="the slot of a read that was given up is free while the read still writes to it",
         file="kvbm/leader/disk_tier.py",
         old="""\
-        fetch.is_abandoned = True
+        self.is_abandoned = True
 """,
         new="""\
-        fetch.is_abandoned = True
-        for ticket in [ticket for ticket, other in self._fetches.items() if other is fetch]:
-            del self._fetches[ticket]
-            fetch.source.release()
-            fetch.target.release()
+        self.is_abandoned = True
+        self.target.release()
 """,
         fails="tests/leader",
     ),

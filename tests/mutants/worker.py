@@ -33,8 +33,8 @@ MUTANTS = (
         name="driver-loads-into-the-first-blocks",
         bug="a load goes to the first blocks of the request, not to those behind its local hit",
         file="kvbm/embedded/driver.py",
-        old="self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[start:end])",
-        new="self._cache.onboard(request.request_id, self._loadable(request), start, block_ids[: end - start])",
+        old="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[start:end])",
+        new="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[: end - start])",
         fails="tests/engines/test_kvbm_in_engine.py",
     ),
     Mutant(

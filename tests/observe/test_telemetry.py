@@ -65,7 +65,7 @@ def test_window_comes_from_the_configuration():
 
 def test_hit_rates_in_words():
     counters = Counters()
-    counters.hit_window.extend([(3, 1, 4), (0, 0, 4)])
+    counters.hit_window.extend([(3, 1, 0, 4), (0, 0, 0, 4)])
     assert hit_rates(counters) == (
         "kvbm: cache hit rates of the last 2 requests: host 37.5% (3/8 blocks), disk 12.5% (1/8)"
     )
@@ -78,7 +78,7 @@ def test_line_comes_only_when_a_request_has_ended_and_once_more_at_the_end(caplo
         hit_rate_log = HitRateLog(counters, 0.02)
         time.sleep(0.2)
         assert caplog.messages == []
-        counters.hit_window.append((1, 0, 2))
+        counters.hit_window.append((1, 0, 0, 2))
         counters.finished_requests = 1
         eventually(lambda: len(caplog.messages) == 1)
         time.sleep(0.2)

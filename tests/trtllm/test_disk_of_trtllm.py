@@ -3,17 +3,20 @@ by a later lookup. A disk that fails costs hits and no token."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
 from executor import BLOCK, Engine, Request, Script, expected
-from interface import MAIN, V1_2, VERSIONS
+from interface import MAIN, V1_2, VERSIONS, arguments
 from test_tokens import assert_right, conversations, drawn, everywhere
 from test_traps import output
 
+from kvbm.identity import options as identity_options
 from kvbm.trtllm_integration import identity as identity_module
 from kvbm.trtllm_integration.identity import identity
 
@@ -178,7 +181,8 @@ def test_random_traffic_with_a_disk_gets_the_right_tokens(tmp_path, version, see
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model whose files are older than this process."""
-    monkeypatch.setattr(identity_module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    for module in (identity_module, identity_options):
+        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     directory = tmp_path / "model"
     directory.mkdir()
@@ -260,6 +264,33 @@ def test_blocks_read_for_an_unknown_tenant_are_not_written_again_before_a_reques
         assert {tier._tenants[slot] for slot in slots} == {leader_of(engine)._tenant_of("2")} != {b""}
 
 
+def facts_of(model: str | Path, **more: object) -> dict[str, object]:
+    """What identifies an engine, without the name that users see."""
+    facts, doubt = identity(arguments(V1_2, block_tokens=BLOCK, rank_count=1, model=str(model), **more))
+    assert doubt == ""
+    return {name: value for name, value in facts.items() if name != "model"}
+
+
+def test_equal_copies_of_a_model_have_equal_facts_without_paths(model, tmp_path):
+    copy = shutil.copytree(model, tmp_path / "elsewhere" / "renamed")
+    drafts = [shutil.copytree(model, tmp_path / name) for name in ("draft", "draft-2")]
+
+    def facts(place, draft):
+        return facts_of(place, tokenizer=str(place), draft={"dir": str(draft)}, table=f"{place}/config.json")
+
+    one, two = facts(model, drafts[0]), facts(copy, drafts[1])
+    assert one == two
+    assert str(tmp_path) not in json.dumps(one)
+    (drafts[1] / "config.json").write_text('{"a": 1}')
+    assert facts(copy, drafts[1]) != two
+
+
+def test_the_maximum_length_counts_for_models_whose_kv_depends_on_it(model):
+    assert facts_of(model, max_seq_len=10) == facts_of(model, max_seq_len=20)
+    (Path(model) / "config.json").write_text('{"rope_scaling": {"type": "longrope"}}')
+    assert facts_of(model, max_seq_len=10) != facts_of(model, max_seq_len=20)
+
+
 DOUBTS = {
     "no files": ({"model": "/no/such/model"}, "`/no/such/model` has no local files"),
     "adapters": ({"lora_config": object()}, "a block's hash covers the number of an adapter, not its content"),
@@ -271,8 +302,6 @@ DOUBTS = {
 
 @pytest.mark.parametrize("name", DOUBTS)
 def test_blocks_do_not_outlive_an_engine_that_cannot_be_identified(tmp_path, model, monkeypatch, name):
-    from interface import arguments
-
     changed, reason = DOUBTS[name]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made = arguments(V1_2, block_tokens=BLOCK, rank_count=1, **{"model": model, **changed})

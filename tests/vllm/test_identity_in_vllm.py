@@ -99,6 +99,24 @@ def test_other_weights_on_disk_or_in_memory_never_answer_for_each_other(models, 
         assert_equal({"one": last}, {"one": new})
 
 
+def test_a_replica_with_a_copy_elsewhere_answers_from_the_blocks_of_another_engine(models, tmp_path):
+    """It has other limits and sizes. What both compute is equal to what an engine without a cache computes."""
+    model, disk = models[0], tmp_path / "disk"
+    copy = shutil.copytree(model, tmp_path / "other" / "place")
+    for file in copy.iterdir():
+        os.utime(file, ns=(1, 1))
+    with start(model, disk) as server:
+        first = server.ask(ONE)
+        server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED // BLOCK_TOKENS)
+        assert WARNING not in server.log()
+        kill(server)
+    other = ("--max-num-seqs", "3", "--served-model-name", "mine", "--max-logprobs", "7", "--seed", "5")
+    with VllmServer(copy, *other, blocks=50, max_model_len=1024, connector=connector_on(disk)) as server:
+        second = server.ask(ONE, model="mine")
+        assert second.cached == CACHED
+        assert_equal({"one": second}, {"one": first})
+
+
 def test_sleep_and_resets_leave_nothing_for_the_next_start(models, tmp_path):
     model, disk = models[0], tmp_path / "disk"
     with start(model, disk) as server:

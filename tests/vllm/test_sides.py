@@ -887,6 +887,8 @@ def test_a_cache_that_is_turned_off_removes_what_it_has_announced(fake_engine, m
     monkeypatch.setattr(Leader, "step", lambda self: 1 / 0)
     side.leader.step()
     assert side.has_pending()
+    side.leader.step()  # the next step learns that no copy is in flight, and only the events are left
+    assert side.has_pending()
     assert [kind for kind, *_ in of_events(side.take_events())] == ["BlockRemoved"]
     assert not side.has_pending()
 
@@ -954,7 +956,7 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     first = source.take(leader)
     assert source.take(leader) is None
     leader.counters.offload_blocks = 5
-    leader.counters.hit_window.append((3, 0, 4))
+    leader.counters.hit_window.append((3, 0, 0, 4))
     leader.counters.finished_requests += 1
     second = source.take(leader)
     assert first.aggregate(second).reduce() == {

@@ -27,6 +27,7 @@ Rules of the contract:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,7 +62,7 @@ class ConnectorOutput:
 class SchedulerConnector(Protocol):
     """Called in the engine thread only; every call should take microseconds."""
 
-    def bind_block_pool(self, pool: BlockPool, namespace: bytes, doubt: str) -> None: ...
+    def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None: ...
     def on_new_request(self, request: Request) -> None: ...
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]: ...
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None: ...

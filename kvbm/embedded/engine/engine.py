@@ -117,7 +117,7 @@ class Engine:
         if self._connector is not None:
             scheduler_connector, worker_connector = self._connector
             worker_connector.register_kv_pool(self.pool)
-            scheduler_connector.bind_block_pool(self.blocks, self.model.namespace, self.model.doubt)
+            scheduler_connector.bind_block_pool(self.blocks, self.model.identity, self.model.doubt)
         return EngineCore(
             Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_connector),
             Runner(self.model, self.pool),

@@ -8,6 +8,7 @@ read where possible. A probe measures the shapes of K and V; they are not derive
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
 from kvbm.identity.fingerprint import Fingerprint, fingerprint
+from kvbm.identity.machine import cpu_features, precision_variables
+from kvbm.identity.options import Options, Unidentified
+from kvbm.identity.versions import release_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -39,9 +43,8 @@ GEOMETRY_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that uses paged attention. `namespace` identifies everything that determines the bytes of a block.
-
-    `doubt` says why the namespace may not describe the weights, empty if it does.
+    """A model that uses paged attention. `identity` is everything that determines the bytes of a block, `namespace` its
+    digest. `doubt` says why they may not describe the weights, empty if they do.
     """
 
     network: torch.nn.Module
@@ -52,6 +55,7 @@ class LoadedModel:
     stop_token_ids: frozenset[int]
     parameter_count: int
     device: str
+    identity: Mapping[str, object]
     namespace: bytes
     doubt: str
 
@@ -78,6 +82,8 @@ def load(config: EngineConfig) -> LoadedModel:
     attention.register()
     geometry = _probe(network, config.dtype, device)
     network.set_attn_implementation(attention.ATTENTION_NAME)
+    configuration, doubt = _configuration(network.config, source)
+    identity = _identity(config, configuration, source.weights, device)
     model = LoadedModel(
         network=network,
         geometry=geometry,
@@ -87,8 +93,9 @@ def load(config: EngineConfig) -> LoadedModel:
         stop_token_ids=_stop_token_ids(network),
         parameter_count=sum(parameter.numel() for parameter in network.parameters()),
         device=device,
-        namespace=_namespace(config, network.config, source.weights, device),
-        doubt=source.doubt,
+        identity=identity,
+        namespace=hashing.namespace(identity),
+        doubt=doubt,
     )
     if config.verify:
         _verify(model, config)
@@ -102,6 +109,7 @@ class _Source:
     network: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     weights: object
+    directory: Path | None = None
     doubt: str = ""
 
 
@@ -125,7 +133,8 @@ def _synthetic(config: EngineConfig, device: str) -> _Source:
     with torch.random.fork_rng(devices=[device] if device != "cpu" else []), torch.device(device):
         torch.manual_seed(config.seed)
         network = AutoModelForCausalLM.from_config(hf_config, dtype=TORCH_DTYPES[config.dtype])
-    return _Source(network.eval(), tokenizer.byte_tokenizer(), {"synthetic": name, "seed": config.seed})
+    weights = {"synthetic": name, "seed": config.seed, "tensors": _tensor_digest(network)}
+    return _Source(network.eval(), tokenizer.byte_tokenizer(), weights)
 
 
 def _directory(config: EngineConfig, device: str) -> _Source:
@@ -159,7 +168,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
     network = network.to(device)
     encoder = tokenizer.directory_tokenizer(directory)
     content, doubt = _identify(before, _files(directory))
-    return _Source(network, encoder, {"files": content, "tensors": tensors}, doubt)
+    return _Source(network, encoder, {"files": content, "tensors": tensors}, directory, doubt)
 
 
 def _detach(network: torch.nn.Module) -> None:
@@ -177,7 +186,7 @@ def _tensor_digest(network: torch.nn.Module) -> str:
     hasher = xxhash.xxh3_128()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        hasher.update(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        hasher.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     return hasher.hexdigest()
 
 
@@ -260,27 +269,35 @@ def _probe(network: torch.nn.Module, dtype: str, device: str) -> KVGeometry:
     return KVGeometry(len(seen), kv_heads, key_dim, value_dim, dtype)
 
 
-def _namespace(config: EngineConfig, hf_config: PreTrainedConfig, weights: object, device: str) -> bytes:
+def _configuration(hf_config: PreTrainedConfig, source: _Source) -> tuple[str, str]:
+    """Return a digest of the configuration of a model, and why its files and its configuration may be others."""
+    try:
+        return Options(source.directory).digest(hf_config), source.doubt
+    except (Unidentified, OSError) as error:
+        return "", source.doubt or f"the configuration of the model cannot be identified: {error}"
+
+
+def _identity(config: EngineConfig, configuration: str, weights: object, device: str) -> dict[str, object]:
+    """Return everything that determines the bytes and the hashes of a block."""
     import transformers
 
-    facts = json.loads(hf_config.to_json_string(use_diff=False))
-    for name in ("transformers_version", "_name_or_path", "_attn_implementation"):
-        facts.pop(name, None)
-    isa = torch.backends.cpu.get_cpu_capability() if device == "cpu" else torch.cuda.get_device_name(device)
-    return hashing.namespace(
-        {
-            "engine": "embedded",
-            "geometry_version": GEOMETRY_VERSION,
-            "versions": {"torch": str(torch.__version__), "transformers": str(transformers.__version__)},
-            "model_config": json.dumps(facts, sort_keys=True),
-            "weights": weights,
-            "dtype": config.dtype,
-            "block_size": config.block_size,
-            "kv_layout": config.kv_layout,
-            "instruction_set": isa,
-            "hash": f"blake2b-{hashing.HASH_BYTES}",
-        }
-    )
+    if device == "cpu":
+        isa = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {cpu_features()}"
+    else:
+        isa = torch.cuda.get_device_name(device)
+    return {
+        "engine": "embedded",
+        "geometry_version": GEOMETRY_VERSION,
+        "versions": [release_of(str(torch.__version__)), release_of(str(transformers.__version__))],
+        "configuration": configuration,
+        "weights": weights,
+        "dtype": config.dtype,
+        "block_size": config.block_size,
+        "kv_layout": config.kv_layout,
+        "instruction_set": isa,
+        "precision": precision_variables(),
+        "hash": f"blake2b-{hashing.HASH_BYTES}",
+    }
 
 
 VERIFY_TOKENS = 40

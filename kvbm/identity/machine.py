@@ -1,0 +1,35 @@
+"""What of a machine changes the bytes that an engine computes: instructions of the processor, and a few variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CPU_FACTS = Path("/proc/cpuinfo")
+VENDORS = frozenset({"vendor_id", "CPU implementer", "CPU part"})  # libraries choose kernels by vendor
+FLAGS = frozenset({"flags", "Features"})
+KERNEL_FLAGS = frozenset(  # for which torch, oneDNN and vLLM have kernels of their own
+    {"avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"}
+    | {"amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2"}
+)
+PRECISION_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+)
+
+
+def cpu_features() -> str:
+    """Return vendor and instructions of the processor, empty if the system does not tell them."""
+    try:
+        lines = CPU_FACTS.read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    facts = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
+    vendor = [text for name in sorted(VENDORS & set(facts)) for text in facts[name]]
+    flags = {flag for name in FLAGS & set(facts) for flag in facts[name]}
+    return " ".join([*vendor, *sorted(flags & KERNEL_FLAGS)])
+
+
+def precision_variables() -> dict[str, str]:
+    """Return the environment variables that make libraries compute with another precision or other kernels."""
+    return {name: os.environ[name] for name in PRECISION_VARIABLES if name in os.environ}

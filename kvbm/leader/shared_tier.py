@@ -1,0 +1,416 @@
+"""SharedTier: the metadata of G4. It decides which runs of blocks are written to the shared store, and reads them back.
+
+A run is K consecutive blocks of a chain, beginning at a multiple of K. It moves no bytes: a SharedClient does. The
+leader's thread owns both and calls
+
+    match, runs_of, fetch       find runs and start to read them into host memory
+    must_wait                   ask the store for the runs of a chain that are not known here
+    used                        a request has used these blocks; decides what is written
+    step                        start the writes that are due
+    settle                      register what has ended
+
+Other engines write and delete objects too. So what is known here is a hint (presence.py): a read that fails is a miss,
+and its run is forgotten. Runs of a chain are written head first, so that a chain in the store has no gaps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvbm.core.admission import FrequencyFilter
+from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
+from kvbm.shared.presence import Presence
+from kvbm.types import Tier
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.leader.disk_tier import DiskTier
+    from kvbm.leader.host_tier import HostTier, Reservation
+    from kvbm.leader.load_choice import LoadChoice
+    from kvbm.leader.settings import LeaderSettings
+    from kvbm.metrics import Counters
+    from kvbm.shared.service.client import SharedClient
+
+WRITES_AT_A_TIME = 8
+TAKEN_AT_A_TIME = 4  # runs per step
+PINNED_SHARE = 4  # writes pin at most this part of G2
+EXAMINED_AT_A_TIME = 64  # runs per step of chains that were used
+MAX_USED = 1024  # chains that wait to be examined
+WAIT_STEPS = 2  # a request waits for a probe in so many steps that compute
+WAIT_S = 0.1  # and not longer than this
+WAIT_SHARE = 0.25  # nor longer than this part of the time to compute what it looks for
+JITTER_S = 0.2  # engines that compute the same blocks at the same time do not write them at the same time
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks that one object holds."""
+
+    hashes: tuple[bytes, ...]
+
+    @property
+    def name(self) -> bytes:
+        return self.hashes[-1]
+
+
+@dataclass(slots=True, eq=False)
+class RunFetch:
+    """A read of blocks of a run into host memory. `blocks` holds them, pinned in G2, when they have arrived."""
+
+    run: Run
+    hashes: tuple[bytes, ...]
+    tenant: bytes
+    target: Reservation
+    blocks: PinnedBlocks | None = None
+    is_void: bool = False
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Drop its result: `settle` releases its blocks when the read has ended."""
+        self.is_abandoned = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """A run that is written after `due_s`."""
+
+    run: Run
+    tenant: bytes
+    due_s: float
+    replaces: bool
+
+
+@dataclass(slots=True)
+class _RunWrite:
+    run: Run
+    source: PinnedBlocks
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that asked the store. `computed_steps`: steps that computed something since."""
+
+    ticket: int
+    deadline_s: float
+    computed_steps: int = 0
+
+
+class SharedTier:
+    """See the module's text. `disk` gets the blocks that arrive, if there is a disk tier."""
+
+    def __init__(
+        self,
+        client: SharedClient,
+        host: HostTier,
+        disk: DiskTier | None,
+        settings: LeaderSettings,
+        counters: Counters,
+        choice: LoadChoice,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.run_blocks = client.run_blocks
+        self._client = client
+        self._host = host
+        self._disk = disk
+        self._policy = policy = settings.shared
+        self._block_bytes = settings.block_bytes
+        self._counters = counters
+        self._choice = choice
+        self._clock = clock
+        self.presence = Presence(clock)
+        self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
+        self._decay_s = clock() + policy.frequency_decay_s
+        self._used: deque[tuple[Sequence[bytes], int, int, bytes]] = deque()  # chain, first block, end, tenant
+        self._queue: OrderedDict[bytes, _Due] = OrderedDict()
+        self._to_replace: set[bytes] = set()  # names of objects that were damaged or will expire
+        self._writes: dict[int, _RunWrite] = {}
+        self._departing: set[bytes] = set()  # names of runs that are being written
+        self._fetches: dict[int, RunFetch] = {}
+        self._probes: dict[int, tuple[bytes, ...]] = {}
+        self._asked: dict[str, _Asked] = {}
+        self._tickets = itertools.count(1)
+        self._random = random.Random()
+        self._has_ended = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether runs are found, read and written."""
+        return self._client.is_on and not self._has_ended
+
+    # -- what is in the store ------------------------------------------------------------------------------------------
+
+    def contains(self, sequence_hash: bytes) -> bool:
+        """Whether the run that ends with this block is known to be in the store."""
+        return self.is_on and self.presence.contains(sequence_hash)
+
+    def match(self, hashes: Sequence[bytes], start: int, end: int) -> int:
+        """Return how many of `hashes[start:end]` are known to be in the store, up to the first that is not."""
+        if not self.is_on or start >= end:
+            return 0
+        reached = start
+        for name, run_end in self._names(hashes, start, end):
+            if not self.presence.contains(name):
+                break
+            reached = min(run_end, end)
+        return reached - start
+
+    def runs_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Run]:
+        """Return the runs that hold `hashes[start:end]`."""
+        size = self.run_blocks
+        return [Run(tuple(hashes[run_end - size : run_end])) for _, run_end in self._names(hashes, start, end)]
+
+    def run_of_one(self, sequence_hash: bytes) -> Run | None:
+        """Return the run of this block, if runs hold one block and it is known to be in the store."""
+        return Run((sequence_hash,)) if self.run_blocks == 1 and self.contains(sequence_hash) else None
+
+    def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
+        """Whether a request that found nothing from `start` on should be asked again at the next step, because the
+        store is being asked. Each request asks once, and waits for a short time only."""
+        asked = self._asked.get(request_id)
+        if asked is None:
+            asked = self._ask(request_id, hashes, start, end)
+            return asked is not None
+        is_over = asked.computed_steps >= WAIT_STEPS or self._clock() > asked.deadline_s
+        if is_over or asked.ticket not in self._probes:
+            asked.deadline_s = 0.0
+            return False
+        return True
+
+    def forget_request(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    # -- reads ---------------------------------------------------------------------------------------------------------
+
+    def has_lost(self, run: Run) -> bool:
+        """Whether another read of this run has failed."""
+        return not self.presence.contains(run.name)
+
+    def fetch(self, run: Run, hashes: Sequence[bytes], tenant: bytes) -> RunFetch | None:
+        """Start to read blocks of a run into host memory; `settle` returns the end. None while there is no room or the
+        tier is off."""
+        if not self.is_on or len(hashes) > self._host.store.available:
+            return None
+        if self._disk is not None:
+            self._disk.evicting(len(hashes) - self._host.store.free)
+        target = self._host.reserve(len(hashes))
+        if target is None:
+            return None
+        self._host.unprove(target)
+        slots = dict(zip(hashes, target.slots, strict=True))
+        ticket = next(self._tickets)
+        fetch = self._fetches[ticket] = RunFetch(run, tuple(hashes), tenant, target)
+        self._client.submit(Get(ticket, run.hashes, tuple(slots.get(one, NOT_WANTED) for one in run.hashes)))
+        return fetch
+
+    # -- writes --------------------------------------------------------------------------------------------------------
+
+    def used(self, hashes: Sequence[bytes], start: int, end: int, tenant: bytes) -> None:
+        """Note that a request has used `hashes[start:end]`. The runs in it that are used often enough are written."""
+        if self._policy.writes and not self._has_ended and start < end and len(self._used) < MAX_USED:
+            self._used.append((hashes, start, end, tenant))
+
+    def step(self, *, computes: bool) -> None:
+        """Start the writes that are due. `computes`: the last step of the engine computed something."""
+        if computes:
+            for asked in self._asked.values():
+                asked.computed_steps += 1
+        if self._clock() >= self._decay_s:
+            self._decay_s = self._clock() + self._policy.frequency_decay_s
+            self._filter.decay()
+        if self._used:
+            self._examine()
+        self._begin_writes()
+
+    def settle(self) -> list[RunFetch]:
+        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
+        ended = []
+        for result in self._client.poll():
+            if isinstance(result, ProbeResult):
+                self._end_probe(result)
+            elif (write := self._writes.pop(result.ticket, None)) is not None:
+                self._end_write(write, result)
+            elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
+                self._end_fetch(fetch, result)
+                if not fetch.is_abandoned:
+                    ended.append(fetch)
+        if (listing := self._client.take_listing()) is not None and not self._has_ended:
+            self.presence.take(listing)
+        self._copy_counters()
+        return ended
+
+    def is_busy(self) -> bool:
+        """Whether runs are being written or due for it, or the store is being asked."""
+        return self.is_on and bool(self._writes or self._queue or self._used or self._probes)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget every run, for good: the objects belong to other engines too, so that they cannot be deleted, and this
+        engine must not find them again."""
+        if not self._has_ended:
+            log.warning("kvbm: the cache was reset: this engine does not use the shared tier until it is restarted")
+        self._has_ended = True
+        self.presence.clear()
+        self._queue.clear()
+        self._used.clear()
+        for fetch in self._fetches.values():
+            fetch.is_void = True
+
+    def close(self) -> None:
+        """Write what is due, for at most `drain_s`; then end the process."""
+        deadline_s = self._clock() + self._policy.drain_s
+        while self.is_busy() and self._clock() < deadline_s:
+            self.step(computes=False)
+            time.sleep(0.001)
+            self.settle()
+        self._client.close(max(0.1, deadline_s - self._clock()))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
+        """Yield name and end of the whole runs that hold `hashes[start:end]`, in order."""
+        size = self.run_blocks
+        run_end = (start // size + 1) * size
+        while run_end <= len(hashes) and run_end - size < end:
+            yield hashes[run_end - 1], run_end
+            run_end += size
+
+    def _ask(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> _Asked | None:
+        """Ask the store for the runs from `start` on; None if that cannot help."""
+        if not self.is_on or not self._choice.may_pay(Tier.SHARED):
+            return None
+        names = tuple(name for name, _ in self._names(hashes, start, end))
+        if not names or self.presence.is_absent(names[0]):
+            return None
+        same = (ticket for ticket, asked_for in self._probes.items() if asked_for[0] == names[0])
+        ticket = next(same, None)
+        if ticket is None:
+            ticket = next(self._tickets)
+            self._probes[ticket] = names
+            self._client.submit(Probe(ticket, names))
+        blocks = len(names) * self.run_blocks
+        limit_s = min(WAIT_S, WAIT_SHARE * self._choice.rates.compute_s(blocks))
+        asked = self._asked[request_id] = _Asked(ticket, self._clock() + limit_s)
+        return asked
+
+    def _end_probe(self, result: ProbeResult) -> None:
+        names = self._probes.pop(result.ticket, None)
+        if names is None or result.present is None or self._has_ended:
+            return
+        self.presence.add(names[: result.present])
+        if result.present < len(names):
+            self.presence.note_absent(names[result.present])
+
+    def _examine(self) -> None:
+        """Count the runs of chains that were used, and queue those that are admitted."""
+        left = EXAMINED_AT_A_TIME
+        while self._used and left > 0:
+            hashes, start, end, tenant = self._used.popleft()
+            for name, run_end in itertools.islice(self._names(hashes, start, end), left):
+                left -= 1
+                start = run_end
+                if run_end <= end:
+                    self._consider(name, hashes, run_end, tenant)
+            if start < end and left == 0:
+                self._used.appendleft((hashes, start, end, tenant))
+
+    def _consider(self, name: bytes, hashes: Sequence[bytes], run_end: int, tenant: bytes) -> None:
+        replaces = name in self._to_replace
+        if name in self._queue or name in self._departing or (self.presence.contains(name) and not replaces):
+            return
+        if self._policy.to_shared == "frequency" and not replaces:
+            self._filter.hit([name])
+            if self._filter.count(name) < self._policy.frequency_threshold:
+                return
+        if len(self._queue) * self.run_blocks < self._host.capacity_blocks:
+            run = Run(tuple(hashes[run_end - self.run_blocks : run_end]))
+            due_s = self._clock() + JITTER_S * self._random.random()
+            self._queue[name] = _Due(run, tenant, due_s, replaces)
+        else:
+            self._counters.shared_dropped_blocks += self.run_blocks
+
+    def _begin_writes(self) -> None:
+        limit = self._host.capacity_blocks // PINNED_SHARE // self.run_blocks
+        for _ in range(TAKEN_AT_A_TIME):
+            if not self._queue or not self.is_on or len(self._writes) >= max(1, min(WRITES_AT_A_TIME, limit)):
+                return
+            due = next(iter(self._queue.values()))
+            if due.due_s > self._clock():
+                return
+            self._queue.popitem(last=False)
+            if self.presence.contains(due.run.name) and not due.replaces:
+                continue  # found by a probe meanwhile
+            source = self._host.store.pin(due.run.hashes)
+            if source is None:
+                self._counters.shared_dropped_blocks += self.run_blocks
+                continue
+            ticket = next(self._tickets)
+            self._writes[ticket] = _RunWrite(due.run, source)
+            self._departing.add(due.run.name)
+            generations = self._host.generations_of(source.slots)
+            self._client.submit(
+                Put(ticket, due.run.hashes, tuple(source.slots), generations, due.tenant, replaces=due.replaces)
+            )
+
+    def _end_write(self, write: _RunWrite, result: ObjectResult) -> None:
+        write.source.release()
+        self._departing.discard(write.run.name)
+        count = len(write.run.hashes)
+        if result.outcome not in (Outcome.GOOD, Outcome.EXISTS):
+            self._counters.object_write_failures += 1
+            self._counters.shared_dropped_blocks += count
+            return
+        if not self._has_ended:
+            self.presence.add([write.run.name])
+            self._to_replace.discard(write.run.name)
+        if result.outcome is Outcome.GOOD:
+            self._counters.shared_offload_blocks += count
+            self._counters.shared_offload_bytes += count * self._block_bytes
+
+    def _end_fetch(self, fetch: RunFetch, result: ObjectResult) -> None:
+        """Register the blocks that have arrived. A run that could not be read is forgotten."""
+        if result.is_aging and not fetch.is_void:
+            self._to_replace.add(fetch.run.name)
+        if fetch.is_void or result.outcome is not Outcome.GOOD:
+            fetch.target.release()
+            if not fetch.is_void:
+                self._note_failed_read(fetch, result)
+            return
+        good = (True,) * len(fetch.hashes)
+        self._host.prove(fetch.target, good)
+        blocks = self._host.register(fetch.target, fetch.hashes, good)
+        if self._disk is not None:
+            self._disk.registered(fetch.hashes, blocks.slots, fetch.tenant)
+        self._counters.shared_fetched_blocks += len(fetch.hashes)
+        if fetch.is_abandoned:
+            blocks.release()
+        else:
+            fetch.blocks = blocks
+
+    def _note_failed_read(self, fetch: RunFetch, result: ObjectResult) -> None:
+        self._counters.shared_failed_blocks += len(fetch.hashes)
+        self._counters.object_read_failures += 1
+        if result.outcome is Outcome.BAD:
+            self._to_replace.add(fetch.run.name)
+        if result.outcome is not Outcome.FAILED or self._client.is_on:
+            self.presence.erase(fetch.run.name)
+
+    def _copy_counters(self) -> None:
+        known, counters = self._client.counters, self._counters
+        counters.shared_bad_objects = known.bad_objects
+        counters.shared_absent_objects = known.absent_objects
+        counters.shared_failed_requests = known.failed_requests
+        counters.shared_saved_writes = known.writes_saved
+        counters.shared_probes = known.probes
+        counters.shared_times_off = known.times_off
+        counters.shared_restarts = self._client.restarts
+        counters.shared_off = int(not self.is_on)

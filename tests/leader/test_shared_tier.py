@@ -1,0 +1,497 @@
+"""What goes to the shared store, what comes back from it, and what happens when it fails: a store in memory, steps by
+hand. Runs hold two blocks."""
+
+from __future__ import annotations
+
+import pytest
+from rig import FakeDisk, FakeStore, Rig, chain
+
+from kvbm.core.groups import Group
+from kvbm.leader import shared_tier
+from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.shared.orders import Get, Probe, Put
+from kvbm.types import Tier
+
+ALWAYS = DiskPolicy(reads_always=True)
+
+
+def make(store=None, *, to_shared="always", slots=8, run_blocks=2, writes=True, **options):
+    policy = SharedPolicy(to_shared=to_shared, writes=writes, drain_s=options.pop("drain_s", 0.0))
+    options = {"disk": ALWAYS, **options}
+    return Rig(slots=slots, store=store or FakeStore(run_blocks), shared=policy, **options)
+
+
+@pytest.fixture
+def rig():
+    rig = make()
+    yield rig
+    rig.close()
+
+
+def written(name="a", length=4, **options):
+    """A rig whose store holds the runs of a chain, all of which another engine has written; and the chain."""
+    first = make(**{"slots": 8, **options})
+    hashes = first.fill(name, length)
+    first.settle_store()
+    store = first.store
+    assert store.writes == length // store.run_blocks
+    first.close()
+    second = make(store, **options)
+    second.store.list_all()
+    second.step()
+    return second, hashes
+
+
+def names(store):
+    return set(store.kept)
+
+
+def begin_writes(rig):
+    """Let what is due become orders of the store, which do not run."""
+    for _ in range(4):
+        rig.now_s += 0.5
+        rig.order()
+        rig.settle()
+
+
+def serve(rig, request_id, hashes, steps=6):
+    """A request from its arrival to the end of its load. Returns the results of its load."""
+    rig.load(request_id, hashes)
+    return [result for _ in range(steps) for result in rig.step()]
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_runs_of_a_request_are_written_when_it_ends(rig):
+    hashes = chain("a", 5)
+    blocks = rig.compute("r", hashes)
+    rig.step()
+    rig.settle_store()
+    assert not rig.store.kept, "the request has not ended"
+    rig.finish("r", hashes, blocks)
+    rig.settle_store()
+    assert names(rig.store) == {hashes[1], hashes[3]}, "the fifth block fills no run"
+    assert rig.leader.counters.shared_offload_blocks == 4
+    assert not rig.leader.has_pending()
+
+
+def test_a_run_is_written_at_its_second_use_if_that_is_wanted():
+    rig = make(to_shared="frequency")
+    hashes = rig.fill("a", 4)
+    rig.settle_store()
+    assert not rig.store.kept
+    serve(rig, "again", hashes)
+    rig.leader.finish("again", hashes)
+    rig.settle_store()
+    assert names(rig.store) == {hashes[1], hashes[3]}
+    rig.close()
+
+
+def test_an_engine_that_only_reads_writes_nothing():
+    rig = make(writes=False)
+    rig.fill("a", 4)
+    rig.settle_store()
+    assert not rig.store.kept
+    assert not rig.leader.has_pending()
+    rig.close()
+
+
+def test_the_head_of_a_chain_is_written_first():
+    rig = make(slots=32)
+    hashes = rig.fill("a", 6)
+    begin_writes(rig)
+    assert [order.hashes[-1] for order in rig.store.waiting if isinstance(order, Put)] == hashes[1::2]
+    rig.close()
+
+
+def test_what_the_store_is_known_to_hold_is_not_written_again():
+    rig, hashes = written()
+    serve(rig, "r", hashes)
+    rig.leader.finish("r", hashes)
+    before = rig.store.writes
+    rig.settle_store()
+    assert rig.store.writes == before
+    rig.close()
+
+
+def test_blocks_are_pinned_while_they_are_written_and_only_then(rig):
+    rig.fill("a", 2)
+    begin_writes(rig)
+    assert rig.leader.blocks()[Tier.HOST]["pinned"] == 2
+    rig.store.run_all()
+    rig.settle()
+    assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
+
+
+def test_blocks_that_have_left_host_memory_are_not_written():
+    rig = make(slots=4)
+    rig.fill("a", 4)
+    rig.fill("b", 4)
+    rig.settle_store()
+    assert not names(rig.store) & set(chain("a", 4))
+    assert rig.leader.counters.shared_dropped_blocks >= 4
+    rig.close()
+
+
+def test_a_write_that_failed_is_not_found(rig):
+    rig.fill("a", 2)
+    begin_writes(rig)
+    assert rig.store.run("fail")
+    rig.settle()
+    assert rig.leader.counters.object_write_failures == 1
+    assert rig.leader._shared.match(chain("a", 4), 0, 4) == 0
+
+
+def test_memory_that_a_rank_has_given_back_is_not_written_as_a_run(rig):
+    rig.fill("a", 4)
+    begin_writes(rig)
+    assert rig.store.waiting
+    rig.store.slots_carry = lambda slots, generations: False
+    rig.store.run_all()
+    rig.settle()
+    assert not rig.store.kept
+
+
+def test_what_is_due_is_written_at_the_end(monkeypatch):
+    monkeypatch.setattr(shared_tier.time, "sleep", lambda seconds: None)
+    rig = make(drain_s=5.0)
+    client = rig.store
+    poll = client.poll
+
+    def now_it_is_later():
+        rig.now_s += 0.05
+        client.run_all()
+        return poll()
+
+    client.poll = now_it_is_later
+    rig.fill("a", 4)
+    rig.leader.close()
+    assert len(client.kept) == 2
+    rig.close()
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_engine_loads_what_the_first_has_written():
+    rig, hashes = written()
+    (result,) = serve(rig, "r", hashes)
+    assert not result.failed_block_ids
+    assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids, hashes, strict=True))
+    assert rig.leader.counters.onboard_shared_blocks == 4
+    assert rig.leader.counters.shared_fetched_blocks == 4
+    assert serve(rig, "again", hashes), "they are in host memory now"
+    assert rig.leader.counters.shared_fetched_blocks == 4
+    rig.close()
+
+
+def test_blocks_that_have_come_go_to_disk_too():
+    rig, hashes = written()
+    store = rig.store
+    rig.close()
+    rig = make(store, fake_disk=8, disk=DiskPolicy(to_disk="always", reads_always=True))
+    store.list_all()
+    rig.step()
+    serve(rig, "r", hashes)
+    assert {name for name, _ in rig.disk.kept.values()} == set(hashes)
+    rig.close()
+
+
+def test_of_a_run_only_what_is_missing_is_read():
+    rig, hashes = written()
+    rig.fill("a", 1)
+    serve(rig, "r", hashes)
+    assert rig.leader.counters.shared_fetched_blocks == 3
+    rig.close()
+
+
+def test_a_load_larger_than_host_memory_passes_through_it_from_the_store():
+    first = make(slots=16, blocks=32)
+    hashes = first.fill("a", 12)
+    first.settle_store()
+    rig = make(first.store, slots=4, blocks=32)
+    rig.store.list_all()
+    rig.step()
+    (result,) = serve(rig, "r", hashes, steps=30)
+    assert not result.failed_block_ids
+    assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids, hashes, strict=True))
+    first.close()
+    rig.close()
+
+
+def test_nothing_is_loaded_from_a_store_that_is_off():
+    rig, hashes = written()
+    rig.store.is_on = False
+    assert rig.leader.match("r", hashes, 0) == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("fault", ["fail", "bad"])
+def test_a_run_that_cannot_be_read_cuts_the_load_and_is_forgotten(fault):
+    rig, hashes = written()
+    rig.load("r", hashes)
+    rig.order()
+    assert rig.store.run()  # the first run arrives
+    assert rig.store.run(fault)
+    results = [result for _ in range(4) for result in rig.step()]
+    (result,) = results
+    assert result.failed_block_ids == result.block_ids[2:]
+    assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids[:2], hashes, strict=False))
+    rig.leader.finish("r", hashes)
+    assert rig.leader._shared.match(hashes, 0, 4) == 2, "only the run that failed is forgotten"
+    assert rig.leader.counters.object_read_failures == 1
+    rig.close()
+
+
+def test_an_object_that_another_engine_has_deleted_is_a_miss_and_forgotten():
+    rig, hashes = written()
+    rig.store.kept.clear()
+    (result,) = serve(rig, "r", hashes)
+    assert result.failed_block_ids == result.block_ids
+    assert rig.leader._shared.match(hashes, 0, 4) == 0
+    rig.close()
+
+
+def test_a_damaged_object_is_replaced_by_the_next_engine_that_computes_it():
+    rig, hashes = written()
+    rig.load("r", hashes)
+    rig.order()
+    while rig.store.run("bad"):
+        pass
+    rig.step()
+    rig.leader.finish("r", hashes)
+    before = rig.store.writes
+    rig.fill("a", 4)
+    rig.settle_store()
+    assert rig.store.writes == before + 2
+    rig.close()
+
+
+def test_a_process_that_ends_fails_the_load_and_its_runs_are_found_again():
+    rig, hashes = written()
+    rig.load("r", hashes)
+    rig.order()
+    rig.store.is_on = False
+    rig.store.fail_all()
+    (result,) = rig.settle()
+    assert result.failed_block_ids == result.block_ids
+    rig.leader.finish("r", hashes)
+    rig.store.is_on = True
+    assert rig.leader.match("next", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_request_that_ends_while_its_runs_are_read_holds_its_blocks_until_nothing_writes_there():
+    rig, hashes = written()
+    blocks = rig.load("r", hashes)
+    rig.order()
+    rig.finish("r", hashes, blocks)
+    for _ in range(6):
+        rig.step()
+    assert not +rig.g1.references
+    assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
+    rig.close()
+
+
+def test_an_object_that_will_expire_soon_is_written_again():
+    rig, hashes = written()
+    get = rig.store._get
+
+    def aging(order, fault):
+        result = get(order, fault)
+        return type(result)(result.ticket, result.outcome, result.is_good, is_aging=True)
+
+    rig.store._get = aging
+    serve(rig, "r", hashes)
+    rig.leader.finish("r", hashes)
+    before = rig.store.writes
+    rig.settle_store()
+    assert rig.store.writes == before + 2
+    rig.close()
+
+
+def test_a_load_whose_blocks_have_left_host_memory_since_the_match_is_computed():
+    rig, hashes = written()
+    rig.fill("a", 2)
+    assert rig.leader.match("r", hashes, 0) == 4
+    rig.fill("b", 8)
+    blocks = rig.g1.allocate(4)
+    rig.leader.onboard("r", hashes, 0, blocks)
+    (result,) = [result for _ in range(6) for result in rig.step()]
+    assert result.failed_block_ids == tuple(blocks)
+    rig.close()
+
+
+def test_a_run_that_comes_after_one_before_it_has_failed_is_kept_in_host_memory():
+    rig, hashes = written()
+    rig.load("r", hashes)
+    rig.order()
+    assert rig.store.run("fail")
+    assert [result.failed_block_ids == result.block_ids for result in rig.settle()] == [True]
+    rig.step()
+    assert [rig.leader._host.store.contains(name) for name in hashes] == [False, False, True, True]
+    assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
+    rig.close()
+
+
+# -- presence ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_the_answer_of_the_store_and_then_loads():
+    rig, hashes = written()
+    store = rig.store
+    rig.close()
+    rig = make(store)  # it has not listed anything
+    assert rig.leader.match("r", hashes, 0) is None
+    assert [type(order) for order in rig.store.waiting] == [Probe]
+    rig.store.run_all()
+    rig.settle()
+    assert rig.leader.match("r", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_request_waits_at_most_two_steps_that_compute(rig):
+    hashes = chain("a", 4)
+    waited = 0
+    while rig.leader.match("r", hashes, 0) is None:
+        waited += 1
+        rig.leader.note_step(16, 0.001)
+        rig.order()
+        rig.settle()
+        assert waited < 10
+    assert 1 <= waited <= shared_tier.WAIT_STEPS + 1
+    assert rig.leader.match("r", hashes, 0) == 0, "it asks once"
+
+
+def test_a_request_does_not_wait_for_long_in_an_engine_that_computes_nothing(rig):
+    hashes = chain("a", 4)
+    assert rig.leader.match("r", hashes, 0) is None
+    rig.now_s += shared_tier.WAIT_S + 0.01
+    assert rig.leader.match("r", hashes, 0) == 0
+
+
+def test_a_chain_that_a_probe_did_not_find_is_not_asked_for_again(rig):
+    hashes = chain("a", 4)
+    assert rig.leader.match("r", hashes, 0) is None
+    rig.store.run_all()
+    rig.settle()
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.match("other", hashes, 0) == 0
+    assert not rig.store.waiting
+
+
+def test_requests_for_one_chain_ask_once(rig):
+    hashes = chain("a", 4)
+    assert rig.leader.match("r", hashes, 0) is None
+    assert rig.leader.match("s", hashes, 0) is None
+    assert len(rig.store.waiting) == 1
+
+
+def test_a_failed_probe_leaves_the_request_without_a_hit(rig):
+    hashes = chain("a", 4)
+    assert rig.leader.match("r", hashes, 0) is None
+    rig.store.run("fail")
+    rig.settle()
+    assert rig.leader.match("r", hashes, 0) == 0
+
+
+# -- load or recompute -------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_computed_where_that_is_faster_than_reading_them():
+    rig, hashes = written(disk=DiskPolicy())
+    for _ in range(8):
+        rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
+    rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.counters.shared_declined_blocks == 4
+    rig.close()
+
+
+def test_a_store_that_is_slower_than_computing_is_not_asked():
+    rig = make(disk=DiskPolicy())
+    for _ in range(8):
+        rig.leader.note_step(4096, 0.001)
+    rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    assert rig.leader.match("r", chain("a", 4), 0) == 0
+    assert not rig.store.waiting
+    rig.close()
+
+
+# -- reset, several groups, engines that accept no failed load ---------------------------------------------------------
+
+
+def test_after_a_reset_nothing_of_the_store_is_found_or_written():
+    rig, hashes = written()
+    rig.leader.reset()
+    rig.store.list_all()
+    rig.step()
+    assert rig.leader.match("r", hashes, 0) == 0
+    rig.fill("b", 4)
+    before = rig.store.writes
+    rig.settle_store()
+    assert rig.store.writes == before
+    rig.close()
+
+
+def test_a_read_that_a_reset_overtook_is_dropped():
+    rig, hashes = written()
+    rig.load("r", hashes)
+    rig.order()
+    assert any(isinstance(order, Get) for order in rig.store.waiting)
+    rig.leader.reset()
+    results = [result for _ in range(4) for result in rig.step()]
+    assert all(result.failed_block_ids == result.block_ids for result in results)
+    assert not any(rig.leader._host.store.contains(name) for name in hashes)
+    rig.close()
+
+
+def test_several_groups_find_blocks_by_the_index():
+    first = make(run_blocks=1, slots=16)
+    full, window = first.fill("full", 3), first.fill("window", 3)
+    first.settle_store()
+    first.close()
+    rig = make(first.store, groups=(Group(16), Group(16, window_tokens=16)), slots=16)
+    assert rig.leader.match_groups("r", (full, window), 0, 48) == 0
+    assert not rig.store.waiting, "a probe finds the end of one chain only"
+    rig.store.list_all()
+    rig.step()
+    assert rig.leader.match_groups("s", (full, window), 0, 48) == 48
+    blocks, wanted = rig.g1.allocate(4), [*full, window[-1]]
+    rig.leader.onboard("s", wanted, 0, blocks, tokens=48)
+    results = [result for _ in range(6) for result in rig.step()]
+    assert [result.failed_block_ids for result in results] == [()]
+    assert all(rig.g1.holds(block, name) for block, name in zip(blocks, wanted, strict=True))
+    rig.close()
+
+
+def test_an_engine_that_accepts_no_failed_load_gets_runs_ahead_of_their_promise():
+    rig, hashes = written(accepts_failed_loads=False)
+    assert rig.leader.match("r", hashes, 0) == 0
+    for _ in range(4):
+        rig.step()
+    assert rig.leader.match("s", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_disk_and_a_store_serve_one_chain():
+    rig, hashes = written(length=6)
+    store = rig.store
+    rig.close()
+    disk = FakeDisk(8)
+    with_disk = {"fake_disk": disk, "disk": DiskPolicy(to_disk="always", reads_always=True)}
+    rig = make(FakeStore(2), **with_disk)
+    rig.fill("a", 2)
+    for _ in range(4):
+        rig.step()
+    rig.close()
+    rig = make(store, **with_disk)
+    store.list_all()
+    rig.step()
+    (result,) = serve(rig, "r", hashes)
+    assert not result.failed_block_ids
+    counters = rig.leader.counters
+    assert (counters.onboard_disk_blocks, counters.onboard_shared_blocks) == (2, 4)
+    rig.close()
