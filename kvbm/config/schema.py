@@ -311,6 +311,24 @@ class MetricsSection(Section):
         return absolute(directory)
 
 
+class EventsSection(Section):
+    """KV events, which tell a router what is cached. The engine publishes them if its own setting enables them."""
+
+    shared: bool = Field(
+        default=False,
+        description="Whether events also name blocks in the shared tier (G4). Every engine can read those, so they say "
+        "nothing about this one.",
+    )
+    repeat_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Interval in seconds at which all present blocks are announced again, for routers that connect "
+        "late; 0 disables it.",
+    )
+
+
 class ServerSection(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the engine's server listens on.")
     port: Port = Field(default=8000, description="Port of the engine's server; `0` or `auto` chooses a free port.")
@@ -359,6 +377,7 @@ class ConnectorConfig(Section):
     )
     transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
     metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
+    events: EventsSection = Field(default=EventsSection(), description="KV events for routers.")
 
     def digest(self) -> str:
         """Digest that is equal in two processes exactly if their configurations are equal."""
@@ -378,6 +397,7 @@ class Profile(Section):
     transfer: TransferSection = Field(default=TransferSection(), description="How blocks are transferred.")
     server: ServerSection = Field(default=ServerSection(), description="Address and port of the engine's server.")
     metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
+    events: EventsSection = Field(default=EventsSection(), description="KV events for routers.")
     disaggregated: Disaggregated = Field(
         default=Disaggregated(),
         description="Disaggregated prefill: separate engines for prefill and decode behind one address.",
@@ -427,7 +447,12 @@ class Profile(Section):
     def connector_config(self) -> ConnectorConfig:
         metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
         return ConnectorConfig(
-            tiers=self.tiers, offload=self.offload, onboard=self.onboard, transfer=self.transfer, metrics=metrics
+            tiers=self.tiers,
+            offload=self.offload,
+            onboard=self.onboard,
+            transfer=self.transfer,
+            metrics=metrics,
+            events=self.events,
         )
 
 

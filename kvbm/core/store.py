@@ -327,6 +327,10 @@ class BlockStore:
         events, self._events = self._events, []
         return events
 
+    def has_events(self) -> bool:
+        """Whether `take_events` would return something."""
+        return bool(self._events)
+
     def counts(self) -> StoreCounts:
         out = self._free_count + self._mutable_count + self._complete_count + self._inactive_count
         return StoreCounts(

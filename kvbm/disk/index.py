@@ -5,6 +5,8 @@ deleted before they change. Commits are not flushed individually, so a power cut
 insertion is a miss; a lost deletion is a checksum miss. `clear` is flushed. Of two rows with one hash, the later
 generation counts; a UNIQUE constraint on the hash would double the cost of a commit.
 
+A block can have a note (`notes.py`), which is inserted and deleted with its row.
+
 Checksums cover the payload and are seeded with the namespace and the block's hash (`checksum`). So a row with a damaged
 slot or hash does not match its bytes, nor do the files of another model: vLLM gives its blocks the same hashes. One
 thread at a time uses an index. Failures raise sqlite3.Error.
@@ -29,6 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from kvbm.disk.notes import Note, NoteTable
 
 ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
@@ -125,6 +129,7 @@ class BlockIndex:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        self._notes = NoteTable(connection)
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
@@ -203,16 +208,33 @@ class BlockIndex:
         found = self._connection.execute("SELECT slot FROM blocks WHERE tenant = ? ORDER BY slot", [tenant])
         return [slot for (slot,) in found]
 
-    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int]) -> bool:
-        """Insert rows, then delete slots, in one transaction. Return whether anything has changed.
+    def load_notes(self, found: Recovered) -> dict[int, bytes]:
+        """Return the sound notes of these blocks by slot. A damaged table is deleted. Raises sqlite3.Error."""
+        if not self._notes.exists:
+            return {}
+        names = zip(found.generations.tolist(), found.hashes.tolist(), strict=True)
+        try:
+            return self._notes.load(dict(zip(found.slots.tolist(), names, strict=True)))
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._notes.drop()
+            return {}
+
+    def change(self, inserted: Sequence[IndexRow], deleted: Sequence[int], notes: Sequence[Note] = ()) -> bool:
+        """Insert rows and their notes, then delete slots, in one transaction. Return whether anything has changed.
 
         Raises sqlite3.Error; nothing has changed then.
         """
-        before = self._connection.total_changes
+        before, has_notes = self._connection.total_changes, self._notes.exists or bool(notes)
         with _Transaction(self._connection):
             for start in range(0, len(inserted), ROWS_PER_STATEMENT):
                 self._insert(inserted[start : start + ROWS_PER_STATEMENT])
+            self._notes.insert(notes)
             self._delete(deleted)
+            if has_notes:
+                self._notes.delete(deleted)
+        self._notes.exists = has_notes
         return self._connection.total_changes != before
 
     def delete(self, slots: Sequence[int]) -> None:
@@ -224,6 +246,8 @@ class BlockIndex:
         self._connection.execute("PRAGMA synchronous=FULL")
         try:
             with _Transaction(self._connection):
+                if self._notes.exists:
+                    self._notes.clear(tenant)
                 if tenant is None:
                     self._connection.execute("DELETE FROM blocks")  # without WHERE, SQLite does not visit each row
                 else:
@@ -322,9 +346,9 @@ def _require_format(path: Path) -> None:
 
 def _require_table(connection: sqlite3.Connection) -> None:
     """Raises sqlite3.DatabaseError for a view, whose rows may never end."""
-    kinds = connection.execute("SELECT type FROM sqlite_schema WHERE name = 'blocks'").fetchall()
-    if kinds != [("table",)]:
-        raise sqlite3.DatabaseError("`blocks` is not a table")
+    kinds = dict(connection.execute("SELECT name, type FROM sqlite_schema WHERE name IN ('blocks', 'notes')"))
+    if kinds.get("blocks") != "table" or kinds.get("notes", "table") != "table":
+        raise sqlite3.DatabaseError("`blocks` or `notes` is not a table")
 
 
 def _signed(number: int) -> int:

@@ -30,6 +30,7 @@ from kvbm.disk.health import Health
 from kvbm.disk.index import IndexRow, is_damage
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.notes import Note
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
 
@@ -271,22 +272,26 @@ class IndexThread:
                 self._finish(transfer, refusal)
         return [] if refusal is not None else started, forgotten, clears
 
-    def _rows(self, transfer: WriteTransfer) -> Iterator[IndexRow]:
+    def _rows(self, transfer: WriteTransfer) -> Iterator[tuple[IndexRow, bytes]]:
+        """Yield the row and the note of each block that is on disk."""
         now, length = time.time(), self._instance.shape.payload_bytes
         order = transfer.order
+        notes = order.notes or [b""] * len(order.hashes)
         columns = zip(order.disk_slots, order.hashes, transfer.checksums, order.tenants, strict=True)
         for position, (slot, sequence_hash, checksum, tenant) in enumerate(columns):
             if transfer.is_good[position] and position not in transfer.dropped:
-                yield IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                row = IndexRow(slot, sequence_hash, next(self._generations), length, checksum, tenant, now)
+                yield row, notes[position]
 
-    def _commit(self, rows: Sequence[IndexRow], slots: set[int]) -> str | None:
+    def _commit(self, rows: Sequence[tuple[IndexRow, bytes]], slots: set[int]) -> str | None:
         """Commit; return an error, after which nothing has changed. A damaged index is replaced first."""
         for _ in range(2):
             index = self._instance.index
             if index is None or not (rows or slots):
                 return None
             try:
-                if index.change(rows, sorted(slots)):
+                notes = [Note(row.slot, row.generation, row.hash, note) for row, note in rows if note]
+                if index.change([row for row, _ in rows], sorted(slots), notes):
                     self._health.count_commit()
                 return None
             except sqlite3.Error as error:

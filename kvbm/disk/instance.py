@@ -88,6 +88,7 @@ class Instance:
         self.lock: InstanceLock | None = None
         self.index: BlockIndex | None = None
         self.recovered: Recovered | None = None
+        self.notes: dict[int, bytes] = {}  # of recovered blocks, by slot
         self.losses = Losses()
 
     @classmethod
@@ -252,7 +253,9 @@ class Instance:
         path = self.path / INDEX
         try:
             self.index = _open_index(path)
-            return self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
+            found = self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
+            self.notes = self.index.load_notes(found)
+            return found
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise EnvironmentProblem(f"cannot open {path}: {error}") from error

@@ -33,7 +33,8 @@ class Write:
     """Write one block per position from a host slot to a disk slot.
 
     The disk slots belong to this ticket until `poll` returns it; their previous blocks are deleted first.
-    No block is good unless the host slots still carry `generations` after their payload has been read.
+    No block is good unless the host slots still carry `generations` after their payload has been read. `notes[i]` is
+    kept in the index next to block i and returned in FoundBlocks; no notes, or an empty one, for none.
     """
 
     ticket: int
@@ -42,6 +43,7 @@ class Write:
     host_slots: Sequence[int]
     tenants: Sequence[bytes]
     generations: Sequence[int]
+    notes: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +74,14 @@ class DiskResult:
 class FoundBlocks(NamedTuple):
     """Blocks that an instance held when it was opened, oldest first.
 
-    `slots` holds int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch.
+    `slots` holds int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch. `notes` has one entry
+    per block, empty without a note, or none at all.
     """
 
     slots: bytes
     hashes: bytes
     is_last: bool
+    notes: tuple[bytes, ...] = ()
 
     def parts(self, block_count: int) -> Iterator[FoundBlocks]:
         """Split into batches of at most `block_count` blocks."""
@@ -89,6 +93,7 @@ class FoundBlocks(NamedTuple):
                 self.slots[start * SLOT_BYTES : end * SLOT_BYTES],
                 self.hashes[start * width : end * width],
                 self.is_last and end >= count,
+                self.notes[start:end],
             )
 
     def lists(self) -> tuple[list[int], list[bytes]]:

@@ -140,7 +140,9 @@ class DiskStorage:
         some, rest = slice(FOUND_BATCH_BLOCKS), slice(FOUND_BATCH_BLOCKS, None)
         is_last = len(slots) <= FOUND_BATCH_BLOCKS
         self._found = NOTHING if is_last else (slots[rest], hashes[rest])
-        return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last)
+        notes = self._instance.notes
+        found_notes = tuple(notes.pop(slot, b"") for slot in slots[some].tolist()) if notes else ()
+        return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last, found_notes)
 
     def submit(self, order: Read | Write) -> None:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
@@ -276,7 +278,7 @@ class DiskStorage:
         """Reject invalid slots: a wrong number would silently address another slot."""
         columns = [order.hashes, order.disk_slots, order.host_slots]
         if isinstance(order, Write):
-            columns += [order.tenants, order.generations]
+            columns += [order.tenants, order.generations, order.notes or order.hashes]
         if len({len(column) for column in columns}) > 1:
             raise InvariantError(f"ticket {order.ticket} has columns of lengths {[len(column) for column in columns]}")
         _require_below(self._host_slot_count, "host", order.host_slots)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.settings import LeaderSettings
+    from kvbm.leader.settings import BlockNotes, LeaderSettings
     from kvbm.metrics import Counters
 
 WRITES_AT_A_TIME = 2
@@ -84,14 +84,19 @@ class DiskTier:
         settings: LeaderSettings,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        notes: BlockNotes | None = None,
     ) -> None:
         self._disk = disk
+        self._notes = notes
         self._policy = policy = settings.disk
         self._host = host
         self._block_bytes = settings.block_bytes
         self._counters = counters
         self._clock = clock
-        self.store = BlockStore(disk.slot_count, tier=Tier.DISK, hash_bytes=settings.engine.hash_bytes, events=False)
+        engine = settings.engine
+        self.store = BlockStore(
+            disk.slot_count, tier=Tier.DISK, hash_bytes=engine.hash_bytes, events=engine.publishes_events
+        )
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
@@ -109,7 +114,7 @@ class DiskTier:
         self._tickets = itertools.count(1)
         self._rates_file = None if disk.home is None else RatesFile(disk.home / RATES, clock=clock)
         known = None if self._rates_file is None else self._rates_file.read()
-        self.rates = Rates(block_tokens=settings.engine.block_tokens, clock=clock, known=known)
+        self.rates = Rates(block_tokens=engine.block_tokens, clock=clock, known=known)
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
@@ -306,7 +311,10 @@ class DiskTier:
             found = self._disk.recovered(waits=waits)
             if found is None:
                 return
-            self.store.restore(*found.lists())
+            slots, hashes = found.lists()
+            if self._notes is not None and found.notes:
+                self._notes.found(hashes, found.notes)
+            self.store.restore(slots, hashes)
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         if self._is_filled and self._losses:
@@ -372,7 +380,8 @@ class DiskTier:
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations))
+            notes = () if self._notes is None else self._notes.of(source.hashes)
+            self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:
         hashes = write.source.hashes

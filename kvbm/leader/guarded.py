@@ -232,11 +232,16 @@ class GuardedLeader:
 
     @contained(list)
     def take_events(self) -> list[Event]:
-        """Return the events since the last call; when the cache was turned off, once that host memory is empty."""
+        """Return the events since the last call; when the cache was turned off, once that every tier is empty."""
         if not self.boundary.is_off:
             return self.leader.take_events()
         has_cleared, self._has_cleared = self._has_cleared, True
-        return [] if has_cleared else [TierCleared(Tier.HOST)]
+        tiers = [Tier.HOST] if self._disk is None else [Tier.HOST, Tier.DISK]
+        return [] if has_cleared else [TierCleared(tier) for tier in tiers]
+
+    @contained(False)
+    def has_events(self) -> bool:
+        return not self._has_cleared if self.boundary.is_off else self.leader.has_events()
 
     @property
     def counters(self) -> Counters:

@@ -101,7 +101,9 @@ class Leader:
         self._trace = callbacks.trace
         engine = settings.engine
         self._host = HostTier(region, self.counters, hash_bytes=engine.hash_bytes, events=engine.publishes_events)
-        self._disk = None if disk is None else DiskTier(disk, self._host, settings, self.counters, clock)
+        self._disk: DiskTier | None = None
+        if disk is not None:
+            self._disk = DiskTier(disk, self._host, settings, self.counters, clock, callbacks.notes)
         rates = Rates(block_tokens=engine.block_tokens, clock=clock) if self._disk is None else self._disk.rates
         self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
         self._shared: SharedTier | None = None
@@ -507,8 +509,17 @@ class Leader:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """Return the blocks stored in and removed from G2 since the last call, in order, if it publishes any."""
-        return self._host.store.take_events()
+        """Return the blocks stored in and removed from G2 and G3 since the last call, if the engine publishes events.
+
+        Those of each tier are in order. Those of G3 come first: a block that was written to disk and then evicted from
+        host memory is never in neither.
+        """
+        disk = [] if self._disk is None else self._disk.store.take_events()
+        return disk + self._host.store.take_events()
+
+    def has_events(self) -> bool:
+        """Whether `take_events` would return something."""
+        return self._host.store.has_events() or (self._disk is not None and self._disk.store.has_events())
 
     def blocks(self) -> TierBlocks:
         """Return the slots of each tier by state."""

@@ -26,18 +26,32 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class BlockNotes:
+    """What an integration keeps on disk next to each block, for the next start.
+
+    `of(hashes)` returns one note per block, empty for none. `found(hashes, notes)` gets those of blocks that were found
+    on disk, before they are registered.
+    """
+
+    of: Callable[[Sequence[bytes]], Sequence[bytes]]
+    found: Callable[[Sequence[bytes], Sequence[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderCallbacks:
     """Functions that the leader calls.
 
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: the engine does not reuse a
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
-    does not change while the request lives. `trace` gets the name and the values of each decision.
+    does not change while the request lives. `trace` gets the name and the values of each decision. `notes` are kept
+    next to the blocks on disk.
     """
 
     hold: Callable[[Sequence[int]], None]
     release: Callable[[Sequence[int]], None]
     tenant_of: Callable[[str], bytes] = lambda request_id: b""
     trace: Callable[..., None] | None = None
+    notes: BlockNotes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class EngineTraits:
     `block_tokens` is the number of tokens per block, `hash_bytes` the length of a sequence hash. `groups` are the KV
     cache groups, those with full attention first; an engine without groups has one. An engine that `gives_up_blocks`
     of a failed load computes in other blocks, so it need not wait for the end of an overdue load. One that
-    `publishes_events` of host memory calls `take_events` after each step.
+    `publishes_events` of host memory and disk calls `take_events` after each step.
 
     An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
     host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one. Blocks

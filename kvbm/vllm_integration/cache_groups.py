@@ -11,11 +11,12 @@ that is not in the table is declined by name; vLLM then serves without kvbm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvbm.core.groups import Group, StateGroup
 
@@ -34,12 +35,14 @@ KINDS_OF_STATES = frozenset({"MAMBA2", "GDN_ATTN"})  # that have been run with k
 @dataclass(frozen=True, slots=True)
 class TransferGroup:
     """One of vLLM's KV cache groups that takes part in transfers; `index` is its position in block tables. `state_form`
-    describes the bytes of a snapshot, and is empty for other groups."""
+    describes the bytes of a snapshot, and is empty for other groups. KV events contain `kind` and `sliding_window`."""
 
     index: int
     group: Group
     layer_names: tuple[str, ...]
     state_form: str = ""
+    kind: str | None = field(default=None, compare=False)
+    sliding_window: int | None = field(default=None, compare=False)
 
 
 def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
@@ -71,7 +74,14 @@ def decline_reason(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> s
 def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[TransferGroup, ...]:
     """Return the groups that take part in transfers, full-attention groups first. Call `decline_reason` before."""
     found = [
-        TransferGroup(index, _as_group(_spec_of(group)), tuple(group.layer_names), _state_form(_spec_of(group)))
+        TransferGroup(
+            index,
+            _as_group(_spec_of(group)),
+            tuple(group.layer_names),
+            _state_form(_spec_of(group)),
+            get_kv_cache_spec_kind(group.kv_cache_spec).value,
+            get_kv_cache_spec_sliding_window(group.kv_cache_spec),
+        )
         for index, group in _transferred(kv_cache_config).items()
     ]
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))

@@ -1,53 +1,60 @@
-"""KV events: translates kvbm's events into vLLM's, so that a router knows which blocks are in host memory."""
+"""KV events: says in vLLM's words which blocks are in which tier, so that a router finds them.
+
+    tier             medium     locality
+    G2 (host)        CPU        LOCAL
+    G3 (disk)        STORAGE    LOCAL
+    G4 (shared)      STORAGE    REMOTE
+
+Each event describes its blocks completely, as vLLM's own events of device memory do. vLLM encodes and publishes them;
+fields that the installed version does not have are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-from kvbm.events import BlocksStored, Event, TierCleared
+from kvbm.types import Tier
+from kvbm.vllm_integration.descriptions import Descriptions
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-    from kvbm.vllm_integration.cache_groups import TransferGroup
-
-MEDIUM = "CPU"
-
-
-def translate(events: Iterable[Event], groups: Sequence[TransferGroup], *, is_plain: bool) -> Iterator[KVCacheEvent]:
-    """Translate events. Block names are those that vLLM publishes, by default integers.
-
-    Unless `is_plain`, our hashes end with the group index. Tokens and parents are unknown here: a listener takes them
-    from the engine's event with the same name. A cleared tier becomes AllBlocksCleared, because vLLM publishes a reset
-    only if its own cache was cleared too.
-    """
-    for event in events:
-        if isinstance(event, TierCleared):
-            yield AllBlocksCleared()
-            continue
-        for group in groups:
-            hashes = [h if is_plain else h[:-1] for h in event.hashes if is_plain or h[-1] == group.index]
-            names = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in hashes]
-            if names:
-                yield _stored(names, group) if isinstance(event, BlocksStored) else _removed(names, group)
+PLACES = {Tier.HOST: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL"), Tier.SHARED: ("STORAGE", "REMOTE")}
+STORED_FIELDS, REMOVED_FIELDS = frozenset(BlockStored.__struct_fields__), frozenset(BlockRemoved.__struct_fields__)
 
 
-def _stored(names: list[bytes | int], group: TransferGroup) -> BlockStored:
-    return BlockStored(
-        block_hashes=names,
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=group.group.block_tokens,
-        lora_id=None,
-        medium=MEDIUM,
-        lora_name=None,
-        group_idx=group.index,
-    )
+def stored(
+    tier: Tier, hashes: Sequence[bytes], descriptions: Sequence[bytes], form: Descriptions
+) -> Iterator[KVCacheEvent]:
+    """Yield the events of blocks of one group that became findable, one per run of consecutive blocks."""
+    group = form.group
+    medium, locality = PLACES[tier]
+    facts: dict[str, Any] = {
+        "block_size": form.block_tokens,
+        "medium": medium,
+        "group_idx": group.index,
+        "kv_cache_spec_kind": group.kind,
+        "kv_cache_spec_sliding_window": group.sliding_window,
+        "locality": locality,
+    }
+    facts = {name: value for name, value in facts.items() if name in STORED_FIELDS}
+    for run in form.runs(hashes, descriptions):
+        yield BlockStored(
+            block_hashes=run.names,
+            parent_block_hash=run.parent,
+            token_ids=run.tokens,
+            lora_id=run.adapter_id,
+            lora_name=run.adapter,
+            extra_keys=run.keys,
+            **facts,
+        )
 
 
-def _removed(names: list[bytes | int], group: TransferGroup) -> BlockRemoved:
-    return BlockRemoved(block_hashes=names, medium=MEDIUM, group_idx=group.index)
+def removed(tier: Tier, hashes: Sequence[bytes], form: Descriptions) -> KVCacheEvent:
+    """Return the event of blocks of one group that are no longer findable."""
+    medium, locality = PLACES[tier]
+    facts = {"locality": locality} if "locality" in REMOVED_FIELDS else {}
+    return BlockRemoved(block_hashes=form.names(hashes), medium=medium, group_idx=form.group.index, **facts)

@@ -24,11 +24,11 @@ from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import BlockNotes, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.adapters import Adapters
+from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.cache_groups import boot_id
-from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.progress import progress_log
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -72,6 +72,7 @@ class _Tracked:
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
     snapshot_tokens: int = 0
+    described: list[int] = field(default_factory=list)  # blocks per group, if KV events are published
 
 
 class SchedulerSide:
@@ -104,6 +105,7 @@ class SchedulerSide:
         self._continues_prompts = continues_prompts
         self._gives_up_blocks = gives_up_blocks
         self._publishes_events = publishes_events
+        self._announcer: Announcer | None = None
         self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
         self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
         self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
@@ -173,11 +175,21 @@ class SchedulerSide:
             publishes_events=self._publishes_events,
         )
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
+        if self._publishes_events:
+            self._announcer = Announcer(
+                self.boundary,
+                self._config.events,
+                self._groups,
+                hash_bytes=self._hash_bytes - (not self._is_plain),
+                is_plain=self._is_plain,
+                expected_blocks=len(self._pool.blocks),
+            )
+        notes = None if self._announcer is None else BlockNotes(self._announcer.notes_of, self._announcer.found)
         self.leader = GuardedLeader(
             self.boundary,
             self._region,
             settings,
-            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes),
             disk=self._open_disk(segments),
             shared=self._open_shared(segments, settings),
         )
@@ -308,6 +320,8 @@ class SchedulerSide:
             for cache_group, chain in zip(self._groups, self._chains(tracked), strict=True)
             if isinstance(cache_group.group, StateGroup)
         ]
+        if self._announcer is not None:
+            self._describe_snapshot(tracked, snapshot.tokens)
         if self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids):
             tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
             self._due_tokens[snapshot.request_id] = 0
@@ -334,6 +348,9 @@ class SchedulerSide:
                     block_ids.append(table[index])
                 elif isinstance(cache_group.group, StateGroup) and (index + 1) * size == end:
                     return False  # the request would continue with the state of another one
+        for position, chain in enumerate(chains if self._announcer is not None else ()):
+            size = self._groups[position].group.block_tokens
+            self._describe(tracked, position, chain, end // size, begin=tracked.start // size)
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
         tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
@@ -419,13 +436,39 @@ class SchedulerSide:
 
     @hook(False, when_off=True)
     def has_pending(self) -> bool:
-        return bool(self._failed_loads) or (self.leader is not None and self.leader.has_pending())
+        if self.leader is None:
+            return bool(self._failed_loads)
+        return bool(self._failed_loads) or self.leader.has_pending() or self._has_events()
 
     @contained(list)
     def take_events(self) -> list[KVCacheEvent]:
-        """Return the blocks added to and removed from host memory since the last call."""
-        events = self.leader.take_events() if self.leader is not None and self._publishes_events else []
-        return list(translate(events, self._groups, is_plain=self._is_plain)) if events else []
+        """Return which blocks were added to and removed from each tier. Many of them come over several steps."""
+        if self._announcer is None or self.leader is None:
+            return []
+        return self._announcer.take(self.leader.take_events())
+
+    def _has_events(self) -> bool:
+        """Whether a step is needed to publish events: vLLM takes them in steps only."""
+        assert self.leader is not None
+        return self._announcer is not None and (self._announcer.has_work() or self.leader.has_events())
+
+    def _describe(
+        self, tracked: _Tracked, position: int, chain: Sequence[bytes], end: int, *, begin: int | None = None
+    ) -> None:
+        """Describe the blocks of one group up to `end`, from `begin` on or from where the last call has ended."""
+        assert self._announcer is not None
+        if not tracked.described:
+            tracked.described = [0] * len(self._groups)
+        if begin is None:
+            begin, tracked.described[position] = tracked.described[position], end
+        if begin < end:
+            self._announcer.describe(tracked.request, position, chain, begin, end)
+
+    def _describe_snapshot(self, tracked: _Tracked, tokens: int) -> None:
+        for position, (group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
+            if isinstance(group.group, StateGroup):
+                end = tokens // group.group.block_tokens
+                self._describe(tracked, position, chain, end, begin=end - 1)
 
     @contained()
     def take_stats(self) -> KvbmStats | None:
@@ -492,7 +535,10 @@ class SchedulerSide:
         Replaces the method of vLLM's block pool, because vLLM calls the connector only after this one.
         """
         self._end_offloads()
-        return reset()
+        is_reset = reset()
+        if is_reset and self._announcer is not None:  # vLLM publishes AllBlocksCleared, which means every tier
+            self._announcer.announce_again()
+        return is_reset
 
     @hook()
     def _end_offloads(self) -> None:
@@ -539,6 +585,7 @@ class SchedulerSide:
             assert self.leader is not None
             self.leader.finish(request_id, *self._chains(tracked))
             tracked.block_ids = []
+            tracked.described = []
             self._due_tokens[request_id] = 0
 
     def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
@@ -572,8 +619,12 @@ class SchedulerSide:
             prompt_blocks = request.num_prompt_tokens // size
             completed.append((request.request_id, request.block_hashes, tracked.block_ids[0], blocks, prompt_blocks))
         due_tokens = self._due_tokens
-        for entry, considered in zip(completed, self.leader.offload_all(completed), strict=False):
+        ends = self.leader.offload_all(completed)
+        for entry, considered in zip(completed, ends, strict=False):
             due_tokens[entry[0]] = (considered + 1) * size
+        if self._announcer is not None:
+            for (tracked, _), considered in zip(due, ends, strict=False):
+                self._describe(tracked, 0, tracked.request.block_hashes, considered)
 
     def _tokens_after(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
@@ -605,6 +656,8 @@ class SchedulerSide:
                 prompt_blocks=prompt_tokens // size,
                 group=position,
             )
+            if self._announcer is not None:
+                self._describe(tracked, position, chain, considered)
             if (considered + 1) * size <= useful:
                 due = min(due, (considered + 1) * size)
         self._due_tokens[request_id] = due

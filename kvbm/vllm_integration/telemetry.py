@@ -45,7 +45,7 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
     @contained(dict)
     def reduce(self) -> dict[str, int | float]:
         """Return the values for vLLM's log line."""
-        host, disk, queried = self.data[WINDOW]
+        host, disk, _, queried = self.data[WINDOW]  # as `Counters.hits` returns them
         has_disk = (
             {"disk hit rate": round(disk / queried, 3) if queried else 0.0} if Tier.DISK in self.data[BLOCKS] else {}
         )
@@ -69,7 +69,7 @@ class StatsSource:
         self._clock = clock
         self._due_s = 0.0
         self._reported: tuple[int, ...] | None = None
-        self._hits = (-1, [0, 0, 0])  # number of finished requests, and their hits
+        self._hits = (-1, [0, 0, 0, 0])  # number of finished requests, and their hits
 
     def take(self, leader: GuardedLeader) -> KvbmStats | None:
         now_s = self._clock()

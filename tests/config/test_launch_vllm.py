@@ -51,6 +51,7 @@ TRANSFER = {
                 "record": False,
                 "record_directory": "~/.local/state/kvbm",
             },
+            "events": {"shared": False, "repeat_s": 0.0},
         }
     },
 }

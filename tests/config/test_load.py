@@ -200,7 +200,7 @@ FILE_MISTAKES = {
         f"{BASE}qqqq: 5\n",
         "unknown key `qqqq`\n  FILE:6:1\n    |\n  6 | qqqq: 5\n    | ^^^^",
         "keys of a profile: `description`, `engine`, `tiers`, `offload`, `onboard`, `transfer`, `server`, `metrics`, "
-        "`disaggregated`, `bench`",
+        "`events`, `disaggregated`, `bench`",
     ),
     "size without unit": (
         "engine: {model: m}\ntiers: {host: {capacity: 100}}\n",

@@ -21,6 +21,7 @@ from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_fo
 
 from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.health import DiskCounters
+from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service import client, messages
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient, UnresponsiveDisk
 from kvbm.disk.verify import holder
@@ -173,14 +174,14 @@ def test_clear_covers_what_is_in_flight_and_what_ended_unseen(tmp_path: Path) ->
 def test_blocks_that_were_there_are_told_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FOUND_BATCH_BLOCKS", 2)
     with opened(tmp_path) as rig:
-        assert rig.tier.recovered() == (b"", b"", True)
+        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
         rig.write(range(5), [3, 4, 5, 9, 1])
     with opened(tmp_path) as rig:
         while (first := rig.tier.recovered(waits=False)) is None:
             time.sleep(0.001)
         assert first.lists() == ([3, 4], [make_hash(0), make_hash(1)])
         assert rig.recovered() == {2: 5, 3: 9, 4: 1}
-        assert rig.tier.recovered(waits=False) == (b"", b"", True)
+        assert rig.tier.recovered(waits=False) == FoundBlocks(b"", b"", True)
 
 
 def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_clear_covers_what_was_found_and_is_not_told_yet(tmp_path: Path, monkeyp
     with opened(tmp_path) as rig:
         assert not rig.tier.recovered().is_last
         rig.tier.clear()
-        assert rig.tier.recovered() == (b"", b"", True)
+        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
 
 
 def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: Path) -> None:

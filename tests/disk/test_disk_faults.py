@@ -577,7 +577,7 @@ def test_host_slots_that_have_lost_their_bytes_leave_no_row(tmp_path, faults):
     with assembled(tmp_path, change=faults.put_into, slots_carry=slots_carry) as rig:
         real_write, real_change = faults.io.write._call, faults.index.change._call
         faults.io.write._call = lambda runs: (order.append("payload"), real_write(runs))
-        faults.index.change._call = lambda rows, slots: (order.append(len(rows)), real_change(rows, slots))
+        faults.index.change._call = lambda rows, *more: (order.append(len(rows)), real_change(rows, *more))
         for generation in (intact_generation - 1, intact_generation):
             rig.fill(0, make_hash(1))
             rig.last_ticket += 1

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -30,7 +30,6 @@ from vllm.v1.kv_cache_interface import (
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
-from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import Onboard, StepPlan
@@ -43,7 +42,6 @@ from kvbm.vllm_integration.cache_groups import (
     cache_groups,
     decline_reason,
 )
-from kvbm.vllm_integration.events import translate
 from kvbm.vllm_integration.scheduler_side import CONTENT_HASH, UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
@@ -77,7 +75,7 @@ def mamba(*, mode="align", **facts):
     return MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **facts)
 
 
-def scheduler_side(groups, rank_count=1):
+def scheduler_side(groups, rank_count=1, publishes_events=True):
     return SchedulerSide(
         CONFIG,
         groups,
@@ -86,7 +84,7 @@ def scheduler_side(groups, rank_count=1):
         continues_prompts=True,
         gives_up_blocks=True,
         identity=lambda: ({}, ""),
-        publishes_events=True,
+        publishes_events=publishes_events,
     )
 
 
@@ -270,11 +268,11 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
         side.settle(output)
         assert not output.finished_recving
         assert [load.request_id for load in side.build_orders(None).failed_loads] == ["r"]
+        assert side.take_events() == [], "nothing was announced"
         assert not side.has_pending()
         assert side.match(request, 0) == (0, False)
         assert side.reset()
         side.end_request(request)
-        assert [type(event).__name__ for event in side.take_events()] == ["AllBlocksCleared"]
 
 
 def test_without_ranks_every_hook_does_nothing():
@@ -796,41 +794,19 @@ def test_vllm_keeps_a_loaded_snapshot_for_other_requests_only_if_it_is_asked(is_
     assert manager.get_computed_blocks(follows)[1] == (64 if is_asked else 0)
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
-def test_events_have_the_names_and_groups_that_vllm_publishes():
-    first, second = bytes(range(32)), bytes(range(1, 33))
-    groups = cache_groups(cache(FULL, WINDOW))
-    stored = BlocksStored(Tier.HOST, (first + b"\0", second + b"\1"))
-    events = list(translate([stored, BlocksRemoved(Tier.HOST, (second + b"\1",))], groups, is_plain=False))
-    assert [(type(event).__name__, event.block_hashes, event.group_idx, event.medium) for event in events] == [
-        ("BlockStored", [maybe_convert_block_hash(first)], 0, "CPU"),
-        ("BlockStored", [maybe_convert_block_hash(second)], 1, "CPU"),
-        ("BlockRemoved", [maybe_convert_block_hash(second)], 1, "CPU"),
-    ]
-    (plain,) = translate([BlocksStored(Tier.HOST, (first,))], groups[:1], is_plain=True)
-    assert plain.block_hashes == [maybe_convert_block_hash(first)]
-
-
-def test_a_reset_of_host_memory_is_announced():
-    (event,) = translate([TierCleared(Tier.HOST)], cache_groups(cache(FULL)), is_plain=True)
-    assert type(event).__name__ == "AllBlocksCleared"
-
-
 # -- a reset of vLLM's prefix cache ------------------------------------------------------------------------------------
 
 
 class Engine:
     """Both sides, a real block pool, and one request of two blocks whose offload a step has ordered."""
 
-    def __init__(self):
+    def __init__(self, *, publishes_events=True):
         description = cache(FULL, num_blocks=12)
         groups = cache_groups(description)
         self.worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
         self.worker.register_kv_caches({"layer.0": torch.zeros(12, 2, 16, 64)})
         self.pool = BlockPool(12, enable_caching=True, hash_block_size=16)
-        self.scheduler = scheduler_side(groups)
+        self.scheduler = scheduler_side(groups, publishes_events=publishes_events)
         self.scheduler.bind_block_pool(self.pool)
         self.scheduler.accept_handshakes([self.worker.handshake()])
         self.request = self.add("r", 2)
@@ -838,7 +814,8 @@ class Engine:
 
     def add(self, request_id, blocks):
         hashes = [bytes((index + 1,)) * 32 for index in range(blocks)]
-        facts = PLAIN | {"cache_salt": None, "num_prompt_tokens": 16 * blocks}
+        tokens = list(range(16 * blocks + 1))
+        facts = PLAIN | {"cache_salt": None, "num_prompt_tokens": 16 * blocks, "all_token_ids": tokens}
         request = SimpleNamespace(request_id=request_id, num_tokens=16 * blocks + 1, block_hashes=hashes, **facts)
         self.scheduler.add_request(request)
         return request
@@ -879,6 +856,53 @@ def test_vllm_can_reset_its_cache_in_the_step_after_the_last_request(fake_engine
     fake_engine.end_request()
     assert fake_engine.pool.reset_prefix_cache() is True
     assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (32, True)
+
+
+def of_events(events):
+    return [(type(event).__name__, list(event.block_hashes), getattr(event, "token_ids", None)) for event in events]
+
+
+def test_offloaded_blocks_are_announced_with_their_tokens_and_again_after_a_reset_of_g1(fake_engine):
+    side = fake_engine.scheduler
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True  # its event means every tier of this engine
+    assert side.has_pending(), "vLLM publishes events in steps only"
+    names = [int.from_bytes(bytes((one,)) * 8, "big") for one in (1, 2)]
+    stored, gone = ("BlockStored", names, list(range(32))), ("BlockRemoved", names, None)
+    assert of_events(side.take_events()) == [stored, gone, stored]
+    assert not side.has_pending()
+    side.reset()
+    assert side.has_pending()
+    assert of_events(side.take_events()) == [gone]
+    assert not side.has_pending()
+
+
+def test_a_cache_that_is_turned_off_removes_what_it_has_announced(fake_engine, monkeypatch):
+    side = fake_engine.scheduler
+    fake_engine.step()
+    fake_engine.end_request()
+    assert fake_engine.pool.reset_prefix_cache() is True
+    side.take_events()
+    monkeypatch.setattr(Leader, "step", lambda self: 1 / 0)
+    side.leader.step()
+    assert side.has_pending()
+    side.leader.step()  # the next step learns that no copy is in flight, and only the events are left
+    assert side.has_pending()
+    assert [kind for kind, *_ in of_events(side.take_events())] == ["BlockRemoved"]
+    assert not side.has_pending()
+
+
+def test_without_kv_events_nothing_is_described():
+    quiet = Engine(publishes_events=False)
+    try:
+        quiet.step()
+        assert quiet.scheduler._announcer is None
+        assert quiet.scheduler.take_events() == []
+        assert quiet.scheduler.leader.leader._settings.engine.publishes_events is False
+    finally:
+        quiet.end_request()
+        quiet.close()
 
 
 def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):

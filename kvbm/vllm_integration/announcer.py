@@ -1,0 +1,238 @@
+"""Announcer: turns the leader's events into KV events of vLLM that describe every block.
+
+The leader names blocks by their hashes only. The announcer takes the description of a block from the request that
+computes or loads it (`describe`), and keeps it until the block has left every tier. A block without a description is
+not announced: a router could do nothing with it.
+
+Work is done in the order of its arrival, a limited number of blocks per engine step (`take`). So a cleared tier, or a
+disk that is found full after a restart, delays no step; the events come over the next steps. A cleared tier is
+announced as removals of its blocks: vLLM's event `AllBlocksCleared` means every tier of the engine, device memory
+included.
+
+`announce_again` repeats what is present, for a router that has forgotten it or has never heard it. Each block is first
+removed, which a router that does not know it ignores, so that one that counts events does not count it twice.
+
+The thread of vLLM's scheduler owns it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvbm.boundary import Boundary, contained
+from kvbm.events import BlocksStored, Event, TierCleared
+from kvbm.types import Tier
+from kvbm.vllm_integration.descriptions import Descriptions
+from kvbm.vllm_integration.events import removed, stored
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.request import Request
+
+    from kvbm.config.schema import EventsSection
+    from kvbm.vllm_integration.cache_groups import TransferGroup
+
+PART_BLOCKS = 128  # that one action handles
+STEP_BLOCKS = 384  # that a step handles; the longest actions take 0.7 us per block
+LARGE_BACKLOG = 16_384  # blocks; for each of so many more, a step handles STEP_BLOCKS more
+
+Work = Iterator[int]  # yields after each action how many blocks it has handled
+
+
+class Announcer:
+    """See the module's text. `hash_bytes`: length of vLLM's hashes; unless `is_plain`, ours end with the group index.
+    `expected_blocks`: how many blocks may be described and not yet stored."""
+
+    def __init__(
+        self,
+        boundary: Boundary,
+        settings: EventsSection,
+        groups: Sequence[TransferGroup],
+        *,
+        hash_bytes: int,
+        is_plain: bool,
+        expected_blocks: int = 65536,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.boundary = boundary
+        self._settings = settings
+        self._forms = [Descriptions(group, hash_bytes) for group in groups]
+        self._by_index = {form.group.index: form for form in self._forms}
+        self._is_plain = is_plain
+        self._clock = clock
+        tiers = [Tier.HOST, Tier.DISK, *([Tier.SHARED] if settings.shared else [])]
+        self._announced: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in tiers}  # hash -> description
+        # Descriptions of blocks on their way; when the first dict is full, it replaces the second, which is dropped.
+        self._described: tuple[dict[bytes, bytes], dict[bytes, bytes]] = ({}, {})
+        self._expected_blocks = max(1, expected_blocks)
+        self._found: dict[bytes, bytes] = {}  # on disk, not registered yet
+        self._work: deque[Work] = deque()
+        self._backlog = 0  # blocks in `_work`
+        self._repetition: Work | None = None
+        self._repeated_s = clock()
+        self._events: list[KVCacheEvent] = []
+        self.unknown_blocks = 0  # stored, and not announced because nothing describes them
+
+    # -- what is known about blocks ------------------------------------------------------------------------------------
+
+    @contained()
+    def describe(self, request: Request, position: int, chain: Sequence[bytes], begin: int, end: int) -> None:
+        """Note that the blocks `chain[begin:end]` of a request may be stored soon. `position`: of their group."""
+        if begin < end:
+            parent = chain[begin - 1] if begin else None
+            self._add(end - begin, self._describe(request, self._forms[position], begin, chain[begin:end], parent))
+
+    def _describe(
+        self, request: Request, form: Descriptions, begin: int, hashes: Sequence[bytes], parent: bytes | None
+    ) -> Work:
+        for start in range(0, len(hashes), PART_BLOCKS):
+            part = hashes[start : start + PART_BLOCKS]
+            if unknown := self._unknown(part):
+                first, some = unknown[0], part[unknown[0] : unknown[-1] + 1]
+                found = form.of(request, begin + start + first, some, part[first - 1] if first else parent)
+                self._described[0].update(zip(some, found, strict=True))
+            parent = part[-1]
+            yield len(part)
+            if len(self._described[0]) >= self._expected_blocks:
+                self._described = {}, self._described[0]
+
+    def _unknown(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the positions of blocks without a description."""
+        unknown = list(range(len(hashes)))
+        for known in (*self._described, *self._announced.values()):
+            unknown = [index for index in unknown if hashes[index] not in known]
+        return unknown
+
+    @contained(list)
+    def notes_of(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the descriptions of blocks that are written to disk; empty for an unknown one."""
+        return [one or b"" for one in self._descriptions(hashes)]
+
+    @contained()
+    def found(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> None:
+        """Take over the descriptions of blocks that an earlier process has left on disk."""
+        for sequence_hash, note in zip(hashes, notes, strict=True):
+            form = self._form_of(sequence_hash)
+            if form is not None and (description := form.restored(note)) is not None:
+                self._found[sequence_hash] = description
+
+    def _descriptions(self, hashes: Sequence[bytes]) -> list[bytes | None]:
+        found = list(map(self._described[0].get, hashes))
+        if None in found:
+            others = (self._described[1], *self._announced.values(), self._found)
+            for index, one in enumerate(found):
+                if one is None:
+                    found[index] = next((some[hashes[index]] for some in others if hashes[index] in some), None)
+        return found
+
+    def _form_of(self, sequence_hash: bytes) -> Descriptions | None:
+        return self._forms[0] if self._is_plain else self._by_index.get(sequence_hash[-1])
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether the next calls of `take` return more without new events."""
+        return bool(self._work) or self._repetition is not None
+
+    def announce_again(self) -> None:
+        """Announce every block again, over the next steps, after the events that are due."""
+        self._repetition = self._repeat()
+        self._repeated_s = self._clock()
+
+    def take(self, events: Sequence[Event]) -> list[KVCacheEvent]:
+        """Accept the leader's new events; return those that are due in this step."""
+        for event in events:
+            self._follow(event)
+        interval_s = self._settings.repeat_s
+        if interval_s and self._clock() - self._repeated_s >= interval_s and self._repetition is None:
+            self.announce_again()
+        left = STEP_BLOCKS * (1 + self._backlog // LARGE_BACKLOG)
+        while self._work and left > 0:
+            if not (blocks := next(self._work[0], 0)):
+                self._work.popleft()
+            left -= blocks
+            self._backlog = self._backlog - blocks if self._work else 0  # an exception has left the rest of an action
+        while self._repetition is not None and left > 0:
+            if not (blocks := next(self._repetition, 0)):
+                self._repetition = None
+            left -= blocks
+        due, self._events = self._events, []
+        return due
+
+    def _add(self, blocks: int, work: Work) -> None:
+        self._backlog += blocks
+        self._work.append(work)
+
+    def _follow(self, event: Event) -> None:
+        if event.tier not in self._announced:
+            return
+        if isinstance(event, TierCleared):
+            self._work.append(self._clear(event.tier))
+            return
+        act = self._store if isinstance(event, BlocksStored) else self._remove
+        self._add(len(event.hashes), _in_parts(partial(act, event.tier), event.hashes))
+
+    def _store(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        found = self._descriptions(hashes)
+        if None in found:
+            self.unknown_blocks += found.count(None)
+            hashes = [name for name, one in zip(hashes, found, strict=True) if one is not None]
+        known = [one for one in found if one is not None]
+        if self._found and tier is Tier.DISK:
+            for sequence_hash in hashes:
+                self._found.pop(sequence_hash, None)
+        self._announced[tier].update(zip(hashes, known, strict=True))
+        for form, some, descriptions in self._by_group(hashes, known):
+            self._events += stored(tier, some, descriptions, form)
+
+    def _remove(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        announced = self._announced[tier]
+        gone = [sequence_hash for sequence_hash in hashes if announced.pop(sequence_hash, None) is not None]
+        self._say_removed(tier, gone)
+
+    def _say_removed(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        for form, some, _ in self._by_group(hashes, hashes):
+            self._events.append(removed(tier, some, form))
+
+    def _clear(self, tier: Tier) -> Work:
+        announced, self._announced[tier] = self._announced[tier], {}
+        self._backlog += len(announced)
+        yield from _in_parts(partial(self._say_removed, tier), announced)
+
+    def _repeat(self) -> Work:
+        """Announce the blocks of each tier in the order in which they were stored: parents before their children."""
+        for tier in self._announced:
+            yield from _in_parts(partial(self._say_again, tier), list(self._announced[tier]))
+
+    def _say_again(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        announced = self._announced[tier]
+        present = [sequence_hash for sequence_hash in hashes if sequence_hash in announced]
+        known = [announced[sequence_hash] for sequence_hash in present]
+        self._say_removed(tier, present)
+        for form, some, descriptions in self._by_group(present, known):
+            self._events += stored(tier, some, descriptions, form)
+
+    def _by_group(
+        self, hashes: Sequence[bytes], values: Sequence[bytes]
+    ) -> Iterator[tuple[Descriptions, Sequence[bytes], Sequence[bytes]]]:
+        """Split blocks, and a value of each, by their KV cache group."""
+        if self._is_plain:
+            if hashes:
+                yield self._forms[0], hashes, values
+            return
+        for form in self._forms:
+            pairs = [pair for pair in zip(hashes, values, strict=True) if pair[0][-1] == form.group.index]
+            if pairs:
+                yield form, [name for name, _ in pairs], [value for _, value in pairs]
+
+
+def _in_parts(act: Callable[[Sequence[bytes]], None], hashes: Sequence[bytes] | dict[bytes, bytes]) -> Work:
+    remaining = iter(hashes)
+    while part := list(islice(remaining, PART_BLOCKS)):
+        act(part)
+        yield len(part)
