@@ -429,15 +429,37 @@ def doctor(
         _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
     ] = None,
     quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
+    url: Annotated[
+        str | None, _option("--url", "URL", "Store of a shared tier to check [default: from the profile].")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        _option(
+            "--prefill-tokens-per-s",
+            "N",
+            "Prefill rate of the engine; shows from which prompt length on the store pays.",
+            min=1e-3,
+            max=1e9,
+        ),
+    ] = None,
     write: Annotated[
         Path | None, _option("--write", "FILE", "Write a copy of the profile with the recommended settings.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine and a cache directory."""
+    """Check a machine, a directory and a store."""
     from kvbm_cli.doctor import command as body
 
-    return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
+    return body.doctor(
+        profile,
+        set_ or [],
+        directory=directory,
+        as_json=json,
+        is_quick=quick,
+        write=write,
+        url=url,
+        prefill_rate=prefill,
+    )
 
 
 @profile_app.command("list", cls=Command)

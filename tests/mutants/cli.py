@@ -215,4 +215,28 @@ MUTANTS = (
         new="    if switch is None or not switch.value:\n",
         fails="tests/config/test_variables.py -k switched_off",
     ),
+    Mutant(
+        name="doctor-leaves-objects-in-the-store",
+        bug="The probe does not remove what it wrote after a failure.",
+        file="kvbm_cli/doctor/store_probe.py",
+        old="        finally:\n            self._remove()\n",
+        new="        finally:\n            pass\n",
+        fails="tests/cli/test_doctor_store.py -k step_that_is_refused",
+    ),
+    Mutant(
+        name="doctor-forgets-the-first-byte",
+        bug="The break-even length ignores how long the first blocks take.",
+        file="kvbm_cli/doctor/store.py",
+        old="math.ceil(max(first_s * prefill_rate, 1) / run_tokens)",
+        new="math.ceil(1 / run_tokens)",
+        fails="tests/cli/test_doctor_store.py -k pays_from",
+    ),
+    Mutant(
+        name="doctor-shows-the-dump-of-the-client",
+        bug="The reason of a failed request has all lines, which may hold credentials.",
+        file="kvbm_cli/doctor/store_probe.py",
+        old='reason = str(error).partition("\\n")[0] or type(error).__name__',
+        new="reason = str(error)",
+        fails="tests/cli/test_doctor_store.py -k not_exist",
+    ),
 )
