@@ -195,6 +195,8 @@ profile ([migration guide](../guide/migrate-from-nvidia.md)).
 - `kvbm serve` reads the variables and passes the resolved profile to the engine, which ignores the variables.
 - If vLLM is started by its own command line with `DynamoConnector`, the connector reads the variables. They have the
   same meaning.
+- Variables without a profile key hold the address and the credentials of a store in S3. `kvbm serve` leaves them in the
+  environment of the engine, where only the client of the store reads them. No command prints their values.
 
 ## Supported variables
 
@@ -311,7 +313,7 @@ def _default(key: Key) -> str:
 
 def variables_page() -> str:
     honoured = [
-        f"| `{one.name}` | `{one.key}` | {one.form.value} | {one.about} | {one.upstream} |"
+        f"| `{one.name}` | {f'`{one.key}`' if one.key else 'none'} | {one.form.value} | {one.about} | {one.upstream} |"
         for one in VARIABLES
         if one.is_supported
     ]

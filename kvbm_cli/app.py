@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvbm.errors import KvbmError
+from kvbm.errors import KvbmError, UsageError
 from kvbm.types import MAX_SECONDS
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.terminal import streams
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 profile_app = typer.Typer(help="List, check, write and compare profiles.", rich_markup_mode=None)
 app.add_typer(profile_app, name="profile")
-cache_app = typer.Typer(help="List, verify and clear caches on disk.", rich_markup_mode=None)
+cache_app = typer.Typer(help="List, verify and clear caches.", rich_markup_mode=None)
 app.add_typer(cache_app, name="cache")
 
 
@@ -82,6 +82,15 @@ SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, 
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
+STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
+StoreOption = Annotated[str | None, _option("--url", "URL", STORE_HELP)]
+NAMESPACE_HELP = "Only the namespace that begins with HEX; requires --url."
+NamespaceOption = Annotated[str | None, _option("--namespace", "HEX", NAMESPACE_HELP)]
+ModelOption = Annotated[str | None, _option("--model", "NAME", "Only this model, as `ls` shows it; requires --url.")]
+TENANT_HELP = "Only objects of requests with this cache salt; requires --url."
+TenantOption = Annotated[str | None, _option("--tenant", "SALT", TENANT_HELP)]
+AGE_HELP = "Only objects written longer ago, such as `12h` or `7d`; requires --url."
+AgeOption = Annotated[str | None, _option("--older-than", "AGE", AGE_HELP)]
 SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face [default profile: `vllm`]."
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
 RunArgument = Annotated[str | None, _argument("RUN", RUN_HELP, _completed_by("runs"))]
@@ -420,15 +429,37 @@ def doctor(
         _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
     ] = None,
     quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
+    url: Annotated[
+        str | None, _option("--url", "URL", "Store of a shared tier to check [default: from the profile].")
+    ] = None,
+    prefill: Annotated[
+        float | None,
+        _option(
+            "--prefill-tokens-per-s",
+            "N",
+            "Prefill rate of the engine; shows from which prompt length on the store pays.",
+            min=1e-3,
+            max=1e9,
+        ),
+    ] = None,
     write: Annotated[
         Path | None, _option("--write", "FILE", "Write a copy of the profile with the recommended settings.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Check this machine and a cache directory."""
+    """Check a machine, a directory and a store."""
     from kvbm_cli.doctor import command as body
 
-    return body.doctor(profile, set_ or [], directory=directory, as_json=json, is_quick=quick, write=write)
+    return body.doctor(
+        profile,
+        set_ or [],
+        directory=directory,
+        as_json=json,
+        is_quick=quick,
+        write=write,
+        url=url,
+        prefill_rate=prefill,
+    )
 
 
 @profile_app.command("list", cls=Command)
@@ -531,21 +562,97 @@ def profile_schema(
 
 
 @cache_app.command("ls", cls=Command)
-def cache_ls(dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False) -> None:
-    """List the caches in a directory."""
-    from kvbm_cli.cache import list_caches
+def cache_ls(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    url: StoreOption = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List caches, or objects of a store."""
+    options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
+    if url is None:
+        _require_url(options)
+        from kvbm_cli.cache import list_caches
 
-    list_caches(dir_, profile, as_json=json)
+        list_caches(dir_, profile, as_json=json)
+        return
+    _require_no_directory(dir_, profile)
+    from kvbm_cli.store.command import list_objects
+    from kvbm_cli.store.selection import StoreRequest
+
+    list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
+
+
+def _require_url(options: Mapping[str, object]) -> None:
+    """UsageError for an option that selects objects of a store, but without a store."""
+    for option, value in options.items():
+        if value is not None and value is not False:
+            raise UsageError(f"`{option}` requires a store", hint="add `--url URL`")
+
+
+def _require_no_directory(directory: Path | None, profile: str | None) -> None:
+    """UsageError for a directory and a store."""
+    option = "--dir" if directory is not None else "--profile"
+    if directory is not None or profile is not None:
+        raise UsageError(f"`{option}` and `--url` cannot be used together", hint="remove one of them")
 
 
 @cache_app.command("verify", cls=Command)
 def cache_verify(
-    dir_: CacheDirectoryOption = None, profile: CacheProfileOption = None, json: JsonOption = False
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    url: StoreOption = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    sample: Annotated[
+        int | None, _option("--sample", "N", "Verify only N random objects; requires --url.", min=1)
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        _option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url.", FILES),
+    ] = None,
+    delete_bad: Annotated[bool, _flag("--delete-bad", "Delete bad objects; requires --url.")] = False,
+    json: JsonOption = False,
 ) -> int:
-    """Verify all blocks and drop damaged ones. Exits with 1 if a block is damaged."""
-    from kvbm_cli.cache import verify_caches
+    """Verify every block of caches or objects. Exits with 1 if one is damaged.
 
-    return verify_caches(dir_, profile, as_json=json)
+    Damaged blocks of a cache on disk are dropped."""
+    options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
+    if url is None:
+        _require_url({**options, "--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad})
+        from kvbm_cli.cache import verify_caches
+
+        return verify_caches(dir_, profile, as_json=json)
+    _require_no_directory(dir_, profile)
+    from kvbm_cli.store.selection import StoreRequest
+    from kvbm_cli.store.verification import verify_objects
+
+    request = StoreRequest(url, namespace, model, tenant, older_than)
+    return verify_objects(request, key_file=key_file, sample=sample, deletes_bad=delete_bad, as_json=json)
+
+
+@cache_app.command("purge", cls=Command)
+def cache_purge(
+    url: Annotated[str, _option("--url", "URL", STORE_HELP)],
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    dry_run: Annotated[bool, _flag("--dry-run", "Show what would be deleted, and delete nothing.")] = False,
+    yes: Annotated[bool, _flag("--yes", "Do not ask for confirmation.")] = False,
+) -> int:
+    """Delete objects of a store."""
+    from kvbm_cli.store.command import purge
+    from kvbm_cli.store.selection import StoreRequest
+
+    request = StoreRequest(url, namespace, model, tenant, older_than)
+    return purge(request, is_sure=yes, is_dry_run=dry_run)
 
 
 @cache_app.command("clear", cls=Command)

@@ -11,8 +11,6 @@ import json
 import os
 import sqlite3
 import stat
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -20,7 +18,6 @@ from pathlib import Path
 
 from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
-from kvbm.config.sizes import format_size
 from kvbm.disk.clear import clear_tenant
 from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_around, remove_instance
 from kvbm.disk.directory import list_caches as found_in
@@ -30,14 +27,12 @@ from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
-from kvbm_cli.terminal.console import print_data, print_json, print_note, print_question, table
-from kvbm_cli.terminal.printable import one_line
+from kvbm_cli.terminal.confirmation import is_confirmed
+from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.quantities import counted, shown_size, time_since
+from kvbm_cli.terminal.read_progress import ReadProgress
 
 FORMATS = ("json", "csv")
-NOTE_INTERVAL_S = 2.0
-LIVE_INTERVAL_S = 0.1
-UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48))  # (unit, seconds, largest number shown)
-DAY_S = 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +118,7 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
         _require_indexes(caches)
     summary = _caches_and_space([_stats(cache) for cache in caches])
     blocks = "" if salt is None else "the blocks of one cache salt from "
-    if not is_sure and not _is_confirmed(f"remove {blocks}{summary} in {place}?"):
+    if not is_sure and not is_confirmed(f"remove {blocks}{summary} in {place}?"):
         return 1
     with _all_locked(caches) as locks:
         if salt is None:
@@ -132,7 +127,7 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
             print_data(f"removed {summary}")
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
-            print_data(f"removed {_counted(count, 'block')} with this cache salt")
+            print_data(f"removed {counted(count, 'block')} with this cache salt")
     return 0
 
 
@@ -217,10 +212,10 @@ def _row(cache: CacheStats) -> tuple[str, ...]:
     return (
         cache.cache,
         "-" if cache.blocks is None else f"{cache.blocks:,}",
-        _size(cache.bytes),
-        _size(cache.space_bytes),
-        _time_since(cache.created),
-        _time_since(cache.last_used),
+        shown_size(cache.bytes),
+        shown_size(cache.space_bytes),
+        time_since(cache.created),
+        time_since(cache.last_used),
         _user(cache.pid) if cache.is_in_use else "-",
         cache.model or "-",
     )
@@ -245,7 +240,7 @@ def _verify(cache: CacheFacts) -> VerifyResult:
     if lock is None:
         print_note(f"{name} is in use by {_user(_stats(cache).pid)}: damaged blocks are reported but not dropped")
     try:
-        found = verify(cache.path, cache.superblock, progress=_ReadProgress(name))
+        found = verify(cache.path, cache.superblock, progress=ReadProgress(name))
         if found.bad and lock is not None:
             drop(cache.path, found.bad)
     except OSError as error:
@@ -262,33 +257,10 @@ def _verify(cache: CacheFacts) -> VerifyResult:
 def _summary(result: VerifyResult) -> str:
     if result.problem:
         return f"{result.cache}: {result.problem}"
-    text = f"{result.cache}: {_counted(result.good + result.bad, 'block')} read, {result.bad:,} damaged"
+    text = f"{result.cache}: {counted(result.good + result.bad, 'block')} read, {result.bad:,} damaged"
     if result.bad:
         text += " and dropped" if result.dropped else ", not dropped"
     return text + (f"; {result.replaced:,} replaced meanwhile" if result.replaced else "")
-
-
-class _ReadProgress:
-    """Prints progress: one live line on a terminal, else a line every two seconds."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._is_live = one_line(name), sys.stderr.isatty()
-        self._interval_s = LIVE_INTERVAL_S if self._is_live else NOTE_INTERVAL_S
-        self._started_s = self._shown_s = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if self._is_live and done == total:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-        elif now_s - self._shown_s >= self._interval_s:
-            self._shown_s = now_s
-            rate = done / (now_s - self._started_s)
-            line = f"{self._name}  {_size(done)} of {_size(total)}, {_size(int(rate))}/s"
-            line += f", {(total - done) / rate:.0f} s left" if rate else ""
-            if self._is_live:
-                print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-            else:
-                print_note(line)
 
 
 def _is_of_this_format(cache: CacheFacts) -> bool:
@@ -319,13 +291,6 @@ def _require_indexes(caches: Sequence[CacheFacts]) -> None:
             )
 
 
-def _is_confirmed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("cannot ask for confirmation: stdin is not a terminal", hint="add `--yes`")
-    print_question(f"{question} [y/N] ")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
 @contextmanager
 def _all_locked(caches: Sequence[CacheFacts]) -> Iterator[list[InstanceLock]]:
     """Locks all caches, so that nothing is removed if one of them is in use."""
@@ -349,26 +314,8 @@ def _clear_tenant(cache: CacheFacts, salt: str) -> int:
 
 
 def _caches_and_space(caches: Sequence[CacheStats]) -> str:
-    return f"{_counted(len(caches), 'cache')}, {_size(sum(cache.space_bytes for cache in caches))}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{counted(len(caches), 'cache')}, {shown_size(sum(cache.space_bytes for cache in caches))}"
 
 
 def _user(pid: int | None) -> str:
     return "another process" if pid is None else f"process {pid}"
-
-
-def _size(byte_count: int | None) -> str:
-    return "-" if byte_count is None else format_size(byte_count)
-
-
-def _time_since(moment: float | None) -> str:
-    if moment is None:
-        return "-"
-    seconds = max(0, int(time.time() - moment))
-    for unit, length, most in UNITS:
-        if seconds < length * most:
-            return f"{seconds // length} {unit}"
-    return f"{seconds // DAY_S:,} d"

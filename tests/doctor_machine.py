@@ -12,6 +12,7 @@ from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
 from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
+from kvbm_cli.doctor.store_probe import StoreReport
 from kvbm_cli.system.mounts import Mount
 
 WORKS = ProbeOutcome(True)
@@ -32,6 +33,9 @@ GOOD = DiskReport(
     aio=WORKS,
     settings=RecommendedSettings("default", True, False),
     speed=Speed(131072, 1 << 30, 4, 2.5e9, 3.2e9, 2.4e9, 2.9e9, 0.0002),
+)
+GOOD_STORE = StoreReport(
+    creates_once=True, clock_s=0.0, small_get_s=0.004, object_get_s=0.02, put_rate=9e8, get_rate=1.2e9
 )
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "connector": {"seconds": 0.7, "error": None},
@@ -65,6 +69,7 @@ def machine(
     gpus: Mapping[str, int] | None = None,
     nodes: int = 1,
     prefault_rate: float = 4e9,
+    store: StoreReport | str = GOOD_STORE,
     **changes: Any,
 ) -> Machine:
     """A `report` or answer that is text makes its probe fail with that text. `gpus` maps PCI addresses to nodes."""
@@ -84,10 +89,13 @@ def machine(
     def probe_disk(directory: Path, **how: Any) -> DiskReport:
         return _known(report)
 
+    def probe_store(url: str, **how: Any) -> StoreReport:
+        return _known(store)
+
     base = Machine(
         {}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, run_probe, probe_disk
     )
-    return replace(base, prefault_rate=lambda byte_count: prefault_rate, **changes)
+    return replace(base, prefault_rate=lambda byte_count: prefault_rate, probe_store=probe_store, **changes)
 
 
 def _known(answer: Any) -> Any:

@@ -78,10 +78,10 @@ def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Docum
     """Returns the document of the valid variables, and the mistakes."""
     variables, mistakes = valid_variables(environment)
     document, warnings = read_variables(variables)
-    for warning in (*warnings, *drop_unused(document)):
+    for warning in (*warnings, *drop_unused(document, variables)):
         log.log(logging.WARNING if warns else logging.DEBUG, "%s", warning)
-    tiers = document.get("tiers")
-    has_tier = tiers is not None and any(tier.section for tier in (tiers.section or {}).values())
+    places = [entry_at(document, ["tiers", name]) for name in ("host", "disk")]  # the shared tier requires one of them
+    has_tier = any(tier is not None and tier.section for tier in places)
     if not has_tier and not mistakes:
         raise ProfileError("no tier is configured: kvbm cannot store blocks", hint=_NO_TIER)
     return document, mistakes

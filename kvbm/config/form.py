@@ -17,6 +17,9 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 _NUMBER = re.compile(r"(?:[0-9]{1,18}(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?")
 _WITH_UNIT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kmgt]i?b?)", re.IGNORECASE)
 _FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_BUCKET_URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})/*")
+_ENDPOINT = re.compile(r"https?://[^\s/@?#]+/?")
 NO_CAPACITY = "0GB"
 
 
@@ -25,6 +28,8 @@ class Form(enum.Enum):
     COUNT = "a whole number"
     BOOLEAN = "one of 1, true, yes, on, 0, false, no, off"
     TEXT = "text"
+    BUCKET = "the name of a bucket"
+    ENDPOINT = "a URL that begins with `http://` or `https://`, without credentials"
 
     def parse(self, text: str, source: Source) -> object:
         """Returns the value for the profile key. ProfileError for text that is not of this form."""
@@ -37,7 +42,8 @@ class Form(enum.Enum):
         if parsed is None:
             meant = _meant(self, stripped)
             hint = None if meant is None else f"use `{source.label}={meant}`"
-            raise located(f"`{source.label}` must be {self.value}, not `{stripped}`", source, hint=hint)
+            shown = source.written if self is Form.ENDPOINT else stripped  # without credentials
+            raise located(f"`{source.label}` must be {self.value}, not `{shown}`", source, hint=hint)
         return parsed
 
 
@@ -57,8 +63,19 @@ def _boolean(text: str) -> bool | None:
     return True if lowered in _TRUE else False if lowered in _FALSE else None
 
 
+def _bucket(text: str) -> str | None:
+    """Returns the URL of a bucket."""
+    return f"s3://{text}" if _BUCKET.fullmatch(text) else None
+
+
+def _endpoint(text: str) -> str | None:
+    return text if _ENDPOINT.fullmatch(text) else None
+
+
 def _meant(form: Form, text: str) -> str | None:
     """Returns the value in the correct form if the text contains it in another form, else None."""
+    if form is Form.BUCKET and (found := _BUCKET_URL.fullmatch(text)):
+        return found[1]
     if form is Form.GIGABYTES:
         return _in_gigabytes(text)
     if form is Form.COUNT and re.fullmatch(r"[0-9]{1,18}\.0*", text):
@@ -76,4 +93,10 @@ def _in_gigabytes(text: str) -> str | None:
     return f"{gigabytes.normalize():f}"
 
 
-_PARSERS = {Form.GIGABYTES: _gigabytes, Form.COUNT: _count, Form.BOOLEAN: _boolean}
+_PARSERS = {
+    Form.GIGABYTES: _gigabytes,
+    Form.COUNT: _count,
+    Form.BOOLEAN: _boolean,
+    Form.BUCKET: _bucket,
+    Form.ENDPOINT: _endpoint,
+}

@@ -223,7 +223,7 @@ def with_layers(
     merged = document
     for layer in layers:
         merged = merge(merged, _valid_layer(layer, findings))
-    warnings += drop_unused(merged, below=document)
+    warnings += drop_unused(merged, variables, below=document)
     return merged, (*warnings, *overridden_values(from_variables, merged, document, findings.own))
 
 

@@ -22,7 +22,7 @@ from kvbm.config.keys import Key, keys
 from kvbm.config.sizes import shortened
 from kvbm.config.values import WrongKey
 
-NOT_BUILT = {"tiers.object": "use `tiers.host` and `tiers.disk`", "filters": "use the section `offload`"}
+NOT_BUILT = {"tiers.object": "use `tiers.shared`", "filters": "use the section `offload`"}
 NOT_BUILT_ENGINES = ("sglang",)
 
 _ENGINES = " and ".join(f"`{name}`" for name in ENGINE_KINDS)
@@ -40,8 +40,11 @@ OTHER_NAMES = {
     "tiers.g3": "tiers.disk",
     "tiers.ssd": "tiers.disk",
     "tiers.nvme": "tiers.disk",
-    "tiers.s3": "tiers.object",
-    "tiers.g4": "tiers.object",
+    "tiers.s3": "tiers.shared",
+    "tiers.g4": "tiers.shared",
+    "tiers.gcs": "tiers.shared",
+    "tiers.mooncake": "tiers.shared",
+    "tiers.remote": "tiers.shared",
     "tiers.host.size": "tiers.host.capacity",
     "tiers.disk.size": "tiers.disk.capacity",
     "tiers.disk.path": "tiers.disk.directory",

@@ -5,6 +5,9 @@ invalid value; NVIDIA's block manager ignores both silently. A variable without 
 whatever its value.
 
 A size of 0 means that there is no such tier, as upstream, and here it also removes the tier of a profile.
+
+Some variables set no key: the client of the object store reads them in its own process. So credentials are in no
+profile, on no command line and in no log.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ PREFIX = "DYN_KVBM_"
 @dataclass(frozen=True, slots=True)
 class Variable:
     """A supported variable sets `key`. For a boolean, `states` are the values of the key for false and true.
-    `upstream` describes how NVIDIA's block manager reads the same text, if it differs."""
+    `upstream` describes how NVIDIA's block manager reads the same text, if it differs. One that `is_for_store` sets no
+    key."""
 
     name: str
     about: str
@@ -34,16 +38,17 @@ class Variable:
     key: str | None = None
     states: tuple[object, object] = (False, True)
     upstream: str = ""
+    is_for_store: bool = False
 
     @property
     def is_supported(self) -> bool:
-        return self.key is not None
+        return self.key is not None or self.is_for_store
 
 
 _PRESENCE = "any value means on, even `false` and `0`"
 _FRACTION = "some parts ignore a fraction and create no tier, other parts create one"
 _DEFAULTED = "text that is not a number is silently ignored"
-_OBJECT = "neither NVIDIA's wheel nor this version has an object tier that reads it"
+_NOT_READ = "NVIDIA's wheel does not read it"
 _NO_PORTS = "leader and workers need no address: they communicate through shared memory"
 _NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
 _NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
@@ -178,6 +183,45 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "DYN_MEMORY_DISABLE_NUMA", "allocate host memory on any NUMA node", Form.BOOLEAN, "transfer.numa", (True, False)
     ),
+    Variable(
+        "DYN_KVBM_OBJECT_BUCKET",
+        "bucket of the shared tier (G4)",
+        Form.BUCKET,
+        "tiers.shared.url",
+        upstream=_NOT_READ,
+    ),
+    Variable(
+        "DYN_KVBM_OBJECT_ENABLED",
+        "0 removes the shared tier; 1 requires `DYN_KVBM_OBJECT_BUCKET` or a profile with `tiers.shared`",
+        Form.BOOLEAN,
+        "tiers.shared",
+        upstream=_NOT_READ,
+    ),
+    Variable(
+        "DYN_KVBM_OBJECT_ENDPOINT",
+        "address of the S3 service; by default that of AWS, or `AWS_ENDPOINT_URL`",
+        Form.ENDPOINT,
+        upstream=_NOT_READ,
+        is_for_store=True,
+    ),
+    Variable(
+        "DYN_KVBM_OBJECT_REGION",
+        "region of the bucket; by default `AWS_REGION`",
+        upstream=_NOT_READ,
+        is_for_store=True,
+    ),
+    Variable(
+        "DYN_KVBM_OBJECT_ACCESS_KEY",
+        "name of the access key; by default `AWS_ACCESS_KEY_ID`, or the role of the machine",
+        upstream=_NOT_READ,
+        is_for_store=True,
+    ),
+    Variable(
+        "DYN_KVBM_OBJECT_SECRET_KEY",
+        "secret of the access key; by default `AWS_SECRET_ACCESS_KEY`, or the role of the machine",
+        upstream=_NOT_READ,
+        is_for_store=True,
+    ),
     Variable("DYN_KVBM_LEADER_ZMQ_HOST", _NO_PORTS),
     Variable("DYN_KVBM_LEADER_ZMQ_PUB_PORT", _NO_PORTS),
     Variable("DYN_KVBM_LEADER_ZMQ_ACK_PORT", _NO_PORTS),
@@ -191,20 +235,23 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DYN_FATBIN_PATH", "the CUDA driver copies blocks, without a kernel from a file"),
     Variable("DYN_KVBM_ENABLE", "no version reads it: `DYN_KVBM_ENABLE=0` disables nothing"),
     Variable("DYN_KVBM_TRANSFER_BATCH_SIZE", "no version reads it; use `DYN_KVBM_MAX_TRANSFER_BATCH_SIZE`"),
-    *(
-        Variable(f"DYN_KVBM_OBJECT_{name}", _OBJECT)
-        for name in ("ENABLED", "BUCKET", "ENDPOINT", "REGION", "ACCESS_KEY", "SECRET_KEY", "NUM_BLOCKS")
+    Variable(
+        "DYN_KVBM_OBJECT_NUM_BLOCKS",
+        "a shared store has no number of blocks: an expiry rule of the bucket limits it (`tiers.shared.expire_days`)",
     ),
     Variable("DYN_KVBM_HOST_MEMORY_PROVIDER", "no released version reads it"),
     Variable("DYN_KVBM_G2PB_ADMISSION_POLICY", "no released version reads it"),
     Variable("DYN_KVBM_NIXL_BACKEND_<NAME>", "no released version reads it; set `tiers.disk.io` instead"),
 )
 
+STORE_VARIABLES = frozenset(variable.name for variable in VARIABLES if variable.is_for_store)
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 _NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
-_TIERS = ("host", "disk")
+_TIERS = ("host", "disk", "shared")
+_SHARED_SWITCH = "DYN_KVBM_OBJECT_ENABLED"
 _OVERRIDES = ("tiers.host.blocks", "tiers.disk.blocks")
 _SECRET = re.compile(r"SECRET|ACCESS_KEY|PASSWORD|TOKEN")
+_CREDENTIALS = re.compile(r"//[^/]*@")
 
 
 def variable_names(environment: Mapping[str, str]) -> list[str]:
@@ -224,23 +271,29 @@ def variable_of(name: str) -> Variable | None:
 
 
 def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
-    """Returns the document of the supported variables, and one warning for each variable without effect."""
+    """Returns the document of the supported variables, and one warning for each variable without effect.
+
+    Variables for the store are only checked.
+    """
     document: Document = {}
+    switch: Entry | None = None
     warnings: list[str] = []
     for name in variable_names(environment):
         variable = variable_of(name)
         source = _source(name, environment[name])
         if variable is None:
             raise _unknown(source)
-        if variable.key is None:
+        if not variable.is_supported:
             warnings.append(f"`{name}` has no effect: {variable.about}")
             continue
         value = variable.form.parse(environment[name], source)
         if variable.form is Form.BOOLEAN:
             value = variable.states[bool(value)]
-        if not (variable.key in _OVERRIDES and value == 0):
+        if name == _SHARED_SWITCH:
+            switch = Entry(source, source, value)
+        elif variable.key is not None and not (variable.key in _OVERRIDES and value == 0):
             _put_once(document, variable.key.split("."), Entry(source, source, value))
-    return document, (*warnings, *_remove_zero_tiers(document))
+    return document, (*warnings, *_remove_zero_tiers(document), *_switch_shared(document, switch))
 
 
 def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
@@ -257,11 +310,14 @@ def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], lis
     return found, mistakes
 
 
-def drop_unused(document: Document, *, below: Mapping[str, Entry] | None = None) -> tuple[str, ...]:
+def drop_unused(
+    document: Document, environment: Mapping[str, str], *, below: Mapping[str, Entry] | None = None
+) -> tuple[str, ...]:
     """Removes values of variables that have no effect in a merged document, and returns a warning for each.
 
     `below` is the document below the variables. A warning also reports a tier of `below` that a variable removes.
-    Settings of a disk tier without a size have no effect, and neither has a port without a metrics server.
+    Settings of a disk tier without a size have no effect, and neither have a port without a metrics server and settings
+    of a store without a shared tier in S3.
     """
     removed = tuple(
         f"`{entry.source.text}` removes `tiers.{name}` of the profile"
@@ -271,7 +327,7 @@ def drop_unused(document: Document, *, below: Mapping[str, Entry] | None = None)
         and _is_of_variable(entry)
         and entry_at(below or {}, ["tiers", name]) is not None
     )
-    return (*removed, *_remove_idle_disk(document), *_idle_port(document))
+    return (*removed, *_remove_idle_disk(document), *_idle_port(document), *_idle_store(document, environment))
 
 
 def overridden_values(variables: Document, merged: Document, below: Document, own: Collection[str]) -> Iterator[str]:
@@ -340,7 +396,7 @@ def _unknown(source: Source) -> ProfileError:
 
 
 def _source(name: str, value: str) -> Source:
-    shown = "***" if _SECRET.search(name.upper()) else value
+    shown = "***" if _SECRET.search(name.upper()) or _CREDENTIALS.search(value) else value
     return Source(name, f"{name}={shown}", len(name) + 1, max(1, len(shown)))
 
 
@@ -362,6 +418,15 @@ def _remove_zero_tiers(document: Document) -> Iterator[str]:
         yield from (f"`{one.source.label}` has no effect: `{capacity.source.text}`" for one in rest.values())
 
 
+def _switch_shared(document: Document, switch: Entry | None) -> Iterator[str]:
+    """Makes the shared tier null if it is switched off. Its bucket then has no effect."""
+    if switch is None or switch.value:
+        return
+    bucket = _section(document, "shared")
+    put(document, ["tiers", "shared"], Entry(switch.key, switch.source, None))
+    yield from (f"`{one.source.label}` has no effect: `{switch.source.text}`" for one in bucket.values())
+
+
 def _remove_idle_disk(document: Document) -> tuple[str, ...]:
     written = _section(document, "disk")
     if not written or "capacity" in written or "blocks" in written or not all(map(_is_of_variable, written.values())):
@@ -378,6 +443,18 @@ def _idle_port(document: Document) -> tuple[str, ...]:
     entries = [entry for name in ("port", "host") if (entry := entry_at(document, ["metrics", name])) is not None]
     why = "there is no metrics server without `DYN_KVBM_METRICS=1` or `metrics.serve`"
     return tuple(f"`{entry.source.label}` has no effect: {why}" for entry in entries if _is_of_variable(entry))
+
+
+def _idle_store(document: Document, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yields a warning for each variable of a store that is not in S3, or that does not exist."""
+    switch = entry_at(document, ["tiers", "shared"])
+    url = entry_at(document, ["tiers", "shared", "url"])
+    is_s3 = url is not None and str(url.value).startswith("s3://")
+    names = sorted(STORE_VARIABLES & environment.keys()) if not is_s3 else []
+    if url is None and _SHARED_SWITCH in environment and not (switch is not None and _is_of_variable(switch)):
+        names.insert(0, _SHARED_SWITCH)
+    why = "there is no shared tier in S3 without `DYN_KVBM_OBJECT_BUCKET` or `tiers.shared.url`"
+    yield from (f"`{name}` has no effect: {why}" for name in names)
 
 
 def _section(document: Document, tier: str) -> Mapping[str, Entry]:

@@ -268,7 +268,11 @@ def open_shared(
             node_directory=None if disk is None else Path(disk.directory).expanduser(),
         ),
         name.digest,
-        {"block_bytes": settings.block_bytes, **public_facts(name)},
+        {
+            "block_bytes": settings.block_bytes,
+            "block_tokens": settings.engine.block_tokens,
+            **public_facts(name),
+        },
         segments,
         hash_bytes=settings.engine.hash_bytes,
         block_tokens=settings.engine.block_tokens,

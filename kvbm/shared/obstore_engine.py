@@ -218,7 +218,8 @@ def connection(url: str) -> Callable[[float], Any]:
         store = from_url(url)
         return lambda limit_s: store
     elif parts.scheme == "s3":
-        options = {key: os.environ[name] for name, key in OBJECT_VARIABLES.items() if os.environ.get(name)}
+        given = {key: os.environ.get(name, "").strip() for name, key in OBJECT_VARIABLES.items()}
+        options = {key: value for key, value in given.items() if value}
 
     def connect(limit_s: float) -> Any:
         if parts.scheme == "file":

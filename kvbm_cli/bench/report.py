@@ -147,8 +147,14 @@ def _arms_table(cell: Mapping[str, Any]) -> Table:
         goods = (f"{arm['goodput']['share']:.0%}" if arm["goodput"] else "-" for arm in arms)
         table.add_row(f"within {next(arm['goodput']['slo'] for arm in arms if arm['goodput'])}", *goods)
     table.add_section()
-    for label, tier in (("from G1", "g1"), ("from G2", "g2"), ("from G3", "g3"), ("computed", "computed")):
-        if tier != "g3" or any(arm["prompt_tokens"][tier] for arm in arms):
+    for label, tier in (
+        ("from G1", "g1"),
+        ("from G2", "g2"),
+        ("from G3", "g3"),
+        ("from G4", "g4"),
+        ("computed", "computed"),
+    ):
+        if tier not in ("g3", "g4") or any(arm["prompt_tokens"][tier] for arm in arms):
             counts = (_count(arm["prompt_tokens"][tier]) for arm in arms)
             table.add_row(f"prompt tokens {label}, all requests", *counts)
     table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))

@@ -27,7 +27,7 @@ from kvbm_cli.bench.verdicts.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.workload.script import Phase
 
-TIERS = ("g1", "g2", "g3", "computed")
+TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 def summarise(
@@ -256,8 +256,14 @@ def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
         "g1": _sum_if_known(record.g1_tokens for record in records),
         "g2": _sum_if_known(record.g2_tokens for record in records),
         "g3": _sum_if_known(record.g3_tokens for record in records),
+        "g4": _sum_if_known(_g4_tokens(record) for record in records),
         "computed": _sum_if_known(record.computed_tokens for record in records),
     }
+
+
+def _g4_tokens(record: RequestRecord) -> int | None:
+    """Records of earlier versions have no such number."""
+    return None if record.g3_tokens is None else record.g4_tokens or 0
 
 
 def _server_tokens(runs: Sequence[RunResult]) -> dict[str, int | None] | None:

@@ -18,7 +18,7 @@ from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import SizeUnknown, Sizing
-from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, tiers
+from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, store, tiers
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.display import as_data, summary
@@ -28,6 +28,7 @@ from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.store.selection import checked_url
 from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
@@ -49,11 +50,18 @@ def doctor(
     as_json: bool,
     is_quick: bool,
     write: Path | None,
+    url: str | None = None,
+    prefill_rate: float | None = None,
     machine: Machine | None = None,
 ) -> int:
-    """Returns the exit code. ProfileError for a profile that cannot be read, UsageError for options that conflict."""
+    """Returns the exit code. ProfileError for a profile that cannot be read, UsageError for options that conflict.
+
+    With `url` but without a profile and a directory, only the store is checked.
+    """
     machine = machine or Machine()
     _require_options(profile, overrides, write)
+    url = None if url is None else checked_url(url)
+    checks_all = url is None or profile is not None or directory is not None
     found, variables = environment.check_variables(machine.environment)
     resolved = _resolve(profile, overrides, {**other_variables(machine.environment), **variables}, directory)
     if write is not None:
@@ -67,20 +75,42 @@ def doctor(
         with runner.at_most(QUICK_WORK_S if is_quick else None):
             runner.group("environment", iter(environment.or_all_valid([*found, *mistakes], len(variables))))
             sizing, unsized = runner.in_time(partial(_size, resolved)) or (None, [skipped("size", TIME_IS_UP)])
-            place = _directory(configured_tiers, directory)
+            place = _directory(configured_tiers, directory) if checks_all else None
             context = DoctorContext(
-                machine, place, resolved, configured_tiers, sizing, is_quick=is_quick, on_phase=progress.report
+                machine,
+                place,
+                resolved,
+                configured_tiers,
+                sizing,
+                is_quick=is_quick,
+                on_phase=progress.report,
+                url=url or _url(configured_tiers),
+                prefill_rate=prefill_rate,
             )
-            settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
-            runner.group("memory", memory.checks(context))
-            runner.group("tiers", iter([*unsized, *tiers.checks(context)]))
-            runner.group("ports", ports.checks(context))
-            runner.group("self test", self_test.checks(context, settings))
-            runner.group("engine", engine.checks(context))
+            settings = _run_groups(runner, context, unsized) if checks_all else None
+            if not checks_all:
+                runner.group("store", store.checks(context), about=context.url)
     exit_code = _end(runner.groups, context, settings, as_json=as_json)
     if write is not None:
         exit_code = max(exit_code, _write(resolved, settings, write, place))
     return exit_code
+
+
+def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[Check]) -> RecommendedSettings | None:
+    """Returns the recommended settings of the disk tier."""
+    settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
+    if context.url is not None:
+        runner.group("store", store.checks(context), about=context.url)
+    runner.group("memory", memory.checks(context))
+    runner.group("tiers", iter([*unsized, *tiers.checks(context)]))
+    runner.group("ports", ports.checks(context))
+    runner.group("self test", self_test.checks(context, settings))
+    runner.group("engine", engine.checks(context))
+    return settings
+
+
+def _url(tiers: Tiers | None) -> str | None:
+    return None if tiers is None or tiers.shared is None else tiers.shared.resolved_url()
 
 
 def _require_options(profile: str | None, overrides: Sequence[str], write: Path | None) -> None:
@@ -174,6 +204,7 @@ def _end(
             {
                 "profile": None if context.resolved is None else context.resolved.name,
                 "directory": _shown(context.directory),
+                "url": context.url,
                 "checks": as_data(groups),
                 "recommended": None if settings is None else _keys(settings),
                 "exit_code": exit_code,

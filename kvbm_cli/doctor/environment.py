@@ -55,7 +55,7 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
 
     document, _ = read_variables(variables)
     try:
-        ineffective = [_ineffective(text) for text in drop_unused(document)]
+        ineffective = [_ineffective(text) for text in drop_unused(document, variables)]
     except ProfileError as error:
         return None, [failure("tiers", error.message.splitlines()[0], error.hint or "choose another value")]
     if "tiers" not in document:

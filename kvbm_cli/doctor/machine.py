@@ -23,6 +23,7 @@ from typing import Any
 from kvbm.errors import reason_of
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.doctor.disk_probe import DiskReport
+from kvbm_cli.doctor.store_probe import StoreReport
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,15 @@ def probe_disk(
     return DiskReport.from_json(
         _run(command, timeout_s=timeout_s, environment=environment, on_phase=on_phase)["report"]
     )
+
+
+def probe_store(url: str, *, seconds: float, writes: bool, timeout_s: float, on_phase: PhaseCallback) -> StoreReport:
+    """Runs `store_probe` in a process of its own, because a store can hang. Raises ProbeFailed."""
+    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.store_probe", url, "--seconds", str(seconds)]
+    command += [] if writes else ["--read-only"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = _run(command, timeout_s=timeout_s, environment=environment, on_phase=on_phase)
+    return StoreReport(**answer["report"])
 
 
 def _run(
@@ -166,3 +176,4 @@ class Machine:
     run_probe: Callable[..., dict[str, Any]] = run_probe
     probe_disk: Callable[..., DiskReport] = probe_disk
     prefault_rate: Callable[[int], float] = prefault_rate
+    probe_store: Callable[..., StoreReport] = probe_store

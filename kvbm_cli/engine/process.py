@@ -29,7 +29,7 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
-from kvbm.config.variables import PREFIX
+from kvbm.config.variables import PREFIX, STORE_VARIABLES
 from kvbm.errors import EngineError, EnvironmentProblem, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
@@ -246,8 +246,13 @@ _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's."""
-    kept = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+    """Returns the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's.
+
+    The variables for the client of the store stay: they are in no profile.
+    """
+    kept = {
+        name: value for name, value in environment.items() if not name.startswith(PREFIX) or name in STORE_VARIABLES
+    }
     return {**kept, **additions(plan)}
 
 

@@ -17,7 +17,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.load import load
 from kvbm.config.relative_paths import absolute_path
-from kvbm.config.variables import drop_unused, read_variables, variable_names
+from kvbm.config.variables import STORE_VARIABLES, drop_unused, read_variables, variable_names
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import InvariantError, ProfileError, UsageError
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
@@ -66,7 +66,9 @@ def import_env(
             raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
         write_new(output, text)
         print_note(f"{output}: written; `kvbm doctor --profile {output}` checks it on this machine")
-        print_note(f"the variables override it while they are set: `unset {' '.join(variable_names(environment))}`")
+        replaced = [name for name in variable_names(environment) if name not in STORE_VARIABLES]
+        if replaced:
+            print_note(f"the variables override it while they are set: `unset {' '.join(replaced)}`")
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> str:
@@ -77,13 +79,13 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
         message = "TensorRT-LLM loads blocks only from host memory, but the variables set only a disk tier"
         raise ProfileError(message, hint="set `DYN_KVBM_CPU_CACHE_GB` too")
     document, warnings = read_variables(environment)
-    warnings += drop_unused(document)
+    warnings += drop_unused(document, environment)
     note = "" if model is not None else "  # set your model here; no variable sets it"
     head = ["engine:", f"  kind: {kind}{reason}", f"  model: {_escaped('engine.model', model or MODEL)}{note}", ""]
     if config.metrics.serve and config.metrics.port == SERVER_PORT:
         head += ["server:", f"  port: {SERVER_PORT + 1}  # {SERVER_PORT} is used for metrics", ""]
     notes = METRICS_NOTE if config.metrics.serve and config.metrics.host is None else []
-    lines = [*head, *_section(document, ""), *notes, *_comments(warnings)]
+    lines = [*head, *_section(document, ""), *notes, *_store_note(environment, warnings), *_comments(warnings)]
     text = HEAD + "\n" + "\n".join(lines).rstrip("\n") + "\n"
     _require_equal(text, config)
     return text
@@ -119,6 +121,16 @@ def _escaped(path: str, value: object) -> str:
     if isinstance(value, str):
         value = value.replace("$", "$$") if is_interpolated(path) else value.replace("${", "$${")
     return scalar(value)
+
+
+def _store_note(environment: Mapping[str, str], warnings: tuple[str, ...]) -> Iterator[str]:
+    """Yields a comment with the variables that the client of the store reads."""
+    names = [f"`{name}`" for name in sorted(STORE_VARIABLES & environment.keys())]
+    used = [name for name in names if not any(text.startswith(f"{name} has no effect") for text in warnings)]
+    if used:
+        text = f"Do not unset {', '.join(used)}: a profile holds no address and no credentials of a store."
+        yield from textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+        yield ""
 
 
 def _comments(warnings: tuple[str, ...]) -> Iterator[str]:

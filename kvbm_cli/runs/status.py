@@ -22,16 +22,19 @@ TIERS = {"host": "G2", "disk": "G3"}
 FREE = "free"
 UNREACHABLE = "no answer"
 UNREADABLE = "unreadable"
+_SHARED_OFF = re.compile(r"^kvbm_shared_off(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
 _BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run with the answer of its engine: `is_healthy` (None if not probed), and blocks of each tier by state."""
+    """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, and whether
+    the store of the shared tier does not answer."""
 
     run: EngineRun
     is_healthy: bool | None
     blocks: dict[str, dict[str, int]]
+    is_shared_off: bool = False
 
     @property
     def state(self) -> str:
@@ -44,6 +47,8 @@ class RunStatus:
         for name, states in self.blocks.items():
             total = sum(states.values())
             shares.append(f"{TIERS[name]} {(total - states.get(FREE, 0)) / total:.0%}" if total else "")
+        if self.is_shared_off:
+            shares.append("G4 off")
         return ", ".join(filter(None, shares)) or "-"
 
     def as_data(self) -> dict[str, Any]:
@@ -67,6 +72,7 @@ class RunStatus:
             "message": facts.message,
             "memory_bytes": facts.memory_bytes,
             "blocks": self.blocks,
+            "is_shared_off": self.is_shared_off,
             "directory": str(self.run.path),
             "logs": dict(facts.logs),
             "versions": dict(facts.versions),
@@ -132,12 +138,14 @@ def _probe(run: EngineRun) -> RunStatus:
         return RunStatus(run, None, {})
     is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
+    is_shared_off = False
     if is_healthy and not run.facts.is_baseline:
         text = get(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))
-    return RunStatus(run, is_healthy, blocks)
+        is_shared_off = _SHARED_OFF.search(text) is not None
+    return RunStatus(run, is_healthy, blocks, is_shared_off)
 
 
 def _unreadable_data(run: UnreadableRun) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm.config.variables import PREFIX
+from kvbm.config.variables import PREFIX, STORE_VARIABLES
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.engines import how_to_make_model
 from kvbm_cli.engine.process import additions
@@ -57,7 +57,8 @@ def _sizes(served: ServedProfile) -> Mapping[str, object]:
 
 def _command(plan: LaunchPlan) -> str:
     """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory."""
-    unset = [word for name in sorted(os.environ) if name.startswith(PREFIX) for word in ("-u", name)]
+    names = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in STORE_VARIABLES]
+    unset = [word for name in names for word in ("-u", name)]
     assignments = [f"{name}={value}" for name, value in additions(plan).items()]
     return shlex.join(["env", *unset, *assignments, *plan.argv])
 

@@ -60,6 +60,7 @@ def records_of(name: str, first_ms: float, later_ms: float, sources: tuple[int, 
             g1_tokens=g1,
             g2_tokens=g2,
             g3_tokens=0,
+            g4_tokens=0,
         )
 
 
@@ -145,9 +146,9 @@ def test_every_number_of_a_known_run(tmp_path):
     assert kvbm["itl_ms"]["p50"] == 10.0
     assert kvbm["tpot_ms"]["mean"] == 10.0
     assert kvbm["end_to_end_ms"]["mean"] == 71.0
-    assert kvbm["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "computed": 6 * 448 + 6 * 470 - 2592}
+    assert kvbm["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "g4": 0, "computed": 6 * 448 + 6 * 470 - 2592}
     assert [turn["ttft_ms"]["mean"] for turn in kvbm["turns"]] == [520.0, 20.0]
-    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "computed": 228}
+    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "g4": 0, "computed": 228}
     assert kvbm["turns"][0]["errors"] == 0
     assert baseline["utilisation"] == pytest.approx((6 * 550 + 6 * 450) / 11450, abs=1e-3)
     assert baseline["queue_wait_ms"] == 1.0

@@ -111,10 +111,11 @@ def test_counts_stay_unknown_without_usage():
 
 
 def test_cached_tokens_are_split_by_tier_where_the_engine_says_so():
-    details = {"cached_tokens": 48, "cached_tokens_by_tier": {"device": 16, "host": 24, "disk": 8}}
+    details = {"cached_tokens": 48, "cached_tokens_by_tier": {"device": 16, "host": 20, "disk": 8, "shared": 4}}
     usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": details}
     record = read_answer(completion("a"), {"choices": [], "usage": usage})
-    assert (record.cached_tokens, record.g1_tokens, record.g2_tokens, record.g3_tokens) == (48, 16, 24, 8)
+    by_tier = (record.g1_tokens, record.g2_tokens, record.g3_tokens, record.g4_tokens)
+    assert (record.cached_tokens, by_tier) == (48, (16, 20, 8, 4))
     assert record.computed_tokens == 16
     del details["cached_tokens_by_tier"]
     record = read_answer(completion("a"), {"choices": [], "usage": usage})

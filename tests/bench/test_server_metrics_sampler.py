@@ -67,7 +67,7 @@ def test_first_sample_is_written_before_the_run_and_the_last_one_after_it(server
     assert sampler.path == path
     summary = summarise(path)
     assert summary.requests == 4
-    assert summary.prompt_tokens == {"g1": 4, "g2": 0, "g3": 0, "computed": 0}
+    assert summary.prompt_tokens == {"g1": 4, "g2": 0, "g3": 0, "g4": 0, "computed": 0}
     assert summary.caveats == ()
 
 

@@ -49,10 +49,10 @@ def saved(name: str) -> str:
 def test_vllm_with_kvbm():
     summary = summary_of([sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"), 60_000)])
     assert summary.requests == 75  # 1500 tokens each
-    assert summary.prompt_tokens == {"g1": 0, "g2": 21120, "g3": 12672, "computed": 78708}
+    assert summary.prompt_tokens == {"g1": 0, "g2": 21120, "g3": 12672, "g4": 0, "computed": 78708}
     assert sum(filter(None, summary.prompt_tokens.values())) == 75 * 1500
     assert summary.prompt_tokens_by_source() == {"g1": 0, "g2": 33792, "computed": 78708}
-    assert summary.hit_shares == pytest.approx({"g1": 0, "g2": 21120 / 112500, "g3": 12672 / 112500})
+    assert summary.hit_shares == pytest.approx({"g1": 0, "g2": 21120 / 112500, "g3": 12672 / 112500, "g4": 0})
     assert summary.external_hit_share == pytest.approx(35200 / 114000)
     assert summary.transfers["g2_to_g1"] == {"blocks": 264, "bytes": 830472192, "seconds": None, "gb_per_s": None}
     assert summary.transfers["g1_to_g2"]["bytes"] == 1755316224
@@ -71,7 +71,13 @@ def test_vllm_with_kvbm():
 def test_embedded_engine():
     summary = summary_of([sample(saved("embedded-start")), sample(saved("embedded-end"), 60_000)])
     assert summary.requests == 48
-    assert summary.prompt_tokens == {"g1": 0, "g2": 0, "g3": 39328, "computed": 9824}  # as the answers' `usage` said
+    assert summary.prompt_tokens == {
+        "g1": 0,
+        "g2": 0,
+        "g3": 39328,
+        "g4": 0,
+        "computed": 9824,
+    }  # as the answers' `usage` said
     assert summary.transfers["g3_to_g2"]["blocks"] == 2458
     assert summary.engine["g1_tokens"] == 560 * 16
     assert summary.peaks["running"] == 0
@@ -80,7 +86,8 @@ def test_embedded_engine():
 
 def test_every_counter_of_kvbm_is_summarised():
     summary = summary_of([sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"))])
-    later = {"kvbm_lost_state_tokens"}  # than the saved pages
+    later = {"kvbm_lost_state_tokens", *(name for name in KVBM_METRICS if "shared" in name or name[-3:] == "d2o")}
+    later -= {"kvbm_onboard_shared_requests", "kvbm_offload_blocks_d2o"}  # which the saved pages have
     assert {*summary.kvbm_counters, *summary.kvbm_states} == {*KVBM_METRICS, "kvbm_disk_write_amplification"} - later
 
 
@@ -92,6 +99,8 @@ def test_tiers_of_vllm_itself():
         "g1_to_g2": (6_000_000_000, 1.5, 4.0),
         "g3_to_g2": (2_000_000_000, 1.0, 2.0),
         "g2_to_g3": (3_000_000_000, 2.0, 1.5),
+        "g4_to_g2": (None, None, None),
+        "g2_to_g4": (None, None, None),
     }
 
 
@@ -111,7 +120,7 @@ sglang:load_back_bytes_total{model_name="m"} 3e9
 sglang:load_back_duration_seconds_sum{model_name="m"} 1.5
 """
     summary = summary_of([sample("sglang:prompt_tokens_total 0\n"), sample(page)])
-    assert summary.prompt_tokens == {"g1": 300, "g2": 200, "g3": 100, "computed": 400}
+    assert summary.prompt_tokens == {"g1": 300, "g2": 200, "g3": 100, "g4": 0, "computed": 400}
     assert (summary.peaks["running"], summary.peaks["waiting"], summary.peaks["kv_usage"]) == (2, 5, 0.25)
     assert summary.engine == {"block_size": 64, "g1_blocks": 100, "g1_tokens": 6400}
     assert summary.transfers["g2_to_g1"]["gb_per_s"] == 2.0
@@ -130,27 +139,31 @@ lmcache:time_to_retrieve_sum 0.5
 lmcache:local_cpu_evict_keys_count_total 4
 """
     summary = summary_of([sample("vllm:num_preemptions_total 0\n"), sample(page)])
-    assert summary.prompt_tokens == {"g1": 10, "g2": 20, "g3": None, "computed": 30}
-    assert summary.hit_shares == pytest.approx({"g1": 1 / 6, "g2": 1 / 3, "g3": None})
+    assert summary.prompt_tokens == {"g1": 10, "g2": 20, "g3": None, "g4": None, "computed": 30}
+    assert summary.hit_shares == pytest.approx({"g1": 1 / 6, "g2": 1 / 3, "g3": None, "g4": None})
     assert summary.external_hit_share == pytest.approx(0.4)
     assert summary.transfers["g2_to_g1"]["seconds"] == 0.5
     assert summary.evictions == 4
 
 
+BY_TIER = {"kvbm_onboard_blocks_h2d": 9.0, "kvbm_onboard_blocks_d2d": 3.0, "kvbm_onboard_blocks_o2d": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("counters", "g2", "g3"),
+    ("counters", "g2", "g3", "g4"),
     [
-        ({"external_tokens": 0.0}, 0, 0),
-        ({"external_tokens": 90.0}, 90, None),
-        ({"external_tokens": 90.0, "disk_hit_tokens": 30.0}, 60, 30),
-        ({"external_tokens": 90.0, "disk_hit_tokens": 120.0}, 0, 90),  # counted at admission, before the tokens are
-        ({"external_tokens": 90.0, "disk_hit_tokens": 0.0, "other_hit_tokens": 90.0}, 90, None),
-        ({"external_tokens": 90.0, "kvbm_onboard_blocks_h2d": 9.0, "kvbm_onboard_blocks_d2d": 3.0}, 60, 30),
+        ({"external_tokens": 0.0}, 0, 0, 0),
+        ({"external_tokens": 90.0}, 90, None, None),
+        ({"external_tokens": 90.0, "disk_hit_tokens": 30.0}, 60, 30, 0),
+        ({"external_tokens": 90.0, "disk_hit_tokens": 120.0}, 0, 90, 0),  # counted at admission, before the tokens are
+        ({"external_tokens": 90.0, "disk_hit_tokens": 0.0, "other_hit_tokens": 90.0}, 90, None, None),
+        ({"external_tokens": 90.0, "kvbm_onboard_blocks_h2d": 9.0, "kvbm_onboard_blocks_d2d": 3.0}, 60, 30, 0),
+        ({"external_tokens": 90.0, **BY_TIER}, 40, 30, 20),
     ],
 )
-def test_loaded_tokens_are_split_by_tier_only_if_the_tier_is_known(counters, g2, g3):
+def test_loaded_tokens_are_split_by_tier_only_if_the_tier_is_known(counters, g2, g3, g4):
     tokens = prompt_tokens_by_tier(counters)
-    assert (tokens["g2"], tokens["g3"]) == (g2, g3)
+    assert (tokens["g2"], tokens["g3"], tokens["g4"]) == (g2, g3, g4)
 
 
 def test_data_parallel_engines_are_summed_up():
@@ -247,7 +260,7 @@ def test_a_line_survives_the_file_and_the_summary_is_json(tmp_path):
 def test_keys_of_a_line():
     line = sample(saved("vllm-kvbm-end"), 1234.5).to_json()
     assert line["t_ms"] == 1234.5
-    assert line["prompt_tokens"] == {"g1": 0, "g2": 21120, "g3": 12672, "computed": 78712}
+    assert line["prompt_tokens"] == {"g1": 0, "g2": 21120, "g3": 12672, "g4": 0, "computed": 78712}
     assert line["onboard"] == {"bytes": 830472192, "blocks": 264, "seconds": None}
     assert line["offload"] == {"bytes": 1755316224, "blocks": 558, "seconds": None}
     assert line["disk"] == {"read_bytes": None, "written_bytes": None}

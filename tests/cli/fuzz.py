@@ -264,6 +264,8 @@ RIGHT_BY_FORM = {
     "GIGABYTES": ("4", "0.5", "16"),
     "COUNT": ("1", "16", "100", "0"),
     "BOOLEAN": ("true", "0", "off", "1"),
+    "BUCKET": ("kv-cache", "b2"),
+    "ENDPOINT": ("http://127.0.0.1:9000", "https://s3.example"),
 }
 
 

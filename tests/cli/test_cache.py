@@ -37,7 +37,7 @@ from kvbm.disk.orders import Write
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
-from kvbm_cli.cache import _ReadProgress
+from kvbm_cli.terminal.read_progress import ReadProgress
 
 BLOCK = 64 << 10
 ALICE, BOB = "alice", "bob"
@@ -358,7 +358,7 @@ def test_stats_go_to_a_file(home: Path, caches: tuple[Path, Path]) -> None:
 def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    progress = _ReadProgress("0123")
+    progress = ReadProgress("0123")
     for second in range(1, 6):
         now[0] += 1
         progress(second << 30, 5 << 30)

@@ -45,7 +45,7 @@ HELPS = [
         "profile check",
     ),
     *("profile diff", "profile new", "profile schema"),
-    *("cache", "cache ls", "cache verify", "cache clear", "cache export-stats"),
+    *("cache", "cache ls", "cache verify", "cache purge", "cache clear", "cache export-stats"),
 ]
 OUTPUTS = {
     "version": "--version",

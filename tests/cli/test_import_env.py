@@ -46,6 +46,8 @@ VALUES = {
     "DYN_KVBM_ENABLE_NUMA": BOOLEANS,
     "DYN_KVBM_LEADER_ZMQ_HOST": DIRECTORIES,
     "DYN_KVBM_OBJECT_SECRET_KEY": st.just("hunter2"),
+    "DYN_KVBM_OBJECT_BUCKET": st.sampled_from(["kv-cache", "KV.cache_2", "s3://b", "a/b"]),
+    "DYN_KVBM_OBJECT_ENABLED": BOOLEANS,
     "DYN_FATBIN_PATH": DIRECTORIES,
     "PATH": st.just("/bin"),
 }
@@ -91,7 +93,9 @@ ENVIRONMENT = {
     "DYN_KVBM_DISK_DISABLE_O_DIRECT": "1",
     "DYN_KVBM_METRICS": "1",
     "DYN_KVBM_METRICS_PORT": "8000",
-    "DYN_KVBM_OBJECT_BUCKET": "b",
+    "DYN_KVBM_OBJECT_BUCKET": "kv-cache",
+    "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2",
+    "DYN_KVBM_OBJECT_NUM_BLOCKS": "1000",
     "ENABLE_KVBM_RECORD": "1",
 }
 

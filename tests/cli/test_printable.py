@@ -141,8 +141,13 @@ def test_texts_of_a_bench_summary_are_safe() -> None:
 
 # Everything else prints through kvbm_cli.terminal. These print JSON for kvbm itself, or only text of their own.
 PRINTING = {
-    *("kvbm_cli/app.py", "kvbm_cli/cache.py", "kvbm_cli/make_model.py", "kvbm_cli/bench/command.py"),
-    *("kvbm_cli/doctor/disk_probe.py", "kvbm_cli/runs/logs.py", "kvbm_cli/bench/server_metrics/scraper.py"),
+    *("kvbm_cli/app.py", "kvbm_cli/make_model.py", "kvbm_cli/bench/command.py"),
+    *(
+        "kvbm_cli/doctor/disk_probe.py",
+        "kvbm_cli/doctor/store_probe.py",
+        "kvbm_cli/runs/logs.py",
+        "kvbm_cli/bench/server_metrics/scraper.py",
+    ),
     *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/dry_run.py", "kvbm_cli/bench/lmbenchmark/sharegpt_preparation.py"),
 }
 

@@ -236,6 +236,14 @@ def test_engine_gets_the_profile_and_none_of_our_variables() -> None:
     assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
+def test_engine_keeps_the_credentials_of_its_store() -> None:
+    caller = {"DYN_KVBM_OBJECT_SECRET_KEY": "hunter2", "DYN_KVBM_OBJECT_BUCKET": "kv", "DYN_KVBM_METRICS": "1"}
+    seen = engine_environment(fake_plan(), caller)
+    assert {name: value for name, value in seen.items() if name.startswith("DYN_")} == {
+        "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"
+    }
+
+
 def test_taken_port_is_named() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
         port = holder.getsockname()[1]

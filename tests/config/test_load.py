@@ -358,7 +358,7 @@ FILE_MISTAKES = {
         f"{BASE}  object: {{bucket: b}}\n",
         "`tiers.object` is not supported in this version\n"
         "  FILE:6:3\n    |\n  6 |   object: {bucket: b}\n    |   ^^^^^^",
-        "use `tiers.host` and `tiers.disk`",
+        "use `tiers.shared`",
     ),
     "filters": (
         f"{BASE}filters:\n",
@@ -578,6 +578,7 @@ HONOURED = {
     "ENABLE_KVBM_RECORD": ("yes", "metrics.record", True),
     "DYN_KVBM_ENABLE_NUMA": ("no", "transfer.numa", False),
     "DYN_MEMORY_DISABLE_NUMA": ("1", "transfer.numa", False),
+    "DYN_KVBM_OBJECT_BUCKET": ("kv-cache", "tiers.shared.url", "s3://kv-cache"),
 }
 
 
@@ -596,7 +597,8 @@ def test_variable_sets_its_key(tmp_path: Path, name: str) -> None:
 
 
 def test_table_of_honoured_variables_is_complete() -> None:
-    assert {variable.name for variable in VARIABLES if variable.key} == set(HONOURED)
+    switch = "DYN_KVBM_OBJECT_ENABLED"  # of a whole tier
+    assert {variable.name for variable in VARIABLES if variable.key} == {*HONOURED, switch}
 
 
 @given(st.decimals(min_value="0.001", max_value=10**6, places=3))

@@ -10,10 +10,12 @@ from kvbm.config.document import entry_at
 from kvbm.config.keys import keys
 from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
-from kvbm.config.variables import VARIABLES, read_variables, variable_of
+from kvbm.config.variables import STORE_VARIABLES, VARIABLES, read_variables, variable_of
 from kvbm.errors import ProfileError
+from kvbm.shared.obstore_engine import OBJECT_VARIABLES
 
 C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
+BUCKET, ENABLED, ENDPOINT = (f"DYN_KVBM_OBJECT_{name}" for name in ("BUCKET", "ENABLED", "ENDPOINT"))
 BLOCKS, BATCH = "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS", "DYN_KVBM_MAX_TRANSFER_BATCH_SIZE"
 
 # What the wheel of NVIDIA reads (kvbm 1.6.1), with the key that it sets here; None for what has no effect here.
@@ -51,14 +53,10 @@ READ_THERE = {
     "DYN_RUNTIME_ENABLED_KVBM": None,
     "DYN_FATBIN_PATH": None,
 }
+# What is documented there and read only here.
+READ_HERE = {"DYN_KVBM_OBJECT_BUCKET": "tiers.shared.url", "DYN_KVBM_OBJECT_ENABLED": "tiers.shared"}
 # What is declared or documented there and read by nothing, and what only its branches read.
 READ_NOWHERE = (
-    "DYN_KVBM_OBJECT_ENABLED",
-    "DYN_KVBM_OBJECT_BUCKET",
-    "DYN_KVBM_OBJECT_ENDPOINT",
-    "DYN_KVBM_OBJECT_REGION",
-    "DYN_KVBM_OBJECT_ACCESS_KEY",
-    "DYN_KVBM_OBJECT_SECRET_KEY",
     "DYN_KVBM_OBJECT_NUM_BLOCKS",
     "DYN_KVBM_TRANSFER_BATCH_SIZE",
     "DYN_KVBM_ENABLE",
@@ -89,7 +87,7 @@ def test_name_without_an_effect_is_a_warning_whatever_its_value(name: str, value
 
 
 def test_table_has_no_other_names() -> None:
-    known = {*READ_THERE, *READ_NOWHERE, *OURS, "DYN_KVBM_NIXL_BACKEND_<NAME>"}
+    known = {*READ_THERE, *READ_HERE, *STORE_VARIABLES, *READ_NOWHERE, *OURS, "DYN_KVBM_NIXL_BACKEND_<NAME>"}
     assert {variable.name for variable in VARIABLES} <= known
 
 
@@ -147,6 +145,51 @@ def test_what_else_is_said_of_a_disk_of_size_zero_is_idle(tmp_path) -> None:
     )
 
 
+# -- the shared tier ---------------------------------------------------------------------------------------------------
+
+WITH_SHARED = f"{BASE}  shared: {{url: 's3://team'}}\n"
+SECRETS = {"DYN_KVBM_OBJECT_ACCESS_KEY": "AKIA-1", "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"}
+NO_S3 = "has no effect: there is no shared tier in S3 without `DYN_KVBM_OBJECT_BUCKET` or `tiers.shared.url`"
+
+
+def test_the_client_of_the_store_reads_the_variables_that_set_no_key() -> None:
+    assert {*OBJECT_VARIABLES} == STORE_VARIABLES
+
+
+def test_bucket_is_a_shared_tier_and_credentials_appear_nowhere(tmp_path) -> None:
+    variables = {BUCKET: "kv-cache", ENDPOINT: "http://ceph:7480", **SECRETS}
+    resolved = load_text(tmp_path, BASE, variables=variables)
+    assert resolved.profile.tiers.shared is not None
+    assert resolved.profile.tiers.shared.url == "s3://kv-cache"
+    assert resolved.warnings == ()
+    assert not any(text in repr(resolved) for text in ("AKIA-1", "hunter2"))
+    config = resolve_connector({}, {C: "1", **variables}, engine="vllm")
+    assert config.tiers.shared == resolved.profile.tiers.shared
+
+
+def test_shared_tier_is_switched_off_with_its_bucket(tmp_path) -> None:
+    resolved = load_text(tmp_path, WITH_SHARED, variables={ENABLED: "0", BUCKET: "kv-cache", **SECRETS})
+    assert resolved.profile.tiers.shared is None
+    assert resolved.warnings == (
+        f"`{BUCKET}` has no effect: `{ENABLED}=0`",
+        f"`{ENABLED}=0` removes `tiers.shared` of the profile",
+        *(f"`{name}` {NO_S3}" for name in SECRETS),
+    )
+
+
+@pytest.mark.parametrize(("text", "names"), [(BASE, [ENABLED, *SECRETS]), (WITH_SHARED, [])])
+def test_settings_of_a_store_need_a_store_in_s3(tmp_path, text: str, names: list[str]) -> None:
+    resolved = load_text(tmp_path, text, variables={ENABLED: "1", **SECRETS})
+    assert resolved.warnings == tuple(f"`{name}` {NO_S3}" for name in names)
+
+
+def test_an_endpoint_with_credentials_is_refused_without_showing_them() -> None:
+    with pytest.raises(ProfileError) as caught:
+        resolve_connector({}, {C: "1", ENDPOINT: "http://me:hunter2@ceph"}, engine="vllm")
+    assert "without credentials, not `***`" in caught.value.message
+    assert "hunter2" not in caught.value.message
+
+
 # -- a value of a file that a variable replaces ------------------------------------------------------------------------
 
 OVERRULED = {
@@ -200,7 +243,7 @@ def test_port_that_nothing_serves_on_is_idle() -> None:
 
     document, _ = read_variables({"DYN_KVBM_METRICS_PORT": "7000", "DYN_KVBM_METRICS": "0"})
     why = "there is no metrics server without `DYN_KVBM_METRICS=1` or `metrics.serve`"
-    assert drop_unused(document) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
+    assert drop_unused(document, {}) == (f"`DYN_KVBM_METRICS_PORT` has no effect: {why}",)
 
 
 # -- mistakes: one row each --------------------------------------------------------------------------------------------
@@ -283,6 +326,26 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
         "unknown variable `DYN_KVBM_CACHE_CPU_GB`",
         f"did you mean `{C}`?",
     ),
+    "bucket as a URL": (
+        {C: "1", BUCKET: "s3://kv-cache/"},
+        f"`{BUCKET}` must be the name of a bucket, not `s3://kv-cache/`",
+        f"use `{BUCKET}=kv-cache`",
+    ),
+    "bucket per worker": (
+        {C: "1", BUCKET: "kv-{worker_id}"},
+        f"`{BUCKET}` must be the name of a bucket, not `kv-{{worker_id}}`",
+        None,
+    ),
+    "endpoint without a scheme": (
+        {C: "1", ENDPOINT: "minio:9000"},
+        f"`{ENDPOINT}` must be a URL that begins with `http://` or `https://`, without credentials, not `minio:9000`",
+        None,
+    ),
+    "bucket without another tier": (
+        {BUCKET: "kv-cache"},
+        "no tier is configured: kvbm cannot store blocks",
+        f"set `{C}` (1e9 bytes, summed over the ranks) or `{BLOCKS}`; for a disk tier `{D}`",
+    ),
     "like no other": (
         {"DYN_KVBM_GO_FASTER": "1"},
         "unknown variable `DYN_KVBM_GO_FASTER`",
@@ -311,7 +374,8 @@ MISTAKES: dict[str, tuple[dict[str, str], str, str | None]] = {
 }
 
 
-ONLY_BARE = ("no tier", "both tiers of no size", "priorities that nobody sends")
+ONLY_BARE = ("no tier", "both tiers of no size", "priorities that nobody sends", "bucket without another tier")
+NO_VALUE = ("no tier", "bucket without another tier")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -322,7 +386,7 @@ def test_mistake_names_variable_value_and_what_would_be_right(name: str) -> None
     said = caught.value.message
     assert said.startswith(message.partition("{VALUE}")[0])
     assert caught.value.hint == hint
-    assert len(variables) > 1 or any(f"{one}={value}" in said for one, value in variables.items()) or name == "no tier"
+    assert len(variables) > 1 or any(f"{one}={value}" in said for one, value in variables.items()) or name in NO_VALUE
 
 
 @pytest.mark.parametrize("name", [name for name in MISTAKES if name not in ONLY_BARE])

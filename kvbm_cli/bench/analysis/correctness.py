@@ -147,11 +147,12 @@ class Transfers:
 
     g2_tokens: int = 0
     g3_tokens: int = 0
+    g4_tokens: int = 0
     onboarded_blocks: int = 0
 
     @property
     def are_proven(self) -> bool:
-        return max(self.g2_tokens, self.g3_tokens, self.onboarded_blocks) > 0
+        return max(self.g2_tokens, self.g3_tokens, self.g4_tokens, self.onboarded_blocks) > 0
 
 
 class OutputVerdict(enum.StrEnum):

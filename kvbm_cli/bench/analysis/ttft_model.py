@@ -1,10 +1,10 @@
 """Where the time to first token goes: a linear model of TTFT over the tokens of a prompt by source. Pure.
 
-    TTFT = base + load + computed * tokens computed + g2 * tokens from G2 + g3 * tokens from G3
+    TTFT = base + load + computed * tokens computed + g2 * tokens from G2 + g3 * tokens from G3 + g4 * tokens from G4
 
-`load` is added once to a request with any token from G2 or G3. All coefficients are at least 0, because no token takes
-negative time. Least squares with that limit has its minimum in one of the subsets of the columns, and there are few, so
-each is tried. A model is returned only if the data identify every coefficient: see `fit_ttft`.
+`load` is added once to a request with any token from G2, G3 or G4. All coefficients are at least 0, because no token
+takes negative time. Least squares with that limit has its minimum in one of the subsets of the columns, and there are
+few, so each is tried. A model is returned only if the data identify every coefficient: see `fit_ttft`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class PromptTime:
     computed_tokens: int
     g2_tokens: int
     g3_tokens: int
+    g4_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class TtftModel:
     g3_ms_per_token: float | None
     explained: float
     request_count: int
+    g4_ms_per_token: float | None = None
 
     @property
     def g2_break_even_tokens(self) -> float | None:
@@ -55,6 +57,10 @@ class TtftModel:
     @property
     def g3_break_even_tokens(self) -> float | None:
         return self._break_even(self.g3_ms_per_token)
+
+    @property
+    def g4_break_even_tokens(self) -> float | None:
+        return self._break_even(self.g4_ms_per_token)
 
     def _break_even(self, per_token_ms: float | None) -> float | None:
         """Tokens from which loading takes less time than computing; `None` if loading is never faster, or unknown."""
@@ -97,6 +103,7 @@ def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
         g3_ms_per_token=coefficients.get("g3"),
         explained=explained,
         request_count=len(requests),
+        g4_ms_per_token=coefficients.get("g4"),
     )
 
 
@@ -108,9 +115,14 @@ def _columns(requests: Sequence[PromptTime]) -> dict[str, np.ndarray[Any, Any]]:
         "computed": np.array([request.computed_tokens for request in requests], dtype=float),
         "g2": np.array([request.g2_tokens for request in requests], dtype=float),
         "g3": np.array([request.g3_tokens for request in requests], dtype=float),
-        "load": np.array([request.g2_tokens + request.g3_tokens > 0 for request in requests], dtype=float),
+        "g4": np.array([request.g4_tokens for request in requests], dtype=float),
+        "load": np.array([_loaded(request) > 0 for request in requests], dtype=float),
     }
     return {name: column for name, column in columns.items() if len(column) and np.ptp(column) > 0}
+
+
+def _loaded(request: PromptTime) -> int:
+    return request.g2_tokens + request.g3_tokens + request.g4_tokens
 
 
 def _collinear(columns: dict[str, np.ndarray[Any, Any]]) -> tuple[str, str] | None:

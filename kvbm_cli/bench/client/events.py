@@ -165,6 +165,7 @@ class StreamedAnswer:
             record.g1_tokens = _count_of(tiers, "device") or 0
             record.g2_tokens = _count_of(tiers, "host") or 0
             record.g3_tokens = _count_of(tiers, "disk") or 0
+            record.g4_tokens = _count_of(tiers, "shared") or 0
 
     def _require_numbers(self) -> None:
         """ValueError for what would be compared, or written to a file, as if it were a number."""

@@ -22,7 +22,7 @@ LMBENCHMARK_COLUMNS = (
     *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
     *("user_id", "question_id", "launch_time", "finish_time"),
 )
-TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "computed_tokens")
+TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens", "computed_tokens")
 OUR_COLUMNS = ("request_id", "status", "turn", "phase", "intended_launch", *TIER_COLUMNS, "itl_p50", "tpot")
 
 

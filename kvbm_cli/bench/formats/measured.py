@@ -14,7 +14,7 @@ from kvbm_cli.bench.analysis.goodput import Slo
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 
-TIERS = ("g1", "g2", "g3", "computed")
+TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _head(measured: Measured) -> dict[str, Any]:
 def _lists(measured: Measured) -> dict[str, list[Any]]:
     requests = measured.requests
     origin = measured.started_unix_s
-    tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens")
+    tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens")
     names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
     return {
         "input_lens": [record.prompt_tokens for record in requests],

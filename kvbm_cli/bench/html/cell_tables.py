@@ -136,14 +136,19 @@ def latencies(cell: dict[str, Any]) -> Markup | None:
 def prompt_sources(cell: dict[str, Any]) -> Markup | None:
     """Where the prompt tokens of every arm came from, with a bar."""
     rows = []
-    for arm, own in mapping(cell.get("arms")).items():
-        tokens = {tier: number(at(own, "prompt_tokens", tier)) for tier in TIERS}
+    arms = mapping(cell.get("arms"))
+    tiers = [
+        tier for tier in TIERS if tier != "g4" or any(number(at(own, "prompt_tokens", tier)) for own in arms.values())
+    ]
+    for arm, own in arms.items():
+        tokens = {tier: number(at(own, "prompt_tokens", tier)) for tier in tiers}
         known = {tier: amount for tier, amount in tokens.items() if amount}
         whole = sum(known.values())
         if whole:
-            rows.append((arm, _bar(known, whole), *(_part(tokens[tier], whole) for tier in TIERS)))
+            rows.append((arm, _bar(known, whole), *(_part(tokens[tier], whole) for tier in tiers)))
     caption = "Prompt tokens by source"
-    return table(caption, ("Arm", "Share", "G1", "G2", "G3", "Computed"), rows, names=2) if rows else None
+    heads = [tier.capitalize() for tier in tiers]
+    return table(caption, ("Arm", "Share", *heads), rows, names=2) if rows else None
 
 
 def _bar(amounts: dict[str, float], whole: float) -> Markup:

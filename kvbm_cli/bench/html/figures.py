@@ -18,6 +18,7 @@ SOURCES = {
     "g1": "G1, device memory",
     "g2": "G2, host memory",
     "g3": "G3, disk",
+    "g4": "G4, shared",
     "cached": "cached, tier unknown",
     "computed": "computed",
 }
@@ -145,7 +146,7 @@ def by_turn(view: CellView) -> Figure | None:
 def source_of(point: RequestPoint) -> str | None:
     """The source of most of the prompt's tokens. `None` if the server reports no source."""
     tokens = dict(point.tokens)
-    if not tokens.keys() & set(TIERS[:3]) and point.cached_tokens is not None:
+    if not tokens.keys() & {*TIERS} - {TIERS[-1]} and point.cached_tokens is not None:
         tokens["cached"] = point.cached_tokens
     return max(tokens, key=lambda tier: tokens[tier]) if len(tokens) > 1 else None
 

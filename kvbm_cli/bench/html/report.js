@@ -13,7 +13,7 @@
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
   const armColour = (arm) => colour(`arm-${arm % 6}`);
-  const tiers = { g1: "G1", g2: "G2", g3: "G3", computed: "computed" };
+  const tiers = { g1: "G1", g2: "G2", g3: "G3", g4: "G4", computed: "computed" };
   const PARTS = ["client late", "queue", "first token", "generation"];
 
   const digits = (value) => {

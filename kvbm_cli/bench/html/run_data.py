@@ -16,7 +16,7 @@ from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.bench.html.numbers import at, listing, mapping, number
 
 FORMAT = 2
-TIERS = ("g1", "g2", "g3", "computed")
+TIERS = ("g1", "g2", "g3", "g4", "computed")
 TIMES = ("launched_ms", "ttft_ms", "ttft_from_launch_ms", "end_to_end_ms", "lateness_ms")
 
 

@@ -11,7 +11,7 @@ from kvbm_cli.bench.analysis.ttft_model import NoModel, TtftModel
 from kvbm_cli.bench.reasons.reuse import Reuse
 from kvbm_cli.bench.records.results import CellResult
 
-LOADED = ("g2", "g3")
+LOADED = ("g2", "g3", "g4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class ArmFacts:
         tokens = self.summary["prompt_tokens"]
         if tokens["g1"] is None or tokens["computed"] is None:
             return None
-        return sum(tokens[tier] or 0 for tier in ("g1", *LOADED, "computed")) or None
+        return sum(tokens.get(tier) or 0 for tier in ("g1", *LOADED, "computed")) or None
 
     def share_from(self, *tiers: str) -> float | None:
         """Share of the prompt tokens that were found in these tiers."""
         total = self.prompt_token_count
-        return None if total is None else sum(self.summary["prompt_tokens"][tier] or 0 for tier in tiers) / total
+        return None if total is None else sum(self.summary["prompt_tokens"].get(tier) or 0 for tier in tiers) / total
 
     @property
     def median_ms(self) -> float | None:

@@ -57,7 +57,7 @@ def _slow_disk_loads(facts: CellFacts) -> Why | None:
 
 def host_slower(facts: CellFacts) -> Why | None:
     """Requests that loaded from host memory only were not faster than the same requests with the reference."""
-    pairs = _pairs(facts, lambda record: bool(record.g2_tokens) and not record.g3_tokens)
+    pairs = _pairs(facts, lambda record: bool(record.g2_tokens) and not (record.g3_tokens or record.g4_tokens))
     if not _is_no_gain(facts, pairs):
         return None
     text = (

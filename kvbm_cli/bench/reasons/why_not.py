@@ -55,5 +55,7 @@ def _sources(arm: ArmFacts) -> str:
     shares = {place: arm.share_from(tier) for place, tier in (("G1", "g1"), ("G2", "g2"), ("G3", "g3"))}
     if any(value is None for value in shares.values()):
         return f"{arm.name} does not report where its prompt tokens came from"
+    if (shared := arm.share_from("g4")) is not None and shared > 0:
+        shares["G4"] = shared
     found = ", ".join(f"{share(value or 0.0)} in {place}" for place, value in shares.items())
     return f"{arm.name} found {found} of its prompt tokens"

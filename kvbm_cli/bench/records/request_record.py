@@ -17,8 +17,8 @@ class RequestRecord:
     `first_text_ms` the first with text of the answer. `first_chunk_tokens` arrived together; `token_gaps_ms` has one
     value per later token.
 
-    `cached_tokens` is the part of the prompt that was not computed. `g1_tokens`, `g2_tokens` and `g3_tokens` split it
-    by tier; they are `None` if the engine does not report it per request. `text` is empty if there are token ids.
+    `cached_tokens` is the part of the prompt that was not computed. `g1_tokens` to `g4_tokens` split it by tier; they
+    are `None` if the engine does not report it per request. `text` is empty if there are token ids.
     """
 
     run: str
@@ -49,6 +49,7 @@ class RequestRecord:
     g1_tokens: int | None = None
     g2_tokens: int | None = None
     g3_tokens: int | None = None
+    g4_tokens: int | None = None
 
     @property
     def is_ok(self) -> bool:

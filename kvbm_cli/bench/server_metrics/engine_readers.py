@@ -13,7 +13,7 @@ from types import MappingProxyType
 from kvbm.metrics import COUNTERS as KVBM_METRICS
 from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
 
-KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off")  # 0 or 1
+KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off", "kvbm_shared_off")  # 0 or 1
 KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)
 KVBM_BLOCKS = {"g2_blocks": "kvbm_host_blocks", "g3_blocks": "kvbm_disk_blocks"}
 CONFIG = "vllm:cache_config_info"
@@ -102,6 +102,9 @@ COUNTERS = MappingProxyType(
             _source("lmcache:num_remote_read_bytes"),
         ),
         "g3_to_g2_seconds": (_source("vllm:kv_offload_tiering_read_time"),),
+        "g2_to_g4_blocks": (_source("kvbm_offload_blocks_d2o"),),
+        "g2_to_g4_bytes": (_source("kvbm_offload_bytes_d2o"),),
+        "g4_to_g2_blocks": (_source("kvbm_shared_fetched_blocks"),),
     }
 )
 GAUGES = MappingProxyType(

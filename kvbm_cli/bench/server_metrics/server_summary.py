@@ -17,7 +17,7 @@ from kvbm_cli.bench.server_metrics.engine_readers import KVBM_COUNTERS, KVBM_STA
 from kvbm_cli.bench.server_metrics.prompt_tokens import prompt_tokens_by_tier
 from kvbm_cli.bench.server_metrics.sample_line import QUANTITIES, SampleLine
 
-PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3")
+PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3", "g4_to_g2", "g2_to_g4")
 PEAKS = ("running", "waiting", "kv_usage")
 WHOLE = ("blocks", "bytes")
 
@@ -28,7 +28,7 @@ Change = Callable[[str], float | None]
 class ServerSummary:
     """Differences between the first and the last sample, and peaks. None if the engine does not report it.
 
-    `prompt_tokens` has g1, g2, g3 and computed; `hit_shares` the share of the first three, 0 to 1. `transfers` has
+    `prompt_tokens` has g1 to g4 and computed; `hit_shares` the share of each tier, 0 to 1. `transfers` has
     blocks, bytes, seconds and gb_per_s by pair of tiers. `disk` is what the engine's processes read and wrote. `engine`
     has the sizes of the engine. `kvbm_counters` has every kvbm_* counter by its name, `kvbm_states` every 0 or 1.
     """
@@ -59,12 +59,12 @@ class ServerSummary:
         return {**asdict(self), "gpu": list(self.gpu), "caveats": list(self.caveats)}
 
     def prompt_tokens_by_source(self) -> dict[str, int] | None:
-        """Prompt tokens by `g1`, `g2` (all that were loaded, from disk too) and `computed`."""
+        """Prompt tokens by `g1`, `g2` (all that were loaded, from lower tiers too) and `computed`."""
         tokens = self.prompt_tokens
         if tokens is None:
             return None
         found = {tier: count or 0 for tier, count in tokens.items()}
-        return {"g1": found["g1"], "g2": found["g2"] + found["g3"], "computed": found["computed"]}
+        return {"g1": found["g1"], "g2": found["g2"] + found["g3"] + found["g4"], "computed": found["computed"]}
 
 
 def summarise(path: Path) -> ServerSummary:
@@ -213,7 +213,7 @@ def _shares(tokens: dict[str, int | None] | None) -> dict[str, float | None] | N
     if tokens is None:
         return None
     total = sum(count or 0 for count in tokens.values())
-    return {tier: _ratio(tokens[tier], total) for tier in ("g1", "g2", "g3")}
+    return {tier: _ratio(tokens[tier], total) for tier in ("g1", "g2", "g3", "g4")}
 
 
 def _caveats(

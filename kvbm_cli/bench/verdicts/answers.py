@@ -90,11 +90,13 @@ def transfers_of(runs: Sequence[RunResult]) -> Transfers:
     """Evidence that blocks came back: tokens by the answers and by the engine, blocks by kvbm's own counters."""
     g2 = sum(record.g2_tokens or 0 for run in runs for record in run.records)
     g3 = sum(record.g3_tokens or 0 for run in runs for record in run.records)
+    g4 = sum(record.g4_tokens or 0 for run in runs for record in run.records)
     tokens = [run.server.get("prompt_tokens") or {} for run in runs]
     counters = [run.server.get("kvbm_counters") or {} for run in runs]
     return Transfers(
         g2_tokens=max(g2, sum(one.get("g2") or 0 for one in tokens)),
         g3_tokens=max(g3, sum(one.get("g3") or 0 for one in tokens)),
+        g4_tokens=max(g4, sum(one.get("g4") or 0 for one in tokens)),
         onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
     )
 

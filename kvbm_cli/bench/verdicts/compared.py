@@ -211,7 +211,13 @@ def _flat(samples: Samples) -> list[float]:
 def _prompt_times(run: RunResult) -> list[PromptTime]:
     """Requests whose tokens are known by tier."""
     return [
-        PromptTime(record.ttft_from_launch_ms, record.computed_tokens, record.g2_tokens, record.g3_tokens or 0)
+        PromptTime(
+            record.ttft_from_launch_ms,
+            record.computed_tokens,
+            record.g2_tokens,
+            record.g3_tokens or 0,
+            record.g4_tokens or 0,
+        )
         for record in run.records
         if record.is_ok
         and record.ttft_from_launch_ms is not None
@@ -270,6 +276,7 @@ def _model(model: TtftModel | NoModel) -> dict[str, Any]:
     if isinstance(model, TtftModel):
         found["g2_break_even_tokens"] = model.g2_break_even_tokens
         found["g3_break_even_tokens"] = model.g3_break_even_tokens
+        found["g4_break_even_tokens"] = model.g4_break_even_tokens
     return found
 
 

@@ -1,0 +1,173 @@
+"""Checks of the store of the shared tier (G4): its library and secret, what it allows, and from where on it pays."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvbm.config.sizes import format_size
+from kvbm.errors import EnvironmentProblem
+from kvbm.shared.keys import run_blocks
+from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.machine import ProbeFailed
+from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.store_probe import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+
+if TYPE_CHECKING:
+    from kvbm.config.schema import SharedTierSection
+    from kvbm.sizing import Sizing
+
+SECONDS, QUICK_SECONDS = 2.0, 0.4
+TIMEOUT_S, QUICK_TIMEOUT_S = 90.0, 9.0
+IMPORT_TIMEOUT_S, QUICK_IMPORT_TIMEOUT_S = 60.0, 8.0
+MAX_CLOCK_S = 60.0
+EXTRA = "`pip install 'kvbm-cli[shared]'`"
+CREDENTIALS = "see the variables of the store, such as `AWS_ACCESS_KEY_ID`, `AWS_REGION` and `AWS_ENDPOINT_URL`"
+REMEDIES = {
+    "connect": "set another `tiers.shared.url`",
+    "list": f"check that the bucket exists and may be listed (`s3:ListBucket`); {CREDENTIALS}",
+    "put": "allow `s3:PutObject`, or set `tiers.shared.write: false` if this engine only reads",
+    "get": "allow `s3:GetObject`",
+    "conditional put": "allow `s3:PutObject`",
+    "delete": "allow `s3:DeleteObject`, which only `kvbm cache purge` and the doctor use",
+}
+
+
+def checks(context: DoctorContext) -> Iterator[Check]:
+    assert context.url is not None
+    if context.url.startswith("mooncake:"):
+        yield skipped("store", "the doctor does not test Mooncake Store", "`kvbm serve` reports whether it answers")
+        return
+    if context.resolved is not None:
+        yield from _library(context)
+    if context.shared is not None:
+        yield from _secret(context.shared)
+    writes = context.shared is None or context.shared.write
+    seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
+    try:
+        report = context.machine.probe_store(
+            context.url, seconds=seconds, writes=writes, timeout_s=timeout_s, on_phase=context.on_phase
+        )
+    except ProbeFailed as error:
+        yield failure("store", f"does not answer: {error}", f"check the address in `tiers.shared.url`; {CREDENTIALS}")
+        return
+    yield from _permissions(report, writes=writes)
+    yield from _about(report)
+    yield from _speed(context, report, writes=writes)
+
+
+def _library(context: DoctorContext) -> Iterator[Check]:
+    """Checks the interpreter of the engine, which may differ from that of this command."""
+    assert context.resolved is not None
+    python = context.resolved.profile.engine.python or sys.executable
+    is_encrypted = context.shared is not None and context.shared.protection == "aes-gcm"
+    modules = ["obstore", *(["cryptography"] if is_encrypted else [])]
+    timeout_s = QUICK_IMPORT_TIMEOUT_S if context.is_quick else IMPORT_TIMEOUT_S
+    try:
+        answer = context.machine.run_probe(python, "connector", modules, timeout_s=timeout_s)
+    except ProbeFailed as error:
+        yield failure("library", f"`{python}`: {error}", "check the value of `engine.python`")
+        return
+    if answer["error"] is not None:
+        yield failure("library", f"`{python}`: {answer['error']}", f"{EXTRA} in that environment")
+    else:
+        yield ok("library", f"{' and '.join(modules)} can be imported")
+
+
+def _secret(shared: SharedTierSection) -> Iterator[Check]:
+    from kvbm.shared.protection import protection_of
+
+    if shared.protection == "none":
+        return
+    path = None if shared.key_file is None else Path(shared.key_file).expanduser()
+    try:
+        protection_of(shared.protection, path)
+    except EnvironmentProblem as error:
+        yield failure("secret", error.message, error.hint or "set `tiers.shared.key_file`")
+        return
+    if path is not None and os.stat(path).st_mode & 0o077:
+        finding = f"`{path}` can be read by other users of this machine"
+        yield warning("secret", finding, f"`chmod 600 {shlex.quote(str(path))}`")
+    else:
+        yield ok("secret", f"can be read, for `tiers.shared.protection: {shared.protection}`")
+
+
+def _permissions(report: StoreReport, *, writes: bool) -> Iterator[Check]:
+    if report.failed is None:
+        steps = "list, put, get and delete work" if writes else "list and get work; this engine does not write"
+        yield ok("permissions", steps)
+    elif report.failed == "delete":
+        yield warning("permissions", f"delete fails: {report.reason}", REMEDIES["delete"])
+    else:
+        yield failure("permissions", f"{report.failed} fails: {report.reason}", REMEDIES[report.failed])
+    if report.left_objects:
+        finding = f"objects of the doctor below `{PREFIX}/` that could not be deleted: {report.left_objects}"
+        yield warning("leftovers", finding, f"delete `{PREFIX}/` in the store", count=report.left_objects)
+
+
+def _about(report: StoreReport) -> Iterator[Check]:
+    if report.creates_once is not None:
+        if report.creates_once:
+            yield ok("conditional put", "a second creation of an object is refused")
+        else:
+            finding = "not supported: engines that compute the same blocks may write them twice"
+            yield warning("conditional put", finding, "no action needed: both objects have the same content")
+    if report.clock_s is not None:
+        finding = (
+            f"the store is {abs(report.clock_s):.0f} s {'ahead of' if report.clock_s > 0 else 'behind'} this machine"
+        )
+        if abs(report.clock_s) > MAX_CLOCK_S:
+            yield warning("clock", finding, "synchronise the clock of this machine", clock_s=report.clock_s)
+        else:
+            yield ok("clock", "agrees with this machine within a minute", clock_s=report.clock_s)
+
+
+def _speed(context: DoctorContext, report: StoreReport, *, writes: bool) -> Iterator[Check]:
+    if report.small_get_s is not None:
+        finding = f"median of {SMALL_GETS} small reads: {report.small_get_s * 1000:.2g} ms"
+        yield ok("latency", finding, small_get_s=report.small_get_s)
+    if report.get_rate is None or report.put_rate is None or report.object_get_s is None:
+        if report.failed is None and not writes:
+            yield skipped("throughput", "measured only by an engine that writes", "run the doctor on such an engine")
+        return
+    finding = (
+        f"reads {rate(report.get_rate)}, writes {rate(report.put_rate)} "
+        f"({format_size(OBJECT_BYTES)} objects, {IN_FLIGHT} in flight)"
+    )
+    yield ok("throughput", finding, get_rate=round(report.get_rate), put_rate=round(report.put_rate))
+    if context.sizing is None:
+        remedy = "add `--profile PROFILE`" if context.resolved is None else None
+        yield skipped("break-even", "tokens/s depend on the block size, which is unknown", remedy)
+    else:
+        yield _break_even(context.sizing, report.get_rate, _first_s(report), context.prefill_rate)
+
+
+def _first_s(report: StoreReport) -> float:
+    """Returns the seconds until the first blocks of a read arrive: one request finds them, the next one reads them."""
+    assert report.small_get_s is not None
+    assert report.object_get_s is not None
+    return report.small_get_s + report.object_get_s
+
+
+def _break_even(sizing: Sizing, get_rate: float, first_s: float, prefill_rate: float | None) -> Check:
+    """Compares loading with computing, as `kvbm.leader.rates` does: a read takes at least `first_s`."""
+    stored_tokens, stored_bytes = sizing.host.token_count, sizing.host.total_bytes
+    load_rate = get_rate * stored_tokens / stored_bytes
+    facts = {"tokens_per_s": round(load_rate), "first_s": first_s}
+    shown = f"{load_rate:,.0f} tokens/s, the first after {first_s * 1000:.2g} ms"
+    if prefill_rate is None:
+        finding = f"the store delivers {shown}; an engine that prefills faster recomputes"
+        return ok("break-even", finding, **facts)
+    if load_rate <= prefill_rate:
+        finding = f"the store delivers {shown}: never faster than a prefill of {prefill_rate:,.0f} tokens/s"
+        return warning("break-even", finding, "use a faster store or network, or remove `tiers.shared`", **facts)
+    has_runs = sizing.group_count == 1
+    run_tokens = sizing.block_tokens * (run_blocks(sizing.stored_bytes, sizing.block_tokens) if has_runs else 1)
+    tokens = math.ceil(max(first_s * prefill_rate, 1) / run_tokens) * run_tokens
+    finding = f"pays from a common prefix of {tokens:,} tokens on: the store delivers {shown}"
+    return ok("break-even", finding, **facts, pays_from_tokens=tokens)

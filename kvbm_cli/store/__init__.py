@@ -1,0 +1,1 @@
+"""`kvbm cache --url`: lists, verifies and deletes the objects of the shared tier (G4) in a store."""

@@ -1,0 +1,84 @@
+"""`kvbm cache ls` and `kvbm cache purge` with `--url`: what is in the store of a shared tier, and how to remove it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvbm_cli.store.selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
+from kvbm_cli.terminal.confirmation import is_confirmed
+from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.progress import ProgressDisplay
+from kvbm_cli.terminal.quantities import counted, shown_size, time_since
+
+SHOWN_HEX = 16
+NOT_CONFIRMED = 1
+HEAD = ("namespace", "model", "engine", "tokens", "objects", "bytes", "oldest", "newest")
+RIGHT = (3, 4, 5, 6, 7)
+
+
+def list_objects(request: StoreRequest, *, as_json: bool) -> None:
+    found = select(opened(request), request)
+    if as_json:
+        print_json([one.as_data() for one in found])
+    elif not found:
+        print_data(f"no objects in {request.url}")
+    else:
+        print_data(f"{_rows(found)}\n\n{_sum(found)} in {request.url}")
+        _note_others(found)
+
+
+def purge(request: StoreRequest, *, is_sure: bool, is_dry_run: bool) -> int:
+    """Deletes the selection. Returns 1 if the user did not confirm."""
+    inventory = opened(request)
+    found = select(inventory, request)
+    if not found:
+        print_data(f"no objects in {request.url}")
+        return 0
+    _note_others(found)
+    if is_dry_run:
+        print_data(f"{_rows(found)}\n\nwould delete {_sum(found)} in {request.url}")
+        return 0
+    if not is_sure and not is_confirmed(f"delete {_sum(found)} in {request.url}?"):
+        return NOT_CONFIRMED
+    with ProgressDisplay("deleting", delay_s=PROGRESS_AFTER_S) as progress:
+        for one in found:
+            inventory.delete(one.runs, partial(_report, progress, len(one.runs)))
+            if one.is_whole:
+                inventory.delete_facts(one.stored.namespace)
+    print_data(f"deleted {_sum(found)}")
+    return 0
+
+
+def _report(progress: ProgressDisplay, total: int, done: int) -> None:
+    progress.report(f"{done} of {total} objects")
+
+
+def _rows(found: Sequence[Selected]) -> str:
+    return table([HEAD, *map(_row, found)], right=RIGHT)
+
+
+def _row(one: Selected) -> tuple[str, ...]:
+    written = [run.written_s for run in one.runs]
+    tokens = block_tokens(one)
+    return (
+        one.name[:SHOWN_HEX],
+        one.fact("model") or "-",
+        one.fact("engine") or "-",
+        "-" if tokens is None else str(tokens),
+        f"{len(one.runs):,}",
+        shown_size(one.byte_count),
+        time_since(min(written, default=None)),
+        time_since(max(written, default=None)),
+    )
+
+
+def _sum(found: Sequence[Selected]) -> str:
+    objects, size = sum(len(one.runs) for one in found), sum(one.byte_count for one in found)
+    return f"{counted(objects, 'object')} of {counted(len(found), 'namespace')}, {shown_size(size)}"
+
+
+def _note_others(found: Sequence[Selected]) -> None:
+    others = sum(one.stored.other_count for one in found)
+    if others:
+        print_note(f"{counted(others, 'object')} in these namespaces not written by kvbm: never read and never deleted")

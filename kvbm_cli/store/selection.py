@@ -1,0 +1,173 @@
+"""Selection: which objects of a store a command works on, by namespace, model, tenant and age."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvbm.config.values import shared_url
+from kvbm.errors import UsageError
+from kvbm.hashing import tenant
+from kvbm_cli.terminal.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from kvbm.shared.inventory import Inventory, StoredNamespace, StoredRun
+
+NAMESPACE_HEX = 32
+PROGRESS_AFTER_S = 2.0
+AGE = re.compile(r"([0-9]{1,6}) ?(s|min|h|d)")
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """The options of a command, as they were given."""
+
+    url: str
+    namespace: str | None = None
+    model: str | None = None
+    tenant: str | None = None
+    older_than: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The objects of one namespace that were selected. `is_whole`: these are all runs of the namespace."""
+
+    stored: StoredNamespace
+    runs: Sequence[StoredRun]
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.runs) == len(self.stored.runs)
+
+    @property
+    def name(self) -> str:
+        return self.stored.namespace.hex()
+
+    @property
+    def byte_count(self) -> int:
+        return sum(run.byte_count for run in self.runs)
+
+    def fact(self, name: str) -> str | None:
+        value = self.stored.facts.get(name)
+        return None if value is None else str(value)
+
+    def as_data(self) -> dict[str, object]:
+        written = [run.written_s for run in self.runs]
+        facts: Mapping[str, object] = self.stored.facts
+        return {
+            "namespace": self.name,
+            "model": facts.get("model"),
+            "engine": facts.get("engine"),
+            "block_tokens": block_tokens(self),
+            "block_bytes": facts.get("block_bytes"),
+            "objects": len(self.runs),
+            "bytes": self.byte_count,
+            "oldest": min(written, default=None),
+            "newest": max(written, default=None),
+            "other_objects": self.stored.other_count,
+            "facts": dict(facts),
+        }
+
+
+def block_tokens(selected: Selected) -> int | None:
+    """Returns the tokens of a block, None if unknown."""
+    facts = selected.stored.facts
+    found = facts.get("block_tokens", facts.get("block_size"))
+    return found if isinstance(found, int) else None
+
+
+def opened(request: StoreRequest) -> Inventory:
+    """Connects to the store. UsageError for a wrong option, EnvironmentProblem for a store that cannot be used."""
+    url = checked_url(request.url)
+    if url.startswith("mooncake:"):
+        raise UsageError(
+            f"`--url {request.url}`: the objects of Mooncake Store cannot be listed", hint="it evicts them by itself"
+        )
+    if url.startswith("file:") and not os.path.isdir(url.removeprefix("file://")):
+        raise UsageError(f"`--url {request.url}`: there is no such directory")
+    from kvbm.shared.inventory import Inventory
+
+    return Inventory.open(url)
+
+
+def checked_url(url: str) -> str:
+    """Returns the URL with the user's home in place of `~`. UsageError if it is none of a store."""
+    try:
+        scheme, _, rest = shared_url(url).partition("://")
+    except ValueError as error:
+        raise UsageError(f"`--url` {error}") from None
+    return f"{scheme}://{os.path.expanduser(rest)}" if scheme == "file" else url
+
+
+def select(inventory: Inventory, request: StoreRequest) -> list[Selected]:
+    """Returns the selection, the namespace with the most recent object first."""
+    prefix, before_s = _namespace(request.namespace), _before(request.older_than)
+    with ProgressDisplay("listing", delay_s=PROGRESS_AFTER_S) as progress:
+        stored = inventory.namespaces(
+            lambda namespace: namespace.hex().startswith(prefix), lambda count: progress.report(f"{count:,} objects")
+        )
+        found = [Selected(one, one.runs) for one in stored if request.model in (None, one.facts.get("model"))]
+        if before_s is not None:
+            found = [replace(one, runs=[run for run in one.runs if run.written_s < before_s]) for one in found]
+        if request.tenant is not None:
+            progress.restart("reading headers")
+            found = [replace(one, runs=_of_tenant(inventory, one, request.tenant, progress)) for one in found]
+    if request.tenant is not None or before_s is not None:
+        found = [one for one in found if one.runs]
+    return sorted(found, key=lambda one: max((run.written_s for run in one.runs), default=0.0), reverse=True)
+
+
+def _namespace(text: str | None) -> str:
+    if text is None:
+        return ""
+    if not re.fullmatch(f"[0-9a-f]{{1,{NAMESPACE_HEX}}}", text):
+        raise UsageError(
+            f"`--namespace {text}` is not the beginning of a namespace", hint="`kvbm cache ls --url URL` lists them"
+        )
+    return text
+
+
+def _before(age: str | None) -> float | None:
+    """Returns the time in seconds since 1970 of an age."""
+    if age is None:
+        return None
+    found = AGE.fullmatch(age.strip())
+    if found is None:
+        raise UsageError(f"`--older-than {age}` is not an age", hint="for example `30min`, `12h` or `7d`")
+    return time.time() - int(found[1]) * SECONDS[found[2]]
+
+
+def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: ProgressDisplay) -> list[StoredRun]:
+    """Returns the runs of the requests with this cache salt. A damaged header has no tenant."""
+    from kvbm.errors import EnvironmentProblem
+    from kvbm.shared.inspection import HEAD_BYTES, found_run
+    from kvbm.shared.inventory import PARALLEL_HEADS
+    from kvbm.shared.run_format import BadObject, tenant_tag
+
+    wanted = tenant_tag(tenant(salt))
+
+    def is_of_tenant(run: StoredRun) -> bool:
+        head = inventory.head(run, HEAD_BYTES)
+        try:
+            return head is not None and (
+                found_run(head, namespace=run.namespace, byte_count=run.byte_count).tenant == wanted
+            )
+        except BadObject:
+            return False
+
+    found = []
+    try:
+        answers = inventory.each(is_of_tenant, selected.runs, threads=PARALLEL_HEADS)
+        for done, (run, is_wanted) in enumerate(zip(selected.runs, answers, strict=True), 1):
+            progress.report(f"{done} of {len(selected.runs)} objects")
+            if is_wanted:
+                found.append(run)
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot read the headers of objects in {inventory.url}: {error}") from None
+    return found
