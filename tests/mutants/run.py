@@ -104,7 +104,7 @@ def copied_tree(files: list[str]) -> Iterator[Path]:
 
 def run_tests(tree: Path, target: str) -> tuple[int | None, str]:
     """Return pytest's exit code, None when it did not end in time, and what it printed."""
-    scope = ["-n", "0", "-m", "not soak"]  # in one process, the slow tests too
+    scope = ["-n", "0", "-m", "not soak and not servers"]  # in one process, the slow tests too
     options = [*scope, "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S // 2}", "--hypothesis-seed=0"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
