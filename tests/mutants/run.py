@@ -43,6 +43,7 @@ import identity
 import leader
 import onboards
 import replicas
+import shared
 import shared_tier
 import sizing
 import states
@@ -51,7 +52,7 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, states, onboards, disk, disk_tier, shared_tier, identity, device, cuda, worker, replicas, trtllm)
+CACHE = (core, leader, states, onboards, disk, disk_tier, shared, shared_tier, identity, device, cuda, worker, replicas, trtllm)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180
