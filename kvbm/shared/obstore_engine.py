@@ -41,6 +41,10 @@ OBJECT_VARIABLES = {  # of NVIDIA's KVBM, for stores of kind s3
     "DYN_KVBM_OBJECT_ACCESS_KEY": "access_key_id",
     "DYN_KVBM_OBJECT_SECRET_KEY": "secret_access_key",
 }
+ENDPOINT_VARIABLES = {  # read by obstore, which refuses http:// unless it is told otherwise
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +215,11 @@ def connection(url: str) -> Callable[[float], Any]:
             "`tiers.shared` requires the package `obstore`", hint="pip install 'kvbm-cli[shared]'"
         ) from error
     parts = urlsplit(url)
+    if parts.password is not None:
+        raise EnvironmentProblem(
+            "`tiers.shared.url` must not contain credentials, which other users could see",
+            hint="set the variables of the store, for example `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`",
+        )
     options: dict[str, Any] = {}
     if parts.scheme == "file":
         _require_directory(parts.path)
@@ -224,7 +233,8 @@ def connection(url: str) -> Callable[[float], Any]:
     def connect(limit_s: float) -> Any:
         if parts.scheme == "file":
             return from_url(url)
-        is_plain = str(options.get("endpoint", os.environ.get("AWS_ENDPOINT_URL", ""))).startswith("http://")
+        endpoints = [options.get("endpoint"), *map(os.environ.get, ENDPOINT_VARIABLES.get(parts.scheme, ()))]
+        is_plain = str(next(filter(None, endpoints), "")).startswith("http://")
         client: dict[str, Any] = {
             "timeout": timedelta(seconds=limit_s),
             "connect_timeout": timedelta(seconds=CONNECT_S),

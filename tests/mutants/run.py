@@ -43,6 +43,7 @@ import identity
 import leader
 import onboards
 import replicas
+import shared
 import shared_tier
 import sizing
 import states
@@ -51,7 +52,7 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, states, onboards, disk, disk_tier, shared_tier, identity, device, cuda, worker, replicas, trtllm)
+CACHE = (core, leader, states, onboards, disk, disk_tier, shared, shared_tier, identity, device, cuda, worker, replicas, trtllm)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180
@@ -104,7 +105,7 @@ def copied_tree(files: list[str]) -> Iterator[Path]:
 
 def run_tests(tree: Path, target: str) -> tuple[int | None, str]:
     """Return pytest's exit code, None when it did not end in time, and what it printed."""
-    scope = ["-n", "0", "-m", "not soak"]  # in one process, the slow tests too
+    scope = ["-n", "0", "-m", "not soak and not servers"]  # in one process, the slow tests too
     options = [*scope, "-x", "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S // 2}", "--hypothesis-seed=0"]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:

@@ -12,11 +12,6 @@ from kvbm.shared.protection import AesProtection, HmacProtection, NoProtection
 SECRET = b"sixteen bytes or more"
 
 
-@pytest.fixture(params=["directory", "memory"])
-def url(request, tmp_path):
-    return f"file://{tmp_path}/objects" if request.param == "directory" else "memory:///"
-
-
 @pytest.fixture
 def rig(url):
     with opened(url) as rig:

@@ -247,6 +247,9 @@ class SharedClient:
                     log.warning("kvbm: the shared tier stays off: %s", error)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             process = self._next = opened
+            if self._is_closing.is_set():  # `close` may have looked for it before
+                opened.end(EXIT_S)
+                return
 
 
 class OpenProcess:

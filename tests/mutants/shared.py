@@ -1,0 +1,113 @@
+"""Bugs in the storage of the shared tier, its object format and its process."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+CONTRACT = "tests/shared/test_shared_contract.py"
+FAULTS = "tests/shared/test_shared_faults.py"
+SERVICE = "tests/shared/test_shared_service.py"
+
+MUTANTS = (
+    Mutant(
+        name="object-checksum-is-not-compared",
+        bug="a block with a changed byte counts as good",
+        file="kvbm/shared/geometry.py",
+        old="self.form.checksum(name, self.block(slot)) != checksum",
+        new="False",
+        fails=f"{CONTRACT} -k damaged_object",
+    ),
+    Mutant(
+        name="object-length-is-not-compared",
+        bug="an object that became longer is taken",
+        file="kvbm/shared/obstore_engine.py",
+        old="            if size != one.length:\n"
+        '                return StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")\n'
+        "            content = memoryview(found.bytes())\n"
+        "        except FileNotFoundError:\n"
+        "            return StoreAnswer(Outcome.ABSENT)\n"
+        "        except (BaseError, OSError) as error:\n"
+        "            return StoreAnswer(Outcome.FAILED, _reason(error))\n"
+        "        if len(content) != one.length:\n"
+        '            return StoreAnswer(Outcome.BAD, f"{len(content)} bytes received, not {one.length}")\n',
+        new="            content = memoryview(found.bytes())\n"
+        "        except FileNotFoundError:\n"
+        "            return StoreAnswer(Outcome.ABSENT)\n"
+        "        except (BaseError, OSError) as error:\n"
+        "            return StoreAnswer(Outcome.FAILED, _reason(error))\n",
+        fails=f"{CONTRACT} -k damaged_object",
+    ),
+    Mutant(
+        name="object-seal-is-not-compared",
+        bug="an object of somebody without the secret is taken",
+        file="kvbm/shared/protection.py",
+        old="return payload if hmac.compare_digest(expected, seal) else None",
+        new="return payload",
+        fails=f"{CONTRACT} -k protected_run",
+    ),
+    Mutant(
+        name="object-written-without-its-rank",
+        bug="blocks are written although their rank has ended",
+        file="kvbm/shared/storage.py",
+        old="if self._slots_carry(order.host_slots, order.generations):",
+        new="if True:",
+        fails=f"{CONTRACT} -k rank_ended",
+    ),
+    Mutant(
+        name="object-probe-skips-gaps",
+        bug="a probe counts runs behind one that is absent",
+        file="kvbm/shared/storage.py",
+        old="                    high = position\n                    break\n",
+        new="                    continue\n",
+        fails=f"{CONTRACT} -k probe_finds",
+    ),
+    Mutant(
+        name="object-breaker-never-opens",
+        bug="every order waits for a store that does not answer",
+        file="kvbm/shared/breaker.py",
+        old="if self.why is None and self._failures >= FAILURES_IN_A_ROW:",
+        new="if False:",
+        fails=f"{FAULTS} -k 'every_fault and unavailable'",
+    ),
+    Mutant(
+        name="object-breaker-never-closes",
+        bug="the tier stays off after the store answers again",
+        file="kvbm/shared/breaker.py",
+        old="                self.why, self._failures = None, 0\n",
+        new="                pass\n",
+        fails=f"{FAULTS} -k 'every_fault and unavailable'",
+    ),
+    Mutant(
+        name="object-missing-bucket-is-a-miss",
+        bug="an engine starts with a bucket that does not exist",
+        file="kvbm/shared/obstore_engine.py",
+        old="        except (BaseError, OSError) as error:\n            raise EnvironmentProblem(",
+        new="        except FileNotFoundError:\n            pass\n        except (BaseError, OSError) as error:\n"
+        "            raise EnvironmentProblem(",
+        fails=f"{FAULTS} -k missing_bucket",
+    ),
+    Mutant(
+        name="object-url-shows-its-password",
+        bug="a URL with credentials is accepted and logged",
+        file="kvbm/shared/obstore_engine.py",
+        old="if parts.password is not None:",
+        new="if False:",
+        fails=f"{FAULTS} -k password",
+    ),
+    Mutant(
+        name="object-process-end-loses-orders",
+        bug="orders of a process that was killed never end",
+        file="kvbm/shared/service/client.py",
+        old="        if not is_expected:\n            self._fail_in_flight()\n",
+        new="",
+        fails=f"{SERVICE} -k killed_process",
+    ),
+    Mutant(
+        name="object-process-silence-is-not-seen",
+        bug="a process that is stopped keeps the tier on",
+        file="kvbm/shared/service/client.py",
+        old="self.is_silent = quiet_s > ANSWER_LIMIT_S",
+        new="self.is_silent = False",
+        fails=f"{SERVICE} -k stopped_process",
+    ),
+)

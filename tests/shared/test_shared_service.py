@@ -1,0 +1,210 @@
+"""The process of the shared tier: the same runs through its client, and what happens when either process ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import servers
+from conftest import fresh_place, set_environment
+from fault_proxy import FaultProxy
+from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import BlockLayout
+from kvbm.host.region import Region, Segment
+from kvbm.shared.orders import Get, Outcome, Probe, Put
+from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
+from kvbm.shared.settings import SharedSettings
+from kvbm.types import SlotState
+
+SLOTS, BLOCK_BYTES, GENERATION = 16, 8192, 7
+LIMIT_S = 20.0
+ENGINE = """
+import os, sys
+from test_shared_service import opened
+with opened(sys.argv[1]) as rig:
+    print(rig.client.pid, flush=True)
+    os.read(0, 1)
+"""
+
+
+class ClientRig:
+    """A client, the host memory of one rank, and its tickets. An object holds one block."""
+
+    def __init__(self, client, region):
+        self.client = client
+        self.region = region
+        self.shard = region.shards[0]
+        self.last_ticket = 0
+        self.ended = {}
+
+    def submit(self, kind, *arguments):
+        self.last_ticket += 1
+        self.client.submit(kind(self.last_ticket, *arguments))
+        return self.last_ticket
+
+    def start_put(self, number, slot=0):
+        self.shard[slot, :BLOCK_BYTES] = pattern(make_hash(number), BLOCK_BYTES)
+        self.region.write_slots([slot], GENERATION, SlotState.READY)
+        return self.submit(Put, (make_hash(number),), (slot,), (GENERATION,))
+
+    def start_get(self, number, slot):
+        return self.submit(Get, (make_hash(number),), (slot,))
+
+    def put(self, number):
+        return self.wait(self.start_put(number))
+
+    def get(self, number, slot=1):
+        return self.wait(self.start_get(number, slot))
+
+    def holds(self, number, slot=1):
+        return bool(np.array_equal(self.shard[slot, :BLOCK_BYTES], pattern(make_hash(number), BLOCK_BYTES)))
+
+    def poll(self):
+        for result in self.client.poll():
+            assert result.ticket not in self.ended, f"ticket {result.ticket} ended twice"
+            self.ended[result.ticket] = result
+
+    def await_that(self, is_so):
+        deadline_s = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < deadline_s, f"not within {LIMIT_S} s"
+            self.client.wait(0.02)
+            self.poll()
+
+    def wait(self, ticket):
+        self.await_that(lambda: ticket in self.ended)
+        return self.ended[ticket]
+
+
+@contextmanager
+def opened(url, **options):
+    layout = BlockLayout.block_contiguous(block_count=1, block_bytes=BLOCK_BYTES)
+    segment = Segment.create(rank=0, layout=layout, slot_count=SLOTS)
+    region = Region.map([segment.info])
+    try:
+        settings = SharedSettings(url, **options)
+        sizes = {"hash_bytes": HASH_BYTES, "block_tokens": 16, "has_runs": False}
+        client = SharedClient.open(settings, NAMESPACE, {"model": "a model"}, [segment.info], **sizes)
+        try:
+            yield ClientRig(client, region)
+        finally:
+            client.close(1.0)
+    finally:
+        region.close()
+        segment.close()
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/objects"
+
+
+def test_runs_come_back_through_the_process(url):
+    with opened(url) as rig:
+        assert rig.put(0).outcome is Outcome.GOOD
+        assert rig.get(0).is_good == (True,)
+        assert rig.holds(0)
+        assert rig.wait(rig.submit(Probe, [make_hash(0), make_hash(1)])).present == 1
+        assert rig.client.counters.objects_written == rig.client.counters.objects_read == 1
+
+
+def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):
+    server = server_of("moto")
+    with FaultProxy(server.port) as proxy:
+        set_environment(monkeypatch, server.through(proxy.port))
+        with opened(fresh_place(server)) as rig:
+            rig.put(0)
+            proxy.fault = "hang"
+            tickets = [rig.start_get(0, slot) for slot in range(1, 9)]
+            os.kill(rig.client.pid, signal.SIGKILL)
+            results = [rig.wait(ticket) for ticket in tickets]
+            assert {result.outcome for result in results} == {Outcome.FAILED}
+            assert not any(flag for result in results for flag in result.is_good)
+            assert not rig.client.is_on
+            assert rig.get(0).outcome is Outcome.FAILED  # at once, without a process
+            proxy.fault = None
+            rig.await_that(lambda: rig.client.is_on)
+            assert rig.client.restarts == 1
+            assert rig.get(0).is_good == (True,)
+            assert rig.holds(0)
+            assert rig.client.counters.objects_written == 1  # of both processes
+
+
+def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(url):
+    with opened(url) as rig:
+        rig.put(0)
+        pid = rig.client.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ticket = rig.start_get(0, 1)
+            began_s = time.monotonic()
+            rig.await_that(lambda: not rig.client.is_on)
+            assert time.monotonic() - began_s < ANSWER_LIMIT_S + 1
+            assert ticket not in rig.ended  # it may still write into the slot
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert rig.wait(ticket).is_good == (True,)
+        assert rig.holds(0)
+        assert rig.client.is_on
+        assert (rig.client.pid, rig.client.restarts) == (pid, 0)
+
+
+def test_a_process_that_closes_its_channel_is_killed_before_its_orders_end(url):
+    with opened(url) as rig:
+        rig.put(0)
+        pid = rig.client.pid
+        os.kill(pid, signal.SIGSTOP)
+        ticket = rig.start_get(0, 1)
+        with socket.socket(fileno=os.dup(rig.client._process.channel.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
+        assert rig.wait(ticket).outcome is Outcome.FAILED
+        assert not is_running(pid)
+
+
+def test_the_process_exits_with_a_killed_engine(url):
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", ENGINE, url], env=environment, **pipes) as engine:
+        pid = int(engine.stdout.readline())
+        engine.kill()
+    deadline_s = time.monotonic() + LIMIT_S
+    while is_running(pid):
+        assert time.monotonic() < deadline_s, "the process outlives its engine"
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_store_that_does_not_answer_at_the_start_is_an_error_that_names_it(monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{servers.free_port()}")
+    with pytest.raises(EnvironmentProblem, match="s3://kv-cache/team"), opened("s3://kv-cache/team"):
+        pass
+
+
+def test_credentials_are_neither_in_arguments_nor_in_messages_nor_in_the_log(server_of, monkeypatch, caplog):
+    server = server_of("moto")
+    set_environment(monkeypatch, server.environment)
+    caplog.set_level("DEBUG")
+    with opened(fresh_place(server)) as rig:
+        rig.put(0)
+        command = Path(f"/proc/{rig.client.pid}/cmdline").read_bytes()
+    with pytest.raises(EnvironmentProblem) as caught, opened("s3://no-such-bucket/team"):
+        pass
+    shown = f"{command!r} {caught.value!r} {caught.value.message} {caught.value.hint} {caplog.text}"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert server.environment[name] not in shown
