@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest` runs a part
-ALL_BUT_SOAK = ("-m", "not soak")
+ALL_BUT_SOAK = ("-m", "not soak and not servers")
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 
@@ -104,6 +104,13 @@ def smoke(session: nox.Session) -> None:
     session.run("kvbm", "serve", "--profile", "demo", success_codes=[1])  # names the extra that it needs
     session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     session.run("python", "-c", "from kvbm_cli.bench.html.page import page_files; page_files()")
+
+
+@nox.session
+def shared(session: nox.Session) -> None:
+    """The shared tier on real stores, which the tests start; not part of `nox`. Tests skip what is not installed."""
+    install(session, "embedded", "mooncake", "dev")
+    session.run("pytest", "-q", "-n", "0", *EVERYWHERE, "-m", "servers", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
