@@ -6,8 +6,8 @@ One call moves many objects, and one thread calls, because parallel calls of one
 What the store does, and what follows from it:
 
     reports altered bytes as success             the header and the checksums decide, not its answer
-    calls to a stopped peer last 30 s            LIMITS shortens them; a transfer that stops drops its connection, so that
-                                                 nothing is written to host memory after the call
+    calls to a stopped peer last 30 s            LIMITS shortens them; a transfer that stops drops its connection, so
+                                                 that nothing is written to host memory after the call
     keeps the first object of a name             a write of an existing one is GOOD and changes nothing
     reports unreadable objects as present        presence is a hint; an object whose owner has ended is a miss
     cannot list                                  presence comes from own writes and from probes
@@ -20,6 +20,7 @@ import logging
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ LIMITS = {  # variables of the library, which reads them when a client is set up
     "MC_RPC_TIMEOUT_MS": "1000",  # 30000 by default
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",  # 30 by default
+    "MC_STORE_CLIENT_SETUP_RETRIES": "2",  # 20 by default, 4.3 s each
 }
 LIMIT_S = 2.5  # a question to the master and a transfer; 4.3 s if the master has just ended
 MISSING = frozenset((-703, -704))  # being written, not found
@@ -70,6 +72,7 @@ class MooncakeEngine:
         self._prefix = f"{prefix}/" if prefix else ""
         self._memory: list[tuple[int, int]] = []  # start and end of what needs no copy
         self._scratch = _Scratch(store if registers else None)
+        self._calling = threading.Lock()  # held until the end of the engine by `close`
 
     @classmethod
     def open(cls, url: str, *, batch_objects: int, facts_key: str, facts: bytes, writes: bool) -> MooncakeEngine:
@@ -93,6 +96,32 @@ class MooncakeEngine:
             self._memory.append((start, start + length))
 
     def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        with self._calling:
+            return self._get(objects)
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        with self._calling:
+            return self._put(objects)
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        with self._calling:
+            codes = self._store.batch_is_exist([self._prefix + key for key in keys])
+        return [None if code < 0 else code > 0 for code in codes]
+
+    def keys(self, prefix: str) -> Iterator[list[str]]:
+        raise OSError("Mooncake cannot list objects")
+
+    def check(self) -> str | None:
+        """`health_check` of the library reports success without asking the master."""
+        with self._calling:
+            code = self._store.batch_is_exist(["kvbm-check"])[0]
+        return _failed(code).error if code < 0 else None
+
+    def close(self) -> None:
+        if self._calling.acquire(blocking=False):  # else a call hangs: the process ends with it
+            self._store.close()
+
+    def _get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
         all_parts = self._in_reach([one.buffers for one in objects])
         sizes = self._store.batch_get_into_multi_buffers(
             [self._prefix + one.key for one in objects],
@@ -107,7 +136,7 @@ class MooncakeEngine:
             answers.append(StoreAnswer(Outcome.GOOD) if size == one.length else self._without(one, size))
         return answers
 
-    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+    def _put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
         all_parts = self._in_reach([one.buffers for one in objects], is_write=True)
         for one in objects:
             if one.replaces:
@@ -118,21 +147,6 @@ class MooncakeEngine:
             [parts.sizes for parts in all_parts],
         )
         return [StoreAnswer(Outcome.GOOD) if code == 0 else _failed(code) for code in codes]
-
-    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
-        codes = self._store.batch_is_exist([self._prefix + key for key in keys])
-        return [None if code < 0 else code > 0 for code in codes]
-
-    def keys(self, prefix: str) -> Iterator[list[str]]:
-        raise OSError("Mooncake cannot list objects")
-
-    def check(self) -> str | None:
-        """`health_check` of the library reports success without asking the master."""
-        code = self._store.batch_is_exist(["kvbm-check"])[0]
-        return _failed(code).error if code < 0 else None
-
-    def close(self) -> None:
-        self._store.close()
 
     def _without(self, one: Incoming, code: int) -> StoreAnswer:
         """Return why an object was not read. The library has one code for a short object and for a dead owner."""
@@ -266,8 +280,9 @@ def _address(buffer: Buffer | NDArray[np.uint8]) -> int:
 
 def _extent(array: NDArray[np.uint8]) -> int:
     """Return the bytes from the first to the last element of an array of slots."""
-    last: int = (array.shape[0] - 1) * array.strides[0]
-    return last + array.shape[1]
+    slots, slot_bytes = array.shape
+    extent: int = (slots - 1) * array.strides[0] + slot_bytes
+    return extent
 
 
 def _failed(code: int) -> StoreAnswer:

@@ -229,16 +229,19 @@ class SharedStorage:
         return results
 
     def _not_written(self, orders: Sequence[Put], results: list[Result]) -> list[Put]:
-        """Return the orders whose objects no other engine has written; append the results of the others."""
-        new = [order for order in orders if not order.replaces]
-        found = self.engine.are_present([self._keys.key(order.hashes[-1]) for order in new]) if new else []
-        present = {order.ticket for order, is_present in zip(new, found, strict=True) if is_present}
-        for order in orders:
-            if order.ticket in present:
-                result = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+        """Return the orders whose objects no other engine has written; append the results of the others. A store that
+        does not answer this question is not sent the object."""
+        asked = [order for order in orders if not order.replaces]
+        found = self.engine.are_present([self._keys.key(order.hashes[-1]) for order in asked]) if asked else []
+        ended = set()
+        for order, is_present in zip(asked, found, strict=True):
+            if is_present is not False:
+                ended.add(order.ticket)
+                exists = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+                result = exists if is_present else ObjectResult.failed(order, "no answer before a write")
                 self._count(result, 0, is_write=True)
                 results.append(result)
-        return [order for order in orders if order.ticket not in present]
+        return [order for order in orders if order.ticket not in ended]
 
     def _probe(self, order: Probe) -> ProbeResult:
         """Find the end of the runs that are present: runs are written head first, so that a chain has no gaps."""
