@@ -204,7 +204,7 @@ class _Parts:
 
 
 class _Scratch:
-    """Memory for headers and for bytes that nobody wants. It grows as calls need it. `store` registers it, if any."""
+    """Memory for headers and for bytes that are skipped. It grows as calls need it. `store` registers it, if any."""
 
     def __init__(self, store: Any | None) -> None:
         self._store = store
