@@ -3,8 +3,9 @@
     python bench/micro/shared_mooncake.py       # prints a table; --output bench/results/<machine>-shared-mooncake.json
 
 Starts a master and an owner with 512 MB on free ports of 127.0.0.1, TCP. Both sides move the same bytes between one
-process and that owner: 16 objects of 4 MiB and 64 objects of 1 MiB, which the tier reads and writes as orders of
-SharedStorage, with headers and checksums. Objects are new in each round. Exits with 1 if the tier reaches less than
+process and that owner: 16 blocks of 4 MiB and 64 blocks of 1 MiB. The calls move one object per block. The tier moves
+runs of blocks as orders of SharedStorage, with headers and checksums; a run has 4 MiB. Objects are new
+in each round. Exits with 1 if the tier reaches less than
 0.85 of the throughput of the calls, in the median of the rounds.
 """
 
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -32,7 +34,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "shared")]
 from mooncake_pool import mooncake_pool, wait_until  # noqa: E402
 
 from kvbm.shared.geometry import RunGeometry  # noqa: E402
-from kvbm.shared.keys import KeySpace  # noqa: E402
+from kvbm.shared.keys import KeySpace, run_blocks  # noqa: E402
 from kvbm.shared.mooncake_engine import MooncakeEngine  # noqa: E402
 from kvbm.shared.object_engine import Outgoing  # noqa: E402
 from kvbm.shared.orders import Get, Outcome, Put  # noqa: E402
@@ -41,27 +43,36 @@ from kvbm.shared.run_format import RunFormat  # noqa: E402
 from kvbm.shared.service.server import open_engine  # noqa: E402
 from kvbm.shared.storage import SharedStorage  # noqa: E402
 
-SHAPES = ((4 << 20, 16), (1 << 20, 64))  # bytes and number of objects
+SHAPES = ((4 << 20, 16), (1 << 20, 64))  # bytes and number of blocks
 TARGET, ROUNDS = 0.85, 15
 NAMESPACE = b"bench of kvbm..."
 LIMIT_S = 60.0
+BLOCK_TOKENS = 16
 
 
 class Tier:
-    """SharedStorage over slots of one segment; object i is the block in slot i."""
+    """SharedStorage over slots of one segment. Name i is the block in slot i."""
 
     def __init__(self, engine: MooncakeEngine, size: int, count: int) -> None:
         self.slots = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
-        form = RunFormat(NAMESPACE, 1, size, 16)
+        self._per_object = run_blocks(size, BLOCK_TOKENS, min_bytes=engine.min_run_bytes)
+        form = RunFormat(NAMESPACE, self._per_object, size, 16)
         geometry = RunGeometry([self.slots], [size], form, NoProtection())
         self.storage = SharedStorage(engine, KeySpace(NAMESPACE), geometry, lambda *_: True)
+        self._has_result = threading.Event()
+        self.storage.on_result = self._has_result.set
         self._tickets = 0
 
     def write(self, names: list[bytes]) -> None:
-        self._run([Put(self._next(), [name], [slot], [1]) for slot, name in enumerate(names)])
+        generations = [1] * self._per_object
+        self._run([Put(self._next(), run, slots, generations) for run, slots in self._runs(names)])
 
     def read(self, names: list[bytes]) -> None:
-        self._run([Get(self._next(), [name], [slot]) for slot, name in enumerate(names)])
+        self._run([Get(self._next(), run, slots) for run, slots in self._runs(names)])
+
+    def _runs(self, names: list[bytes]) -> list[tuple[list[bytes], list[int]]]:
+        step = self._per_object
+        return [(names[at : at + step], list(range(at, at + step))) for at in range(0, len(names), step)]
 
     def _next(self) -> int:
         self._tickets += 1
@@ -76,7 +87,9 @@ class Tier:
                 assert getattr(result, "outcome", None) is Outcome.GOOD, result
                 left -= 1
             assert time.monotonic() < deadline_s
-            time.sleep(0.0002)
+            if left:
+                self._has_result.wait(0.1)
+                self._has_result.clear()
 
 
 class Calls:
@@ -119,7 +132,7 @@ def measure(url: str, size: int, count: int) -> dict[str, object]:
                     speeds[what].setdefault(side, []).append(mb_s)
         engine._store.remove_by_regex(".*", True)
     tier.storage.close(1.0)
-    row: dict[str, object] = {"object_bytes": size, "objects": count}
+    row: dict[str, object] = {"block_bytes": size, "blocks": count, "blocks_in_object": tier._per_object}
     for what, sides_of in speeds.items():
         medians = {side: statistics.median(values) for side, values in sides_of.items()}
         row |= {f"{what}_{side}_mb_s": round(value) for side, value in medians.items()}
