@@ -44,7 +44,7 @@ from kvbm.shared.service.server import open_engine  # noqa: E402
 from kvbm.shared.storage import SharedStorage  # noqa: E402
 
 SHAPES = ((4 << 20, 16), (1 << 20, 64))  # bytes and number of blocks
-TARGET, ROUNDS = 0.85, 15
+TARGET, ROUNDS = 0.85, 40
 NAMESPACE = b"bench of kvbm..."
 LIMIT_S = 60.0
 BLOCK_TOKENS = 16
