@@ -109,7 +109,7 @@ def smoke(session: nox.Session) -> None:
 @nox.session
 def shared(session: nox.Session) -> None:
     """The shared tier on real stores, which the tests start; not part of `nox`. Tests skip what is not installed."""
-    install(session, "embedded", "dev")
+    install(session, "embedded", "mooncake", "dev")
     session.run("pytest", "-q", "-n", "0", *EVERYWHERE, "-m", "servers", *session.posargs, env=ONE_THREAD)
 
 

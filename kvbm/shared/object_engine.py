@@ -11,6 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
 
@@ -46,17 +49,24 @@ class StoreAnswer:
 
 
 class ObjectEngine(Protocol):
-    """`creates_once`: whether the store refuses to overwrite, which was tried at the start."""
+    """`creates_once`: whether the store refuses to overwrite, which was tried at the start. Without `can_list`, engines
+    know only the objects that they have written or asked for."""
 
     name: str
     threads: int
     batch_objects: int
     min_run_bytes: int
     creates_once: bool
+    can_list: bool
 
     @property
     def limit_s(self) -> float:
         """The longest time that a call should take now."""
+        ...
+
+    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        """Note the host memory that most buffers are in, as arrays of slots. Called once, before the first order.
+        Raises OSError."""
         ...
 
     def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]: ...

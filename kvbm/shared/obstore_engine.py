@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import MIN_RUN_BYTES
 from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
@@ -53,6 +56,7 @@ class ObstoreEngine:
     """See the module's text. `kind` is the scheme of the URL."""
 
     batch_objects = 1
+    can_list = True
     min_run_bytes = MIN_RUN_BYTES
 
     def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int, creates_once: bool = False) -> None:
@@ -82,6 +86,9 @@ class ObstoreEngine:
     @property
     def limit_s(self) -> float:
         return self._limit_s
+
+    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        """Nothing to do: the library has buffers of its own."""
 
     def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
         return [self._get(one) for one in objects]

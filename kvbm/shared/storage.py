@@ -85,9 +85,11 @@ class SharedStorage:
         self._writes: deque[Order] = deque()
         self._running: dict[int, tuple[float, bool]] = {}
         self._is_closed = False
+        engine.use_memory(geometry.shards)
         self._cores = allowed_cores()
         self._threads = [self._start(self._work) for _ in range(engine.threads)]
-        self._threads.append(self._start(self._list))
+        if engine.can_list:
+            self._threads.append(self._start(self._list))
 
     @property
     def off_because(self) -> str | None:
@@ -209,7 +211,7 @@ class SharedStorage:
 
     def _put(self, orders: Sequence[Put]) -> list[Result]:
         results: list[Result] = []
-        fresh = [order for order in orders if order.replaces or not self._is_written(order, results)]
+        fresh = self._not_written(orders, results)
         outgoing = [(order, self._geometry.outgoing(order, self._keys.key(order.hashes[-1]))) for order in fresh]
         sent = []
         for order, one in outgoing:  # the checksums are computed: were they those of the blocks?
@@ -226,14 +228,20 @@ class SharedStorage:
             results.append(result)
         return results
 
-    def _is_written(self, order: Put, results: list[Result]) -> bool:
-        """Whether another engine has written the object already; then append the result."""
-        if self.engine.are_present([self._keys.key(order.hashes[-1])]) != [True]:
-            return False
-        result = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
-        self._count(result, 0, is_write=True)
-        results.append(result)
-        return True
+    def _not_written(self, orders: Sequence[Put], results: list[Result]) -> list[Put]:
+        """Return the orders whose objects no other engine has written; append the results of the others. A store that
+        does not answer this question is not sent the object."""
+        asked = [order for order in orders if not order.replaces]
+        found = self.engine.are_present([self._keys.key(order.hashes[-1]) for order in asked]) if asked else []
+        ended = set()
+        for order, is_present in zip(asked, found, strict=True):
+            if is_present is not False:
+                ended.add(order.ticket)
+                exists = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
+                result = exists if is_present else ObjectResult.failed(order, "no answer before a write")
+                self._count(result, 0, is_write=True)
+                results.append(result)
+        return [order for order in orders if order.ticket not in ended]
 
     def _probe(self, order: Probe) -> ProbeResult:
         """Find the end of the runs that are present: runs are written head first, so that a chain has no gaps."""

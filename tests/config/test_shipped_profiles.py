@@ -41,6 +41,7 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
     "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
+    "vllm-mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051", "tiers.host.capacity": "100GB"},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
     "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},
     "vllm-hybrid-cpu-demo": {"engine.model": "synthetic:vllm-hybrid", "engine.arguments.block_size": 256},

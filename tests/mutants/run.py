@@ -52,9 +52,24 @@ import worker
 from mutant import Mutant
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-CACHE = (core, leader, states, onboards, disk, disk_tier, shared, shared_tier, identity, device, cuda, worker, replicas, trtllm)
+CACHE = (
+    core,
+    leader,
+    states,
+    onboards,
+    disk,
+    disk_tier,
+    shared,
+    shared_tier,
+    identity,
+    device,
+    cuda,
+    worker,
+    replicas,
+    trtllm,
+)
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
-TABLES = (*CACHE, sizing, cli, *BENCH)
+TABLES = (*CACHE, *ENGINES, sizing, cli, *BENCH)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

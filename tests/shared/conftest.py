@@ -7,9 +7,7 @@ import pytest
 import servers
 
 LOCAL = ["directory", "memory"]
-SERVERS = [
-    pytest.param(name, marks=() if name == "moto" else pytest.mark.servers, id=name) for name in servers.NAMES
-]
+SERVERS = [pytest.param(name, marks=() if name == "moto" else pytest.mark.servers, id=name) for name in servers.NAMES]
 numbers = itertools.count(1)
 
 

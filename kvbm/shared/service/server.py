@@ -133,9 +133,13 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
 
 def open_engine(url: str, threads: int, keys: KeySpace, facts: Mapping[str, object], *, writes: bool) -> ObjectEngine:
     """Return the engine for the store of a URL. Raises EnvironmentProblem."""
+    description = json.dumps(facts, indent=1, sort_keys=True, default=str).encode()
+    if url.startswith("mooncake://"):
+        from kvbm.shared.mooncake_engine import MooncakeEngine
+
+        return MooncakeEngine.open(url, batch_objects=threads, facts_key=keys.facts, facts=description, writes=writes)
     from kvbm.shared.obstore_engine import ObstoreEngine
 
-    description = json.dumps(facts, indent=1, sort_keys=True, default=str).encode()
     return ObstoreEngine.open(url, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
 
 
