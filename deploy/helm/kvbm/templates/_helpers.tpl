@@ -1,0 +1,69 @@
+{{- define "kvbm.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvbm.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "kvbm.labels" -}}
+{{ include "kvbm.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "kvbm.memoryGiB" -}}
+{{- add .Values.tiers.host.capacityGiB .Values.memory.shmGiB .Values.memory.processesGiB -}}
+{{- end -}}
+
+{{/* A size limit of the volume above G3: its index, and 10% in reserve, because a pod above the limit is evicted. */}}
+{{- define "kvbm.blocksGiB" -}}
+{{- add 1 (div (mul .Values.tiers.disk.capacityGiB 11) 10) -}}
+{{- end -}}
+
+{{/* Ephemeral storage of the node that the pod may use. */}}
+{{- define "kvbm.ephemeralGiB" -}}
+{{- $volumes := add .Values.homeGiB .Values.temporaryGiB -}}
+{{- if and .Values.tiers.disk.enabled (eq .Values.tiers.disk.volume.kind "emptyDir") -}}
+{{- $volumes = add $volumes (include "kvbm.blocksGiB" . | int64) -}}
+{{- end -}}
+{{- $volumes -}}
+{{- end -}}
+
+{{/* preStop, then what `kvbm serve` allows an engine: 30 s and the drain times; 15 s in reserve. */}}
+{{- define "kvbm.graceSeconds" -}}
+{{- $seconds := add .Values.preStopSeconds 30 15 -}}
+{{- if .Values.tiers.disk.enabled -}}
+{{- $seconds = add $seconds .Values.tiers.disk.drainSeconds -}}
+{{- end -}}
+{{- if .Values.tiers.shared.enabled -}}
+{{- $seconds = add $seconds .Values.tiers.shared.drainSeconds -}}
+{{- end -}}
+{{- $seconds -}}
+{{- end -}}
+
+{{- define "kvbm.profile" -}}
+{{- $arguments := deepCopy .Values.engineArguments -}}
+{{- if and (gt (int .Values.gpu.count) 1) (not (hasKey $arguments "tensor_parallel_size")) -}}
+{{- $_ := set $arguments "tensor_parallel_size" .Values.gpu.count -}}
+{{- end -}}
+{{- $tiers := dict "host" (dict "capacity" (printf "%dGiB" (int64 .Values.tiers.host.capacityGiB))) -}}
+{{- if .Values.tiers.disk.enabled -}}
+{{- $disk := dict "capacity" (printf "%dGiB" (int64 .Values.tiers.disk.capacityGiB)) "directory" "/var/cache/kvbm/blocks" "drain_s" .Values.tiers.disk.drainSeconds -}}
+{{- $_ := set $tiers "disk" (merge $disk .Values.tiers.disk.keys) -}}
+{{- end -}}
+{{- if .Values.tiers.shared.enabled -}}
+{{- $shared := dict "url" .Values.tiers.shared.url "drain_s" .Values.tiers.shared.drainSeconds -}}
+{{- $_ := set $tiers "shared" (merge $shared .Values.tiers.shared.keys) -}}
+{{- end -}}
+{{- $profile := dict "engine" (dict "kind" "vllm" "model" .Values.model "arguments" $arguments) "tiers" $tiers -}}
+{{- $_ := set $profile "server" (dict "host" "0.0.0.0" "port" 8000) -}}
+{{- $_ := set $profile "transfer" (dict "init_timeout_s" .Values.startTimeoutSeconds) -}}
+{{- toYaml (merge $profile .Values.profile) -}}
+{{- end -}}
