@@ -314,11 +314,6 @@ class MetricsSection(Section):
 class EventsSection(Section):
     """KV events, which tell a router what is cached. The engine publishes them if its own setting enables them."""
 
-    shared: bool = Field(
-        default=False,
-        description="Whether events also name blocks in the shared tier (G4). Every engine can read those, so they say "
-        "nothing about this one.",
-    )
     repeat_s: float = Field(
         default=0.0,
         ge=0,

@@ -65,7 +65,7 @@ class Announcer:
         self._by_index = {form.group.index: form for form in self._forms}
         self._is_plain = is_plain
         self._clock = clock
-        tiers = [Tier.HOST, Tier.DISK, *([Tier.SHARED] if settings.shared else [])]
+        tiers = (Tier.HOST, Tier.DISK)  # every engine reads the shared tier: it says nothing about this one
         self._announced: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in tiers}  # hash -> description
         # Descriptions of blocks on their way; when the first dict is full, it replaces the second, which is dropped.
         self._described: tuple[dict[bytes, bytes], dict[bytes, bytes]] = ({}, {})

@@ -51,7 +51,7 @@ TRANSFER = {
                 "record": False,
                 "record_directory": "~/.local/state/kvbm",
             },
-            "events": {"shared": False, "repeat_s": 0.0},
+            "events": {"repeat_s": 0.0},
         }
     },
 }

@@ -69,7 +69,7 @@ CACHE = (
     trtllm,
 )
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
-TABLES = (*CACHE, *ENGINES, sizing, cli, *BENCH)
+TABLES = (*CACHE, sizing, cli, *BENCH)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

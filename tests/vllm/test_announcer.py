@@ -298,16 +298,10 @@ def test_blocks_of_several_groups_have_their_group_and_its_size():
 # -- the shared tier ---------------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_every_engine_has_are_announced_only_if_the_profile_says_so():
-    tokens, quiet, loud = prompt("a", 2), make(), make(shared=True)
-    new = BlocksStored(Tier.SHARED, tuple(described(quiet, tokens)))
-    assert drained(quiet, new, TierCleared(Tier.SHARED)) == []
-    described(loud, tokens)
-    (event,) = drained(loud, new)
-    assert (event.medium, getattr(event, "locality", "REMOTE")) == ("STORAGE", "REMOTE")
-    dynamo = Dynamo(SIZE)
-    dynamo.accept_batch(published([event]))
-    assert dynamo.dropped == {"locality": 1}, "it must not count as a block of this engine"
+def test_blocks_that_every_engine_has_are_not_announced():
+    announcer = make()
+    new = BlocksStored(Tier.SHARED, tuple(described(announcer, prompt("a", 2))))
+    assert drained(announcer, new, TierCleared(Tier.SHARED)) == []
 
 
 # -- removal, clear, repetition ----------------------------------------------------------------------------------------
