@@ -1,7 +1,7 @@
 """Rules for the objects that deploy vLLM with kvbm, for the manifests and for what the chart renders.
 
-`violations` takes the parsed objects and returns one text per broken rule. The profile is loaded by kvbm's own loader, so
-that sizes, ports, timeouts and drain times are those of the engine.
+`violations` takes the parsed objects and returns one text per broken rule. kvbm's own loader loads the profile, so that
+sizes, ports, timeouts and drain times are those of the engine.
 """
 
 from __future__ import annotations
