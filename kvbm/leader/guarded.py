@@ -111,7 +111,7 @@ class GuardedLeader:
     def lost_state_tokens(self, request_id: str) -> int:
         return self.leader.lost_state_tokens(request_id)
 
-    @contained(0)
+    @contained((0, 0))
     def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
         return self.leader.lower_tier_tokens(request_id)
 

@@ -11,6 +11,7 @@ fields that the installed version does not have are left out.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
 PLACES = {Tier.HOST: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL"), Tier.SHARED: ("STORAGE", "REMOTE")}
-STORED_FIELDS, REMOVED_FIELDS = frozenset(BlockStored.__struct_fields__), frozenset(BlockRemoved.__struct_fields__)
+STORED_FIELDS = frozenset(inspect.signature(BlockStored).parameters)
+REMOVED_FIELDS = frozenset(inspect.signature(BlockRemoved).parameters)
 
 
 def stored(

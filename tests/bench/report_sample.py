@@ -19,6 +19,7 @@ PREFILL_MS_PER_TOKEN, LOAD_MS_PER_TOKEN, FIXED_MS, STEP_MS = 0.42, 0.021, 34.0, 
 HEADLINE = ("ttft_speedup", "ttft_speedup_paired", "share_of_possible_gain", "outputs_equal")
 DEFINITION = ("name", "pressure", "g1_tokens", "workload", "interleaved", "pairs", "order")
 PHASES = ("cold", "fill", "steady")
+TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 def write_sample(
@@ -128,7 +129,7 @@ def _records(
                 "output_tokens": answer,
                 "prompt_tokens": prompt,
                 "cached_tokens": prompt - tokens["computed"],
-                **{f"{tier}_tokens": tokens[tier] for tier in ("g1", "g2", "g3", "computed")},
+                **{f"{tier}_tokens": tokens[tier] for tier in TIERS},
                 "token_ids": list(range(answer)),
                 "logprobs": [-0.5] * answer,
                 "text": "",
@@ -145,7 +146,7 @@ def _records(
 
 def _sources(source: random.Random, arm: str, pressure: float, prompt: int, history: int) -> dict[str, int]:
     """Where the tokens of one prompt came from: all from G1 in the floor, by chance elsewhere."""
-    tokens = dict.fromkeys(("g1", "g2", "g3"), 0)
+    tokens = dict.fromkeys(TIERS[:-1], 0)
     in_g1 = arm == "floor" or source.random() < 1 / pressure**2.2 - 0.15
     if history and in_g1:
         tokens["g1"] = history
@@ -162,7 +163,7 @@ def _samples(rows: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
     end_s = int(max(row["end_ms"] for row in rows) / 1000) + 2
     samples = []
     waiting = sorted(rows, key=lambda row: row["first_token_ms"], reverse=True)
-    tokens, done = dict.fromkeys(("g1", "g2", "g3", "computed"), 0), 0
+    tokens, done = dict.fromkeys(TIERS, 0), 0
     for second in range(end_s):
         while waiting and waiting[-1]["first_token_ms"] <= second * 1000:
             row, done = waiting.pop(), done + 1
@@ -243,7 +244,7 @@ def _times(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tokens(rows: list[dict[str, Any]]) -> dict[str, int]:
-    return {tier: sum(row[f"{tier}_tokens"] for row in rows) for tier in ("g1", "g2", "g3", "computed")}
+    return {tier: sum(row[f"{tier}_tokens"] for row in rows) for tier in TIERS}
 
 
 def _arm(rows: list[dict[str, Any]], run: dict[str, Any], turns: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, 
     assert printed["outputs_equal"] is (verdict != "wrong")
     (cell,) = printed["cells"]
     assert cell["arms"]["kvbm"]["ttft_ms"]["mean"] > 0
-    assert set(cell["arms"]["kvbm"]["prompt_tokens"]) == {"g1", "g2", "g3", "computed"}
+    assert set(cell["arms"]["kvbm"]["prompt_tokens"]) == {"g1", "g2", "g3", "g4", "computed"}
     assert printed["machine"]["cpu_count"] >= 1
     assert printed["versions"]["kvbm-cli"]
     assert printed["profile"]["name"] == "demo"

@@ -60,7 +60,7 @@ def test_snapshots_are_those_of_the_rows_in_their_order(area: str) -> None:
 
 
 def test_no_file_of_snapshots_is_left_over() -> None:
-    elsewhere = {"cache", "doctor"}  # test_cache.py, test_doctor.py
+    elsewhere = {"cache", "doctor", "store"}  # test_cache.py, test_doctor.py, test_shared_store.py
     assert {path.stem for path in (SNAPSHOTS / "mistakes").iterdir()} == {*AREAS, *elsewhere}
     assert sum(map(len, AREAS.values())) == len(ROWS), "a name stands in two areas"
 
