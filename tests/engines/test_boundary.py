@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_store import FakeStore
 from faults import FaultyCopier
 from simulated_engine import SharedMemoryOfBytes, SimulatedEngine, expected_output
 
@@ -32,6 +33,7 @@ from kvbm.leader.host_tier import HostTier
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import Offloads
 from kvbm.leader.onboards import Onboards
+from kvbm.leader.shared_tier import SharedTier
 from kvbm.types import Tier
 
 PAUSE_S = 0.0002
@@ -60,6 +62,7 @@ def methods_of(*classes):
 
 IN_MEMORY = methods_of(Leader, Offloads, Onboards, HostTier, BlockStore, Region, KvbmScheduler)
 ON_DISK = [*methods_of(DiskTier), *IN_MEMORY[::5]]
+IN_A_STORE = methods_of(SharedTier)
 
 
 class Injected(Exception):
@@ -85,26 +88,39 @@ class Fault:
         patch.setattr(owner, name, faulty)
 
 
+class PromptStore(FakeStore):
+    """Runs its orders when it is asked for results."""
+
+    def poll(self):
+        self.run_all()
+        return super().poll()
+
+
 class Kvbm:
     """A simulated engine with the real block manager inside; `copier` fails on request."""
 
-    def __init__(self, directory=None):
-        tiers = {"host": {"blocks": 40 if directory is None else 12}}
+    def __init__(self, directory=None, store=None):
+        tiers = {"host": {"blocks": 40 if directory is None and store is None else 12}}
         if directory is not None:
             tiers["disk"] = {"directory": str(directory), "blocks": 64, "persist": False}
         profile = Profile.model_validate(
             {
                 "engine": {"model": "synthetic:tiny"},
                 "tiers": tiers,
-                "offload": {"to_disk": "always"},
+                "offload": {"to_disk": "always", "to_shared": "always"},
                 "onboard": {"policy": "always"},
                 "metrics": {"serve": False},
             }
         )
-        self.connector = driver.create_connector(profile.model_dump_json())
-        self.engine = SimulatedEngine(
-            blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver, "open_shared", lambda *_, **__: store)
+            self.connector = driver.create_connector(profile.model_dump_json())
+            self.engine = SimulatedEngine(
+                blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes
+            )
+        if store is not None:
+            region = self.connector[0]._region
+            store.shards, store.slots_carry = region.shards, region.slots_carry
         worker = self.connector[1]._home._worker
         worker._copier = self.copier = FaultyCopier(worker._copier)
 
@@ -160,8 +176,8 @@ class Kvbm:
 
 
 @contextmanager
-def running(directory=None):
-    kvbm = Kvbm(directory)
+def running(directory=None, store=None):
+    kvbm = Kvbm(directory, store)
     try:
         yield kvbm
     finally:
@@ -199,6 +215,24 @@ def test_a_method_that_raises_stops_no_request(owner, name, after, monkeypatch):
 def test_a_method_that_raises_stops_no_request_that_reads_from_disk(owner, name, monkeypatch, tmp_path):
     choice = random.Random(f"disk.{owner.__name__}.{name}")
     with running(tmp_path) as kvbm, monkeypatch.context() as patch:
+        fault = Fault(patch, owner, name, calls={choice.choice([1, 3, 9])}, after=choice.random() < 0.5)
+        check(kvbm, fault, choice, is_report=name in REPORTS)
+
+
+def test_without_a_fault_blocks_are_loaded_from_a_shared_store():
+    with running(store=PromptStore(2)) as kvbm:
+        for _ in range(3):
+            kvbm.serve(random.Random(0))
+        assert kvbm.counters.onboard_shared_blocks > 10
+        assert kvbm.counters.faults == kvbm.counters.disabled == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "name"), IN_A_STORE, ids=lambda value: getattr(value, "__name__", value))
+def test_a_method_that_raises_stops_no_request_that_reads_from_a_shared_store(owner, name, monkeypatch):
+    choice = random.Random(f"shared.{owner.__name__}.{name}")
+    with running(store=PromptStore(2)) as kvbm, monkeypatch.context() as patch:
+        kvbm.serve(random.Random(1))  # it finds runs from now on
         fault = Fault(patch, owner, name, calls={choice.choice([1, 3, 9])}, after=choice.random() < 0.5)
         check(kvbm, fault, choice, is_report=name in REPORTS)
 

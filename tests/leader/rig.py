@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from bookkeeping import check_leader
+from fake_store import FakeStore
 from faults import FaultyCopier
 from manual_pool import ManualPool
 
@@ -29,9 +30,6 @@ from kvbm.host.region import Region, Segment
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
-from kvbm.shared.orders import NOT_WANTED, Get, Listing, ObjectResult, Order, Outcome, Probe, ProbeResult, Put
-from kvbm.shared.presence import DIGEST, digest_of
-from kvbm.shared.storage import SharedCounters
 from kvbm.types import SegmentInfo
 
 PIECE_BYTES = 512
@@ -222,94 +220,6 @@ class FakeDisk:
 def _blocks(order: Read | Write) -> list[tuple[bytes, int, int]]:
     """(hash, disk slot, host slot)."""
     return list(zip(order.hashes, order.disk_slots, order.host_slots, strict=True))
-
-
-class FakeStore:
-    """A shared store in memory, with the interface of SharedClient: orders wait until a test runs them, and can fail or
-    bring other bytes. What it `keeps` stays when another leader is made on it, and others may write and delete it."""
-
-    run_bytes = 0
-    engine_name = "fake"
-
-    def __init__(self, run_blocks: int) -> None:
-        self.run_blocks = run_blocks
-        self.is_on = True
-        self.counters = SharedCounters()
-        self.restarts = 0
-        self.kept: dict[bytes, list[list[np.ndarray]]] = {}  # name of a run -> for each block its shards
-        self.waiting: list[Order] = []
-        self.shards: list[np.ndarray] = []
-        self.slots_carry: Callable[[Sequence[int], Sequence[int]], bool] = lambda slots, generations: True
-        self.writes = 0
-        self._ended: list[ObjectResult | ProbeResult] = []
-        self._listings: list[Listing] = []
-
-    def submit(self, order: Order) -> None:
-        self.waiting.append(order)
-
-    def poll(self):
-        ended, self._ended = self._ended, []
-        return ended
-
-    def list_all(self) -> None:
-        digests = np.sort(np.array([digest_of(name) for name in self.kept], DIGEST))
-        self._listings.append(Listing(digests.tobytes(), is_first=True, is_last=True))
-
-    def take_listing(self) -> Listing | None:
-        return self._listings.pop(0) if self._listings else None
-
-    def close(self, timeout_s: float) -> None:
-        self.run_all()
-
-    def run(self, fault: str | None = None, *, index: int = 0) -> bool:
-        """Run a waiting order, if there is one. `bad` and `fail` leave other bytes behind a read."""
-        if not self.waiting:
-            return False
-        match order := self.waiting.pop(index % len(self.waiting)):
-            case Probe():
-                present = next((i for i, name in enumerate(order.names) if name not in self.kept), len(order.names))
-                self._ended.append(ProbeResult(order.ticket, None if fault else present))
-            case Put():
-                self._ended.append(self._put(order, fault))
-            case Get():
-                self._ended.append(self._get(order, fault))
-        return True
-
-    def run_all(self) -> None:
-        while self.run():
-            pass
-
-    def fail_all(self) -> None:
-        """The process ends: what waits has failed."""
-        while self.run("fail"):
-            pass
-
-    def _put(self, order: Put, fault: str | None) -> ObjectResult:
-        if fault or not self.slots_carry(order.host_slots, order.generations):
-            return ObjectResult.failed(order, "fault")
-        assert len(order.hashes) == self.run_blocks
-        if order.hashes[-1] in self.kept and not order.replaces:
-            return ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
-        self.kept[order.hashes[-1]] = [
-            [shard[slot, : 2 * PIECE_BYTES].copy() for shard in self.shards] for slot in order.host_slots
-        ]
-        self.writes += 1
-        return ObjectResult(order.ticket, Outcome.GOOD, (True,) * len(order.hashes))
-
-    def _get(self, order: Get, fault: str | None) -> ObjectResult:
-        blocks = self.kept.get(order.hashes[-1])
-        if blocks is None and fault is None:
-            return ObjectResult(order.ticket, Outcome.ABSENT, (False,) * len(order.hashes))
-        for slot, shards in zip(order.host_slots, blocks or [[]] * len(order.hashes), strict=True):
-            if slot != NOT_WANTED:
-                for rank, shard in enumerate(self.shards):
-                    content = GARBAGE if fault else shards[rank]
-                    shard[slot, : 2 * PIECE_BYTES] = content
-        if fault:
-            outcome = Outcome.BAD if fault == "bad" else Outcome.FAILED
-            return ObjectResult(order.ticket, outcome, (False,) * len(order.hashes), "fault")
-        good = tuple(slot != NOT_WANTED for slot in order.host_slots)
-        return ObjectResult(order.ticket, Outcome.GOOD, good)
 
 
 class Rank:

@@ -11,10 +11,11 @@ from typing import ClassVar
 
 import numpy as np
 from bookkeeping import check_leader
+from fake_store import FakeStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rig import FakeStore, Rig, chain, pattern
+from rig import Rig, chain, pattern
 
 from kvbm.core.groups import Group, StateGroup
 from kvbm.leader.settings import DiskPolicy, SharedPolicy

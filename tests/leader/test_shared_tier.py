@@ -4,7 +4,8 @@ hand. Runs hold two blocks."""
 from __future__ import annotations
 
 import pytest
-from rig import FakeDisk, FakeStore, Rig, chain
+from fake_store import FakeStore
+from rig import FakeDisk, Rig, chain
 
 from kvbm.core.groups import Group
 from kvbm.leader import shared_tier
