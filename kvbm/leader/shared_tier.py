@@ -21,7 +21,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
@@ -47,6 +47,7 @@ WAIT_STEPS = 2  # a request waits for a probe in so many steps that compute
 WAIT_S = 0.1  # and not longer than this
 WAIT_SHARE = 0.25  # nor longer than this part of the time to compute what it looks for
 JITTER_S = 0.2  # engines that compute the same blocks at the same time do not write them at the same time
+REPEAT_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class _Due:
     tenant: bytes
     due_s: float
     replaces: bool
+    is_repeated: bool = False
 
 
 @dataclass(slots=True)
@@ -362,7 +364,7 @@ class SharedTier:
                 continue  # found by a probe meanwhile
             source = self._host.store.pin(due.run.hashes)
             if source is None:
-                self._counters.shared_dropped_blocks += self.run_blocks
+                self._put_off(due)
                 continue
             ticket = next(self._tickets)
             self._writes[ticket] = _RunWrite(due.run, source)
@@ -371,6 +373,14 @@ class SharedTier:
             self._client.submit(
                 Put(ticket, due.run.hashes, tuple(source.slots), generations, due.tenant, replaces=due.replaces)
             )
+
+    def _put_off(self, due: _Due) -> None:
+        """Try a run once more whose blocks are not in host memory: when a request ends, its last blocks may still be on
+        their way there."""
+        if due.is_repeated:
+            self._counters.shared_dropped_blocks += self.run_blocks
+        else:
+            self._queue[due.run.name] = replace(due, due_s=self._clock() + REPEAT_S, is_repeated=True)
 
     def _end_write(self, write: _RunWrite, result: ObjectResult) -> None:
         write.source.release()

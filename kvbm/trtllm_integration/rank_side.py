@@ -178,8 +178,10 @@ class RankSide:
 
     @contained()
     def close(self) -> None:
+        # The leader still reads this memory, to write it to lower tiers; the end of all processes frees it.
+        has_lower_tiers = self._config.tiers.disk is not None or self._config.tiers.shared is not None
         for worker in self._workers:
-            worker.close()
+            worker.stop() if has_lower_tiers else worker.close()
 
     # -- internal ------------------------------------------------------------------------------------------------------
 

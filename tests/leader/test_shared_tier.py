@@ -125,6 +125,20 @@ def test_blocks_are_pinned_while_they_are_written_and_only_then(rig):
     assert rig.leader.blocks()[Tier.HOST]["pinned"] == 0
 
 
+def test_a_run_whose_last_block_is_still_on_its_way_to_host_memory_is_written_when_it_has_come(rig):
+    hashes = chain("a", 2)
+    blocks = rig.compute("r", hashes)
+    rig.order()  # and no copy runs
+    rig.finish("r", hashes, blocks)
+    for _ in range(2):
+        rig.now_s += 0.2
+        rig.order()
+        rig.settle()
+    assert not rig.store.waiting
+    rig.settle_store()
+    assert names(rig.store) == {hashes[1]}
+
+
 def test_blocks_that_have_left_host_memory_are_not_written():
     rig = make(slots=4)
     rig.fill("a", 4)

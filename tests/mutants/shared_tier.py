@@ -33,6 +33,14 @@ MUTANTS = (
         fails=f"{TESTS} -k process_that_ends",
     ),
     Mutant(
+        name="shared-last-run-never-written",
+        bug="the last run of a request whose blocks arrive late is not written",
+        file=FILE,
+        old="        if due.is_repeated:",
+        new="        if True:",
+        fails=f"{TESTS} -k still_on_its_way",
+    ),
+    Mutant(
         name="shared-write-keeps-its-pins",
         bug="blocks stay pinned after they were written",
         file=FILE,
