@@ -71,7 +71,7 @@ def prefetched(engine: Engine) -> int:
     return asks(engine, PROMPT, 51)
 
 
-@pytest.mark.parametrize(("version", "ranks"), zip(VERSIONS[1:], (2, 1, 2), strict=True), ids=str)
+@pytest.mark.parametrize(("version", "ranks"), list(zip(VERSIONS[1:], (2, 1, 2), strict=True)), ids=str)
 def test_another_engine_finds_what_the_first_computed(tmp_path, model, version, ranks):
     filled(tmp_path / "store", model, version, ranks)
     with engine_on(tmp_path / "store", model, version, ranks) as engine:
