@@ -375,8 +375,8 @@ class SharedTier:
             )
 
     def _put_off(self, due: _Due) -> None:
-        """Try a run once more whose blocks are not in host memory: when a request ends, its last blocks may still be on
-        their way there."""
+        """Try a run again, but only one time, whose blocks are not in host memory: when a request ends, its last blocks
+        may still be on their way there."""
         if due.is_repeated:
             self._counters.shared_dropped_blocks += self.run_blocks
         else:

@@ -236,7 +236,8 @@ def test_without_server_metrics_the_timeline_has_requests_only(tmp_path: Path) -
 
 
 def test_cached_tokens_of_an_unknown_tier_are_a_source(small: Path) -> None:
-    rows = [{**row, "g1_tokens": None, "g2_tokens": None, "g3_tokens": None} for row in requests_of(small)]
+    unknown = dict.fromkeys(("g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens"))
+    rows = [{**row, **unknown} for row in requests_of(small)]
     (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figure = by_source(view_of(small))
     assert figure is not None
@@ -244,7 +245,8 @@ def test_cached_tokens_of_an_unknown_tier_are_a_source(small: Path) -> None:
 
 
 def test_a_server_that_reports_no_source_has_no_chart_of_sources(small: Path) -> None:
-    unknown = dict.fromkeys(("g1_tokens", "g2_tokens", "g3_tokens", "computed_tokens", "cached_tokens"))
+    tiers = (f"{tier}_tokens" for tier in ("g1", "g2", "g3", "g4", "computed", "cached"))
+    unknown = dict.fromkeys(tiers)
     (small / "requests.jsonl").write_text("".join(json.dumps({**row, **unknown}) + "\n" for row in requests_of(small)))
     assert by_source(view_of(small)) is None
     built(small)

@@ -19,6 +19,7 @@ from disk_rig import opened as opened_here
 from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 
 from kvbm.disk.directory import list_caches
+from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service import supervisor
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
@@ -195,7 +196,7 @@ def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) 
                 assert time.monotonic() - started < ANSWER_LIMIT_S, "it is known not to answer"
             assert not rig.tier.is_on
         rig.wait_until(lambda: rig.tier.is_on)
-        assert rig.tier.recovered() == (b"", b"", True)
+        assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
         assert rig.write([3], [2]).is_good == (True,)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {3: 2}
