@@ -63,7 +63,7 @@ class LeaderMachine(RuleBasedStateMachine):
             self.rig.disk.begin_again()
         for request_id in list(self.live):
             self.drop(request_id)
-        for _ in range(60):  # slices of one block take a step each
+        for step in range(400):  # slices of one block take a step each, and many may wait
             self.rig.now_s += 0.01
             self.rig.order()
             self.rig.run_tiers()
@@ -71,6 +71,8 @@ class LeaderMachine(RuleBasedStateMachine):
                 rank.copier.heal()
                 rank.run_all()
             self.settle()
+            if step >= 60 and not self.rig.leader.has_pending():
+                break
         assert not self.rig.leader.has_pending()
         assert not +self.rig.g1.references
         assert self.rig.leader.blocks()[Tier.HOST]["pinned"] == 0
