@@ -1,8 +1,8 @@
 """SharedStorage: runs orders on an object engine with threads, verifies what is read, and watches the store.
 
 One thread owns it and calls `submit`, `poll` and `close`. Probes run before reads, reads before writes, otherwise in
-order of submission; writes use half of the threads at most. `poll` returns each ticket once, after its last access to
-host memory. While the breaker is open, orders fail at once, and one thread tries the store now and then.
+order of submission; writes use three quarters of the threads at most. `poll` returns each ticket once, after its last
+access to host memory. While the breaker is open, orders fail at once, and one thread tries the store now and then.
 """
 
 from __future__ import annotations
@@ -164,8 +164,7 @@ class SharedStorage:
                 log.exception("kvbm: an order of the shared tier failed")
                 results = [_failed(order, str(error) or type(error).__name__) for order in orders]
             with self._changed:
-                del self._running[me]
-                self._changed.notify_all()
+                del self._running[me]  # this thread takes the next order, so that no other one need wake
             for result in results:
                 self._end(result)
 
@@ -187,7 +186,7 @@ class SharedStorage:
         if self._probes:
             return [self._probes.popleft()]
         queue = self._reads
-        if not queue and sum(is_write for _, is_write in self._running.values()) < max(1, self.engine.threads // 2):
+        if not queue and sum(is_write for _, is_write in self._running.values()) < max(1, self.engine.threads * 3 // 4):
             queue = self._writes
         return [queue.popleft() for _ in range(min(self.engine.batch_objects, len(queue)))]
 

@@ -21,21 +21,17 @@ MUTANTS = (
         name="object-length-is-not-compared",
         bug="an object that became longer is taken",
         file="kvbm/shared/obstore_engine.py",
-        old="            if size != one.length:\n"
-        '                return StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")\n'
-        "            content = memoryview(found.bytes())\n"
-        "        except FileNotFoundError:\n"
-        "            return StoreAnswer(Outcome.ABSENT)\n"
-        "        except (BaseError, OSError) as error:\n"
-        "            return StoreAnswer(Outcome.FAILED, _reason(error))\n"
-        "        if len(content) != one.length:\n"
-        '            return StoreAnswer(Outcome.BAD, f"{len(content)} bytes received, not {one.length}")\n',
-        new="            content = memoryview(found.bytes())\n"
-        "        except FileNotFoundError:\n"
-        "            return StoreAnswer(Outcome.ABSENT)\n"
-        "        except (BaseError, OSError) as error:\n"
-        "            return StoreAnswer(Outcome.FAILED, _reason(error))\n",
+        old='return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")',
+        new="return None",
         fails=f"{CONTRACT} -k damaged_object",
+    ),
+    Mutant(
+        name="object-limit-stays-after-timeouts",
+        bug="a store that has become slower for good is never used again",
+        file="kvbm/shared/obstore_engine.py",
+        old="if seconds >= limit_s and self._limit_s == limit_s:",
+        new="if False:",
+        fails=f"{FAULTS} -k 'become_slower and moto'",
     ),
     Mutant(
         name="object-seal-is-not-compared",

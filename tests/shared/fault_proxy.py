@@ -7,7 +7,7 @@
     cut             sends half of an object, and closes the connection
     short           sends half of an object, with a Content-Length that fits
     flip            changes one byte of an object
-    slow            sends an object at SLOW_BYTES_PER_S
+    slow            sends an object at `bytes_per_s`
 
 Requests go to the server unchanged but for `Connection`, so that signatures stay valid. One request per connection.
 """
@@ -33,6 +33,7 @@ class FaultProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.faults_shown = 0
+        self.bytes_per_s = SLOW_BYTES_PER_S
         self._accepting = self._start(self._accept, self._listener)
 
     def __enter__(self):
@@ -116,7 +117,7 @@ class FaultProxy:
             client.sendall(head + body[:-100] + bytes([body[-100] ^ 1]) + body[-99:])
         elif fault == "slow":
             client.sendall(head)
-            step = int(SLOW_BYTES_PER_S * LOOK_S)
+            step = int(self.bytes_per_s * LOOK_S)
             for at in range(0, len(body), step):
                 client.sendall(body[at : at + step])
                 time.sleep(LOOK_S)

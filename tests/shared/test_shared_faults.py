@@ -10,6 +10,7 @@ from fault_proxy import FAULTS, FaultProxy
 from storage_rig import RUN_BLOCKS, make_run, opened
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.shared.obstore_engine import LEAST_LIMIT_S
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 
 MISS_LIMIT_S = 4.0  # a request may take 1 s then, and a call twice as long
@@ -72,6 +73,17 @@ def test_every_fault_is_a_miss_in_time_and_the_store_is_used_again_after_it(rig,
     for number, result in enumerate(get_at_once(rig, 3)):
         assert all(result.is_good), result
         assert all(rig.holds(slot, name) for slot, name in zip(slots_of(number), make_run(number), strict=True))
+
+
+@each_server
+def test_a_store_that_has_become_slower_gets_more_time(rig, proxy):
+    while rig.engine.limit_s > LEAST_LIMIT_S:
+        assert all(rig.get(make_run(0)).is_good)
+    proxy.bytes_per_s = rig.form.object_bytes / (1.5 * LEAST_LIMIT_S)
+    proxy.fault = "slow"
+    assert rig.get(make_run(0)).outcome is Outcome.FAILED
+    assert rig.engine.limit_s == 2 * LEAST_LIMIT_S
+    assert all(rig.get(make_run(0)).is_good)
 
 
 @each_server
