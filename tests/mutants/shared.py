@@ -77,9 +77,9 @@ MUTANTS = (
         name="object-missing-bucket-is-a-miss",
         bug="an engine starts with a bucket that does not exist",
         file="kvbm/shared/obstore_engine.py",
-        old="        except (BaseError, OSError) as error:\n            raise EnvironmentProblem(",
-        new="        except FileNotFoundError:\n            pass\n        except (BaseError, OSError) as error:\n"
-        "            raise EnvironmentProblem(",
+        old="            for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here\n"
+        "                break\n",
+        new="",
         fails=f"{FAULTS} -k missing_bucket",
     ),
     Mutant(

@@ -147,9 +147,10 @@ def test_a_server_killed_under_load_is_a_miss(name, tmp_path, monkeypatch):
 
 
 @each_server
-def test_a_missing_bucket_is_an_error_at_the_start(server):
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_missing_bucket_is_an_error_at_the_start(server, writes):
     url = fresh_place(server).replace(servers.BUCKET, "no-such-bucket")
-    with pytest.raises(EnvironmentProblem, match=url), opened(url):
+    with pytest.raises(EnvironmentProblem, match=url), opened(url, writes=writes):
         pass
 
 
