@@ -32,9 +32,9 @@ import mmap
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
@@ -118,13 +118,17 @@ class Kvbm:
     """kvbm's side in vLLM's scheduler, with 8 segments whose payload is never touched."""
 
     name = "kvbm"
+    host_blocks = HOST_BLOCKS
+    sections: ClassVar[dict[str, Any]] = {}
+    identity: ClassVar[dict[str, object]] = {}
 
     def __init__(self, pool: BlockPool) -> None:
-        config = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": HOST_BLOCKS}}})
+        tiers = {"host": {"blocks": self.host_blocks}, **self.sections.get("tiers", {})}
+        config = ConnectorConfig.model_validate({**self.sections, "tiers": tiers})
         layout = BlockLayout.block_contiguous(block_count=len(pool.blocks), block_bytes=4096)
-        infos = [sparse_segment(rank, layout, HOST_BLOCKS) for rank in range(RANKS)]
+        infos = [sparse_segment(rank, layout, self.host_blocks) for rank in range(RANKS)]
         self.segments = [
-            Segment(SharedMemory(info.fd, mmap.mmap(info.fd, info.length)), info, HOST_BLOCKS) for info in infos
+            Segment(SharedMemory(info.fd, mmap.mmap(info.fd, info.length)), info, self.host_blocks) for info in infos
         ]
         self.side = SchedulerSide(
             config,
@@ -133,7 +137,7 @@ class Kvbm:
             hash_bytes=32,
             continues_prompts=True,
             gives_up_blocks=True,
-            identity=lambda: ({}, ""),
+            identity=lambda: (self.identity, ""),
         )
         self.side.bind_block_pool(pool)
         self.side.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)
@@ -526,18 +530,18 @@ def alternate(
     }
 
 
-def fill(engines: list[Engine], long_chains: list[str]) -> None:
+def fill(engines: Sequence[Engine], long_chains: list[str], *, host_blocks: int = HOST_BLOCKS) -> None:
     """Fill host memory twice, in conversations that grow in turn; the long prompts are the newest."""
     for engine in engines:
         begin = time.monotonic()
-        for batch in batches(long_chains):
+        for batch in batches(long_chains, host_blocks):
             engine.contender.fill(batch)
         print(f"{engine.contender.name}: filled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
 
 
-def batches(long_chains: list[str]) -> Iterator[list[bytes]]:
+def batches(long_chains: list[str], host_blocks: int) -> Iterator[list[bytes]]:
     done, conversation = 0, 0
-    while done < 1.05 * HOST_BLOCKS:
+    while done < 1.05 * host_blocks:
         for part in range(4):
             for one in range(8):
                 yield names(f"fill-{conversation + one}", FILL_BATCH, part * FILL_BATCH)
