@@ -23,6 +23,7 @@ class FakeStore:
     def __init__(self, run_blocks: int) -> None:
         self.run_blocks = run_blocks
         self.is_on = True
+        self.now_s: Callable[[], float] = lambda: 0.0  # the clock of the leader
         self.counters = SharedCounters()
         self.restarts = 0
         self.kept: dict[bytes, list[list[np.ndarray]]] = {}  # name of a run -> for each block its shards
@@ -42,7 +43,7 @@ class FakeStore:
 
     def list_all(self) -> None:
         digests = np.sort(np.array([digest_of(name) for name in self.kept], DIGEST))
-        self._listings.append(Listing(digests.tobytes(), is_first=True, is_last=True))
+        self._listings.append(Listing(digests.tobytes(), self.now_s(), is_first=True, is_last=True))
 
     def take_listing(self) -> Listing | None:
         return self._listings.pop(0) if self._listings else None

@@ -19,9 +19,9 @@ that are not installed are named in the result.
 
 vLLM's `obj` tier needs NIXL's plugin for object stores, and LMCache's `s3` adapter a server with a host name per
 bucket: neither is here. All files are in the page cache. All servers run at the same time, each with the same flags and
-a G1 that holds one prompt. In the arms with a tier below host memory, that has room for one prompt and a quarter, so
-that each of three prompts has left G1 and host memory before it is sent again. One request at a time, with the arms in
-random order within a round. Tokens by source come from vLLM's own metrics; a hit below 0.9 of the prompt ends the run.
+a G1 that holds one prompt. In the arms with a tier below host memory, that has room for two prompts, so that each of
+four prompts has left G1 and host memory before it is sent again. One request at a time, with the arms in random order
+within a round. Tokens by source come from vLLM's own metrics; a hit below 0.9 of the prompt ends the run.
 Outputs are compared by token with those of the first computation in the same arm.
 """
 
@@ -49,9 +49,10 @@ from facts import facts  # noqa: E402
 from server import BLOCK_TOKENS, Flags, Server, running  # noqa: E402
 from ttft import PAUSE_S, PROMPT_TOKENS, SOURCES, ratio, say, spread, write_result  # noqa: E402
 
-PROMPTS = 3
+PROMPTS = 4
+HOST_PROMPTS = 2  # that host memory holds in the arms with a tier below it
 PROMPT_BLOCKS = -(-PROMPT_TOKENS // BLOCK_TOKENS)
-SMALL_BLOCKS = PROMPT_BLOCKS * 5 // 4
+SMALL_BLOCKS = HOST_PROMPTS * PROMPT_BLOCKS
 LEAST_HIT = 0.9
 WRITE_S = 3.0  # for the last blocks to reach the tier
 
@@ -162,10 +163,8 @@ def start_lmcache(place: Place, stack: contextlib.ExitStack) -> Arm:
     directory = place.directory / "lmcache"
     directory.mkdir()
     adapter = json.dumps({"type": "fs", "base_path": str(directory)})
-    size_gb = str(round(place.prompt_bytes * 5 / 4 / 2**30, 3))
-    found = ttft.start_lmcache(
-        place.flags, place.options, "--l2-adapter", adapter, "--l1-size-gb", size_gb, "--l1-init-size-gb", size_gb
-    )
+    size_gb = str(round(HOST_PROMPTS * place.prompt_bytes / 2**30, 3))
+    found = ttft.start_lmcache(place.flags, place.options, "--l2-adapter", adapter, "--l1-size-gb", size_gb)
     assert found.sidecar is not None
     stack.callback(ttft.stop, found.sidecar)
     found.server.name = "lmcache-directory"
@@ -182,7 +181,7 @@ def start_native(place: Place, stack: contextlib.ExitStack) -> Arm:
         "kv_connector_extra_config": {
             "spec_name": "NativeOnCpu",
             "spec_module_path": "native_on_cpu",
-            "cpu_bytes_to_use": place.prompt_bytes * 5 // 4,
+            "cpu_bytes_to_use": HOST_PROMPTS * place.prompt_bytes,
             "secondary_tiers": [{"type": "fs", "root_dir": str(place.directory / "native")}],
         },
     }

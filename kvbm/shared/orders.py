@@ -81,9 +81,11 @@ class ProbeResult:
 
 
 class Listing(NamedTuple):
-    """A part of a listing of the namespace. `names` are 64-bit digests of names, as bytes; see presence.py."""
+    """A part of a listing of the namespace, which began at `began_s` of the monotonic clock. `names` are 64-bit digests
+    of names, as bytes; see presence.py."""
 
     names: bytes
+    began_s: float
     is_first: bool
     is_last: bool
 

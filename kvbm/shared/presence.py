@@ -39,7 +39,6 @@ class Presence:
         self._clock = clock
         self._listed: NDArray[np.uint64] = np.empty(0, DIGEST)
         self._parts: list[NDArray[np.uint64]] = []
-        self._listing_began_s = 0.0
         self._added: OrderedDict[int, float] = OrderedDict()  # digest -> when; the oldest is first
         self._erased: dict[int, float] = {}
         self._absent: OrderedDict[int, float] = OrderedDict()  # digest -> until when
@@ -96,13 +95,13 @@ class Presence:
     def take(self, listing: Listing) -> None:
         """Take a part of a listing. The last part replaces what was known before the listing began."""
         if listing.is_first:
-            self._parts, self._listing_began_s = [], self._clock()
+            self._parts = []
         self._parts.append(np.frombuffer(listing.names, DIGEST))
         if not listing.is_last:
             return
         self._listed = np.concatenate(self._parts)
         self._parts = []
-        began_s = self._listing_began_s
+        began_s = listing.began_s
         self._erased = {digest: since for digest, since in self._erased.items() if since >= began_s}
         while self._added and next(iter(self._added.values())) < began_s:
             self._added.popitem(last=False)

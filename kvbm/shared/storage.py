@@ -77,7 +77,7 @@ class SharedStorage:
         self._list_interval_s = list_interval_s
         self._breaker = Breaker()
         self._results: deque[Result] = deque()
-        self._listings: deque[bytes] = deque()  # each has sorted digests of all names
+        self._listings: deque[tuple[float, bytes]] = deque()  # when each began, and sorted digests of all names
         # Shared by all threads under the lock of `_changed`. `_running` has the start time of each call.
         self._changed = threading.Condition()
         self._probes: deque[Order] = deque()
@@ -119,8 +119,8 @@ class SharedStorage:
             results.append(self._results.popleft())
         return results
 
-    def listings(self) -> list[bytes]:
-        """Return the listings that have ended: sorted digests of all names."""
+    def listings(self) -> list[tuple[float, bytes]]:
+        """Return the listings that have ended: when each began, and sorted digests of all names."""
         parts = []
         while self._listings:
             parts.append(self._listings.popleft())
@@ -290,13 +290,13 @@ class SharedStorage:
         while not self._is_closed:
             began_s = time.monotonic()
             if self._breaker.is_closed:
-                self._list_once()
+                self._list_once(began_s)
             lasted_s = time.monotonic() - began_s
             with self._changed:
                 if not self._is_closed:
                     self._changed.wait_for(lambda: self._is_closed, max(self._list_interval_s, LIST_DUTY * lasted_s))
 
-    def _list_once(self) -> None:
+    def _list_once(self, began_s: float) -> None:
         import numpy as np
 
         digests: list[int] = []
@@ -311,7 +311,7 @@ class SharedStorage:
             self.counters.failed_requests += 1
             return
         self.counters.listings += 1
-        self._listings.append(np.sort(np.array(digests, DIGEST)).tobytes())
+        self._listings.append((began_s, np.sort(np.array(digests, DIGEST)).tobytes()))
         self.on_result()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
@@ -20,9 +23,11 @@ from kvbm_cli.bench.control import Control, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.terminal.console import print_note
 
 HEADROOM = 1.25
 LOOPBACK = "127.0.0.1"
+LOG_FILE, FIRST_LOG_FILE = "engine.log", "first-engine.log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class RunningEngine:
     """An engine that serves; the context manager that yields it starts and stops it.
 
     `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
-    the engine's own `/metrics` does not.
+    the engine's own `/metrics` does not. With a shared tier, `next_engine` stops this engine and starts another one,
+    which finds in the tier what this one has written.
     """
 
     base_url: str
@@ -40,6 +46,7 @@ class RunningEngine:
     headers: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     metrics_url: str = ""
+    next_engine: Callable[[], AbstractContextManager[RunningEngine]] | None = None
 
     def control(self) -> Control:
         return Control(self.base_url, self.model, headers=self.headers)
@@ -93,20 +100,41 @@ class ArmEngines:
 @contextmanager
 def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
     profile = on_loopback(profile)
+    if not has_kvbm or profile.tiers.shared is None:
+        with (
+            fresh_disk(profile) if has_kvbm else nullcontext(profile) as own,
+            _started(own, log / LOG_FILE, has_kvbm=has_kvbm) as engine,
+        ):
+            yield engine
+        return
+    with fresh_shared(profile) as shared, ExitStack() as first:
+
+        @contextmanager
+        def next_engine() -> Iterator[RunningEngine]:
+            first.close()
+            with fresh_disk(shared) as own, _started(own, log / LOG_FILE, has_kvbm=True) as engine:
+                yield engine
+
+        own = first.enter_context(fresh_disk(shared))
+        engine = first.enter_context(_started(own, log / FIRST_LOG_FILE, has_kvbm=True))
+        yield replace(engine, next_engine=next_engine)
+
+
+@contextmanager
+def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
     port = choose_port(profile.server.host, 0)
-    with fresh_disk(profile) if has_kvbm else nullcontext(profile) as profile:
-        plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log)
-        with EngineProcess.start(plan, log_path=log / "engine.log") as process:
-            process.wait_healthy(profile.transfer.init_timeout_s)
-            yield RunningEngine(
-                plan.base_url,
-                plan.model,
-                process.elapsed_s,
-                lambda: process.poll() is not None,
-                {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
-                process.pid,
-                plan.metrics_url if has_kvbm else "",
-            )
+    plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log_path.parent)
+    with EngineProcess.start(plan, log_path=log_path) as process:
+        process.wait_healthy(profile.transfer.init_timeout_s)
+        yield RunningEngine(
+            plan.base_url,
+            plan.model,
+            process.elapsed_s,
+            lambda: process.poll() is not None,
+            {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
+            process.pid,
+            plan.metrics_url if has_kvbm else "",
+        )
 
 
 def base_url_of(url: str) -> str:
@@ -141,6 +169,40 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
     with holder as directory:
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
+
+
+@contextmanager
+def fresh_shared(profile: Profile) -> Iterator[Profile]:
+    """The same profile with an empty shared tier: a new place below the profile's own, whose objects are deleted
+    afterwards if the store can list them."""
+    shared = profile.tiers.shared
+    assert shared is not None
+    url = f"{shared.url.rstrip('/')}/bench-{secrets.token_hex(8)}"
+    directory = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    if directory is not None:
+        with suppress(FileExistsError):
+            directory.parent.mkdir(mode=0o700)
+    fresh = shared.model_copy(update={"url": url})
+    try:
+        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"shared": fresh})})
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif not url.startswith("mooncake:"):
+            delete_objects(url)
+
+
+def delete_objects(url: str) -> None:
+    """Delete all objects of kvbm below a URL."""
+    from kvbm.shared.inventory import Inventory
+
+    try:
+        inventory = Inventory.open(url)
+        for found in inventory.namespaces(lambda _: True, lambda _: None):
+            inventory.delete(found.runs, lambda _: None)
+            inventory.delete_facts(found.namespace)
+    except EnvironmentProblem as problem:
+        print_note(f"the objects of this run remain in {url}: {problem.message}")
 
 
 def with_free_metrics_port(profile: Profile) -> Profile:

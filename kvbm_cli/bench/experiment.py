@@ -32,7 +32,7 @@ from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.machine import versions
-from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, warm_up
+from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
 from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results
@@ -281,11 +281,22 @@ class _Experiment:
     def _started(
         self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool
     ) -> RunningEngine:
-        """Start the engine of an arm, warm it up, and empty its cache."""
+        """Start the engine of an arm, warm it up, and empty its cache.
+
+        With a shared tier, a first engine answers all requests, and the measured one is the next that starts. Its cache
+        is not emptied: that would turn the tier off.
+        """
         self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
         room = NeededRoom(plan.total_tokens, plan.session_count)
         engine = stack.enter_context(self._engines(name, self._directory.run(group.runs[name]), room))
         self._startup_s = engine.startup_s
+        if engine.next_engine is not None:
+            self._progress.phase(f"{group.place}: a first engine of {name} fills the shared tier")
+            send_all(engine, plan)
+            self._progress.phase(f"{group.place}: starting {name} again", expected_s=self._startup_s)
+            engine = stack.enter_context(engine.next_engine())
+            warm_up(engine, plan)
+            return engine
         warm_up(engine, plan)
         if can_reset and not engine.control().try_reset():
             raise EngineError(f"the server of arm {name} did not empty its cache")

@@ -123,6 +123,13 @@ def warm_up(engine: RunningEngine, plan: Plan) -> None:
         raise EngineError(f"the warm-up request failed: {record.error}")
 
 
+def send_all(engine: RunningEngine, plan: Plan) -> None:
+    """Send all requests of a plan unmeasured, one after the other."""
+    for record in asyncio.run(_send_all(engine, plan.requests, plan.request_timeout_s)):
+        if record.error is not None:
+            raise EngineError(f"a request that fills the shared tier failed: {record.error}")
+
+
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """Makes plans with a running engine."""

@@ -170,7 +170,7 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
     bar_cells = ARM_AND_BAR_CELLS - width
     medians = [turn["ttft_ms"]["p50"] or 0.0 for arm in arms.values() for turn in arm["turns"]]
     longest = max(medians, default=0.0) or 1.0
-    columns = ("p50", "mean", "p90", "ITL", "G1", "G2", "computed", "failed")
+    columns = ("p50", "mean", "p90", "ITL", "G1", "loaded", "computed", "failed")
     yield _turn_line("", f"{'':<{width}}TTFT, ms", *columns)
     for number in turns[:MOST_TURNS]:
         label = f"turn {number}"
@@ -183,12 +183,20 @@ def _turn_lines(arms: Mapping[str, Any]) -> Iterator[str]:
                 f"{name[:LONGEST_ARM]:<{width}}" + _bar((turn["ttft_ms"]["p50"] or 0.0) / longest, bar_cells),
                 *(_milliseconds(turn["ttft_ms"][key]) for key in ("p50", "mean", "p90")),
                 _milliseconds(turn["itl_ms"]["p50"]),
-                *(_count(turn["prompt_tokens"][tier]) for tier in ("g1", "g2", "computed")),
+                _count(turn["prompt_tokens"]["g1"]),
+                _count(_loaded(turn["prompt_tokens"])),
+                _count(turn["prompt_tokens"]["computed"]),
                 _count(turn["errors"]),
             )
             label = ""
     if len(turns) > MOST_TURNS:
         yield f"... and {len(turns) - MOST_TURNS} more turns: see report.html"
+
+
+def _loaded(tokens: Mapping[str, int | None]) -> int | None:
+    """Tokens from the tiers below G1; None if no number of them is known."""
+    known = [count for tier in ("g2", "g3", "g4") if (count := tokens[tier]) is not None]
+    return sum(known) if known else None
 
 
 def _turn_line(turn: str, arm_and_bar: str, *numbers: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,8 @@ class MockEngines:
             **changes,
         }
         self.started: list[str] = []
+        self.ended: list[MockEngine] = []
+        self.with_next: set[str] = set()  # arms whose first engine is followed by another one, as with a shared tier
         self.rooms: list[NeededRoom] = []
         self.running = self.most_at_once = 0
 
@@ -82,9 +85,19 @@ class MockEngines:
         self.most_at_once = max(self.most_at_once, self.running)
         try:
             with MockEngine(self.options[arm]) as engine:
-                yield RunningEngine(engine.base_url, self.options[arm].model, 0.0, engine.has_ended)
+                next_engine = partial(self._next, arm) if arm in self.with_next else None
+                model = self.options[arm].model
+                yield RunningEngine(engine.base_url, model, 0.0, engine.has_ended, next_engine=next_engine)
+                self.ended.append(engine)
         finally:
             self.running -= 1
+
+    @contextmanager
+    def _next(self, arm: str) -> Iterator[RunningEngine]:
+        self.started.append(f"{arm} again")
+        with MockEngine(self.options[arm]) as engine:
+            yield RunningEngine(engine.base_url, self.options[arm].model, 0.0, engine.has_ended)
+            self.ended.append(engine)
 
     @classmethod
     def steady(cls) -> MockEngines:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import obstore
 import pytest
 from bench_rig import COMPUTED_TOKEN_MS, SMALL_G1_BLOCKS, WORKLOAD, comparison
 from mock_engine import MockEngine, Options
@@ -13,8 +14,10 @@ from mock_engine import MockEngine, Options
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
+from kvbm.shared.keys import KeySpace
+from kvbm.shared.obstore_engine import connection
 from kvbm_cli.bench import arms
-from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, running_server, with_reset, with_room
+from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_reset, with_room
 from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
@@ -48,6 +51,27 @@ def test_a_place_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentProblem, match=r"tmp|file"), fresh_disk(profile(tmp_path / "file")):
         pass
+
+
+def test_a_run_has_a_place_of_its_own_in_the_shared_tier_and_leaves_nothing(tmp_path):
+    url = f"file://{tmp_path}/a%20b/objects"
+    before = load("demo", directories=(profiles_directory(),), overrides=(f"tiers.shared.url={url}",)).profile
+    (tmp_path / "a b").mkdir()
+    with fresh_shared(before) as first, fresh_shared(before) as second:
+        places = {one.tiers.shared.url for one in (first, second)}
+        assert len(places) == 2
+        assert all(place.startswith(url) for place in places)
+        (tmp_path / "a b/objects" / first.tiers.shared.url.rpartition("/")[2]).mkdir()
+    assert list((tmp_path / "a b/objects").iterdir()) == []
+
+
+def test_the_objects_of_a_run_are_deleted_from_a_store(tmp_path):
+    url = f"file://{tmp_path}/objects"
+    keys, store = KeySpace(bytes(16)), connection(url)(5.0)
+    for key in (keys.facts, keys.key(b"0123456789abcdef")):
+        obstore.put(store, key, b"{}")
+    arms.delete_objects(url)
+    assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
 
 
 def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():

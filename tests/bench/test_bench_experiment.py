@@ -37,6 +37,18 @@ def cell_plan(tmp_path, name="plan"):
     return Plan.from_json(json.loads((tmp_path / "run" / "cells" / "small" / f"{name}.json").read_text()))
 
 
+@fast
+def test_with_a_shared_tier_a_first_engine_gets_all_requests_and_the_next_one_is_not_emptied(tmp_path):
+    engines = MockEngines()
+    engines.with_next = {"kvbm"}
+    run(tmp_path, engines, in_turn())
+    assert engines.started == ["recording", "baseline", "kvbm", "kvbm again", "floor"]
+    _, baseline, measured, first, _ = engines.ended
+    assert len(first.bodies) == len(baseline.bodies) - 1, "all requests without the warm-up"
+    assert [body["prompt"] for body in measured.bodies] == [body["prompt"] for body in baseline.bodies]
+    assert (baseline.resets, first.resets, measured.resets) == (1, 0, 0)
+
+
 @timed
 def test_a_cache_in_g2_makes_later_turns_faster(tmp_path):
     engines = MockEngines.steady()

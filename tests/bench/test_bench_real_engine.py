@@ -44,9 +44,13 @@ SMALL_ENGINE = ("engine.arguments.num_blocks=90", "engine.arguments.threads=1")
 
 
 def run_bench(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *overrides: str, compare: tuple[str, ...] = ()
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *overrides: str,
+    profile: str = "demo",
+    compare: tuple[str, ...] = (),
 ) -> tuple[int, dict]:
-    comparison = comparison_of("demo", [*SMALL_ENGINE, *overrides], compare)
+    comparison = comparison_of(profile, [*SMALL_ENGINE, *overrides], compare)
     setup = command._setup(comparison, (Cell(WORKLOAD.name, WORKLOAD),))
     code = command.measure(setup, BenchDirectory.create(tmp_path / "run"), as_json=True, limits=PATIENT)
     return code, json.loads(capsys.readouterr().out)
@@ -127,3 +131,16 @@ def test_the_shipped_demo_keeps_its_promises():
     assert sizing.host.token_count > workload.working_set_tokens
     assert resolved.profile.engine.arguments.prefix_caching
     assert resolved.profile.engine.arguments.dtype == "float32"
+
+
+@pytest.mark.soak
+@needs_torch
+@pytest.mark.slow
+def test_an_engine_answers_from_what_another_one_has_written(tmp_path, capsys):
+    url = f"tiers.shared.url=file://{tmp_path}/store"
+    code, summary = run_bench(tmp_path, capsys, url, profile="demo-shared")
+    assert code in (0, 10), summary["explanation"]
+    assert summary["outputs_equal"] is True
+    tokens = summary["cells"][0]["arms"]["kvbm"]["prompt_tokens"]
+    assert tokens["g4"] >= WORKLOAD.users * 2 * 256, "two runs of 256 tokens of each conversation"
+    assert list((tmp_path / "store").iterdir()) == []

@@ -41,6 +41,8 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},
     "vllm-large-ssd": {"tiers.disk.capacity": "8TB", "tiers.disk.io": "auto", "tiers.disk.reclaim": True},
     "vllm-lustre": {"tiers.disk.zerofill": True, "tiers.disk.allocator": "default", "tiers.disk.o_direct": True},
+    "demo-shared": {"tiers.shared.url": "file:///tmp/kvbm-demo-shared", "offload.to_shared": "always"},
+    "vllm-s3": {"tiers.shared.url": "s3://kv-cache/kvbm", "tiers.host.capacity": "100GB"},
     "vllm-mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051", "tiers.host.capacity": "100GB"},
     "vllm-gpfs": {"tiers.disk.zerofill": False, "tiers.disk.allocator": "open-direct", "tiers.disk.o_direct": True},
     "vllm-cpu-demo": {"engine.kind": "vllm", "engine.model": "synthetic:vllm-81m"},

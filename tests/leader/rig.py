@@ -291,6 +291,7 @@ class Rig:
         self.store = store
         if store is not None:
             store.shards, store.slots_carry = self.region.shards, self.region.slots_carry
+            store.now_s = lambda: self.now_s
         self.now_s = 0.0
         traits = EngineTraits(
             block_tokens=16,

@@ -435,6 +435,18 @@ def test_a_store_that_is_slower_than_computing_is_not_asked():
     rig.close()
 
 
+def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
+    rig = make()
+    rig.store.list_all()  # it arrives after the write
+    hashes = rig.fill("a", 4)
+    rig.now_s += 1.0
+    rig.settle_store()
+    shared = rig.leader._shared
+    assert all(shared.contains(run.name) for run in shared.runs_of(hashes, 0, 4))
+    assert shared.presence.count([run.name for run in shared.runs_of(hashes, 0, 4)]) == 4 // rig.store.run_blocks
+    rig.close()
+
+
 # -- reset, several groups, engines that accept no failed load ---------------------------------------------------------
 
 

@@ -19,7 +19,9 @@ from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region, Segment
+from kvbm.process.channel import Channel
 from kvbm.shared.orders import Get, Outcome, Probe, Put
+from kvbm.shared.presence import DIGEST
 from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
 from kvbm.shared.settings import SharedSettings
 from kvbm.types import SlotState
@@ -114,6 +116,23 @@ def test_runs_come_back_through_the_process(url):
         assert rig.holds(0)
         assert rig.wait(rig.submit(Probe, [make_hash(0), make_hash(1)])).present == 1
         assert rig.client.counters.objects_written == rig.client.counters.objects_read == 1
+
+
+def test_a_listing_that_comes_with_the_answer_to_the_start_is_not_lost(url, monkeypatch):
+    def wait_long(channel, *arguments, **options):
+        wait(channel, *arguments, **options)
+        time.sleep(1.0)  # as on a busy machine: the listing comes meanwhile
+
+    with opened(url) as rig:
+        rig.put(0)
+    wait = Channel.wait
+    monkeypatch.setattr(Channel, "wait", wait_long)
+    with opened(url) as rig:
+        monkeypatch.setattr(Channel, "wait", wait)
+        rig.poll()
+        listing = rig.client.take_listing()
+    assert listing is not None
+    assert len(listing.names) == DIGEST.itemsize
 
 
 def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):

@@ -60,6 +60,7 @@ class SharedClient:
         self._open_next = open_next
         self._thread = threading.Thread(target=self._keep, args=(process,), name="kvbm-shared-keeper", daemon=True)
         self._thread.start()
+        self._handle(process.received_early)
 
     @classmethod
     def open(
@@ -161,6 +162,9 @@ class SharedClient:
             return
         if received:
             self._heard_s = time.monotonic()
+        self._handle(received)
+
+    def _handle(self, received: Sequence[object]) -> None:
         for message in received:
             match message:
                 case messages.StoreStatus():
@@ -224,6 +228,7 @@ class SharedClient:
         self._silences = 0
         self._process.channel.close()
         self._process, self._is_lost, self.off_because = taken, False, None
+        self._handle(taken.received_early)
         self.restarts += 1
 
     def _keep(self, process: OpenProcess) -> None:
@@ -253,12 +258,14 @@ class SharedClient:
 
 
 class OpenProcess:
-    """A process that has connected to its store. *Owns* both."""
+    """A process that has connected to its store. *Owns* both. `received_early`: what it has sent right after it opened
+    the store, such as its first listing."""
 
     def __init__(self, child: subprocess.Popen[bytes], channel: Channel) -> None:
         self.child = child
         self.channel = channel
         self.opened: messages.StoreOpened
+        self.received_early: list[object] = []
 
     @classmethod
     def start(cls, order: messages.OpenStore) -> OpenProcess:
@@ -286,9 +293,11 @@ class OpenProcess:
         deadline_s = time.monotonic() + OPEN_LIMIT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             self.channel.wait(left_s)
-            for message in self.channel.receive():
+            received = self.channel.receive()
+            for position, message in enumerate(received):
                 match message:
                     case messages.StoreOpened():
+                        self.received_early = received[position + 1 :]
                         return message
                     case messages.StoreProblem():
                         raise EnvironmentProblem(message.message, hint=message.hint)

@@ -76,16 +76,16 @@ class _SharedChild:
             self._next_beat_s = now + BEAT_S
             self._reported_off_because = off_because
             self._channel.send(messages.StoreStatus(results, off_because, self._storage.counters))
-        for digests in self._storage.listings():
-            self._send_listing(digests)
+        for began_s, digests in self._storage.listings():
+            self._send_listing(began_s, digests)
         self._log.send(self._channel.send)
 
-    def _send_listing(self, digests: bytes) -> None:
+    def _send_listing(self, began_s: float, digests: bytes) -> None:
         step = LISTED_AT_ONCE * DIGEST.itemsize
         starts = range(0, max(1, len(digests)), step)
         for start in starts:
             part = digests[start : start + step]
-            self._channel.send(Listing(part, is_first=start == 0, is_last=start + step >= len(digests)))
+            self._channel.send(Listing(part, began_s, is_first=start == 0, is_last=start + step >= len(digests)))
 
 
 def main() -> int:

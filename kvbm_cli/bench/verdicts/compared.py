@@ -150,9 +150,10 @@ def compare(
 
 
 def _warm_start(run: RunResult) -> str | None:
-    """What shows that the cache was not empty at the start: more than half of a cold prompt is new in its run."""
+    """What shows that the cache was not empty at the start: more than half of a cold prompt is new in its run. The
+    shared tier has what another engine computed."""
     for record in run.records:
-        cached, prompt = record.cached_tokens or 0, record.prompt_tokens or 0
+        cached, prompt = (record.cached_tokens or 0) - (record.g4_tokens or 0), record.prompt_tokens or 0
         if record.phase == Phase.COLD and cached > WARM_SHARE * prompt:
             return (
                 f"the cache was not empty at the start of {run.run}: turn {record.turn} of session {record.session} "
