@@ -160,3 +160,26 @@ def test_other_profile_restarts_the_pods():
         for size in (64, 65)
     }
     assert len(digests) == 2
+
+
+def guide_values():
+    """The values in docs/guide/kubernetes.md."""
+    page = (CHART.parents[2] / "docs/guide/kubernetes.md").read_text()
+    return page.split("```yaml\n")[1].split("```")[0]
+
+
+def test_values_of_the_guide_fit_the_schema():
+    jsonschema.validate(over(defaults(), yaml.safe_load(guide_values())), SCHEMA)
+
+
+def test_values_of_the_guide_make_replicas_that_share_a_store(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(guide_values())
+    found = objects("--values", str(file))
+    assert violations(found) == []
+    one = deployed(found)
+    assert one.objects["Deployment"]["spec"]["replicas"] == 2
+    assert (one.profile.profile.tiers.shared.url, one.profile.profile.tiers.shared.expire_days) == (
+        "s3://kv-cache/team-a",
+        7,
+    )
