@@ -39,7 +39,8 @@ def copied():
 
 
 def test_copied_paths_exist_and_are_in_the_build_context():
-    allowed = {line[1:] for line in (DEPLOY / "image/Containerfile.dockerignore").read_text().splitlines() if "!" in line}
+    lines = (DEPLOY / "image/Containerfile.dockerignore").read_text().splitlines()
+    allowed = {line[1:] for line in lines if "!" in line}
     assert set(copied()) == allowed
     assert [path for path in copied() if not (ROOT / path).exists()] == []
 
