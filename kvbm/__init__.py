@@ -1,4 +1,4 @@
-"""KV cache block manager for LLM engines: keeps blocks in host memory and on disk, and copies them back.
+"""KV cache block manager for LLM engines: keeps blocks in host memory, on disk and in shared stores, and loads them.
 
 Importing this package imports no torch and no engine, and reads no environment.
 """

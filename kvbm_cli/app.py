@@ -27,7 +27,7 @@ OTHERS_WRITE = 0o022
 
 app = typer.Typer(
     name="kvbm",
-    help="Offload KV cache blocks of an LLM engine to host memory and disk, and measure the effect.",
+    help="Offload KV cache blocks of an LLM engine to host memory, disk and a shared store, and measure the effect.",
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},

@@ -303,6 +303,14 @@ def test_importing_a_light_module_loads_nothing_heavy(module):
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("module", ["kvbm_cli.app", "kvbm.leader.leader", "kvbm.embedded.driver"])
+def test_importing_an_engine_loads_no_library_of_the_shared_tier(module):
+    libraries = "{'obstore', 'mooncake', 'cryptography', 'kvbm.shared.storage', 'kvbm.shared.service'}"
+    script = f"import sys, {module}; print(sorted({libraries} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert result.stdout.strip() == "[]"
+
+
 def test_no_two_test_modules_have_one_name():
     """pytest imports them by their names alone, so that one would hide the other in a run of all."""
     names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]

@@ -189,6 +189,14 @@ def test_a_disk_that_was_turned_off():
     assert "14 blocks could not be written or read" in why["text"]
 
 
+def test_a_shared_tier_that_was_turned_off():
+    kvbm = replace(IDLE, states={"kvbm_shared_off": 1.0}, counters=counted(shared_failed_requests=7))
+    (why,) = causes(summary_of_arms(kvbm=kvbm)).values()
+    assert (why["cause"], why["key"]) == ("shared-off", "tiers.shared.url")
+    assert "14 requests to its store failed" in why["text"]
+    assert "runs/talk.1.kvbm/engine.log has the cause" in why["text"]
+
+
 def test_blocks_that_kvbm_left_on_a_slow_disk():
     counters = counted(disk_declined_blocks=300, disk_late_blocks=40, onboard_blocks_d2d=12)
     (why,) = causes(summary_of_arms(kvbm=replace(IDLE, counters=counters))).values()

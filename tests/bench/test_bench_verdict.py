@@ -190,7 +190,7 @@ def test_a_busy_reference_is_pointed_out():
 
 def test_outputs_that_were_not_tested_or_tested_weakly_are_pointed_out():
     untested = judge(replace(GOOD, outputs={"kvbm": outputs(transfers=0)}))
-    assert any("not tested: no block came from G2 or G3" in caveat for caveat in untested.caveats)
+    assert any("not tested: no block came from G2, G3 or G4" in caveat for caveat in untested.caveats)
     assert "same outputs" not in untested.sentence
     weak = judge(replace(GOOD, outputs={"kvbm": outputs(logprob=None)}))
     assert any("sends no logprobs" in caveat for caveat in weak.caveats)

@@ -9,6 +9,14 @@ TESTS = "tests/bench/test_bench_reasons.py"
 
 MUTANTS = (
     Mutant(
+        name="reasons-omit-a-shared-tier-that-is-off",
+        bug="A shared tier that was turned off is not named as a cause.",
+        file=LOST,
+        old="    if not runs:\n        return None\n    failed",
+        new="    if True:\n        return None\n    failed",
+        fails=f"{TESTS} -k shared_tier_that_was_turned_off",
+    ),
+    Mutant(
         name="reasons-blame-g2-without-churn",
         bug="A small G2 is a cause although it evicted few blocks.",
         file=LOST,

@@ -253,7 +253,7 @@ def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
     if not measured.compared_count:
         return "no answer could be compared"
     if not evidence.transfers.are_proven:
-        return "no block came from G2 or G3, so the block manager was not tested"
+        return "no block came from G2, G3 or G4, so the block manager was not tested"
     unknown = "it is unknown how often this engine repeats its own answers; `--pairs 2` compares two runs without kvbm"
     if evidence.control is None and (measured.different_count or measured.logprob is None):
         return f"{evidence.counts}; {unknown}"

@@ -29,7 +29,7 @@ def lost_blocks(facts: CellFacts) -> list[Why]:
     """All causes that apply, the one with the most blocks first."""
     if (facts.missed_share or 0.0) < facts.limits.gain or facts.saved_share is None or facts.saved_share >= FEW:
         return []
-    found = [_g2_too_small(facts), _filtered(facts), _skipped(facts), _disk_off(facts)]
+    found = [_g2_too_small(facts), _filtered(facts), _skipped(facts), _disk_off(facts), _shared_off(facts)]
     return [why for _, why in sorted((one for one in found if one), key=lambda one: -one[0])]
 
 
@@ -155,3 +155,16 @@ def _disk_off(facts: CellFacts) -> tuple[int, Why] | None:
         f"{_saved(facts)}; `kvbm doctor` tests `tiers.disk.directory`"
     )
     return failed, Why("disk-off", text, "tiers.disk.directory")
+
+
+def _shared_off(facts: CellFacts) -> tuple[int, Why] | None:
+    runs = facts.measured.runs_with("kvbm_shared_off")
+    if not runs:
+        return None
+    failed = facts.measured.counter("kvbm_shared_failed_requests") or 0
+    text = (
+        f"kvbm turned the shared tier off in {len(runs)} of {len(facts.measured.summary['runs'])} runs "
+        f"(`kvbm_shared_off` is 1): {failed:,} requests to its store failed or were not answered in time. "
+        f"{_saved(facts)}; runs/{runs[0]}/engine.log has the cause, `kvbm doctor --url` tests `tiers.shared.url`"
+    )
+    return failed, Why("shared-off", text, "tiers.shared.url")
