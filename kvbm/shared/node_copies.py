@@ -274,14 +274,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _discard(part: Path, descriptor: int) -> None:
-    """Remove the file of a locked descriptor, so that another engine begins anew."""
+    """Remove the file of a locked descriptor, so that another engine may begin."""
     with suppress(OSError):
         if _is_at(part, descriptor):
             part.unlink()
 
 
 def _remove(path: Path) -> None:
-    """Remove a copy, or a part that nobody receives any more. Raises OSError."""
+    """Remove a copy, or a part without a receiver. Raises OSError."""
     if path.suffix != ".part":
         path.unlink()
     elif (descriptor := _locked(path)) is not None:

@@ -22,6 +22,7 @@ from kvbm.shared.orders import Outcome
 from kvbm.shared.service.server import open_engine, with_copies
 
 OBJECTS = 20
+SLOW_BYTES_PER_S = 80_000  # an object takes 0.1 s
 
 
 @pytest.fixture
@@ -48,6 +49,7 @@ def copies(directory):
 
 
 def test_each_object_is_requested_once_although_two_engines_read_it_at_the_same_time(proxy, processes):
+    proxy.fault, proxy.bytes_per_s = "slow", SLOW_BYTES_PER_S
     tickets = [(rig, rig.start_get(number, number), number) for number in range(OBJECTS) for rig in processes]
     for rig, ticket, number in tickets:
         assert rig.wait(ticket).is_good == (True,)
