@@ -72,6 +72,7 @@ class Counters:
     shared_late_blocks: int = 0
     shared_dropped_blocks: int = 0
     shared_saved_writes: int = 0
+    shared_copies_read: int = 0
     shared_bad_objects: int = 0
     shared_absent_objects: int = 0
     shared_failed_requests: int = 0
@@ -150,6 +151,7 @@ _OWN = {
     "kvbm_shared_declined_blocks": "blocks not read from the shared tier because computing was predicted faster",
     "kvbm_shared_late_blocks": "blocks of the shared tier computed because their read took too long",
     "kvbm_shared_dropped_blocks": "blocks not written to the shared tier: they left host memory, or the write failed",
+    "kvbm_shared_copies_read": "objects that another engine of this machine had read from the shared tier",
     "kvbm_shared_saved_writes": "objects not written to the shared tier because another engine had written them",
     "kvbm_shared_bad_objects": "objects of the shared tier that were cut, altered, foreign or of another version",
     "kvbm_shared_absent_objects": "reads of objects that the shared tier no longer had",

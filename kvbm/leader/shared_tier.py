@@ -431,6 +431,7 @@ class SharedTier:
         counters.shared_absent_objects = known.absent_objects
         counters.shared_failed_requests = known.failed_requests
         counters.shared_saved_writes = known.writes_saved
+        counters.shared_copies_read = known.copies_read
         counters.shared_probes = known.probes
         counters.shared_times_off = known.times_off
         counters.shared_restarts = self._client.restarts

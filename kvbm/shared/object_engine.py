@@ -21,11 +21,12 @@ from kvbm.shared.protection import Buffer
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. An object of
-    another length is BAD."""
+    another length is BAD. `is_fresh`: it must come from the store, because a copy of it was bad."""
 
     key: str
     buffers: Sequence[memoryview | int]
     length: int
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,13 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """`age_s`: how long ago the object was written, 0 if unknown."""
+    """`age_s`: how long ago the object was written, 0 if unknown. `is_copy`: another engine of this machine has read
+    it, and the store was not asked."""
 
     outcome: Outcome
     error: str | None = None
     age_s: float = 0.0
+    is_copy: bool = False
 
 
 class ObjectEngine(Protocol):

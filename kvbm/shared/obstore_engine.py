@@ -135,7 +135,7 @@ class ObstoreEngine:
     def _get(self, one: Incoming) -> StoreAnswer:
         began_s, limit_s = time.monotonic(), self._limit_s
         try:
-            answer = self._request(one) if self._directory is None else _read_file(self._directory / one.key, one)
+            answer = self._request(one) if self._directory is None else read_file(self._directory / one.key, one)
         except FileNotFoundError:
             return StoreAnswer(Outcome.ABSENT)
         except OSError as error:
@@ -154,7 +154,7 @@ class ObstoreEngine:
             found = obstore.get(self._store, one.key)
             if (wrong := _wrong_length(int(found.meta["size"]), one)) is not None:
                 return wrong
-            received = _scatter(found.stream(min_chunk_size=CHUNK_BYTES), one.buffers)
+            received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one.buffers)
         except BaseError as error:
             if isinstance(error, FileNotFoundError):
                 raise
@@ -302,7 +302,7 @@ def _wrong_length(size: int, one: Incoming) -> StoreAnswer | None:
     return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
 
 
-def _read_file(path: Path, one: Incoming) -> StoreAnswer:
+def read_file(path: Path, one: Incoming) -> StoreAnswer:
     """Read a file straight into the buffers. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -325,7 +325,7 @@ def _read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
-def _scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> int:
+def scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> int:
     """Copy what arrives into the buffers. Return its length, which the caller compares."""
     received = 0
     left = deque(buffers)

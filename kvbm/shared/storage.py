@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from kvbm.host.cores import allowed_cores
 from kvbm.shared.breaker import Breaker
@@ -41,6 +41,7 @@ class SharedCounters:
     objects_written: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    copies_read: int = 0  # of the objects read: those that another engine of this machine has read from the store
     writes_saved: int = 0  # another engine had written the object
     absent_objects: int = 0
     bad_objects: int = 0
@@ -204,7 +205,10 @@ class SharedStorage:
         results: list[Result] = []
         for order, (incoming, read), answer in zip(orders, prepared, answers, strict=True):
             result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
-            self._count(result, incoming.length, is_write=False)
+            if result.outcome is Outcome.BAD and answer.is_copy:
+                answer = self.engine.get([replace(incoming, is_fresh=True)])[0]
+                result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
+            self._count(result, incoming.length, is_write=False, is_copy=answer.is_copy)
             results.append(result)
         return results
 
@@ -261,7 +265,7 @@ class SharedStorage:
                 low = position + 1
         return ProbeResult(order.ticket, low)
 
-    def _count(self, result: ObjectResult, size: int, *, is_write: bool) -> None:
+    def _count(self, result: ObjectResult, size: int, *, is_write: bool, is_copy: bool = False) -> None:
         counters = self.counters
         with self._changed:
             match result.outcome:
@@ -271,6 +275,7 @@ class SharedStorage:
                 case Outcome.GOOD:
                     counters.objects_read += 1
                     counters.bytes_read += size
+                    counters.copies_read += is_copy
                 case Outcome.EXISTS:
                     counters.writes_saved += 1
                 case Outcome.ABSENT:
@@ -282,7 +287,7 @@ class SharedStorage:
                     counters.failed_requests += 1
         if result.outcome is Outcome.FAILED:
             self._breaker.failed(result.error or "no answer")
-        else:
+        elif not is_copy:
             self._breaker.succeeded()
 
     def _list(self) -> None:

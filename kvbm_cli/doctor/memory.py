@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
@@ -10,9 +10,12 @@ from kvbm.host.machine_memory import node_of_pci_device
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, rate, skipped, warning
 from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
+from kvbm_cli.runs.run_directory import EngineRun
 
 PREFAULT_BYTES, QUICK_PREFAULT_BYTES = 1 << 30, 128 << 20
 SHARE_OF_ROOM = 10
+LEAST_CAPACITY = 1 << 20  # a smaller one holds no block of most models
 SLOW_START_S = 60.0
 UNLIMITED = 1 << 60  # cgroup v1 reports "no limit" as a large number
 NVIDIA_VENDOR = "0x10de"
@@ -31,22 +34,31 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _needed_bytes(context: DoctorContext) -> int | None:
-    if context.resolved is not None and context.sizing is not None:
-        return context.sizing.host.total_bytes * copy_count(context.resolved.profile)
+    if context.sizing is not None:
+        return context.sizing.host.total_bytes * _copies(context)
     host = context.tiers.host if context.tiers is not None else None
-    return host.capacity if host is not None else None
+    return host.capacity * _copies(context) if host is not None and host.capacity is not None else None
+
+
+def _copies(context: DoctorContext) -> int:
+    """Return how many engines have the tiers of the profile, each for itself."""
+    return copy_count(context.resolved.profile) if context.resolved is not None else 1
 
 
 def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
-    room = context.machine.memory.room()
+    room, living = context.machine.memory.room(), living_runs()
+    pending = sum(map(pending_bytes, living))
     finding = f"{format_size(room.available_bytes)} available ({room.limit})"
-    facts = {"available_bytes": room.available_bytes, "needed_bytes": needed}
+    if pending:
+        finding += f", of which starting engines will take {format_size(pending)}"
+    facts = {"available_bytes": room.available_bytes, "needed_bytes": needed, "pending_bytes": pending}
+    left = max(0, room.available_bytes - pending)
     if needed is None:
         yield ok("available", finding, **facts)
-    elif needed <= room.available_bytes:
+    elif needed <= left:
         yield ok("available", f"{finding}, G2 requires {format_size(needed)}", **facts)
     else:
-        remedy = f"set `tiers.host.capacity: {capacity(room.available_bytes * 9 // 10)}` or less"
+        remedy = _room_remedy(context, left, living)
         yield failure("available", f"{finding}, G2 requires {format_size(needed)}", remedy, **facts)
     groups = [
         room
@@ -58,6 +70,16 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     else:
         tightest = min(groups, key=lambda one: one.available_bytes)
         yield ok("control group", f"{format_size(tightest.available_bytes)} left ({tightest.limit})")
+
+
+def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
+    largest = largest_run(living)
+    stop = f"run `kvbm stop {largest.facts.name}`" if largest is not None else None
+    fitting = left_bytes * 9 // 10 // _copies(context)
+    if fitting < LEAST_CAPACITY and stop is not None:
+        return stop
+    remedy = f"set `tiers.host.capacity: {capacity(fitting)}` or less"
+    return f"{remedy}, or {stop}" if stop is not None else remedy
 
 
 def _locked(context: DoctorContext, needed: int | None, *, has_gpu: bool) -> Iterator[Check]:

@@ -23,7 +23,7 @@ from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import metrics_ports
 from kvbm_cli.profile.size import size_key, tier_warnings
 from kvbm_cli.profile.state_check import state_warnings
-from kvbm_cli.runs.reservations import living_runs, pending_bytes, require_port
+from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
 from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
@@ -216,20 +216,20 @@ def _memory(
 ) -> Iterator[MachineProblem]:
     """The tiers in memory must fit together with what the living runs will still allocate."""
     room, pending = memory.room(), sum(map(pending_bytes, living))
-    left_bytes = room.available_bytes - pending
-    if needed_bytes <= left_bytes:
+    if needed_bytes + pending <= room.available_bytes:
         return
-    key, needed = size_key(resolved), format_size(needed_bytes)
-    if not living:
-        available = f"only {format_size(room.available_bytes)} are available ({room.limit})"
-        hint = f"lower `{key}`; `--force` starts it anyway"
-        error = _at(resolved, key, f"`{key}` requires {needed}, but {available}", hint)
+    key, available = size_key(resolved), f"only {format_size(room.available_bytes)} are available ({room.limit})"
+    demand = f"`{key}` requires {format_size(needed_bytes)}"
+    if pending:
+        sum_text = format_size(needed_bytes + pending)
+        demand += f", and starting engines another {format_size(pending)}, in all {sum_text}"
+    lines, largest = memory_lines(living), largest_run(living)
+    hint = f"lower `{key}`; `--force` starts it anyway"
+    if largest is None:
+        error = _at(resolved, key, f"{demand}, but {available}", hint)
     else:
-        left = format_size(max(0, left_bytes))
-        lines = [f"`{key}` requires {needed}, but the running engines leave only {left}"]
-        lines += [f"  {run.facts.name} ({run.state}) uses {format_size(run.facts.memory_bytes)}" for run in living]
-        hint = f"run `kvbm stop {living[-1].facts.name}`, or lower `{key}`; `--force` starts it anyway"
-        error = EnvironmentProblem("\n".join(lines), hint=hint)
+        hint = f"run `kvbm stop {largest.facts.name}`, or {hint}"
+        error = EnvironmentProblem("\n".join([f"{demand}, but {available}", *lines]), hint=hint)
     yield MachineProblem(error, can_be_forced=True)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
+from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
@@ -44,6 +45,26 @@ def pending_bytes(run: EngineRun) -> int:
         return 0
     has_bytes = 0 if run.is_elsewhere else _shared_memory_bytes(run)
     return max(0, run.facts.memory_bytes - has_bytes)
+
+
+def largest_run(living: Sequence[EngineRun]) -> EngineRun | None:
+    """Returns the run whose end frees the most host memory; None if none has any."""
+    largest = max(living, key=lambda run: run.facts.memory_bytes, default=None)
+    return largest if largest is not None and largest.facts.memory_bytes else None
+
+
+def memory_lines(living: Sequence[EngineRun]) -> list[str]:
+    """Returns a line for each run with host memory for blocks."""
+    return [
+        f"  {run.facts.name} ({run.state}, {_place_of(run)}) uses {format_size(run.facts.memory_bytes)}"
+        for run in living
+        if run.facts.memory_bytes
+    ]
+
+
+def _place_of(run: EngineRun) -> str:
+    launcher = run.facts.launcher
+    return f"pid {launcher.pid} on {launcher.host}" if run.is_elsewhere else f"pid {launcher.pid}"
 
 
 def _shared_memory_bytes(run: EngineRun) -> int:

@@ -33,6 +33,8 @@ FILTERS = (
     (re.escape(str(ROOT)), "[ROOT]"),
     (re.escape(version("kvbm-cli")), "[VERSION]"),
     (r"( has only )[\d.]+ \w+( free)", r"\1[FREE]\2"),
+    (r"only [\d.]+ \w+ are available \([^)]*\)", "only [FREE] are available ([LIMIT])"),
+    (r"\(starting, pid \d+\)", "(starting, pid [PID])"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,14 +15,21 @@ from typing import Any
 import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
+from test_runs import facts
 
+from kvbm.config.load import load
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
+from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.memory import checks
 from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.quota import Quota
 from kvbm_cli.doctor.variable_remedy import with_variables
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.mounts import Mount
+from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal import progress
 
 PROFILE = """\
@@ -218,6 +226,44 @@ def test_copy_is_not_written_where_the_directory_cannot_be_used(
     assert outcome.exit_code == 1
     assert f"new.yaml: {tmp_path}/cache is not usable, so the settings for it are unknown" in outcome.stderr
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_memory_is_checked_together_with_engines_that_start(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a launcher has recorded counts until it ends, in this case by a signal."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    runs = Runs.writable()
+    assert runs is not None
+    tiers = {"meminfo": MEMINFO.replace("48828125", str(1 << 20))}  # 1 GiB
+    begun = []
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        identity = ProcessIdentity.of(launcher.pid)
+        for mib in (400, 590, 0):
+            begun.append(runs.create("other"))
+            begun[-1].begin(facts(begun[-1].name, identity, memory_bytes=mib << 20))
+        outcome = run(capsys, str(profile), machine=machine(tmp_path / "a", **tiers))
+        text = " ".join(outcome.stdout.split())
+        assert "1.0 GiB available (free memory of this machine), of which starting engines will take 990.0 MiB" in text
+        assert "G2 requires 64.0 MiB" in text
+        assert "remedy: set `tiers.host.capacity: 32MB` or less, or run `kvbm stop other-2`" in text
+        launcher.kill()
+    outcome = run(capsys, str(profile), machine=machine(tmp_path / "b", **tiers))
+    assert outcome.exit_code == 0
+    assert "starting engines" not in outcome.stdout
+    for one in begun:
+        one.close()
+
+
+def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path: Path) -> None:
+    overrides = ["tiers.host.capacity=64MiB", "engine.arguments.data_parallel_size=2"]
+    resolved = load("vllm", directories=[profiles_directory()], overrides=overrides)
+    little = machine(tmp_path / "machine", meminfo=MEMINFO.replace("48828125", "100000"))  # 102.4 MB
+    tiers = resolved.profile.tiers
+    context = DoctorContext(little, None, resolved, tiers, None, is_quick=True, on_phase=lambda text: None)
+    found = next(checks(context))
+    assert "G2 requires 128.0 MiB" in found.finding
+    assert found.remedy == "set `tiers.host.capacity: 46MB` or less"
 
 
 @pytest.mark.parametrize(

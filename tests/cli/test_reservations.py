@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_runs import NOBODY, facts, own
+from test_runs import NOBODY, begin, begun, facts, own
 
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.errors import EnvironmentProblem
@@ -16,7 +17,7 @@ from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import _memory, require_none
 from kvbm_cli.runs.reservations import pending_bytes, require_port, taken_ports
-from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.process_identity import ProcessIdentity
 
@@ -63,9 +64,42 @@ def test_engines_that_do_not_fit_together_are_refused(memory: HostMemory, resolv
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 400 * MIB, [starting], memory=memory)
     assert caught.value.message.splitlines() == [
-        "`tiers.host.capacity` requires 400.0 MiB, but the running engines leave only 324.0 MiB",
-        "  other-1 (starting) uses 700.0 MiB",
+        "`tiers.host.capacity` requires 400.0 MiB, and starting engines another 700.0 MiB, in all 1.1 GiB, but only "
+        "1.0 GiB are available (free memory of this machine)",
+        "  other-1 (starting, pid 4194305 on another host) uses 700.0 MiB",
     ]
+
+
+def test_the_sum_is_over_what_living_processes_have_recorded(
+    tmp_path: Path, memory: HostMemory, resolved: ResolvedProfile
+) -> None:
+    """Each launcher is a process of its own. One of them is killed: what it has recorded counts no longer."""
+    (tmp_path / "runs").mkdir()
+    runs = Runs(tmp_path)
+    with ExitStack() as stack:
+        launchers = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(3)]
+        for launcher, mib in zip(launchers, (300, 400, 0), strict=True):
+            begin(runs, "demo", ProcessIdentity.of(launcher.pid), memory_bytes=mib * MIB)
+        try:
+            with runs.starting() as living, pytest.raises(EnvironmentProblem) as caught:
+                require_memory(resolved, 400 * MIB, living, memory=memory)
+            assert caught.value.message.splitlines() == [
+                "`tiers.host.capacity` requires 400.0 MiB, and starting engines another 700.0 MiB, in all 1.1 GiB, but "
+                "only 1.0 GiB are available (free memory of this machine)",
+                f"  demo-1 (starting, pid {launchers[0].pid}) uses 300.0 MiB",
+                f"  demo-2 (starting, pid {launchers[1].pid}) uses 400.0 MiB",
+            ]
+            assert (caught.value.hint or "").startswith("run `kvbm stop demo-2`, or lower `tiers.host.capacity`")
+            launchers[0].kill()
+            launchers[0].wait()
+            with runs.starting() as living:
+                assert [run.facts.name for run in living] == ["demo-2", "demo-3"]
+                require_memory(resolved, 400 * MIB, living, memory=memory)
+        finally:
+            for launcher in launchers:
+                launcher.kill()
+            while begun:
+                begun.pop().close()
 
 
 def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory: HostMemory, resolved: ResolvedProfile) -> None:

@@ -7,6 +7,7 @@ from mutant import Mutant
 CONTRACT = "tests/shared/test_shared_contract.py"
 FAULTS = "tests/shared/test_shared_faults.py"
 SERVICE = "tests/shared/test_shared_service.py"
+COPIES = "tests/shared/test_node_copies.py"
 
 MUTANTS = (
     Mutant(
@@ -105,5 +106,45 @@ MUTANTS = (
         old="self.is_silent = quiet_s > ANSWER_LIMIT_S",
         new="self.is_silent = False",
         fails=f"{SERVICE} -k stopped_process",
+    ),
+    Mutant(
+        name="node-copy-that-is-bad-is-a-miss",
+        bug="a damaged copy is not read again from the store",
+        file="kvbm/shared/storage.py",
+        old="if result.outcome is Outcome.BAD and answer.is_copy:",
+        new="if False:",
+        fails=f"{COPIES} -k flipped",
+    ),
+    Mutant(
+        name="node-copy-lacks-what-was-skipped",
+        bug="a copy has no content where its reader skipped blocks",
+        file="kvbm/shared/node_copies.py",
+        old="has_gaps = len(buffers) < len(one.buffers)",
+        new="has_gaps = False",
+        fails=f"{COPIES} -k skipped",
+    ),
+    Mutant(
+        name="node-copy-is-not-awaited",
+        bug="engines that read at the same time all ask the store",
+        file="kvbm/shared/node_copies.py",
+        old="is_patient = not one.is_fresh and now >= self._patient_from_s",
+        new="is_patient = False",
+        fails=f"{COPIES} -k requested_once",
+    ),
+    Mutant(
+        name="node-copy-is-new",
+        bug="an object that is about to expire looks new, and is not written again",
+        file="kvbm/shared/node_copies.py",
+        old="time.time() - answer.age_s))",
+        new="time.time()))",
+        fails=f"{COPIES} -k as_old",
+    ),
+    Mutant(
+        name="node-copy-of-another-store",
+        bug="an engine reads the copy of an object in another store",
+        file="kvbm/shared/node_copies.py",
+        old='f"{self._url}\\0{key}"',
+        new='f"{key}"',
+        fails=f"{COPIES} -k not_confused",
     ),
 )

@@ -15,6 +15,7 @@ Requests go to the server unchanged but for `Connection`, so that signatures sta
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 FAULTS = ("refuse", "hang", "unavailable", "stall", "cut", "short", "flip", "slow")
@@ -33,6 +34,7 @@ class FaultProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.faults_shown = 0
+        self.objects_asked = Counter()  # by the line of the request
         self.bytes_per_s = SLOW_BYTES_PER_S
         self._accepting = self._start(self._accept, self._listener)
 
@@ -80,6 +82,9 @@ class FaultProxy:
             head, body = received(client)
             if not head:
                 return
+            is_object = head.startswith(b"GET ") and b"/v1/" in head.partition(b"?")[0].partition(b"\r")[0]
+            if is_object:
+                self.objects_asked[head.partition(b"\r")[0]] += 1
             fault = self._fault
             if fault == "hang":
                 self._show(fault)
@@ -89,7 +94,6 @@ class FaultProxy:
                 client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return
             head, content = self._asked(head, body)
-            is_object = head.startswith(b"GET ") and b"/v1/" in head.partition(b"?")[0].partition(b"\r")[0]
             self._answer(client, content, fault if is_object else None)
 
     def _asked(self, head, body):

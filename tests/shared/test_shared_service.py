@@ -26,7 +26,7 @@ from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
 from kvbm.shared.settings import SharedSettings
 from kvbm.types import SlotState
 
-SLOTS, BLOCK_BYTES, GENERATION = 16, 8192, 7
+SLOTS, BLOCK_BYTES, GENERATION = 32, 8192, 7
 LIMIT_S = 20.0
 ENGINE = """
 import os, sys

@@ -9,6 +9,7 @@ can disturb no engine. The process exits with its leader.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -16,6 +17,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
@@ -32,7 +35,10 @@ from kvbm.shared.service import messages
 from kvbm.shared.storage import SharedStorage
 
 BUSY_INTERVAL_S = 0.1  # between looks for calls that last too long
+LOCAL_STORES = ("file", "memory", "mooncake")  # the pages of files, and the pool, are in host memory already
 LISTED_AT_ONCE = 8192  # names in one message, so that an engine's step takes it in a fraction of a millisecond
+
+log = logging.getLogger(__name__)
 
 
 class _SharedChild:
@@ -117,6 +123,7 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
     protection = protection_of(settings.protection, settings.key_file)
     keys = KeySpace(order.namespace)
     engine = open_engine(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
+    engine = with_copies(engine, settings.url, settings.node_directory)
     block_bytes = sum(shard_bytes)
     count = run_blocks(block_bytes, order.block_tokens, min_bytes=engine.min_run_bytes) if order.has_runs else 1
     form = RunFormat(order.namespace, count, block_bytes, order.hash_bytes)
@@ -141,6 +148,19 @@ def open_engine(url: str, threads: int, keys: KeySpace, facts: Mapping[str, obje
     from kvbm.shared.obstore_engine import ObstoreEngine
 
     return ObstoreEngine.open(url, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
+
+
+def with_copies(engine: ObjectEngine, url: str, directory: Path | None) -> ObjectEngine:
+    """Let engines with the same disk directory read an object once. A store on this machine needs no copies."""
+    if directory is None or urlsplit(url).scheme in LOCAL_STORES:
+        return engine
+    from kvbm.shared.node_copies import NodeCopies
+
+    try:
+        return NodeCopies(engine, directory, url)
+    except OSError as error:
+        log.warning("kvbm: this engine reads all objects of the shared tier itself: %s", error)
+        return engine
 
 
 def _receive_open(channel: Channel) -> messages.OpenStore:

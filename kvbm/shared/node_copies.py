@@ -1,0 +1,313 @@
+"""NodeCopies: engines of one machine that share a disk directory read an object from the store once.
+
+    <disk directory>/shared-copies/<32 hex>           an object as it was received; its mtime is when it was written
+                                   <32 hex>.part      the same while the holder of its lock (flock) receives it
+                                   <16 hex>.member    locked by an engine that uses this directory
+
+The first engine that reads an object keeps a copy for COPY_S, and the others wait for it, at most half of the time that
+a request may take. An engine that is alone keeps no copies. Whatever fails here, the object comes from the store. A
+copy is trusted no more than an object: the same checks follow, and one that does not pass them is read again.
+
+A directory of more than MOST_BYTES loses its oldest copies. Locks end with their processes. One who waits in vain for a
+process that does not continue does not wait again for PAUSE_S.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.host.directories import make_private_directories
+from kvbm.shared.object_engine import Incoming, ObjectEngine, Outgoing, StoreAnswer
+from kvbm.shared.obstore_engine import read_file, scatter
+from kvbm.shared.orders import Outcome
+
+COPIES = "shared-copies"
+COPY_S = 30.0
+MOST_BYTES = 512 << 20
+LOOK_S = 0.003  # between looks at an object that another engine receives
+PAUSE_S = 5.0
+MEMBERS_S = 1.0  # between looks for other engines
+PURGES = 8  # times that the copies are counted while MOST_BYTES are written
+COPY_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
+
+log = logging.getLogger(__name__)
+
+
+class NodeCopies:
+    """An ObjectEngine around another one. See the module's text."""
+
+    def __init__(self, engine: ObjectEngine, directory: Path, url: str) -> None:
+        """Raises OSError if the directory cannot be used, or belongs to another user."""
+        self._engine = engine
+        self._url = url
+        self._home = directory / COPIES
+        make_private_directories(self._home)
+        about = self._home.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            raise PermissionError(f"{self._home} belongs to another user")
+        self._member = self._home / f"{secrets.token_hex(8)}.member"
+        self._member_lock = _locked(self._member)
+        self._lock = threading.Lock()  # of what follows
+        self._is_alone = True
+        self._members_due_s = self._purge_due_s = 0.0
+        self._patient_from_s = self._keeping_from_s = 0.0  # when it waits, and when it keeps copies again
+        self._unpurged_bytes = 0
+        self._has_warned = False
+        self.name, self.threads, self.batch_objects = engine.name, engine.threads, engine.batch_objects
+        self.min_run_bytes, self.creates_once, self.can_list = (
+            engine.min_run_bytes,
+            engine.creates_once,
+            engine.can_list,
+        )
+
+    @property
+    def limit_s(self) -> float:
+        return self._engine.limit_s
+
+    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        self._engine.use_memory(memory)
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        return [self._get(one) for one in objects]
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        answers = self._engine.put(objects)
+        for one in objects:
+            if one.replaces:  # a copy would say that the object is still old
+                with suppress(OSError):
+                    self._path(one.key).unlink()
+        return answers
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        return self._engine.are_present(keys)
+
+    def keys(self, prefix: str) -> Iterator[list[str]]:
+        self._purge()  # called at intervals, also while nothing is read
+        yield from self._engine.keys(prefix)
+
+    def check(self) -> str | None:
+        return self._engine.check()
+
+    def close(self) -> None:
+        self._purge()
+        with suppress(OSError):
+            self._member.unlink()
+        if self._member_lock is not None:
+            os.close(self._member_lock)
+            self._member_lock = None
+        self._engine.close()
+
+    def _get(self, one: Incoming) -> StoreAnswer:
+        if not self._has_others():
+            return self._fetch(one)
+        path = self._path(one.key)
+        try:
+            found = self._claim(one, path)
+        except OSError as error:
+            self._stop_keeping(error)
+            return self._fetch(one)
+        if isinstance(found, int):
+            try:
+                return self._fetch_and_keep(one, path, found)
+            finally:
+                os.close(found)
+        return found or self._fetch(one)
+
+    def _fetch(self, one: Incoming) -> StoreAnswer:
+        return self._engine.get([one])[0]
+
+    def _claim(self, one: Incoming, path: Path) -> StoreAnswer | int | None:
+        """Return the answer from a copy; or the locked descriptor of the file that the caller receives the object into;
+        None if another engine is doing that, and it takes too long. Raises OSError."""
+        if one.is_fresh:
+            path.unlink(missing_ok=True)
+        if (copied := self._copied(one, path)) is not None:
+            return copied
+        if time.monotonic() < self._keeping_from_s or one.length > MOST_BYTES // PURGES:
+            return None
+        now, part = time.monotonic(), _part(path)
+        is_patient = not one.is_fresh and now >= self._patient_from_s
+        while (descriptor := _locked(part)) is None:
+            if (copied := self._copied(one, path)) is not None or not is_patient:
+                return copied
+            if time.monotonic() >= now + self.limit_s / 2:
+                self._patient_from_s = time.monotonic() + PAUSE_S
+                return None
+            time.sleep(LOOK_S)
+        if (copied := self._copied(one, path)) is not None:  # since the look before
+            _discard(part, descriptor)
+            os.close(descriptor)
+            return copied
+        return descriptor
+
+    def _copied(self, one: Incoming, path: Path) -> StoreAnswer | None:
+        """Return the answer from a copy; None without one that can be used."""
+        if one.is_fresh:
+            return None
+        try:
+            if not 0 <= time.time() - path.stat().st_ctime <= COPY_S:
+                return None
+            answer = read_file(path, one)
+        except OSError:
+            return None
+        return replace(answer, is_copy=True) if answer.outcome is Outcome.GOOD else None
+
+    def _fetch_and_keep(self, one: Incoming, path: Path, descriptor: int) -> StoreAnswer:
+        """Read an object from the store, and keep all of it, also what the caller skips."""
+        buffers = [buffer for buffer in one.buffers if not isinstance(buffer, int)]
+        has_gaps = len(buffers) < len(one.buffers)
+        if has_gaps:
+            buffers = [np.empty(one.length, np.uint8).data]
+        try:
+            answer = self._fetch(replace(one, buffers=buffers))
+        except BaseException:
+            _discard(_part(path), descriptor)
+            raise
+        if answer.outcome is not Outcome.GOOD:
+            _discard(_part(path), descriptor)
+            return answer
+        if has_gaps:
+            scatter(buffers, one.buffers)
+        try:
+            _write(descriptor, buffers)
+            os.utime(descriptor, (time.time(), time.time() - answer.age_s))
+            os.rename(_part(path), path)
+        except OSError as error:
+            _discard(_part(path), descriptor)
+            self._stop_keeping(error)
+        else:
+            self._note_kept(one.length)
+        return answer
+
+    def _path(self, key: str) -> Path:
+        return self._home / hashlib.sha256(f"{self._url}\0{key}".encode()).hexdigest()[:32]
+
+    def _has_others(self) -> bool:
+        """Whether other engines use the directory now, as of the last look."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._members_due_s:
+                self._members_due_s = now + MEMBERS_S
+                self._is_alone = not any(_is_alive(path) for path in self._others())
+            return not self._is_alone
+
+    def _others(self) -> list[Path]:
+        with suppress(OSError):
+            return [path for path in self._home.iterdir() if path.suffix == ".member" and path != self._member]
+        return []
+
+    def _stop_keeping(self, error: OSError) -> None:
+        """Keep no copies for a while: the directory is full, or cannot be used for another reason."""
+        self._keeping_from_s = time.monotonic() + PAUSE_S
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("kvbm: cannot keep objects of the shared tier in %s: %s", self._home, error)
+
+    def _note_kept(self, size: int) -> None:
+        with self._lock:
+            self._unpurged_bytes += size
+            is_due = self._unpurged_bytes >= MOST_BYTES // PURGES or time.monotonic() >= self._purge_due_s
+        if is_due:
+            self._purge()
+
+    def _purge(self) -> None:
+        """Remove copies that are old, and the oldest if there are too many."""
+        with self._lock:
+            self._unpurged_bytes, self._purge_due_s = 0, time.monotonic() + COPY_S / PURGES
+        now, kept = time.time(), []
+        with suppress(OSError), os.scandir(self._home) as entries:
+            for entry in entries:
+                if COPY_NAME.fullmatch(entry.name):
+                    with suppress(OSError):
+                        about = entry.stat(follow_symlinks=False)
+                        kept.append((about.st_ctime, about.st_size, Path(entry.path)))
+        total = sum(size for _, size, _ in kept)
+        for changed_s, size, path in sorted(kept):
+            if total <= MOST_BYTES and 0 <= now - changed_s <= COPY_S:
+                break
+            total -= size
+            with suppress(OSError):
+                _remove(path)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _locked(path: Path) -> int | None:
+    """Create or open a file and lock it; None if another process has locked it. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(path, descriptor):
+            return descriptor
+    except BlockingIOError:
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file has this name: its last holder may have removed or renamed it."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _discard(part: Path, descriptor: int) -> None:
+    """Remove the file of a locked descriptor, so that another engine may begin."""
+    with suppress(OSError):
+        if _is_at(part, descriptor):
+            part.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a copy, or a part without a receiver. Raises OSError."""
+    if path.suffix != ".part":
+        path.unlink()
+    elif (descriptor := _locked(path)) is not None:
+        _discard(path, descriptor)
+        os.close(descriptor)
+
+
+def _is_alive(member: Path) -> bool:
+    """Whether the engine of this file lives. Removes the file if it does not."""
+    try:
+        descriptor = _locked(member)
+        if descriptor is None:
+            return True
+        _discard(member, descriptor)
+        os.close(descriptor)
+    except OSError:
+        return False
+    return False
+
+
+def _write(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    """Write the whole content of a file. Raises OSError."""
+    os.ftruncate(descriptor, 0)
+    at = 0
+    for buffer in buffers:
+        left = buffer
+        while left:
+            size = os.pwrite(descriptor, left, at)
+            left, at = left[size:], at + size
