@@ -4,7 +4,6 @@
 """
 
 import os
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ sys.path.append(str(Path(__file__).parent.parent / "shared"))
 import servers
 from engine_process import EngineProcess
 from mooncake_pool import mooncake_pool
+from mortal_stores import Ceph, Mooncake
 from pairs import Faults
 from traffic import assert_equal, conversations, take_turns
 from vllm_server import BLOCK_TOKENS, CONNECTOR, HERE
@@ -30,44 +30,12 @@ HOST_BLOCKS = 40
 DEADLINE_S = 120.0  # for all requests of a call of `answer`, which raises then
 
 
-class Ceph:
-    def __init__(self, server):
-        self._server, self.url, self.environment = server, server.url, server.environment
+def with_mooncake():
+    """The engines get a small environment: tell them where it is, if this process has it from elsewhere."""
+    import mooncake
 
-    def kill_gateway(self):
-        self._server.signal(signal.SIGKILL)
-
-    def restart_gateway(self):
-        dead = self._server.processes.pop()
-        self._server.processes.append(servers.start(dead.args, Path(dead.args[2]).parent))
-        servers.await_port(self._server)
-
-    def stop_gateway(self):
-        self._server.signal(signal.SIGSTOP)
-
-    def resume_gateway(self):
-        self._server.signal(signal.SIGCONT)
-
-
-class Mooncake:
-    def __init__(self, pool):
-        import mooncake
-
-        self._pool, self.url = pool, pool.url
-        path = (str(HERE), str(HERE.parent.parent), str(Path(mooncake.__file__).parent.parent))
-        self.environment = {"PYTHONPATH": os.pathsep.join(path)}
-
-    def kill_master(self):
-        self._pool.kill(self._pool.master)
-
-    def restart_master(self):
-        self._pool.start_master()
-
-    def stop_owner(self):
-        self._pool.stop(self._pool.owner)
-
-    def resume_owner(self):
-        self._pool.resume(self._pool.owner)
+    path = (str(HERE), str(HERE.parent.parent), str(Path(mooncake.__file__).parent.parent))
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @contextmanager
@@ -75,7 +43,9 @@ def store_of(kind, home):
     if kind == "mooncake":
         pytest.importorskip("mooncake.store", exc_type=ImportError)
         with mooncake_pool(home) as pool:
-            yield Mooncake(pool)
+            store = Mooncake(pool)
+            store.environment = with_mooncake()
+            yield store
         return
     pytest.importorskip("boto3")
     try:
