@@ -38,14 +38,17 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 class EngineProcess:
     """Methods of `SteppedEngine`, executed in the child process. `faults` gives orders to the copier."""
 
-    def __init__(self, directory: Path, faults: Path) -> None:
+    def __init__(
+        self, directory: Path, faults: Path, *, core: str = CORE, environment: Mapping[str, str] | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = directory / "log"
         self._pipe, theirs = context.Pipe()
-        variables = minimal_environment(str(directory), CORE) | {
+        variables = minimal_environment(str(directory), core) | {
             FAULTS_FILE: str(faults),
             "OMP_NUM_THREADS": "1",  # also for what runs outside of the threads that vLLM binds
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **(environment or {}),
         }
         self._process = context.Process(target=_serve, args=(theirs, self._log, variables, os.getpid()))
         self._process.start()
