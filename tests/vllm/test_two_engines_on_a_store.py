@@ -1,6 +1,6 @@
 """Two vLLM engines run at the same time on one real store; what serves them is killed and stopped under load.
 
-`nox -s vllm -- -m servers tests/vllm/test_two_engines_on_a_store.py` runs this where Ceph or Mooncake is installed.
+`nox -s shared_vllm` runs this where Ceph or Mooncake is installed.
 """
 
 import os
