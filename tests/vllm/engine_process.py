@@ -190,6 +190,17 @@ class SteppedEngine:
         totals = self._statistics[0].totals
         return {**totals, "usage": self._core.scheduler.kv_cache_manager.usage, **faulty_connector.SNAPSHOTS}
 
+    def present(self) -> dict[str, set[int]]:
+        """The blocks that can be found, by tier, under the names of vLLM's KV events."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+        leader = self._core.scheduler.connector._scheduler.leader.leader
+        device = self._core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+        found = {"gpu": [get_block_hash(key) for key in device]}
+        for name, tier in (("host", leader._host), ("disk", leader._disk)):
+            found[name] = [one for some in tier.store._index._dicts for one in some]
+        return {tier: set(map(maybe_convert_block_hash, names)) for tier, names in found.items()}
+
     def _states(self, live: Mapping[str, int]) -> dict[int, str]:
         """Of live requests, by their position. vLLM appends to their names."""
         states = {name.rsplit("-", 1)[0]: str(one.status) for name, one in self._core.scheduler.requests.items()}
