@@ -36,7 +36,7 @@ class Protection(Protocol):
     hides: bool
 
     def namespace(self, digest: bytes) -> bytes:
-        """Return the namespace of engines with this secret, given the one of their blocks. It does not show the
+        """Return the namespace of engines with this secret, given that of their blocks. It does not show the
         secret."""
         ...
 

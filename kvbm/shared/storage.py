@@ -25,6 +25,7 @@ from kvbm.shared.presence import DIGEST, digest_of
 
 STALL = 2  # a call may take so many times its limit before the store counts as not answering
 IDLE_S = 0.5  # between looks at a store that was given up
+CLOSE_LOOK_S = 0.01
 LIST_DUTY = 20  # a listing begins at the earliest after so many times the duration of the last one
 PROBED_AT_ONCE = 16
 
@@ -79,13 +80,14 @@ class SharedStorage:
         self._breaker = Breaker()
         self._results: deque[Result] = deque()
         self._listings: deque[tuple[float, bytes]] = deque()  # when each began, and sorted digests of all names
-        # Shared by all threads under the lock of `_changed`. `_running` has the start time of each call.
-        self._changed = threading.Condition()
+        # Shared by all threads under the lock of `_has_order`. Only threads that take orders wait for it, because an
+        # order wakes only one. `_running` has the start time of each call.
+        self._has_order = threading.Condition()
         self._probes: deque[Order] = deque()
         self._reads: deque[Order] = deque()
         self._writes: deque[Order] = deque()
         self._running: dict[int, tuple[float, bool]] = {}
-        self._is_closed = False
+        self._is_closed = threading.Event()
         engine.use_memory(geometry.shards)
         self._cores = allowed_cores()
         self._threads = [self._start(self._work) for _ in range(engine.threads)]
@@ -100,14 +102,14 @@ class SharedStorage:
         if not self._breaker.is_closed:
             self._end(_failed(order, f"off: {self._breaker.why}"))
             return
-        with self._changed:
+        with self._has_order:
             queue = self._reads if isinstance(order, Get) else self._writes if isinstance(order, Put) else self._probes
             queue.append(order)
-            self._changed.notify()
+            self._has_order.notify()
 
     def poll(self) -> list[Result]:
         """Return the orders that have ended. Fail those that wait for a store that does not answer."""
-        with self._changed:
+        with self._has_order:
             oldest_s = min((since for since, _ in self._running.values()), default=None)
             is_stuck = oldest_s is not None and time.monotonic() - oldest_s > STALL * self.engine.limit_s
         if is_stuck and self._breaker.is_closed:
@@ -130,13 +132,17 @@ class SharedStorage:
     def close(self, timeout_s: float) -> None:
         """Finish queued writes within `timeout_s`, and fail the rest."""
         deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while (self._writes or self._running) and self._breaker.is_closed and time.monotonic() < deadline_s:
-                self._changed.wait(0.05)
-            self._is_closed = True
-            self._changed.notify_all()
+        while self._has_work() and self._breaker.is_closed and time.monotonic() < deadline_s:
+            time.sleep(CLOSE_LOOK_S)
+        self._is_closed.set()
+        with self._has_order:
+            self._has_order.notify_all()
         self._fail_waiting("closed")
         self.engine.close()
+
+    def _has_work(self) -> bool:
+        with self._has_order:
+            return bool(self._writes or self._running)
 
     def _start(self, target: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=target, name="kvbm-shared", daemon=True)
@@ -148,7 +154,7 @@ class SharedStorage:
         self.on_result()
 
     def _fail_waiting(self, why: str) -> None:
-        with self._changed:
+        with self._has_order:
             orders = [*self._probes, *self._reads, *self._writes]
             for queue in (self._probes, self._reads, self._writes):
                 queue.clear()
@@ -164,7 +170,7 @@ class SharedStorage:
             except BaseException as error:  # the tickets must end in any case
                 log.exception("kvbm: an order of the shared tier failed")
                 results = [_failed(order, str(error) or type(error).__name__) for order in orders]
-            with self._changed:
+            with self._has_order:
                 del self._running[me]  # this thread takes the next order, so that no other one need wake
             for result in results:
                 self._end(result)
@@ -172,13 +178,13 @@ class SharedStorage:
     def _take(self, me: int) -> list[Order]:
         """Wait for orders of one kind, and try a store that was given up; an empty list at the end."""
         while True:
-            with self._changed:
-                while not self._is_closed and not self._breaker.may_try():
+            with self._has_order:
+                while not self._is_closed.is_set() and not self._breaker.may_try():
                     if orders := self._next_orders():
                         self._running[me] = time.monotonic(), isinstance(orders[0], Put)
                         return orders
-                    self._changed.wait(IDLE_S)
-                if self._is_closed:
+                    self._has_order.wait(IDLE_S)
+                if self._is_closed.is_set():
                     return []
             self._breaker.tried(self.engine.check())
 
@@ -267,7 +273,7 @@ class SharedStorage:
 
     def _count(self, result: ObjectResult, size: int, *, is_write: bool, is_copy: bool = False) -> None:
         counters = self.counters
-        with self._changed:
+        with self._has_order:
             match result.outcome:
                 case Outcome.GOOD if is_write:
                     counters.objects_written += 1
@@ -292,14 +298,12 @@ class SharedStorage:
 
     def _list(self) -> None:
         """List the namespace at the start, and again at intervals, for what other engines have written."""
-        while not self._is_closed:
+        while not self._is_closed.is_set():
             began_s = time.monotonic()
             if self._breaker.is_closed:
                 self._list_once(began_s)
             lasted_s = time.monotonic() - began_s
-            with self._changed:
-                if not self._is_closed:
-                    self._changed.wait_for(lambda: self._is_closed, max(self._list_interval_s, LIST_DUTY * lasted_s))
+            self._is_closed.wait(max(self._list_interval_s, LIST_DUTY * lasted_s))
 
     def _list_once(self, began_s: float) -> None:
         import numpy as np
@@ -309,7 +313,7 @@ class SharedStorage:
             for page in self.engine.keys(self._keys.prefix):
                 names = (self._keys.name_of(key) for key in page)
                 digests += [digest_of(name) for name in names if name is not None]
-                if self._is_closed:
+                if self._is_closed.is_set():
                     return
         except OSError as error:
             self._breaker.failed(str(error))

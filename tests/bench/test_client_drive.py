@@ -162,14 +162,14 @@ def test_an_engine_that_ends_fails_its_open_requests_at_once():
     plan = plan_of([planned(0, intended_s=0.0), planned(1, intended_s=0.1), planned(2, intended_s=30.0)], interval_s=1)
     with OpenAIMock(Answer(stall_after=1), by_number={0: Answer()}) as mock:
         target = target_of(mock.base_url, has_ended=over.is_set)
-        timer = threading.Timer(2.0, over.set)
+        timer = threading.Timer(5.0, over.set)  # after the first answer, also on a busy machine
         timer.start()
         result = asyncio.run(drive(plan, [target], on_record=lambda record: None))
     records = result.records[target.run]
     assert [record.error for record in records] == [None, "the engine ended", "the engine ended"]
     assert records[1].launched_ms is not None
     assert records[2].launched_ms is None
-    assert result.duration_s < 5
+    assert result.duration_s < 20
 
 
 def test_an_exception_of_the_receiver_ends_the_drive():

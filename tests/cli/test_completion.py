@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from terminal import environment, kvbm
 
-SHIPPED = {"demo", "demo-disk"}
+SHIPPED = {"demo", "demo-disk", "demo-shared"}
 ASKED = {
     "kvbm ser": {"serve"},
     "kvbm serve --det": {"--detach"},
     "kvbm serve --profile demo": SHIPPED,
-    "kvbm serve -p demo-": {"demo-disk"},
-    "kvbm profile show demo-": {"demo-disk"},
+    "kvbm serve -p demo-": {"demo-disk", "demo-shared"},
+    "kvbm profile show demo-": {"demo-disk", "demo-shared"},
     "kvbm completion f": {"fish"},
     "kvbm bench -p demo --compare ba": {"baseline"},
-    "kvbm bench -p demo --compare demo-": {"demo-disk"},
+    "kvbm bench -p demo --compare demo-": {"demo-disk", "demo-shared"},
     "kvbm bench -p demo --workload conv": {"conversations"},
     "kvbm size -p demo --set tiers.disk.dir": {"tiers.disk.directory="},
     "kvbm profile new mine.yaml --engine v": {"vllm"},
@@ -85,8 +85,8 @@ STARTS = {
 SHOW = "kvbm() { printf '<%s>' \"$@\"; }; echo rea''dy\n"  # completion still asks the program
 TYPED = {  # the words that there are when an `X` is typed behind what Tab makes of the line
     "kvbm ser": "<serve><X>",
-    "kvbm size -p demo-": "<size><-p><demo-disk><X>",
-    "kvbm size --profile=demo-": "<size><--profile=demo-disk><X>",
+    "kvbm size -p demo-d": "<size><-p><demo-disk><X>",
+    "kvbm size --profile=demo-d": "<size><--profile=demo-disk><X>",
     "kvbm size --set tiers.disk.dir": "<size><--set><tiers.disk.directory=X>",
     "kvbm size --set=tiers.disk.dir": "<size><--set=tiers.disk.directory=X>",
     "kvbm size --set offload.to_disk=fr": "<size><--set><offload.to_disk=frequency><X>",

@@ -1,11 +1,14 @@
 """The contract of the shared tier's storage, for every store: what is written comes back byte for byte, and everything
 else is a miss."""
 
+import time
+
 import obstore
 import pytest
 from storage_rig import make_run, opened
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.shared import storage
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import AesProtection, HmacProtection, NoProtection
 
@@ -136,3 +139,11 @@ def test_a_listing_has_the_runs_of_this_namespace_only(tmp_path):
         other.put(make_run(2))
         keys = [rig.keys.name_of(key) for page in rig.engine.keys(rig.keys.prefix) for key in page]
         assert sorted(name for name in keys if name) == sorted([make_run(0)[-1], make_run(1)[-1]])
+
+
+def test_an_order_does_not_wait_for_a_thread_that_lists(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "IDLE_S", 600.0)
+    with opened(f"file://{tmp_path}/objects") as rig:
+        for _ in range(2 * rig.engine.threads + 2):
+            time.sleep(0.05)  # every thread waits
+            assert rig.probe([make_run(0)[-1]]).present == 0
