@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from kvbm.shared.keys import MIN_RUN_BYTES
 from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
+from kvbm.shared.settings import directory_of
 
 CONNECT_S = 1.0
 FIRST_LIMIT_S = 5.0  # before any rate is known
@@ -80,8 +81,7 @@ class ObstoreEngine:
     def open(cls, url: str, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> ObstoreEngine:
         """Connect to a store and check it. Raises EnvironmentProblem if it does not exist or is not accessible."""
         kind = urlsplit(url).scheme
-        directory = _directory_of(url) if kind == "file" else None
-        engine = cls(connection(url), kind=kind, threads=threads, directory=directory)
+        engine = cls(connection(url), kind=kind, threads=threads, directory=directory_of(url))
         try:
             engine._require_access(url, facts_key, facts, writes=writes)
         except BaseException:
@@ -250,8 +250,8 @@ def connection(url: str) -> Callable[[float], Any]:
             hint="set the variables of the store, for example `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`",
         )
     options: dict[str, Any] = {}
-    if parts.scheme == "file":
-        _require_directory(_directory_of(url))
+    if (directory := directory_of(url)) is not None:
+        _require_directory(directory)
     elif parts.scheme == "memory":
         store = from_url(url)
         return lambda limit_s: store
@@ -281,10 +281,6 @@ def connection(url: str) -> Callable[[float], Any]:
     except (BaseError, OSError, ValueError, TypeError) as error:
         raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_reason(error)}") from error
     return connect
-
-
-def _directory_of(url: str) -> Path:
-    return Path(unquote(urlsplit(url).path))
 
 
 def _require_directory(directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 KEY_VARIABLE = "KVBM_SHARED_KEY"  # the secret of `protection`, if there is no `key_file`
 
@@ -25,3 +26,9 @@ class SharedSettings:
     requests: int = 16
     list_interval_s: float = 60.0
     node_directory: Path | None = None  # where engines of this machine share what one of them has read
+
+
+def directory_of(url: str) -> Path | None:
+    """Return the directory of a `file:` URL, None for another store."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" else None

@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
 from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
+from kvbm.shared.settings import directory_of
 from kvbm_cli.bench.client.error_text import api_key
 from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
 from kvbm_cli.bench.control import Control, served_model
@@ -178,7 +178,7 @@ def fresh_shared(profile: Profile) -> Iterator[Profile]:
     shared = profile.tiers.shared
     assert shared is not None
     url = f"{shared.url.rstrip('/')}/bench-{secrets.token_hex(8)}"
-    directory = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else None
+    directory = directory_of(url)
     if directory is not None:
         with suppress(FileExistsError):
             directory.parent.mkdir(mode=0o700)

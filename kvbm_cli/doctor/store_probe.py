@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.shared.settings import directory_of
 
 PREFIX = "kvbm-doctor"
 OBJECT_BYTES = 4 << 20
@@ -62,7 +63,8 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
     """Probes the store of a URL; each rate is measured for `seconds`. Without `writes`, it only lists and reads."""
     from kvbm.shared.obstore_engine import connection
 
-    is_new = url.startswith("file:") and not os.path.exists(url.removeprefix("file://"))
+    directory = directory_of(url)
+    is_new = directory is not None and not directory.exists()
     try:
         store = connection(url)(LIMIT_S)
     except EnvironmentProblem as error:
@@ -70,8 +72,8 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
     try:
         return _StoreProbe(store, on_phase).report(seconds, writes=writes)
     finally:
-        if url.startswith("file:"):
-            _remove_directories(Path(url.removeprefix("file://")), is_new=is_new)
+        if directory is not None:
+            _remove_directories(directory, is_new=is_new)
 
 
 class _StoreProbe:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.values import shared_url
 from kvbm.errors import UsageError
 from kvbm.hashing import tenant
+from kvbm.shared.settings import directory_of
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def opened(request: StoreRequest) -> Inventory:
         raise UsageError(
             f"`--url {request.url}`: the objects of Mooncake Store cannot be listed", hint="it evicts them by itself"
         )
-    if url.startswith("file:") and not os.path.isdir(url.removeprefix("file://")):
+    if (directory := directory_of(url)) is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
     from kvbm.shared.inventory import Inventory
 
