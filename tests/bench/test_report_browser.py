@@ -224,6 +224,7 @@ def test_keyboard_reaches_links_with_a_visible_focus(browser: Any, report: Path)
         assert found == ["A", "solid"]
 
 
+@pytest.mark.soak
 def test_twenty_thousand_requests_are_drawn_in_seconds(browser: Any, tmp_path: Path) -> None:
     write_sample(tmp_path, sessions=278, turns=8, answer_tokens=2, pressures=(2.0,))
     file = build_report(tmp_path)

@@ -73,7 +73,7 @@ def test_image_has_known_extras_and_no_root():
 def named_versions():
     """Where the files of deploy/ name the version of kvbm, and what they name."""
     for path in sorted(DEPLOY.rglob("*")):
-        if path.is_file() and path.suffix in ("", ".yaml") and "ci" not in path.parts:
+        if path.is_file() and path.suffix in ("", ".yaml") and "ci" not in path.relative_to(DEPLOY).parts:
             for line in path.read_text().splitlines():
                 yield from ((path.relative_to(DEPLOY), found) for found in VERSION.findall(line))
 
