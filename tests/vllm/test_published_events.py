@@ -14,7 +14,7 @@ from traffic import Request, conversations, take_turns, tokens
 from vllm.config import KVEventsConfig
 from vllm_server import BLOCK_TOKENS, CONNECTOR
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 PRESET = "vllm-25m"
 ENGINE = {"dtype": "float32", "block_size": BLOCK_TOKENS, "max_model_len": 2048, "num_gpu_blocks_override": 30}
 TALKS = conversations(5, turns=2, seed=8)
