@@ -88,6 +88,7 @@ class SharedStorage:
         self._writes: deque[Order] = deque()
         self._running: dict[int, tuple[float, bool]] = {}
         self._is_closed = threading.Event()
+        self._has_listed = threading.Event()
         engine.use_memory(geometry.shards)
         self._cores = allowed_cores()
         self._threads = [self._start(self._work) for _ in range(engine.threads)]
@@ -97,6 +98,11 @@ class SharedStorage:
     @property
     def off_because(self) -> str | None:
         return self._breaker.why
+
+    def wait_for_listing(self, timeout_s: float) -> None:
+        """Wait until the store has been listed once, or that has failed."""
+        if self.engine.can_list:
+            self._has_listed.wait(timeout_s)
 
     def submit(self, order: Order) -> None:
         if not self._breaker.is_closed:
@@ -302,6 +308,7 @@ class SharedStorage:
             began_s = time.monotonic()
             if self._breaker.is_closed:
                 self._list_once(began_s)
+            self._has_listed.set()
             lasted_s = time.monotonic() - began_s
             self._is_closed.wait(max(self._list_interval_s, LIST_DUTY * lasted_s))
 

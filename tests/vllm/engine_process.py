@@ -108,6 +108,8 @@ def _serve(pipe: Any, log: Path, variables: Mapping[str, str], parent: int) -> N
 class SteppedEngine:
     """At most one engine, and what its statistics add up to since its start."""
 
+    _engine: Any = None
+
     def start(
         self, preset: str, *, connector: Mapping[str, object] | None = None, cache: Any = None, **arguments: Any
     ) -> None:
@@ -116,6 +118,8 @@ class SteppedEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        if self._engine is not None:  # of a test that failed
+            self.stop()
         if connector is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector, kv_connector_extra_config={"kvbm": cache})
         settings = EngineArgs(

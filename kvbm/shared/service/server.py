@@ -36,6 +36,7 @@ from kvbm.shared.storage import SharedStorage
 
 BUSY_INTERVAL_S = 0.1  # between looks for calls that last too long
 LOCAL_STORES = ("file", "memory", "mooncake")  # the pages of files, and the pool, are in host memory already
+FIRST_LISTING_S = 2.0  # a start waits so long for it, so that the first request finds what the store has
 LISTED_AT_ONCE = 8192  # names in one message, so that an engine's step takes it in a fraction of a millisecond
 
 log = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def main() -> int:
         try:
             with beating(channel):
                 storage, opened = _open(order)
+                storage.wait_for_listing(FIRST_LISTING_S)
         except EnvironmentProblem as error:
             channel.send(messages.StoreProblem(error.message, error.hint))
             send_all(channel)
