@@ -121,6 +121,7 @@ class Kvbm:
     host_blocks = HOST_BLOCKS
     sections: ClassVar[dict[str, Any]] = {}
     identity: ClassVar[dict[str, object]] = {}
+    publishes_events = False
 
     def __init__(self, pool: BlockPool) -> None:
         tiers = {"host": {"blocks": self.host_blocks}, **self.sections.get("tiers", {})}
@@ -138,6 +139,7 @@ class Kvbm:
             continues_prompts=True,
             gives_up_blocks=True,
             identity=lambda: (self.identity, ""),
+            publishes_events=self.publishes_events,
         )
         self.side.bind_block_pool(pool)
         self.side.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)

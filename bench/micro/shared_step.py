@@ -151,6 +151,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def alternate(engines: list[MeasuredEngine], rounds: int, sampler: Sampler) -> dict[str, Any]:
+    """Return the times of two engines, which take turns, and what the second needs more than the first."""
     cpu: dict[str, list[float]] = {engine.contender.name: [] for engine in engines}
     wall: dict[str, list[float]] = {engine.contender.name: [] for engine in engines}
     for turn in range(rounds // TURN_STEPS):
@@ -162,7 +163,8 @@ def alternate(engines: list[MeasuredEngine], rounds: int, sampler: Sampler) -> d
                 cpu[engine.contender.name].append(cpu_ms)
                 wall[engine.contender.name].append(wall_ms)
     rows = {name: {"cpu_ms": percentiles(cpu[name]), "wall_ms": percentiles(wall[name])} for name in cpu}
-    added = rows[With.name]["cpu_ms"]["p50"] - rows[Without.name]["cpu_ms"]["p50"]
+    first, second = (rows[engine.contender.name]["cpu_ms"]["p50"] for engine in engines)
+    added = second - first
     return {**rows, "added_p50_ms": round(added, 4)}
 
 

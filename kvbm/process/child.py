@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvbm.host.log_queue import use_queued_stderr
 from kvbm.process.channel import Channel, ChannelClosed
@@ -19,6 +19,8 @@ from kvbm.process.log_limit import RepeatFilter
 BEAT_S = 0.5
 IDLE_INTERVAL_S = 0.5
 PARENT_INTERVAL_S = 0.5
+
+First = TypeVar("First")
 
 
 class Opening(NamedTuple):
@@ -57,6 +59,15 @@ def begin() -> LogRelay:
     logging.getLogger("kvbm").setLevel(logging.INFO)
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
     return log
+
+
+def receive_first(channel: Channel, kind: type[First]) -> First:
+    """Wait for the leader's first message. Raises ChannelClosed."""
+    while True:
+        channel.wait(None)
+        for message in channel.receive():
+            assert isinstance(message, kind), message
+            return message
 
 
 @contextmanager

@@ -2,7 +2,11 @@
 
 import time
 
+import pytest
+import tiny_models
+import torch
 from kvbm_engine import assert_same, prompt, running
+from safetensors.torch import load_file, save_file
 
 from kvbm.config.load import load
 from kvbm_cli.package_data import profiles_directory
@@ -11,10 +15,12 @@ SIZE = {"num_blocks": 100, "max_model_len": 1024}
 WAIT_S = 30.0
 
 
-def on(directory, **options):
+def on(directory, *, model="synthetic:tiny", max_model_len=1024, **options):
     values = load("demo-shared", directories=(profiles_directory(),)).profile
     shared = {"url": f"file://{directory}/objects", **options}
-    return running(host_blocks=100, shared=shared, offload={"to_shared": values.offload.to_shared}, **SIZE)
+    offload = {"to_shared": values.offload.to_shared}
+    size = {**SIZE, "max_model_len": max_model_len}
+    return running(model=model, host_blocks=100, shared=shared, offload=offload, **size)
 
 
 def wait_until(condition, what):
@@ -60,3 +66,31 @@ def test_engines_with_different_secrets_keep_their_objects_apart(tmp_path):
             assert len(list(namespaces.iterdir())) == min(number, 2)
             assert engine.counters.shared_bad_objects == 0
             assert answer.last.num_shared_tokens in ((0,) if number < 3 else (0, 256))
+
+
+def test_other_weights_under_the_same_name_share_nothing(tmp_path):
+    model = tiny_models.save("llama", tmp_path / "model")
+    weights = model / "model.safetensors"
+    said = []
+    tokens = [one % 199 for one in prompt(1, 400)]  # the model's vocabulary
+    with on(tmp_path, model=str(model), max_model_len=512) as first:
+        said.append(first.ask(tokens).said())
+        wait_until(lambda: knows(first, 1), "a run of 256 tokens is written")
+        generator = torch.Generator().manual_seed(7)
+        tuned = {
+            name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in load_file(weights).items()
+        }
+        save_file(tuned, weights, metadata={"format": "pt"})
+        with on(tmp_path, model=str(model), max_model_len=512) as second:
+            answer = second.ask(tokens)
+            said.append(answer.said())
+            assert answer.last.num_shared_tokens == 0
+            wait_until(lambda: knows(second, 1), "its own run is written")
+        assert len(list((tmp_path / "objects/v1").iterdir())) == 2
+        said.append(first.ask(tokens).said())
+    with running(model=str(model), **SIZE | {"max_model_len": 512}) as plain:
+        expected = plain.ask(tokens).said()
+    assert_same([said[1]], [expected])
+    assert_same([said[2]], [said[0]])
+    with pytest.raises(AssertionError):
+        assert_same([said[0]], [expected])

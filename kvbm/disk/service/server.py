@@ -24,7 +24,7 @@ from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, send_all
+from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
 
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
 
@@ -103,7 +103,7 @@ def main() -> int:
     log = begin()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
-        order = _receive_open(channel)
+        order = receive_first(channel, messages.Open)
         os.sched_setaffinity(0, order.cores)
         try:
             with beating(channel) as send:
@@ -135,14 +135,6 @@ def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -
         instance=order.instance,
         progress=lambda done, total: send(messages.SpaceTaken(done, total)),
     )
-
-
-def _receive_open(channel: Channel) -> messages.Open:
-    while True:
-        channel.wait(None)
-        for message in channel.receive():
-            assert isinstance(message, messages.Open), message
-            return message
 
 
 if __name__ == "__main__":

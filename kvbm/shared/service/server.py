@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, send_all
+from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace, run_blocks
 from kvbm.shared.object_engine import ObjectEngine
@@ -100,7 +100,7 @@ def main() -> int:
     log = begin()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
-        order = _receive_open(channel)
+        order = receive_first(channel, messages.OpenStore)
         os.sched_setaffinity(0, order.cores)
         try:
             with beating(channel):
@@ -163,14 +163,6 @@ def with_copies(engine: ObjectEngine, url: str, directory: Path | None) -> Objec
     except OSError as error:
         log.warning("kvbm: this engine reads all objects of the shared tier itself: %s", error)
         return engine
-
-
-def _receive_open(channel: Channel) -> messages.OpenStore:
-    while True:
-        channel.wait(None)
-        for message in channel.receive():
-            assert isinstance(message, messages.OpenStore), message
-            return message
 
 
 if __name__ == "__main__":
