@@ -35,6 +35,14 @@ MUTANTS = (
         fails=f"{SERVICE} -k listing_that_comes",
     ),
     Mutant(
+        name="object-first-listing-waits",
+        bug="the process says what the store has when it looks around next, after the first request",
+        file="kvbm/shared/service/server.py",
+        old="        self._report()  # the first listing may be there already\n",
+        new="",
+        fails=f"{SERVICE} -k first_listing_comes",
+    ),
+    Mutant(
         name="object-order-wakes-nobody",
         bug="an order waits until a thread looks for itself",
         file="kvbm/shared/storage.py",

@@ -20,6 +20,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region, Segment
 from kvbm.process.channel import Channel
+from kvbm.process.child import IDLE_INTERVAL_S
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
@@ -133,6 +134,22 @@ def test_a_listing_that_comes_with_the_answer_to_the_start_is_not_lost(url, monk
         listing = rig.client.take_listing()
     assert listing is not None
     assert len(listing.names) == DIGEST.itemsize
+
+
+def test_the_first_listing_comes_with_the_start(url):
+    """And not when the idle process looks around next. One of three, because the machine may be busy."""
+    with opened(url) as rig:
+        rig.put(0)
+    delays_s = []
+    for _ in range(3):
+        with opened(url) as rig:
+            began_s = time.monotonic()
+            while (listing := rig.client.take_listing()) is None:
+                rig.client.wait(IDLE_INTERVAL_S)
+                rig.poll()
+            delays_s.append(time.monotonic() - began_s)
+        assert len(listing.names) == DIGEST.itemsize
+    assert min(delays_s) < IDLE_INTERVAL_S / 2
 
 
 def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):

@@ -57,6 +57,7 @@ class _SharedChild:
 
     def serve(self) -> None:
         """Run until the leader sends Close. Raises ChannelClosed if the leader exits without."""
+        self._report()  # the first listing may be there already
         while True:
             self._channel.wait(
                 BUSY_INTERVAL_S if self._in_flight_count else IDLE_INTERVAL_S, or_readable=(self._result_event,)
