@@ -7,7 +7,7 @@ import pytest
 from pairs import ONBOARDED, adapters_of, pair_of
 from traffic import asker, assert_equal, conversations, repeat
 
-pytestmark = pytest.mark.timeout(900)  # starts two servers, which takes long on a busy machine
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]  # starts two servers, which takes long on a busy machine
 
 
 def test_an_exception_while_loads_wait_stops_no_request_and_turns_the_cache_off(plain):

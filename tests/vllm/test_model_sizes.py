@@ -33,10 +33,14 @@ NOT_CONSTRUCTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def truth() -> dict[str, dict[str, Any]]:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1,), id="one rank"), pytest.param(TENSOR_PARALLEL, id="all ranks", marks=pytest.mark.soak)],
+)
+def truth(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     script = Path(__file__).parent / "model_specs.py"
-    run = subprocess.run([sys.executable, script, CATALOGUE_FILE], capture_output=True, text=True, check=True)
+    command = [sys.executable, script, CATALOGUE_FILE, *map(str, request.param)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -70,6 +74,8 @@ def test_what_vllm_cannot_construct_is_listed(truth: dict[str, dict[str, Any]]) 
     assert {name for name, found in truth.items() if "1 LBNHC" not in found} == NOT_CONSTRUCTED
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("truth", [TENSOR_PARALLEL], indirect=True)
 @pytest.mark.parametrize(("model", "ranks"), [("tiiuae/falcon-7b", 2), ("microsoft/phi-4", 8)])
 def test_heads_that_vllm_cannot_divide_are_refused(model: str, ranks: int, truth: dict[str, dict[str, Any]]) -> None:
     assert "AssertionError" in truth[model][f"{ranks}"]

@@ -36,7 +36,7 @@ START_TIMEOUT_S = 600
 END_TIMEOUT_S = 60
 SHARED_MEMORY = Path("/dev/shm")
 MODEL = "vllm-25m"
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]  # every test starts a server of its own
 PROFILE = """\
 engine:
   kind: vllm
@@ -183,7 +183,6 @@ def load(url: str) -> Iterator[None]:
             thread.join()
 
 
-LONG = pytest.mark.soak  # every test starts a server of its own; the short form kills one and asks one to end
 CACHED_BLOCKS = 5
 CACHED = CACHED_BLOCKS * BLOCK_TOKENS
 OFTEN, ONCE = (tokens(Random(number), CACHED + 60) for number in range(2))
@@ -231,10 +230,7 @@ def test_a_killed_command_and_one_that_ends_in_order_leave_nothing_but_blocks_on
     assert blocks_on_disk(tmp_path) == before + CACHED_BLOCKS
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [pytest.param(name, marks=LONG) for name in ("api_server", "VLLM::EngineCore", "VLLM::Worker")],
-)
+@pytest.mark.parametrize("victim", ["api_server", "VLLM::EngineCore", "VLLM::Worker"])
 def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path, model: Path, victim: str) -> None:
     with serving(tmp_path, model) as served, load(served.url):
         possessions = Possessions.of(served)
@@ -245,7 +241,6 @@ def test_a_killed_process_of_vllm_ends_the_command_with_an_error(tmp_path: Path,
     assert re.search(r"error: the engine exited unexpectedly, with exit code \d+ after", served.stderr.read_text())
 
 
-@LONG
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_vllm_in_order_and_nothing_is_left(tmp_path: Path, model: Path, number: signal.Signals) -> None:
     """What it serves it finishes: the answers are not cut off. The scheduler's side of the connector is closed."""
@@ -258,7 +253,6 @@ def test_a_signal_ends_vllm_in_order_and_nothing_is_left(tmp_path: Path, model: 
     assert "error:" not in served.stderr.read_text()
 
 
-@LONG
 def test_a_second_interrupt_kills_vllm_at_once(tmp_path: Path, model: Path) -> None:
     with serving(tmp_path, model) as served, load(served.url):
         possessions = Possessions.of(served)
@@ -279,7 +273,6 @@ def kvbm(directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@LONG
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_detached_vllm_is_seen_and_read_and_nothing_is_left_of_it(tmp_path: Path, model: Path, end: str) -> None:
     (tmp_path / "mine.yaml").write_text(PROFILE.format(model=model, disk=tmp_path / "disk"))

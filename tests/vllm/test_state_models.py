@@ -21,7 +21,13 @@ PROMPTS = [Request(tokens(Random(f"prompt {number}"), 210), 16) for number in ra
 GROWING = [Request(tokens(Random(f"growing {number}"), 9), 190) for number in range(6)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+SHORT = ("vllm-qwen3-next", "vllm-mamba2")  # the second has no attention
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name in SHORT else pytest.mark.soak) for name in MODELS],
+)
 def model(request, process):
     engine, faults = process
     truth = right_answers(engine, request.param, TALKS, (*ENDS_AT_BLOCK, *BRANCHES, *PROMPTS, *GROWING))
