@@ -1,10 +1,11 @@
 """Setup of all tests: modules next to this file are importable, torch computes in one thread, and whole folders run in
-three worker processes (pytest-xdist).
+several worker processes (pytest-xdist).
 """
 
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hypothesis  # its plugin would load it at the end of a run, where Python 3.11 may fail to compile it
@@ -31,10 +32,20 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if all(path.is_file() for path in paths) else WORKERS
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items):
     """Repeat a failed test of a program once, because the machine may have been busy. The summary shows `rerun`. Tests
-    of the block manager are never repeated: an answer that is wrong once is wrong."""
+    of the block manager are never repeated: an answer that is wrong once is wrong.
+
+    Of the cases of a test with the marker `sampled(n)`, every nth is an ordinary test; the others are soak tests."""
     tests = Path(__file__).parent
+    counts = Counter()
+    for item in items:
+        if (sampled := item.get_closest_marker("sampled")) is not None:
+            number = counts[item.path, item.originalname]
+            counts[item.path, item.originalname] += 1
+            if number % sampled.args[0]:
+                item.add_marker(pytest.mark.soak)
     for item in items:
         if any(tests / folder in item.path.parents for folder in WITH_DEADLINES):
             item.add_marker(pytest.mark.flaky(reruns=1))

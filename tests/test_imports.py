@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -109,10 +110,11 @@ def within(name, packages):
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@cache
 def imports_of(path, module):
-    """Yield (line, imported name, whether it happens at import) for each import of one file."""
+    """Return (line, imported name, whether it happens at import) for each import of one file."""
     tree = ast.parse(path.read_text())
-    deferred = set()
+    deferred, found = set(), []
     for node in ast.walk(tree):
         is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if is_typing or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -126,8 +128,8 @@ def imports_of(path, module):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            yield node.lineno, name, id(node) not in deferred
+        found += [(node.lineno, name, id(node) not in deferred) for name in names]
+    return found
 
 
 def modules():

@@ -263,6 +263,7 @@ def test_a_tight_interval_stops_after_two_pairs_and_never_earlier(tmp_path):
     assert progress.phases[-1] == "small: the interval is tight after 2 pairs"
 
 
+@pytest.mark.soak
 @fast
 def test_all_pairs_run_while_the_interval_is_wide(tmp_path):
     engines, asked, _ = stopped(tmp_path, is_tight=False, pairs=4)

@@ -56,6 +56,7 @@ def run_bench(
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.soak
 @needs_torch
 @pytest.mark.slow
 def test_blocks_come_back_from_g2_and_every_output_is_the_same(tmp_path, capsys):

@@ -60,6 +60,7 @@ def require_whole(tmp_path: Path, runs: int = RUNS) -> None:
     assert summary_of(tmp_path)["complete"] is True
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_an_interruption_before_any_run_loses_nothing(tmp_path, capsys, at):
     assert measure(tmp_path, Interrupting(at), PAIRS) == 130
@@ -91,6 +92,7 @@ class InterruptedRequests(SilentProgress):
             raise KeyboardInterrupt
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [3, 2 * REQUESTS + 5])
 def test_an_interruption_within_a_run_drops_its_records(tmp_path, count):
     setup = setup_of(PAIRS)
@@ -239,6 +241,7 @@ def test_a_directory_with_a_relative_path_can_be_resumed(tmp_path, monkeypatch):
     require_whole(tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["requests.jsonl", "runs.jsonl"])
 def test_a_full_disk_is_an_error_that_names_the_directory_and_can_be_resumed(tmp_path, monkeypatch, caplog, name):
     append = BenchDirectory.append

@@ -40,6 +40,7 @@ def children() -> list[int]:
     return [pid for pid in found if pid not in earlier]
 
 
+@pytest.mark.soak
 def test_two_processes_give_the_records_of_one():
     plan = session_plan(6, 2, concurrency=4)
     _, of_one, _ = drive_plan(plan, Answer(cached_tokens=4), workers=1)

@@ -200,6 +200,7 @@ def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
     return {"victim": victim, "mode": mode, "start_s": round(started_s, 2), "gone_s": round(gone_s, 2), "left": 0}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_left_and_the_next_start_works(home: Path) -> None:
     """Three engines one after the other: each shows that the one before left nothing. The long form kills the rest."""

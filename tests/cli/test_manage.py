@@ -103,6 +103,7 @@ def test_json_of_a_detached_start_can_be_captured(home: Path) -> None:
     assert kvbm("stop", ready["run"], home=home).exit_code == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["crash", "full_disk"])
 def test_failed_detached_start_says_what_one_in_the_foreground_says(home: Path, mode: str) -> None:
     override = ("--set", f"engine.environment.FAKE={mode}")
@@ -179,6 +180,7 @@ def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Pat
     assert all(is_gone(process.pid) for process in processes)
 
 
+@pytest.mark.soak
 def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
     kvbm(*SERVE, home=home)
     processes = processes_of(home)
@@ -194,6 +196,7 @@ def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
     assert status(home, "--all")[0]["state"] == "dead"
 
 
+@pytest.mark.soak
 def test_several_engines_keep_apart(home: Path) -> None:
     for _ in range(2):
         assert kvbm(*SERVE, home=home).exit_code == 0
@@ -211,6 +214,7 @@ def test_several_engines_keep_apart(home: Path) -> None:
     assert status(home) == []
 
 
+@pytest.mark.soak
 def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(home: Path) -> None:
     command = [*PROGRAM, *SERVE]
     starts = [subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) for _ in range(4)]
@@ -220,6 +224,7 @@ def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(ho
     assert kvbm("stop", "--all", home=home).exit_code == 0
 
 
+@pytest.mark.soak
 def test_engine_that_hangs_is_told_from_a_healthy_one(detached: Path) -> None:
     engine = next(one for one in processes_of(detached) if "kvbm.embedded" in one.cmdline())
     engine.suspend()
@@ -294,6 +299,7 @@ def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(
     )
 
 
+@pytest.mark.soak
 def test_profile_of_a_run_serves_again(detached: Path) -> None:
     again = kvbm("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
     before = kvbm("profile", "show", "./mine.yaml", "--json", home=detached)

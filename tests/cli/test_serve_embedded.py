@@ -83,6 +83,7 @@ def test_engine_serves_and_sigterm_ends_it_with_zero(home: Path) -> None:
     assert all(is_gone(child.pid) for child in children)
 
 
+@pytest.mark.soak
 def test_interrupt_twice_ends_it_at_once(home: Path) -> None:
     with serving(home) as (program, _):
         children = descendants(program)
@@ -126,6 +127,7 @@ def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> N
         eventually(lambda: all(is_gone(child.pid) for child in children))
 
 
+@pytest.mark.soak
 def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -> None:
     """By the engine itself, where `--force` has started it all the same."""
     too_much = ("--set", "tiers.host.capacity=900TB", "--force")

@@ -95,6 +95,7 @@ HELD = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("found", HELD)
 def test_serve_and_doctor_say_what_the_interpreter_lacks(home: Path, found: str) -> None:
     changed, message, hint = HELD[found]

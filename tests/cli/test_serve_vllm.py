@@ -143,6 +143,7 @@ def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
     assert downloaded.stdout.startswith("a token is 144.0 KiB, a block is 128 tokens, 18.0 MiB")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", HELD)
 def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
     answer, message, hint = HELD[held]
@@ -184,6 +185,7 @@ def profile_of(model: str, python: str) -> Profile:
     return Profile.model_validate({"engine": engine, "tiers": {"host": {"blocks": 1}}})
 
 
+@pytest.mark.soak
 def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

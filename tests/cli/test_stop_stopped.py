@@ -28,6 +28,7 @@ def members(program: Serving) -> dict[str, psutil.Process]:
     return {"launcher": launcher, "guard": guard, "engine": engine, "child": engine.children()[0]}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("who", ["launcher", "guard", "engine", "child"])
 def test_stop_continues_a_stopped_process(home: Path, who: str) -> None:
     with serving(home, *CHILDREN) as program:

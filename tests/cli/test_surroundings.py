@@ -141,6 +141,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.surroundings}: {row.command}")
 def test_refusal_is_told_as_one(row: Row, home: Path) -> None:
     if row.needs_mounts and not may_mount():

@@ -58,6 +58,7 @@ def test_million_blocks_are_ready_within_three_seconds(tmp_path):
     assert min(seconds) < READY_S, seconds
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_block_takes_few_bytes_and_no_object_in_memory(tmp_path):
     make_cache(tmp_path, SMALLER)

@@ -217,6 +217,7 @@ def _result(tier: DiskStorage) -> Any:
     raise AssertionError("no result")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.kind)
 def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with filesystem(row.kind, tmp_path) as point:
@@ -242,6 +243,7 @@ def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytes
             move_blocks(point / "cache", recommended, persist=persist)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.6])
 def test_kill_leaves_nothing_where_files_have_names(delay_s: float, tmp_path: Path) -> None:
     with filesystem("fuse-refuses", tmp_path) as point:

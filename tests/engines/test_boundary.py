@@ -201,6 +201,7 @@ def check(kvbm, fault, choice, *, is_report):
         assert kvbm.counters.disabled == bool(fault.raised)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("after", [False, True], ids=["instead", "after"])
 @pytest.mark.parametrize(("owner", "name"), IN_MEMORY, ids=lambda value: getattr(value, "__name__", value))
 def test_a_method_that_raises_stops_no_request(owner, name, after, monkeypatch):
@@ -210,6 +211,7 @@ def test_a_method_that_raises_stops_no_request(owner, name, after, monkeypatch):
         check(kvbm, Fault(patch, owner, name, calls=calls, after=after), choice, is_report=name in REPORTS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name"), ON_DISK, ids=lambda value: getattr(value, "__name__", value))
 def test_a_method_that_raises_stops_no_request_that_reads_from_disk(owner, name, monkeypatch, tmp_path):
@@ -227,6 +229,7 @@ def test_without_a_fault_blocks_are_loaded_from_a_shared_store():
         assert kvbm.counters.faults == kvbm.counters.disabled == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "name"), IN_A_STORE, ids=lambda value: getattr(value, "__name__", value))
 def test_a_method_that_raises_stops_no_request_that_reads_from_a_shared_store(owner, name, monkeypatch):

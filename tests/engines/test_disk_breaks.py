@@ -170,6 +170,7 @@ def engine_on(kind, directory):
         pytest.skip(str(reason))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TABLE)
 def test_a_file_system_that_breaks_in_service_changes_no_output(tmp_path, users, quick_limits, name):
     with engine_on(TABLE[name].kind, tmp_path) as (engine, point):

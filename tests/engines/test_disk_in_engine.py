@@ -116,6 +116,7 @@ def written(tmp_path, written_once):
 # -- restart -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("to_disk", POLICIES)
 def test_an_engine_that_ended_has_left_its_blocks(tmp_path, expected, to_disk):
     """Also those that the policy had not chosen: at the end everything is written."""
@@ -170,6 +171,7 @@ def test_a_killed_engine_under_load_has_left_no_wrong_byte(tmp_path, expected):
 # -- three tiers at once -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("host_blocks", "to_disk"), MIXTURES)
 def test_outputs_are_equal_while_blocks_move_between_all_tiers(tmp_path, expected, host_blocks, to_disk, monkeypatch):
     monkeypatch.setattr(schema, "BOUNCE_BLOCKS", 16)
@@ -367,6 +369,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_between_two_runs_changes_no_output(written, expected, name):
     damage, most_tokens, counter = DAMAGES[name]

@@ -31,7 +31,13 @@ class Model:
         assert [result.token_ids for result in results] == self.expected
 
 
-@pytest.fixture(scope="module", params=tiny_models.ARCHITECTURES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.soak if number % 3 else ())
+        for number, name in enumerate(tiny_models.ARCHITECTURES)
+    ],
+)
 def model(request, tmp_path_factory) -> Model:
     path = tiny_models.save(request.param, tmp_path_factory.mktemp("models"))
     prompts = prompts_of(LENGTHS)

@@ -118,6 +118,7 @@ def by_link(new, directory):
     (directory / WEIGHTS).symlink_to(new / WEIGHTS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("exchange", [by_cp, by_rename, by_rsync, by_directory, by_link])
 def test_weights_of_the_same_size_and_time_are_other_weights(directory, tmp_path, exchange):
     former = cached(directory, tmp_path / "disk")

@@ -74,6 +74,7 @@ def is_healthy(port: int) -> bool:
     return False
 
 
+@pytest.mark.soak
 def test_an_engine_serves_and_ends_although_its_log_is_not_read():
     port = choose_port("127.0.0.1", 0)
     command = [sys.executable, "-m", "kvbm.embedded", "--model", "synthetic:tiny", "--port", str(port), "--no-verify"]

@@ -248,6 +248,7 @@ def test_signals_for_the_whole_group_leave_the_worker_process_to_its_engine(expe
         assert engine.connector[1]._home._process.is_alive()
 
 
+@pytest.mark.soak
 def test_a_worker_process_that_does_not_read_holds_up_nobody():
     with running(host_blocks=400, worker_process=True, num_blocks=60) as engine:
         first = engine.ask(prompt(1, 200))

@@ -219,6 +219,7 @@ def test_what_cannot_be_loaded_is_named(
     assert got == code
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>&-", "2>/dev/full", ">/dev/full 2>/dev/full"])
 def test_streams_that_are_closed_or_full_leave_the_exit_code(streams: str) -> None:
     pytest.importorskip("torch")

@@ -67,6 +67,7 @@ def asks(engine: Engine, prompt, request_id: int) -> int:
     return tokens
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_blocks_on_disk_are_hits_after_they_have_been_read_ahead(tmp_path, version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, host_blocks=12, config=config(tmp_path)) as engine:
@@ -83,6 +84,7 @@ def test_blocks_on_disk_are_hits_after_they_have_been_read_ahead(tmp_path, versi
         assert engine.counters.faults == engine.counters.onboard_failed_blocks == 0
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_conversations_larger_than_host_memory_get_the_right_tokens(tmp_path, version, ranks, overlaps):
     with Engine(
@@ -118,6 +120,7 @@ def damage(engine: Engine, directory: Path) -> None:
         os.fsync(file.fileno())
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_damaged_blocks_cost_hits_and_no_token(tmp_path, version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, host_blocks=12, config=config(tmp_path)) as engine:
@@ -132,6 +135,7 @@ def test_damaged_blocks_cost_hits_and_no_token(tmp_path, version, ranks, overlap
         assert engine.counters.faults == 0
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_disk_process_that_is_killed_costs_hits_and_no_token(tmp_path, version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, host_blocks=12, config=config(tmp_path)) as engine:
@@ -150,6 +154,7 @@ def disk_pid(engine: Engine) -> int:
     return int(leader_of(engine)._disk._disk.pid)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("version", VERSIONS, ids=str)
 def test_random_traffic_with_a_disk_gets_the_right_tokens(tmp_path, version, seed):

@@ -43,6 +43,7 @@ def assert_right(results, ranks):
         assert tokens == expected(script, ranks), f"request {script.request_id}"
 
 
+@pytest.mark.sampled(5)
 @everywhere
 def test_conversations_get_the_tokens_of_an_engine_without_a_cache(version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22) as engine:
@@ -96,6 +97,7 @@ def make_flaky(engine):
     return [worker._copier for worker in workers]
 
 
+@pytest.mark.sampled(5)
 @everywhere
 def test_copies_that_fail_cost_time_and_no_token(version, ranks, overlaps):
     with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22, host_blocks=24) as engine:
@@ -112,6 +114,7 @@ def test_copies_that_fail_cost_time_and_no_token(version, ranks, overlaps):
         assert engine.counters.evicted_blocks > 0
 
 
+@pytest.mark.sampled(5)
 @everywhere
 def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, monkeypatch):
     with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22) as engine:
@@ -136,6 +139,7 @@ def test_results_that_are_lost_cost_hits_and_no_token(version, ranks, overlaps, 
         assert all(not rank.saving for rank in engine.ranks)
 
 
+@pytest.mark.sampled(5)
 @everywhere
 def test_aborted_requests_leave_their_blocks_to_the_copies(version, ranks, overlaps):
     """Parked, running and waiting requests are aborted while copies are slow; the others get their tokens."""
@@ -207,6 +211,7 @@ def test_a_policy_that_pauses_requests_disables_the_cache_unless_pauses_are_repo
         assert_right(conversations(engine, turns=1), 1)
 
 
+@pytest.mark.sampled(5)
 @everywhere
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_traffic_gets_the_tokens_of_an_engine_without_a_cache(version, ranks, overlaps, seed):

@@ -1,6 +1,6 @@
 """Blocks on disk outlive vLLM, however it ends: three servers, one after the other, on one directory.
 
-test_processes.py has two that `kvbm serve` starts, test_restart.py is the short form.
+test_processes.py has two that `kvbm serve` starts, test_restart_in_vllm.py is the short form.
 """
 
 import os
