@@ -92,7 +92,6 @@ class InterruptedRequests(SilentProgress):
             raise KeyboardInterrupt
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [3, 2 * REQUESTS + 5])
 def test_an_interruption_within_a_run_drops_its_records(tmp_path, count):
     setup = setup_of(PAIRS)
