@@ -12,6 +12,7 @@ One thread owns it; `clock` returns seconds.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,7 @@ from kvbm.shared.orders import Listing
 ABSENT_S = 5.0
 MAX_ABSENT = 10_000
 MAX_ADDED = 1_000_000
-MAX_LISTED = 1 << 26
+MAX_ERASED = 100_000
 DIGEST = np.dtype("<u8")
 
 
@@ -37,30 +38,26 @@ class Presence:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._listed: NDArray[np.uint64] = np.empty(0, DIGEST)
-        self._parts: list[NDArray[np.uint64]] = []
+        self._listed: list[NDArray[np.uint64]] = []  # parts as they came: joining them would delay an engine's step
+        self._starts: list[int] = []  # the first digest of each part
+        self._parts: list[NDArray[np.uint64]] = []  # of a listing that is still coming
         self._added: OrderedDict[int, float] = OrderedDict()  # digest -> when; the oldest is first
         self._erased: dict[int, float] = {}
         self._absent: OrderedDict[int, float] = OrderedDict()  # digest -> until when
 
     def __len__(self) -> int:
-        return len(self._listed) + len(self._added)
+        return sum(map(len, self._listed)) + len(self._added)
 
     def contains(self, name: bytes) -> bool:
         digest = digest_of(name)
         if digest in self._added:
             return True
-        if not len(self._listed) or digest in self._erased:
+        position = bisect_right(self._starts, digest) - 1
+        if position < 0 or digest in self._erased:
             return False
-        index = int(self._listed.searchsorted(np.uint64(digest)))
-        return index < len(self._listed) and int(self._listed[index]) == digest
-
-    def count(self, names: Sequence[bytes]) -> int:
-        """Return how many of the names are known, up to the first that is not."""
-        for index, name in enumerate(names):
-            if not self.contains(name):
-                return index
-        return len(names)
+        part = self._listed[position]
+        index = int(part.searchsorted(np.uint64(digest)))
+        return index < len(part) and int(part[index]) == digest
 
     def is_absent(self, name: bytes) -> bool:
         """Whether a probe has just not found it."""
@@ -82,6 +79,8 @@ class Presence:
         digest = digest_of(name)
         self._added.pop(digest, None)
         self._erased[digest] = self._clock()
+        while len(self._erased) > MAX_ERASED:  # in a store that is not listed; another read finds it absent
+            self._erased.pop(next(iter(self._erased)))
         self.note_absent(name)
 
     def note_absent(self, name: bytes) -> None:
@@ -96,18 +95,19 @@ class Presence:
         """Take a part of a listing. The last part replaces what was known before the listing began."""
         if listing.is_first:
             self._parts = []
-        self._parts.append(np.frombuffer(listing.names, DIGEST))
+        if listing.names:
+            self._parts.append(np.frombuffer(listing.names, DIGEST))
         if not listing.is_last:
             return
-        self._listed = np.concatenate(self._parts)
-        self._parts = []
+        self._listed, self._parts = self._parts, []
+        self._starts = [int(part[0]) for part in self._listed]
         began_s = listing.began_s
         self._erased = {digest: since for digest, since in self._erased.items() if since >= began_s}
         while self._added and next(iter(self._added.values())) < began_s:
             self._added.popitem(last=False)
 
     def clear(self) -> None:
-        self._listed, self._parts = np.empty(0, DIGEST), []
+        self._listed, self._starts, self._parts = [], [], []
         self._added.clear()
         self._erased.clear()
         self._absent.clear()

@@ -11,9 +11,12 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from kvbm.host.cores import allowed_cores
 from kvbm.shared.breaker import Breaker
@@ -313,13 +316,11 @@ class SharedStorage:
             self._is_closed.wait(max(self._list_interval_s, LIST_DUTY * lasted_s))
 
     def _list_once(self, began_s: float) -> None:
-        import numpy as np
-
-        digests: list[int] = []
+        digests = array("Q")
         try:
             for page in self.engine.keys(self._keys.prefix):
                 names = (self._keys.name_of(key) for key in page)
-                digests += [digest_of(name) for name in names if name is not None]
+                digests.extend(digest_of(name) for name in names if name is not None)
                 if self._is_closed.is_set():
                     return
         except OSError as error:
@@ -327,7 +328,7 @@ class SharedStorage:
             self.counters.failed_requests += 1
             return
         self.counters.listings += 1
-        self._listings.append((began_s, np.sort(np.array(digests, DIGEST)).tobytes()))
+        self._listings.append((began_s, np.sort(np.frombuffer(digests, DIGEST)).tobytes()))
         self.on_result()
 
 
