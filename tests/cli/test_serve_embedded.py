@@ -106,6 +106,7 @@ def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_proces
     assert not [path for path in mapped if path.parent == SHARED_MEMORY and path.exists()]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak)])
 def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: signal.Signals) -> None:
     """Other numbers are reported alike; test_failure_reason.py says what of each."""

@@ -233,6 +233,7 @@ CLOSED = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("command", "exit_code", "said"), CLOSED)
 def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int, said: str, home: Path) -> None:
     if shutil.which("setpriv") is None:
@@ -258,11 +259,13 @@ def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int,
     assert done.returncode == exit_code
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", ["profile list", "profile show demo", "size -p demo", "cache ls --dir caches"])
 def test_a_narrow_terminal_is_no_bug(command: str, home: Path) -> None:
     assert on_a_terminal(*command.split(), home=home, columns=20)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", ["", "here", "."])
 @pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
 def test_a_home_that_is_no_absolute_path_is_refused(home: Path, command: str, value: str) -> None:

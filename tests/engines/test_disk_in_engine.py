@@ -476,7 +476,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("EIO", "wrong bytes") else pytest.mark.soak) for name in FAULTS]
+    "name", [pytest.param(name, marks=() if name == "wrong bytes" else pytest.mark.soak) for name in FAULTS]
 )
 def test_a_disk_that_fails_in_service_changes_no_output(tmp_path, expected, faults, name):
     """While blocks are written, and, when it has worked again, while they are read."""

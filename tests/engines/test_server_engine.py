@@ -181,9 +181,9 @@ def test_a_client_on_a_bare_socket_reads_a_whole_stream(address: str) -> None:
     assert len(events_of(content)) == 7
 
 
-@pytest.mark.parametrize("worker_process", [pytest.param(False, marks=pytest.mark.soak), True])
+@pytest.mark.soak
+@pytest.mark.parametrize("worker_process", [False, True])
 def test_with_the_block_manager_host_memory_answers_what_g1_has_lost(tmp_path: Path, worker_process: bool) -> None:
-    """The short form is the one with more processes; without a worker's, `kvbm bench` counts the same."""
     profile = Profile.model_validate({"engine": {"model": "synthetic:tiny"}, "tiers": {"host": {"blocks": 200}}})
     flags = ["--num-blocks", "40", "--connector", profile.model_dump_json()]
     with engine(tmp_path / "log", *flags, *(["--worker-process"] if worker_process else [])) as (_, address):
