@@ -689,6 +689,7 @@ class Leader:
         request.disk_hit_blocks += load.disk_tokens // self._settings.engine.block_tokens
         request.shared_hit_blocks += load.shared_tokens // self._settings.engine.block_tokens
         request.may_onboard &= not left_out
+        request.disk_tokens, request.shared_tokens = load.disk_tokens, load.shared_tokens
         if self._is_live(request):
             self.counters.matched_tokens += load.loaded_tokens
         self._report_load(request, load.block_ids, left_out)
@@ -700,6 +701,7 @@ class Leader:
             self.counters.onboard_failed_blocks += len(block_ids)
         request.may_onboard &= by_disk and request.may_read_disk
         request.may_read_disk = False
+        request.disk_tokens = request.shared_tokens = 0
         self._report_load(request, block_ids, block_ids)
 
     def _report_load(self, request: LiveRequest, block_ids: tuple[int, ...], failed: tuple[int, ...]) -> None:

@@ -253,7 +253,6 @@ def open_shared(
     if doubt:
         log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
         return None
-    from kvbm.shared.protection import protection_of
     from kvbm.shared.service.client import SharedClient
     from kvbm.shared.settings import SharedSettings
 
@@ -269,7 +268,7 @@ def open_shared(
             requests=section.requests,
             node_directory=None if disk is None else Path(disk.directory).expanduser(),
         ),
-        protection_of(section.protection, key_file).namespace(name.digest),
+        name.digest,
         {
             "block_bytes": settings.block_bytes,
             "block_tokens": settings.engine.block_tokens,

@@ -43,6 +43,7 @@ TAKEN_AT_A_TIME = 4  # runs per step
 PINNED_SHARE = 4  # writes pin at most this part of G2
 EXAMINED_AT_A_TIME = 64  # runs per step of chains that were used
 MAX_USED = 1024  # chains that wait to be examined
+MAX_TO_REPLACE = 10_000
 WAIT_STEPS = 2  # a request waits for a probe in so many steps that compute
 WAIT_S = 0.1  # and not longer than this
 WAIT_SHARE = 0.25  # nor longer than this part of the time to compute what it looks for
@@ -275,6 +276,7 @@ class SharedTier:
         self.presence.clear()
         self._queue.clear()
         self._used.clear()
+        self._to_replace.clear()
         for fetch in self._fetches.values():
             fetch.is_void = True
 
@@ -304,7 +306,7 @@ class SharedTier:
         names = tuple(name for name, _ in self._names(hashes, start, end))
         if not names or self.presence.is_absent(names[0]):
             return None
-        same = (ticket for ticket, asked_for in self._probes.items() if asked_for[0] == names[0])
+        same = (ticket for ticket, asked_for in self._probes.items() if asked_for[: len(names)] == names)
         ticket = next(same, None)
         if ticket is None:
             ticket = next(self._tickets)
@@ -400,7 +402,7 @@ class SharedTier:
     def _end_fetch(self, fetch: RunFetch, result: ObjectResult) -> None:
         """Register the blocks that have arrived. A run that could not be read is forgotten."""
         if result.is_aging and not fetch.is_void:
-            self._to_replace.add(fetch.run.name)
+            self._replace_later(fetch.run.name)
         if fetch.is_void or result.outcome is not Outcome.GOOD:
             fetch.target.release()
             if not fetch.is_void:
@@ -421,9 +423,13 @@ class SharedTier:
         self._counters.shared_failed_blocks += len(fetch.hashes)
         self._counters.object_read_failures += 1
         if result.outcome is Outcome.BAD:
-            self._to_replace.add(fetch.run.name)
+            self._replace_later(fetch.run.name)
         if result.outcome is not Outcome.FAILED or self._client.is_on:
             self.presence.erase(fetch.run.name)
+
+    def _replace_later(self, name: bytes) -> None:
+        if self._policy.writes and len(self._to_replace) < MAX_TO_REPLACE:
+            self._to_replace.add(name)
 
     def _copy_counters(self) -> None:
         known, counters = self._client.counters, self._counters

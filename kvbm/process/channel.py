@@ -29,6 +29,7 @@ UNPICKLING_ERRORS = (  # what bytes that are no pickle lead to
 )
 MAX_MESSAGE_BYTES = 1 << 30  # blocks found at start, the largest message, take less than 100 bytes a block
 RECEIVE_BYTES = 1 << 20
+RECEIVED_AT_ONCE = 4 << 20  # one call takes no more, so that no engine step follows a sender that goes on
 BUFFER_BYTES = 4 << 20
 
 
@@ -71,14 +72,16 @@ class Channel:
         return bool(self._outgoing)
 
     def receive(self) -> list[object]:
-        """Return all complete messages. Raises ChannelClosed when none is left and the channel is closed."""
+        """Return the complete messages that have arrived; more may follow. Raises ChannelClosed when none is left and the channel is closed."""
         if not (self._incoming or self._readable.poll(0)):  # a sixth of the time of a `recv` that finds nothing
             return []
         is_over = False
+        end = len(self._incoming) + RECEIVED_AT_ONCE
         try:
-            while received := self._socket.recv(RECEIVE_BYTES):
+            while len(self._incoming) < end and not is_over:
+                received = self._socket.recv(RECEIVE_BYTES)
                 self._incoming += received
-            is_over = True
+                is_over = not received
         except BlockingIOError:
             pass
         except OSError:

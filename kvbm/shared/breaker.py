@@ -1,4 +1,5 @@
-"""Breaker: keeps requests away from a store that does not answer, and finds out when it does again.
+"""Breaker: keeps requests away from a store that does not answer, and finds out when it does again. WritePause: keeps
+writes away from one that refuses them, such as a full one, which can still be read.
 
     closed      requests pass; FAILURES_IN_A_ROW failures open it
     open        requests fail at once, for a pause that doubles up to LONGEST_PAUSE_S
@@ -78,3 +79,34 @@ class Breaker:
         self.why = why
         self.times_open += 1
         self._until_s = self._clock() + self._pause_s
+
+
+class WritePause:
+    """After FAILURES_IN_A_ROW failed writes there is a pause; after each further failure a longer one, until a write
+    succeeds. Any thread may call it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._until_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether writes may be sent."""
+        return self._clock() >= self._until_s
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._pause_s = 0, FIRST_PAUSE_S
+
+    def failed(self) -> float:
+        """Note a failed write. Return the length of the pause that begins with it, 0 if none does."""
+        with self._lock:
+            self._failures += 1
+            if self._failures < FAILURES_IN_A_ROW or not self.is_over:
+                return 0.0
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._until_s = self._clock() + pause_s
+            return pause_s

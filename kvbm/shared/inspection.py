@@ -12,6 +12,7 @@ from kvbm.shared.keys import MAX_RUN_TOKENS
 from kvbm.shared.protection import AesProtection, Buffer, HmacProtection, Protection
 from kvbm.shared.run_format import CHECKSUM_BYTES, FIXED, FORMAT_VERSION, MAGIC, PAGE, BadObject, RunFormat
 
+MAX_OBJECT_BYTES = 4 << 30  # a run of 256 tokens of a model with 16 MiB per token
 HEAD_BYTES = PAGE  # has at least the fixed part of a header
 HASH_BYTES = range(8, 65)
 SEAL_BYTES = {0: 0, HmacProtection.code: HmacProtection.seal_bytes, AesProtection.code: AesProtection.seal_bytes}
@@ -42,6 +43,8 @@ def found_run(head: Buffer, *, namespace: bytes, byte_count: int) -> FoundRun:
     form = RunFormat(namespace, block_count, block_bytes, hash_bytes)
     if header_bytes != form.header_bytes:
         raise BadObject("damaged header")
+    if byte_count > MAX_OBJECT_BYTES:
+        raise BadObject(f"{byte_count} bytes, more than any object")
     if byte_count != form.object_bytes:
         raise BadObject(f"{byte_count} bytes, not {form.object_bytes}")
     return FoundRun(form, protection, tenant)

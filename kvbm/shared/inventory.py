@@ -83,7 +83,7 @@ class Inventory:
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
                 f"cannot list {self.url}: {_first_line(error)}", hint=f"`kvbm doctor --url {self.url}`"
-            ) from error
+            ) from None
         return found
 
     def head(self, run: StoredRun, byte_count: int) -> bytes | None:
@@ -171,7 +171,7 @@ class Inventory:
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
                 f"cannot delete objects in {self.url}: {_first_line(error)}", hint=f"`kvbm doctor --url {self.url}`"
-            ) from error
+            ) from None
 
     def _delete_one(self, key: str) -> None:
         from contextlib import suppress

@@ -10,6 +10,7 @@ at the start, and lengths are compared here.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +44,8 @@ PROBES_AT_A_TIME = 16
 LIST_PAGE = 1000
 CHUNK_BYTES = 1 << 20  # of what is received at a time
 DIRECTORY_MODE = 0o700
+OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
+WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system; "create" needs hard links
 OBJECT_VARIABLES = {  # of NVIDIA's KVBM, for stores of kind s3
     "DYN_KVBM_OBJECT_ENDPOINT": "endpoint",
     "DYN_KVBM_OBJECT_REGION": "region",
@@ -111,6 +115,9 @@ class ObstoreEngine:
         import obstore
         from obstore.exceptions import BaseError
 
+        if self._directory is not None:
+            yield from list_files(self._directory, prefix)
+            return
         try:
             for page in obstore.list(self._store, prefix, chunk_size=LIST_PAGE):
                 yield [str(entry["path"]) for entry in page]
@@ -139,6 +146,8 @@ class ObstoreEngine:
         except FileNotFoundError:
             return StoreAnswer(Outcome.ABSENT)
         except OSError as error:
+            if self._directory is not None and error.errno in OF_ONE_FILE:  # says nothing about the others
+                return StoreAnswer(Outcome.BAD, str(error))
             self._note_failure(time.monotonic() - began_s, limit_s)
             return StoreAnswer(Outcome.FAILED, _reason(error))
         if answer.outcome is Outcome.GOOD:
@@ -229,7 +238,7 @@ class ObstoreEngine:
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
                 f"cannot use `tiers.shared.url` {url}: {_reason(error)}", hint=f"kvbm doctor --url {url}"
-            ) from error
+            ) from None
         if not self.creates_once:
             log.info("kvbm: %s overwrites objects: engines that compute the same blocks may write them twice", url)
 
@@ -279,7 +288,7 @@ def connection(url: str) -> Callable[[float], Any]:
     try:
         connect(FIRST_LIMIT_S)
     except (BaseError, OSError, ValueError, TypeError) as error:
-        raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_reason(error)}") from error
+        raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_reason(error)}") from None
     return connect
 
 
@@ -321,6 +330,20 @@ def read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
+def list_files(root: Path, prefix: str) -> Iterator[list[str]]:
+    """Yield the names of files in the directories of a namespace. Links, and directories that cannot be read, are left
+    out. Raises OSError."""
+    try:
+        with os.scandir(root / prefix) as entries:
+            directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return
+    for directory in directories:
+        with suppress(OSError), os.scandir(root / prefix / directory) as entries:
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            yield [f"{prefix}/{directory}/{name}" for name in names]
+
+
 def scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> int:
     """Copy what arrives into the buffers. Return its length, which the caller compares."""
     received = 0
@@ -346,7 +369,9 @@ def scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> in
 def _is_unsupported(error: BaseException) -> bool:
     from obstore.exceptions import NotSupportedError
 
-    return isinstance(error, NotSupportedError) or "status code: 501" in _reason(error)
+    reason = _reason(error)
+    has_no_links = any(f"(os error {number})" in reason for number in WITHOUT_LINKS)
+    return isinstance(error, NotSupportedError) or "status code: 501" in reason or has_no_links
 
 
 def _reason(error: BaseException) -> str:

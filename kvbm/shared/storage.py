@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from kvbm.host.cores import allowed_cores
-from kvbm.shared.breaker import Breaker
+from kvbm.shared.breaker import Breaker, WritePause
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_engine import ObjectEngine
@@ -81,8 +81,10 @@ class SharedStorage:
         self._aging_s = expire_s / 2
         self._list_interval_s = list_interval_s
         self._breaker = Breaker()
+        self._write_pause = WritePause()
+        self._stuck_s = 0.0  # calls that began until then have opened the breaker
         self._results: deque[Result] = deque()
-        self._listings: deque[tuple[float, bytes]] = deque()  # when each began, and sorted digests of all names
+        self._listing: deque[tuple[float, bytes]] = deque(maxlen=1)  # the last one
         # Shared by all threads under the lock of `_has_order`. Only threads that take orders wait for it, because an
         # order wakes only one. `_running` has the start time of each call.
         self._has_order = threading.Condition()
@@ -111,6 +113,9 @@ class SharedStorage:
         if not self._breaker.is_closed:
             self._end(_failed(order, f"off: {self._breaker.why}"))
             return
+        if isinstance(order, Put) and not self._write_pause.is_over:
+            self._end(_failed(order, "writes have failed, and are paused"))
+            return
         with self._has_order:
             queue = self._reads if isinstance(order, Get) else self._writes if isinstance(order, Put) else self._probes
             queue.append(order)
@@ -119,9 +124,10 @@ class SharedStorage:
     def poll(self) -> list[Result]:
         """Return the orders that have ended. Fail those that wait for a store that does not answer."""
         with self._has_order:
-            oldest_s = min((since for since, _ in self._running.values()), default=None)
-            is_stuck = oldest_s is not None and time.monotonic() - oldest_s > STALL * self.engine.limit_s
-        if is_stuck and self._breaker.is_closed:
+            began = [since for since, _ in self._running.values() if since > self._stuck_s]
+        stuck = [since for since in began if time.monotonic() - since > STALL * self.engine.limit_s]
+        if stuck and self._breaker.is_closed:  # once for each call: the store may answer all others
+            self._stuck_s = max(stuck)
             self._breaker.open(f"no answer in {STALL * self.engine.limit_s:.1f} s")
         if not self._breaker.is_closed:
             self._fail_waiting(f"off: {self._breaker.why}")
@@ -131,12 +137,12 @@ class SharedStorage:
             results.append(self._results.popleft())
         return results
 
-    def listings(self) -> list[tuple[float, bytes]]:
-        """Return the listings that have ended: when each began, and sorted digests of all names."""
-        parts = []
-        while self._listings:
-            parts.append(self._listings.popleft())
-        return parts
+    def take_listing(self) -> tuple[float, bytes] | None:
+        """Return the last listing, once: when it began, and sorted digests of all names."""
+        try:
+            return self._listing.pop()
+        except IndexError:
+            return None
 
     def close(self, timeout_s: float) -> None:
         """Finish queued writes within `timeout_s`, and fail the rest."""
@@ -253,6 +259,8 @@ class SharedStorage:
         found = self.engine.are_present([self._keys.key(order.hashes[-1]) for order in asked]) if asked else []
         ended = set()
         for order, is_present in zip(asked, found, strict=True):
+            if is_present is None:
+                self._breaker.failed("no answer before a write")
             if is_present is not False:
                 ended.add(order.ticket)
                 exists = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
@@ -300,10 +308,16 @@ class SharedStorage:
                     log.warning("kvbm: an object of the shared tier is not used: %s", result.error)
                 case Outcome.FAILED:
                     counters.failed_requests += 1
-        if result.outcome is Outcome.FAILED:
-            self._breaker.failed(result.error or "no answer")
+        why = result.error or "no answer"
+        if result.outcome is Outcome.FAILED and is_write:
+            if pause_s := self._write_pause.failed():
+                log.warning("kvbm: nothing is written to the shared tier for %g s: %s", pause_s, why)
+        elif result.outcome is Outcome.FAILED:
+            self._breaker.failed(why)
         elif not is_copy:
             self._breaker.succeeded()
+            if is_write and result.outcome is Outcome.GOOD:
+                self._write_pause.succeeded()
 
     def _list(self) -> None:
         """List the namespace at the start, and again at intervals, for what other engines have written."""
@@ -324,11 +338,12 @@ class SharedStorage:
                 if self._is_closed.is_set():
                     return
         except OSError as error:
+            log.warning("kvbm: cannot list the objects of the shared tier: %s", error)
             self._breaker.failed(str(error))
             self.counters.failed_requests += 1
             return
         self.counters.listings += 1
-        self._listings.append((began_s, np.sort(np.frombuffer(digests, DIGEST)).tobytes()))
+        self._listing.append((began_s, np.sort(np.frombuffer(digests, DIGEST)).tobytes()))
         self.on_result()
 
 

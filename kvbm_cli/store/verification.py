@@ -128,13 +128,18 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
 
 
 def _read(inventory: Inventory, run: StoredRun, keys: Keys) -> ObjectVerdict:
-    from kvbm.shared.inspection import found_run, verify
+    from kvbm.shared.inspection import HEAD_BYTES, found_run, verify
     from kvbm.shared.run_format import BadObject
 
     try:
-        content = inventory.content(run)
+        content = inventory.head(run, HEAD_BYTES)
+        if content is not None:  # does its header allow this length, before it is read into memory
+            found_run(content, namespace=run.namespace, byte_count=run.byte_count)
+            content = inventory.content(run)
     except OSError as error:
         return ObjectVerdict(run, failure=str(error))
+    except BadObject as error:
+        return ObjectVerdict(run, problem=str(error))
     if content is None:
         return ObjectVerdict(run, is_gone=True)
     try:

@@ -365,6 +365,8 @@ class Scheduler:
             return
         request.status = RequestStatus.WAITING
         self._register_computed(request)
+        if self._connector is not None:
+            request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
         self._loaded.append(request)
 
     def _drop_failed_blocks(self, failed: set[int], step: Step) -> set[Request]:

@@ -20,6 +20,7 @@ from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Opening
 from kvbm.process.parent import has_ended, how_it_ended, is_gone, log_for, start_child
 from kvbm.shared.orders import Listing, ObjectResult, Order, Probe, ProbeResult, Result
+from kvbm.shared.protection import protection_of
 from kvbm.shared.service import messages
 from kvbm.shared.settings import SharedSettings
 from kvbm.shared.storage import SharedCounters
@@ -66,7 +67,7 @@ class SharedClient:
     def open(
         cls,
         settings: SharedSettings,
-        namespace: bytes,
+        digest: bytes,
         facts: Mapping[str, object],
         segments: Sequence[SegmentInfo],
         *,
@@ -74,13 +75,15 @@ class SharedClient:
         block_tokens: int,
         has_runs: bool,
     ) -> SharedClient:
-        """Start a process and connect to the store. `has_runs`: an object may hold several blocks of a chain.
+        """Start a process and connect to the store. `digest` names the blocks, 16 bytes. `has_runs`: an object may hold
+        several blocks of a chain.
 
-        Raises EnvironmentProblem if the store does not exist or does not answer.
+        Raises EnvironmentProblem if the store does not exist or does not answer, or the secret is missing.
         """
+        namespace = protection_of(settings.protection, settings.key_file).namespace(digest)
         cores = frozenset(allowed_cores())
         order = messages.OpenStore(
-            settings, namespace, facts, tuple(segments), hash_bytes, block_tokens, has_runs, cores
+            settings, digest, namespace, facts, tuple(segments), hash_bytes, block_tokens, has_runs, cores
         )
 
         def open_next() -> OpenProcess:
@@ -117,7 +120,12 @@ class SharedClient:
 
     def take_listing(self) -> Listing | None:
         """Return the next part of a listing of the namespace, if one has arrived."""
-        return self._listings.pop(0) if self._listings else None
+        if not self._listings:
+            return None
+        part = self._listings.pop(0)
+        if part.is_last:
+            self._send(messages.ListingTaken())
+        return part
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` may have something to do."""

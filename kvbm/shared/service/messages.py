@@ -1,6 +1,6 @@
 """Messages between the leader and the process of the shared tier.
 
-leader ──▶ Open, Get, Put, Probe, Close ──▶ child
+leader ──▶ Open, Get, Put, Probe, ListingTaken, Close ──▶ child
 leader ◀── Opening, Problem, Opened, Listing, Status, Logged ◀── child
 """
 
@@ -16,9 +16,11 @@ from kvbm.types import SegmentInfo
 
 
 class OpenStore(NamedTuple):
-    """The first message. `namespace` is 16 bytes, `facts` describe it to people. `cores`: allowed for the threads."""
+    """The first message. `digest` names the blocks, and `namespace` also the secret; 16 bytes each. `facts` describe
+    them to people. `cores`: allowed for the threads."""
 
     settings: SharedSettings
+    digest: bytes
     namespace: bytes
     facts: Mapping[str, object]
     segments: Sequence[SegmentInfo]
@@ -26,6 +28,11 @@ class OpenStore(NamedTuple):
     block_tokens: int
     has_runs: bool
     cores: frozenset[int]
+
+
+class ListingTaken(NamedTuple):
+    """The leader has taken the last part of a listing. Until then no other one is sent, because an engine that has
+    nothing to do does not read its channel."""
 
 
 class CloseStore(NamedTuple):

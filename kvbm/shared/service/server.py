@@ -51,6 +51,7 @@ class _SharedChild:
         self._log = log
         self._in_flight_count = 0
         self._next_beat_s = 0.0
+        self._is_listing_on_its_way = False
         self._reported_off_because = storage.off_because
         self._result_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         storage.on_result = partial(os.eventfd_write, self._result_event, 1)
@@ -70,6 +71,8 @@ class _SharedChild:
                         self._storage.close(message.timeout_s)
                         self._report()
                         return
+                    case messages.ListingTaken():
+                        self._is_listing_on_its_way = False
                     case Get() | Put() | Probe():
                         self._in_flight_count += 1
                         self._storage.submit(message)
@@ -84,8 +87,9 @@ class _SharedChild:
             self._next_beat_s = now + BEAT_S
             self._reported_off_because = off_because
             self._channel.send(messages.StoreStatus(results, off_because, self._storage.counters))
-        for began_s, digests in self._storage.listings():
-            self._send_listing(began_s, digests)
+        if not self._is_listing_on_its_way and (listing := self._storage.take_listing()) is not None:
+            self._is_listing_on_its_way = True
+            self._send_listing(*listing)
         self._log.send(self._channel.send)
 
     def _send_listing(self, began_s: float, digests: bytes) -> None:
@@ -124,6 +128,8 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
     settings, region = order.settings, Region.map(order.segments)
     shard_bytes = [info.block_bytes for info in order.segments if info.replica == 0]
     protection = protection_of(settings.protection, settings.key_file)
+    if protection.namespace(order.digest) != order.namespace:
+        raise EnvironmentProblem("the secret of `tiers.shared.protection` has changed", hint="restart the engine")
     keys = KeySpace(order.namespace)
     engine = open_engine(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
     engine = with_copies(engine, settings.url, settings.node_directory)
