@@ -72,7 +72,8 @@ class Channel:
         return bool(self._outgoing)
 
     def receive(self) -> list[object]:
-        """Return the complete messages that have arrived; more may follow. Raises ChannelClosed when none is left and the channel is closed."""
+        """Return complete messages that have arrived. Raises ChannelClosed when none is left and the channel is
+        closed."""
         if not (self._incoming or self._readable.poll(0)):  # a sixth of the time of a `recv` that finds nothing
             return []
         is_over = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ PROBES_AT_A_TIME = 16
 LIST_PAGE = 1000
 CHUNK_BYTES = 1 << 20  # of what is received at a time
 DIRECTORY_MODE = 0o700
+REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # obstore's name of an object that is being written
+REMAINS_S = 3600.0
 OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
 WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system; "create" needs hard links
 OBJECT_VARIABLES = {  # of NVIDIA's KVBM, for stores of kind s3
@@ -74,6 +77,7 @@ class ObstoreEngine:
         self.threads = threads
         self.creates_once = False
         self._directory = directory
+        self._writes = False
         self._connect = connect
         self._lock = threading.Lock()  # of what follows
         self._limit_s = FIRST_LIMIT_S
@@ -88,6 +92,7 @@ class ObstoreEngine:
         engine = cls(connection(url), kind=kind, threads=threads, directory=directory_of(url))
         try:
             engine._require_access(url, facts_key, facts, writes=writes)
+            engine._writes = writes
         except BaseException:
             engine.close()
             raise
@@ -116,7 +121,7 @@ class ObstoreEngine:
         from obstore.exceptions import BaseError
 
         if self._directory is not None:
-            yield from list_files(self._directory, prefix)
+            yield from list_files(self._directory, prefix, deletes=self._writes)
             return
         try:
             for page in obstore.list(self._store, prefix, chunk_size=LIST_PAGE):
@@ -330,9 +335,9 @@ def read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
-def list_files(root: Path, prefix: str) -> Iterator[list[str]]:
+def list_files(root: Path, prefix: str, *, deletes: bool) -> Iterator[list[str]]:
     """Yield the names of files in the directories of a namespace. Links, and directories that cannot be read, are left
-    out. Raises OSError."""
+    out. `deletes`: delete what killed engines have left of a write. Raises OSError."""
     try:
         with os.scandir(root / prefix) as entries:
             directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
@@ -340,8 +345,11 @@ def list_files(root: Path, prefix: str) -> Iterator[list[str]]:
         return
     for directory in directories:
         with suppress(OSError), os.scandir(root / prefix / directory) as entries:
-            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            yield [f"{prefix}/{directory}/{name}" for name in names]
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            yield [f"{prefix}/{directory}/{entry.name}" for entry in files if not REMAINS.fullmatch(entry.name)]
+            for entry in files if deletes else []:
+                if REMAINS.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > REMAINS_S:
+                    os.unlink(entry.path)
 
 
 def scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> int:

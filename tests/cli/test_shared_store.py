@@ -313,3 +313,26 @@ def test_ages_are_whole_numbers_with_a_unit() -> None:
         assert before_s is not None
         assert abs(time.time() - seconds - before_s) < 5
     assert re.fullmatch(selection.AGE, "-1d") is None
+
+
+def test_a_huge_file_under_the_name_of_an_object_is_not_read_into_memory(home: Path) -> None:
+    path = next(path for path in home.rglob("*") if path.is_file() and len(path.name) >= 32 and not path.suffix)
+    os.truncate(path, 1 << 36)
+    outcome = run(home, "verify URL --json")
+    assert outcome.exit_code == 1
+    (bad,) = [one for verdict in json.loads(outcome.stdout) for one in verdict["bad"]]
+    assert f"{1 << 36} bytes" in bad["problem"]
+
+
+def test_an_error_of_a_store_has_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "name",
+        "AWS_SECRET_ACCESS_KEY": "hidden",
+    }.items():
+        monkeypatch.setenv(name, value)
+    outcome = run(home, "ls --url s3://bucket/place")
+    assert outcome.exit_code != 0
+    assert "Debug source" not in outcome.stderr
+    assert "hidden" not in outcome.stderr
+    assert len(outcome.stderr.splitlines()) <= 4, outcome.stderr

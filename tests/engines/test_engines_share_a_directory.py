@@ -94,3 +94,21 @@ def test_other_weights_under_the_same_name_share_nothing(tmp_path):
     assert_same([said[2]], [said[0]])
     with pytest.raises(AssertionError):
         assert_same([said[0]], [expected])
+
+
+def test_tokens_of_a_run_that_could_not_be_read_are_not_reported(tmp_path):
+    with on(tmp_path) as first:
+        first.ask(prompt(1, 800))
+        wait_until(lambda: knows(first, 3), "three runs of 256 tokens are written")
+    with on(tmp_path) as second:
+        wait_until(lambda: knows(second, 3), "the directory is listed")
+        second.ask(prompt(1, 800)[:300])  # brings the first run into host memory
+        second.settle()
+        second.forget_g1()
+        for path in (tmp_path / "objects").rglob("*"):
+            if path.is_file() and not path.suffix:
+                path.write_bytes(b"x" * path.stat().st_size)
+        answer = second.ask(prompt(1, 800))
+        assert second.counters.shared_bad_objects > 0
+        assert answer.last.num_external_tokens > 0
+        assert answer.last.num_shared_tokens == 0

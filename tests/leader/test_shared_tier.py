@@ -448,6 +448,31 @@ def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
     rig.close()
 
 
+def test_a_longer_chain_does_not_wait_for_the_probe_of_a_shorter_one():
+    rig, hashes = written(length=8, slots=16)
+    rig.leader._shared.presence.clear()
+    rig.leader.match("short", hashes[:2], 0)
+    rig.leader.match("long", hashes, 0)
+    rig.leader.match("again", hashes[:4], 0)
+    assert [len(order.names) for order in rig.store.waiting if isinstance(order, Probe)] == [1, 4]
+    rig.close()
+
+
+def test_an_engine_that_writes_nothing_keeps_no_list_of_what_to_replace():
+    other, hashes = written()
+    other.close()
+    rig = make(other.store, writes=False)
+    rig.store.list_all()
+    rig.step()
+    rig.load("r", hashes)
+    while rig.store.waiting:
+        rig.store.run("bad")
+        rig.step()
+    assert rig.leader.counters.object_read_failures > 0
+    assert not rig.leader._shared._to_replace
+    rig.close()
+
+
 # -- reset, several groups, engines that accept no failed load ---------------------------------------------------------
 
 

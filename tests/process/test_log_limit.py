@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "disk"))
+
 from test_client import opened
 
 from kvbm.process.log_limit import INTERVAL_S, MAX_KINDS, RepeatFilter

@@ -152,6 +152,32 @@ def test_the_first_listing_comes_with_the_start(url):
     assert min(delays_s) < IDLE_INTERVAL_S / 2
 
 
+def test_an_engine_that_does_nothing_gets_one_listing_and_not_all_of_them(url):
+    with opened(url, list_interval_s=0.01) as rig:
+        rig.put(0)
+        time.sleep(1.0)
+        rig.poll()
+        found = 0
+        while rig.client.take_listing() is not None:
+            found += 1
+        assert found == 1
+        rig.await_that(lambda: rig.client.take_listing() is not None)
+
+
+def test_a_process_that_starts_again_with_another_secret_stays_off(url, tmp_path, caplog):
+    key_file = tmp_path / "key"
+    key_file.write_text("a" * 32)
+    with opened(url, protection="hmac", key_file=key_file) as rig:
+        rig.put(0)
+        key_file.write_text("b" * 32)
+        os.kill(rig.client.pid, signal.SIGKILL)
+        rig.await_that(lambda: "secret" in caplog.text)
+        assert not rig.client.is_on
+        key_file.write_text("a" * 32)
+        rig.await_that(lambda: rig.client.is_on)
+        assert rig.get(0).is_good == (True,)
+
+
 def test_a_killed_process_fails_its_orders_once_and_is_replaced(server_of, monkeypatch):
     server = server_of("moto")
     with FaultProxy(server.port) as proxy:
