@@ -228,15 +228,16 @@ class OffloadSection(Section):
 class OnboardSection(Section):
     policy: Literal["auto", "always"] = Field(
         default="auto",
-        description="When blocks on disk are read: `always`, or with `auto` if reading is predicted to be faster than "
-        "recomputing.",
+        description="When blocks on disk or in the shared tier are read: `always`, or with `auto` if reading is predicted "
+        "to be faster than recomputing.",
     )
     disk_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,
-        description="Seconds after which a request stops waiting for the disk and recomputes the blocks.",
+        description="Seconds after which a request stops waiting for the disk or the shared tier and recomputes the "
+        "blocks.",
     )
 
 

@@ -231,7 +231,7 @@ def test_health_shows_a_client_that_was_too_slow():
     assert 0 <= health.loop_lag_p50_ms <= health.loop_lag_p99_ms <= health.loop_lag_max_ms
     lateness = sorted(record.lateness_ms for record in records)
     assert lateness[0] <= health.lateness_p50_ms <= health.lateness_p99_ms <= lateness[-1] + 1e-3
-    assert health.garbage_objects < 100
+    assert health.garbage_objects < 50 * len(records)  # a connection leaves some ten, and the mock's are counted too
     assert health.to_json()["workers"] == 1
 
     busy_seen = []
