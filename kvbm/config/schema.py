@@ -228,8 +228,8 @@ class OffloadSection(Section):
 class OnboardSection(Section):
     policy: Literal["auto", "always"] = Field(
         default="auto",
-        description="When blocks on disk or in the shared tier are read: `always`, or with `auto` if reading is predicted "
-        "to be faster than recomputing.",
+        description="When blocks on disk or in the shared tier are read: `always`, or with `auto` if reading is "
+        "predicted to be faster than recomputing.",
     )
     disk_timeout_s: float = Field(
         default=30.0,
