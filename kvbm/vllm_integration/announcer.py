@@ -205,7 +205,8 @@ class Announcer:
         yield from _in_parts(partial(self._say_removed, tier), announced)
 
     def _repeat(self) -> Work:
-        """Announce the blocks of each tier in the order in which they were stored: parents before their children."""
+        """Announce the blocks of each tier in the order in which they were stored: parents before their children,
+        except for blocks of an earlier process. Those are in the order in which they were written to disk."""
         for tier in self._announced:
             yield from _in_parts(partial(self._say_again, tier), list(self._announced[tier]))
 

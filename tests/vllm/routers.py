@@ -156,6 +156,7 @@ class Llmd(_Router):
         super().__init__()
         self._keys: dict[int, tuple[Any, ...]] = {}  # of every engine; not lost by a clear
         self._groups: dict[int, str] = {}
+        self.without_parent: set[int] = set()  # names of blocks that came before their parents
 
     def matched(self, tokens: Sequence[int], block_tokens: int, model: str = "") -> list[set[str]]:
         """Return the tiers of each block of a prompt, up to the first that no tier has."""
@@ -184,6 +185,7 @@ class Llmd(_Router):
         if event["parent_block_hash"]:
             if event["parent_block_hash"] not in self._keys:
                 self.dropped["parent"] += 1
+                self.without_parent.update(names)
                 return
             key = self._keys[event["parent_block_hash"]]
         if not event["token_ids"]:
