@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvbm.host.region import LANES
+from kvbm.leader.shared_tier import RunFetch
 from kvbm.plan import Onboard
 from kvbm.types import SlotState, Tier
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kvbm.leader.long_match import LongMatch
     from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
-    from kvbm.leader.shared_tier import Run, RunFetch, SharedTier
+    from kvbm.leader.shared_tier import Run, SharedTier
     from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
@@ -123,6 +124,7 @@ class Load:
     is_failed_by_disk: bool = False
     is_reported: bool = False
     read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)  # until the first and the last read ended
+    has_copies: bool = False  # which say nothing about the rate of the shared tier
 
     @property
     def disk_blocks(self) -> int:
@@ -356,6 +358,7 @@ class Onboards:
                 continue
             load, part = self._fetches.pop(fetch)
             load.note_read(Tier.DISK if part.run is None else Tier.SHARED, self._clock() - load.born_s)
+            load.has_copies |= isinstance(fetch, RunFetch) and fetch.is_copy
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
@@ -543,6 +546,8 @@ class Onboards:
             load.kept.clear()
             if not load.is_failed and load.end == len(load.hashes):
                 for tier, (first_s, last_s) in load.read_s.items():
+                    if tier is Tier.SHARED and load.has_copies:
+                        continue
                     first_s = first_s if tier is Tier.SHARED else 0.0
                     self._choice.rates.note_read(load.count_of(tier, load.end), last_s, tier, first_s=first_s)
         self._report(load)

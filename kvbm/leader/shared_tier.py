@@ -66,7 +66,8 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class RunFetch:
-    """A read of blocks of a run into host memory. `blocks` holds them, pinned in G2, when they have arrived."""
+    """A read of blocks of a run into host memory. `blocks` holds them, pinned in G2, when they have arrived. `is_copy`:
+    they came from another engine's copy on this machine, not from the store."""
 
     run: Run
     hashes: tuple[bytes, ...]
@@ -75,6 +76,7 @@ class RunFetch:
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
+    is_copy: bool = False
 
     def abandon(self) -> None:
         """Drop its result: `settle` releases its blocks when the read has ended."""
@@ -414,6 +416,7 @@ class SharedTier:
         if self._disk is not None:
             self._disk.registered(fetch.hashes, blocks.slots, fetch.tenant)
         self._counters.shared_fetched_blocks += len(fetch.hashes)
+        fetch.is_copy = result.is_copy
         if fetch.is_abandoned:
             blocks.release()
         else:

@@ -51,12 +51,14 @@ class RunGeometry:
         try:
             checksums = self._open(order, read)
         except BadObject as error:
-            return ObjectResult(order.ticket, Outcome.BAD, none, str(error))
+            return ObjectResult(order.ticket, Outcome.BAD, none, str(error), is_copy=answer.is_copy)
         for name, slot, checksum in zip(order.hashes, order.host_slots, checksums, strict=True):
             if slot != NOT_WANTED and self.form.checksum(name, self.block(slot)) != checksum:
-                return ObjectResult(order.ticket, Outcome.BAD, none, "a block does not match its checksum")
+                why = "a block does not match its checksum"
+                return ObjectResult(order.ticket, Outcome.BAD, none, why, is_copy=answer.is_copy)
         is_good = tuple(slot != NOT_WANTED for slot in order.host_slots)
-        return ObjectResult(order.ticket, Outcome.GOOD, is_good, is_aging=0 < aging_s < answer.age_s)
+        is_aging = 0 < aging_s < answer.age_s
+        return ObjectResult(order.ticket, Outcome.GOOD, is_good, is_aging=is_aging, is_copy=answer.is_copy)
 
     def outgoing(self, order: Put, key: str) -> Outgoing:
         """Return what writes an object. Its checksums cover the bytes that are in the host slots now."""

@@ -229,7 +229,7 @@ class SharedStorage:
             if result.outcome is Outcome.BAD and answer.is_copy:
                 answer = self.engine.get([replace(incoming, is_fresh=True)])[0]
                 result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
-            self._count(result, incoming.length, is_write=False, is_copy=answer.is_copy)
+            self._count(result, incoming.length, is_write=False)
             results.append(result)
         return results
 
@@ -288,7 +288,7 @@ class SharedStorage:
                 low = position + 1
         return ProbeResult(order.ticket, low)
 
-    def _count(self, result: ObjectResult, size: int, *, is_write: bool, is_copy: bool = False) -> None:
+    def _count(self, result: ObjectResult, size: int, *, is_write: bool) -> None:
         counters = self.counters
         with self._has_order:
             match result.outcome:
@@ -298,7 +298,7 @@ class SharedStorage:
                 case Outcome.GOOD:
                     counters.objects_read += 1
                     counters.bytes_read += size
-                    counters.copies_read += is_copy
+                    counters.copies_read += result.is_copy
                 case Outcome.EXISTS:
                     counters.writes_saved += 1
                 case Outcome.ABSENT:
@@ -314,7 +314,7 @@ class SharedStorage:
                 log.warning("kvbm: nothing is written to the shared tier for %g s: %s", pause_s, why)
         elif result.outcome is Outcome.FAILED:
             self._breaker.failed(why)
-        elif not is_copy:
+        elif not result.is_copy:
             self._breaker.succeeded()
             if is_write and result.outcome is Outcome.GOOD:
                 self._write_pause.succeeded()

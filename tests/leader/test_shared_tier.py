@@ -3,6 +3,8 @@ hand. Runs hold two blocks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fake_store import FakeStore
 from rig import FakeDisk, Rig, chain
@@ -422,6 +424,17 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
     rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.counters.shared_declined_blocks == 4
+    rig.close()
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(is_copy):
+    rig, hashes = written(disk=DiskPolicy())
+    get = rig.store._get
+    rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
+    serve(rig, "r", hashes)
+    assert rig.leader.counters.shared_fetched_blocks == 4
+    assert rig.leader._choice.rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
     rig.close()
 
 
