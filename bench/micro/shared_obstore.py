@@ -34,7 +34,7 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "shared"))
 from servers import NotInstalled, running
 
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.obstore_engine import ObstoreEngine, connection
+from kvbm.shared.obstore_engine import connection
 from kvbm.shared.service.server import open_engine
 
 SIZE, COUNT, IN_FLIGHT = 4 << 20, 32, 16
@@ -69,7 +69,6 @@ class Loop:
 
 def measure(store: str, url: str, rounds: int) -> dict[str, object]:
     engine = open_engine(url, IN_FLIGHT, KeySpace(NAMESPACE), {}, writes=True)
-    assert isinstance(engine, ObstoreEngine)
     tier = TierUnderTest(engine, SIZE, COUNT)
     loop = Loop(url, tier.slots)
     sides: dict[str, TierUnderTest | Loop] = {"tier": tier, "loop": loop}

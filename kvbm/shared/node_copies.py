@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.host.directories import make_private_directories
-from kvbm.shared.object_engine import Incoming, ObjectEngine, Outgoing, StoreAnswer
-from kvbm.shared.obstore_engine import read_file, scatter
+from kvbm.shared.directory_engine import read_file
+from kvbm.shared.object_engine import Incoming, ObjectEngine, Outgoing, StoreAnswer, scatter
 from kvbm.shared.orders import Outcome
 
 COPIES = "shared-copies"
@@ -174,7 +174,7 @@ class NodeCopies:
         if has_gaps:
             buffers = [np.empty(one.length, np.uint8).data]
         try:
-            answer = self._fetch(replace(one, buffers=buffers))
+            answer = self._fetch(replace(one, buffers=buffers, filled=None if has_gaps else one.filled))
         except BaseException:
             _discard(_part(path), descriptor)
             raise
@@ -182,7 +182,7 @@ class NodeCopies:
             _discard(_part(path), descriptor)
             return answer
         if has_gaps:
-            scatter(buffers, one.buffers)
+            scatter(buffers, one)
         try:
             _write(descriptor, buffers)
             os.utime(descriptor, (time.time(), time.time() - answer.age_s))

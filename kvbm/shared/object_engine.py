@@ -7,7 +7,8 @@ A store that does not answer, or answers with less than it should, is an answer 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,12 +22,14 @@ from kvbm.shared.protection import Buffer
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. An object of
-    another length is BAD. `is_fresh`: it must come from the store, because a copy of it was bad."""
+    another length is BAD. `is_fresh`: it must come from the store, because a copy of it was bad. An engine may call
+    `filled` with each part of a buffer that it has filled, in order, while the part is in the processor's cache."""
 
     key: str
     buffers: Sequence[memoryview | int]
     length: int
     is_fresh: bool = False
+    filled: Callable[[memoryview], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,35 @@ class StoreAnswer:
     error: str | None = None
     age_s: float = 0.0
     is_copy: bool = False
+
+
+def wrong_length(size: int, one: Incoming) -> StoreAnswer | None:
+    """Return the answer for an object of another length than expected, None for one of `one.length`."""
+    return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
+
+
+def scatter(chunks: Iterable[Buffer], one: Incoming) -> int:
+    """Copy what arrives into the buffers of an object. Return its length, which the caller compares."""
+    received = 0
+    left = deque(one.buffers)
+    for chunk in chunks:
+        content = memoryview(chunk)
+        received += len(content)
+        while content and left:
+            first = left.popleft()
+            size = min(len(content), first if isinstance(first, int) else len(first))
+            if isinstance(first, int):
+                rest: memoryview | int = first - size
+            else:
+                # numpy lets other threads run meanwhile
+                np.copyto(np.frombuffer(first[:size], np.uint8), np.frombuffer(content[:size], np.uint8))
+                if one.filled is not None:
+                    one.filled(first[:size])
+                rest = first[size:]
+            if rest:
+                left.appendleft(rest)
+            content = content[size:]
+    return received
 
 
 class ObjectEngine(Protocol):

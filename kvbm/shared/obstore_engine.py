@@ -1,4 +1,4 @@
-"""ObstoreEngine: objects in S3, GCS, Azure, a directory or memory, through the library obstore.
+"""ObstoreEngine: objects in S3, GCS, Azure or memory, through the library obstore.
 
 Its calls are synchronous and release the GIL, so that threads suffice. Its own retries are off: a request that fails is
 a miss, which costs less than waiting. The time limit of a request covers all of it, and follows from the size of an
@@ -10,18 +10,12 @@ at the start, and lengths are compared here.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import re
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -29,26 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.shared.directory_engine import require_directory
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, scatter, wrong_length
 from kvbm.shared.orders import Outcome
-from kvbm.shared.protection import Buffer
+from kvbm.shared.request_limit import FIRST_LIMIT_S, RequestLimit
 from kvbm.shared.settings import directory_of
 
 CONNECT_S = 1.0
-FIRST_LIMIT_S = 5.0  # before any rate is known
-LEAST_LIMIT_S, MOST_LIMIT_S = 1.0, 20.0
-PATIENCE = 4  # a request may take so many times its expected duration
-KEPT = 0.9  # weight of the earlier measurements, per request
-CHANGE = 1.5  # a limit that changed by a smaller factor needs no new client
 PROBES_AT_A_TIME = 16
 LIST_PAGE = 1000
-CHUNK_BYTES = 1 << 20  # of what is received at a time
-DIRECTORY_MODE = 0o700
-REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # obstore's name of an object that is being written
-REMAINS_S = 3600.0
-OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
-WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system; "create" needs hard links
+CHUNK_BYTES = 64 << 10  # parts smaller than this are joined; a part comes as it was received, without another copy
 OBJECT_VARIABLES = {  # of NVIDIA's KVBM, for stores of kind s3
     "DYN_KVBM_OBJECT_ENDPOINT": "endpoint",
     "DYN_KVBM_OBJECT_REGION": "region",
@@ -70,29 +55,22 @@ class ObstoreEngine:
     can_list = True
     min_run_bytes = MIN_RUN_BYTES
 
-    def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int, directory: Path | None) -> None:
-        """`connect(limit_s)` returns a store of obstore whose requests end within that time. A store in a `directory`
-        is read without obstore, straight into the buffers, which takes half of the processor time."""
+    def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int) -> None:
+        """`connect(limit_s)` returns a store of obstore whose requests end within that time."""
         self.name = f"obstore {kind}"
         self.threads = threads
         self.creates_once = False
-        self._directory = directory
-        self._writes = False
         self._connect = connect
-        self._lock = threading.Lock()  # of what follows
-        self._limit_s = FIRST_LIMIT_S
-        self._store = connect(FIRST_LIMIT_S)
-        self._longest_s = 0.0
+        self._limit = RequestLimit()
+        self._store = connect(self._limit.seconds)
         self._probing = ThreadPoolExecutor(PROBES_AT_A_TIME, thread_name_prefix="kvbm-shared-probe")
 
     @classmethod
     def open(cls, url: str, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> ObstoreEngine:
         """Connect to a store and check it. Raises EnvironmentProblem if it does not exist or is not accessible."""
-        kind = urlsplit(url).scheme
-        engine = cls(connection(url), kind=kind, threads=threads, directory=directory_of(url))
+        engine = cls(connection(url), kind=urlsplit(url).scheme, threads=threads)
         try:
             engine._require_access(url, facts_key, facts, writes=writes)
-            engine._writes = writes
         except BaseException:
             engine.close()
             raise
@@ -100,7 +78,7 @@ class ObstoreEngine:
 
     @property
     def limit_s(self) -> float:
-        return self._limit_s
+        return self._limit.seconds
 
     def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
         """Nothing to do: the library has buffers of its own."""
@@ -120,9 +98,6 @@ class ObstoreEngine:
         import obstore
         from obstore.exceptions import BaseError
 
-        if self._directory is not None:
-            yield from list_files(self._directory, prefix, deletes=self._writes)
-            return
         try:
             for page in obstore.list(self._store, prefix, chunk_size=LIST_PAGE):
                 yield [str(entry["path"]) for entry in page]
@@ -145,14 +120,12 @@ class ObstoreEngine:
         self._probing.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, one: Incoming) -> StoreAnswer:
-        began_s, limit_s = time.monotonic(), self._limit_s
+        began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
-            answer = self._request(one) if self._directory is None else read_file(self._directory / one.key, one)
+            answer = self._request(one)
         except FileNotFoundError:
             return StoreAnswer(Outcome.ABSENT)
         except OSError as error:
-            if self._directory is not None and error.errno in OF_ONE_FILE:  # says nothing about the others
-                return StoreAnswer(Outcome.BAD, str(error))
             self._note_failure(time.monotonic() - began_s, limit_s)
             return StoreAnswer(Outcome.FAILED, _reason(error))
         if answer.outcome is Outcome.GOOD:
@@ -166,14 +139,14 @@ class ObstoreEngine:
 
         try:
             found = obstore.get(self._store, one.key)
-            if (wrong := _wrong_length(int(found.meta["size"]), one)) is not None:
+            if (wrong := wrong_length(int(found.meta["size"]), one)) is not None:
                 return wrong
-            received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one.buffers)
+            received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one)
         except BaseError as error:
             if isinstance(error, FileNotFoundError):
                 raise
             raise OSError(_reason(error)) from error
-        if (wrong := _wrong_length(received, one)) is not None:
+        if (wrong := wrong_length(received, one)) is not None:
             return wrong
         age_s = (datetime.now(UTC) - found.meta["last_modified"]).total_seconds()
         return StoreAnswer(Outcome.GOOD, age_s=max(0.0, age_s))
@@ -183,7 +156,7 @@ class ObstoreEngine:
         from obstore.exceptions import AlreadyExistsError, BaseError
 
         mode: Literal["create", "overwrite"] = "create" if self.creates_once and not one.replaces else "overwrite"
-        began_s, limit_s = time.monotonic(), self._limit_s
+        began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
             obstore.put(self._store, one.key, iter(one.buffers), mode=mode, use_multipart=False)
         except AlreadyExistsError:
@@ -206,20 +179,14 @@ class ObstoreEngine:
             return None
         return True
 
-    def _note(self, seconds: float) -> None:
+    def _note(self, took_s: float) -> None:
         """Note the duration of a request, and adapt the time limit of the next ones."""
-        with self._lock:
-            self._longest_s = max(seconds, KEPT * self._longest_s + (1 - KEPT) * seconds)
-            limit_s = min(MOST_LIMIT_S, max(LEAST_LIMIT_S, PATIENCE * self._longest_s))
-            if max(limit_s, self._limit_s) < CHANGE * min(limit_s, self._limit_s):
-                return
-            self._limit_s = limit_s
-        self._store = self._connect(limit_s)
+        if self._limit.succeeded(took_s):
+            self._store = self._connect(self._limit.seconds)
 
-    def _note_failure(self, seconds: float, limit_s: float) -> None:
-        """Double the time limit if a request failed because of it: the store may have become slower for good."""
-        if seconds >= limit_s and self._limit_s == limit_s:
-            self._note(2 * limit_s / PATIENCE)
+    def _note_failure(self, took_s: float, limit_s: float) -> None:
+        if self._limit.failed(took_s, limit_s):
+            self._store = self._connect(self._limit.seconds)
 
     def _require_access(self, url: str, facts_key: str, facts: bytes, *, writes: bool) -> None:
         """Read or write the description of the namespace, and find out whether a second creation fails."""
@@ -265,7 +232,7 @@ def connection(url: str) -> Callable[[float], Any]:
         )
     options: dict[str, Any] = {}
     if (directory := directory_of(url)) is not None:
-        _require_directory(directory)
+        require_directory(directory)
     elif parts.scheme == "memory":
         store = from_url(url)
         return lambda limit_s: store
@@ -297,89 +264,11 @@ def connection(url: str) -> Callable[[float], Any]:
     return connect
 
 
-def _require_directory(directory: Path) -> None:
-    """Create the directory, in an existing one: a missing mount point must not become a directory."""
-    try:
-        directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot use the directory {directory} of `tiers.shared.url`: {error.strerror}",
-            hint=f"mkdir -p {directory}",
-        ) from error
-
-
-def _wrong_length(size: int, one: Incoming) -> StoreAnswer | None:
-    return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
-
-
-def read_file(path: Path, one: Incoming) -> StoreAnswer:
-    """Read a file straight into the buffers. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        about = os.fstat(descriptor)
-        if (wrong := _wrong_length(about.st_size, one)) is not None:
-            return wrong
-        at = 0
-        for buffer in one.buffers:
-            if isinstance(buffer, int):
-                at += buffer
-                continue
-            left = buffer
-            while left:
-                size = os.preadv(descriptor, [left], at)
-                if size == 0:
-                    return StoreAnswer(Outcome.BAD, f"{at} bytes, not {one.length}")
-                left, at = left[size:], at + size
-        return StoreAnswer(Outcome.GOOD, age_s=max(0.0, time.time() - about.st_mtime))
-    finally:
-        os.close(descriptor)
-
-
-def list_files(root: Path, prefix: str, *, deletes: bool) -> Iterator[list[str]]:
-    """Yield the names of files in the directories of a namespace. Links, and directories that cannot be read, are left
-    out. `deletes`: delete what killed engines have left of a write. Raises OSError."""
-    try:
-        with os.scandir(root / prefix) as entries:
-            directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return
-    for directory in directories:
-        with suppress(OSError), os.scandir(root / prefix / directory) as entries:
-            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-            yield [f"{prefix}/{directory}/{entry.name}" for entry in files if not REMAINS.fullmatch(entry.name)]
-            for entry in files if deletes else []:
-                if REMAINS.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > REMAINS_S:
-                    os.unlink(entry.path)
-
-
-def scatter(chunks: Iterable[Buffer], buffers: Sequence[memoryview | int]) -> int:
-    """Copy what arrives into the buffers. Return its length, which the caller compares."""
-    received = 0
-    left = deque(buffers)
-    for chunk in chunks:
-        content = memoryview(chunk)
-        received += len(content)
-        while content and left:
-            first = left.popleft()
-            size = min(len(content), first if isinstance(first, int) else len(first))
-            if isinstance(first, int):
-                rest: memoryview | int = first - size
-            else:
-                # numpy lets other threads run meanwhile
-                np.copyto(np.frombuffer(first[:size], np.uint8), np.frombuffer(content[:size], np.uint8))
-                rest = first[size:]
-            if rest:
-                left.appendleft(rest)
-            content = content[size:]
-    return received
-
-
 def _is_unsupported(error: BaseException) -> bool:
     from obstore.exceptions import NotSupportedError
 
     reason = _reason(error)
-    has_no_links = any(f"(os error {number})" in reason for number in WITHOUT_LINKS)
-    return isinstance(error, NotSupportedError) or "status code: 501" in reason or has_no_links
+    return isinstance(error, NotSupportedError) or "status code: 501" in reason
 
 
 def _reason(error: BaseException) -> str:

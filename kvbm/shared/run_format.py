@@ -57,9 +57,13 @@ class RunFormat:
     def object_bytes(self) -> int:
         return self.header_bytes + self.block_count * self.block_bytes
 
+    def hasher(self, sequence_hash: bytes) -> xxhash.xxh3_128:
+        """Return what computes the checksum of a block from the shards of its ranks."""
+        return xxhash.xxh3_128(self.namespace + sequence_hash)
+
     def checksum(self, sequence_hash: bytes, shards: Iterable[Buffer]) -> bytes:
         """Return the checksum of a block, given the shards of its ranks."""
-        hasher = xxhash.xxh3_128(self.namespace + sequence_hash)
+        hasher = self.hasher(sequence_hash)
         for shard in shards:
             hasher.update(shard)
         return hasher.digest()

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvbm.host.cores import allowed_cores
 from kvbm.shared.breaker import Breaker, WritePause
-from kvbm.shared.geometry import RunGeometry
+from kvbm.shared.geometry import Arrival, RunGeometry
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_engine import ObjectEngine
 from kvbm.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
@@ -221,17 +221,21 @@ class SharedStorage:
         return self._put([order for order in orders if isinstance(order, Put)])
 
     def _get(self, orders: Sequence[Get]) -> list[Result]:
-        prepared = [self._geometry.incoming(order, self._keys.key(order.hashes[-1])) for order in orders]
-        answers = self.engine.get([incoming for incoming, _ in prepared])
+        arrivals = [self._arrival(order) for order in orders]
+        answers = self.engine.get([arrival.incoming for arrival in arrivals])
         results: list[Result] = []
-        for order, (incoming, read), answer in zip(orders, prepared, answers, strict=True):
-            result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
+        for order, arrival, answer in zip(orders, arrivals, answers, strict=True):
+            result = self._geometry.received(order, answer, arrival, aging_s=self._aging_s)
             if result.outcome is Outcome.BAD and answer.is_copy:
-                answer = self.engine.get([replace(incoming, is_fresh=True)])[0]
-                result = self._geometry.received(order, answer, read, aging_s=self._aging_s)
-            self._count(result, incoming.length, is_write=False)
+                again = self._arrival(order)
+                answer = self.engine.get([replace(again.incoming, is_fresh=True)])[0]
+                result = self._geometry.received(order, answer, again, aging_s=self._aging_s)
+            self._count(result, arrival.incoming.length, is_write=False)
             results.append(result)
         return results
+
+    def _arrival(self, order: Get) -> Arrival:
+        return self._geometry.arrival(order, self._keys.key(order.hashes[-1]))
 
     def _put(self, orders: Sequence[Put]) -> list[Result]:
         results: list[Result] = []

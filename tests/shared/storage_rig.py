@@ -8,6 +8,7 @@ import numpy as np
 
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace
+from kvbm.shared.obstore_engine import connection
 from kvbm.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
 from kvbm.shared.protection import NoProtection
 from kvbm.shared.run_format import RunFormat
@@ -118,6 +119,7 @@ def opened(url, *, threads=4, writes=True, **options):
     namespace = options.get("namespace", NAMESPACE)
     engine = open_engine(url, threads, KeySpace(namespace), {"model": "a model"}, writes=writes)
     rig = Rig(engine, **options)
+    rig.store = engine._store if hasattr(engine, "_store") else connection(url)(LIMIT_S)  # for what others do to it
     try:
         yield rig
     finally:

@@ -73,7 +73,7 @@ def test_a_probe_finds_the_end_of_the_runs_that_are_present(rig, present):
 def test_a_damaged_object_is_a_miss(rig, change):
     run = make_run(0)
     rig.put(run)
-    store, key = rig.engine._store, rig.key(run)
+    store, key = rig.store, rig.key(run)
     content = bytearray(obstore.get(store, key).bytes())
     changed = {
         "cut": content[:-1],
@@ -90,7 +90,7 @@ def test_a_damaged_object_is_a_miss(rig, change):
 
 def test_the_object_of_another_run_under_this_name_is_a_miss(rig):
     rig.put(make_run(1))
-    store = rig.engine._store
+    store = rig.store
     obstore.put(store, rig.key(make_run(0)), bytes(obstore.get(store, rig.key(make_run(1))).bytes()))
     assert rig.assert_a_miss(make_run(0)).outcome is Outcome.BAD
 
@@ -100,7 +100,7 @@ def test_the_object_of_another_namespace_is_a_miss(tmp_path):
     with opened(url) as rig, opened(url, namespace=other) as foreign:
         rig.put(make_run(0))
         assert foreign.assert_a_miss(make_run(0)).outcome is Outcome.ABSENT
-        store = rig.engine._store
+        store = rig.store
         obstore.put(store, foreign.key(make_run(0)), bytes(obstore.get(store, rig.key(make_run(0))).bytes()))
         assert foreign.assert_a_miss(make_run(0)).outcome is Outcome.BAD
 

@@ -24,6 +24,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
+from kvbm.shared.directory_engine import DirectoryEngine
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace, run_blocks
 from kvbm.shared.object_engine import ObjectEngine
@@ -32,6 +33,7 @@ from kvbm.shared.presence import DIGEST
 from kvbm.shared.protection import protection_of
 from kvbm.shared.run_format import RunFormat
 from kvbm.shared.service import messages
+from kvbm.shared.settings import directory_of
 from kvbm.shared.storage import SharedStorage
 
 BUSY_INTERVAL_S = 0.1  # between looks for calls that last too long
@@ -154,6 +156,8 @@ def open_engine(url: str, threads: int, keys: KeySpace, facts: Mapping[str, obje
         from kvbm.shared.mooncake_engine import MooncakeEngine
 
         return MooncakeEngine.open(url, batch_objects=threads, facts_key=keys.facts, facts=description, writes=writes)
+    if (directory := directory_of(url)) is not None:
+        return DirectoryEngine.open(directory, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
     from kvbm.shared.obstore_engine import ObstoreEngine
 
     return ObstoreEngine.open(url, threads=threads, facts_key=keys.facts, facts=description, writes=writes)

@@ -1,0 +1,247 @@
+"""DirectoryEngine: objects as files of a directory, which may be a parallel file system that many machines mount.
+
+    <directory>/<key>                  an object
+    <directory>/<key>#<digits>         the same while it is written
+
+A file gets its name when all of it is written, by a hard link, which fails if the object exists; where the file system
+has no hard links, by renaming. Bytes go straight between the file and host memory, which is why this is not left to
+obstore: it copies them once more (bench/micro/shared_obstore.py compares both).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.shared.keys import MIN_RUN_BYTES
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, wrong_length
+from kvbm.shared.orders import Outcome
+from kvbm.shared.protection import Buffer
+from kvbm.shared.request_limit import RequestLimit
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o666  # less the umask
+REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # a file that is being written, by this version or by obstore
+REMAINS_S = 3600.0
+MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one write
+OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
+WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
+
+log = logging.getLogger(__name__)
+
+
+class DirectoryEngine:
+    """See the module's text."""
+
+    name = "directory"
+    batch_objects = 1
+    can_list = True
+    min_run_bytes = MIN_RUN_BYTES
+
+    def __init__(self, root: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
+        self.threads = threads
+        self.creates_once = creates_once
+        self._root = root
+        self._writes = writes
+        self._limit = RequestLimit()
+
+    @classmethod
+    def open(cls, root: Path, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> DirectoryEngine:
+        """Create the directory and write the description of the namespace, unless this engine only reads. Raises
+        EnvironmentProblem if the directory cannot be used."""
+        require_directory(root)
+        try:
+            with os.scandir(root) as entries:
+                next(entries, None)
+            creates_once = writes and _describe(root, facts_key, facts)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
+                hint=f"check its permissions: `ls -ld {root}`",
+            ) from error
+        if writes and not creates_once:
+            log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
+        return cls(root, threads=threads, creates_once=creates_once, writes=writes)
+
+    @property
+    def limit_s(self) -> float:
+        return self._limit.seconds
+
+    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        """Nothing to do: any memory can be read and written."""
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        return [self._get(one) for one in objects]
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        return [self._put(one) for one in objects]
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        return [self._is_present(key) for key in keys]
+
+    def keys(self, prefix: str) -> Iterator[list[str]]:
+        """Yield the files in the directories of a namespace. Links, and directories that cannot be read, are left out.
+        An engine that writes deletes what killed engines have left of a write. Raises OSError."""
+        try:
+            with os.scandir(self._root / prefix) as entries:
+                directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return
+        for directory in directories:
+            with suppress(OSError), os.scandir(self._root / prefix / directory) as entries:
+                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+                yield [f"{prefix}/{directory}/{entry.name}" for entry in files if not REMAINS.fullmatch(entry.name)]
+                for entry in files if self._writes else []:
+                    if REMAINS.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > REMAINS_S:
+                        os.unlink(entry.path)
+
+    def check(self) -> str | None:
+        try:
+            with os.scandir(self._root) as entries:
+                next(entries, None)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _get(self, one: Incoming) -> StoreAnswer:
+        began_s, limit_s = time.monotonic(), self._limit.seconds
+        try:
+            answer = read_file(self._root / one.key, one)
+        except FileNotFoundError:
+            return StoreAnswer(Outcome.ABSENT)
+        except OSError as error:
+            if error.errno in OF_ONE_FILE:  # says nothing about the others
+                return StoreAnswer(Outcome.BAD, str(error))
+            self._limit.failed(time.monotonic() - began_s, limit_s)
+            return StoreAnswer(Outcome.FAILED, str(error))
+        if answer.outcome is Outcome.GOOD:
+            self._limit.succeeded(time.monotonic() - began_s)
+        return answer
+
+    def _put(self, one: Outgoing) -> StoreAnswer:
+        began_s, limit_s = time.monotonic(), self._limit.seconds
+        try:
+            write_file(self._root, one.key, one.buffers, creates=self.creates_once and not one.replaces)
+        except FileExistsError:
+            return StoreAnswer(Outcome.EXISTS)
+        except OSError as error:
+            self._limit.failed(time.monotonic() - began_s, limit_s)
+            return StoreAnswer(Outcome.FAILED, str(error))
+        self._limit.succeeded(time.monotonic() - began_s)
+        return StoreAnswer(Outcome.GOOD)
+
+    def _is_present(self, key: str) -> bool | None:
+        try:
+            os.stat(self._root / key)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return None
+        return True
+
+
+def read_file(path: Path, one: Incoming) -> StoreAnswer:
+    """Read a file straight into the buffers. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        about = os.fstat(descriptor)
+        if (wrong := wrong_length(about.st_size, one)) is not None:
+            return wrong
+        at = 0
+        for buffer in one.buffers:
+            if isinstance(buffer, int):
+                at += buffer
+                continue
+            left = buffer
+            while left:
+                size = os.preadv(descriptor, [left], at)
+                if size == 0:
+                    return StoreAnswer(Outcome.BAD, f"{at} bytes, not {one.length}")
+                left, at = left[size:], at + size
+        return StoreAnswer(Outcome.GOOD, age_s=max(0.0, time.time() - about.st_mtime))
+    finally:
+        os.close(descriptor)
+
+
+def write_file(root: Path, key: str, buffers: Sequence[Buffer], *, creates: bool) -> None:
+    """Write a file whole or not at all. With `creates`, raises FileExistsError if there is one. Raises OSError."""
+    path = root / key
+    staged = f"{path}#{secrets.randbits(62)}"
+    descriptor = _create(root, path, staged)
+    try:
+        try:
+            _write(descriptor, buffers)
+        finally:
+            os.close(descriptor)  # some file systems report only now that they are full
+        if creates:
+            os.link(staged, path)
+        else:
+            os.replace(staged, path)
+            return
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(staged)
+        raise
+    with suppress(OSError):  # the object is there; what is left of its first name is deleted by a later listing
+        os.unlink(staged)
+
+
+def _create(root: Path, path: Path, staged: str) -> int:
+    """Open a new file. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(staged, flags, FILE_MODE)
+    except FileNotFoundError:
+        if not root.is_dir():  # a mount point that is gone must not become a directory
+            raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(staged, flags, FILE_MODE)
+
+
+def _write(descriptor: int, buffers: Sequence[Buffer]) -> None:
+    left = [memoryview(buffer).cast("B") for buffer in buffers]
+    while left:
+        written = os.writev(descriptor, left[:MOST_PARTS])
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+
+
+def require_directory(root: Path) -> None:
+    """Create the directory, in an existing one: a missing mount point must not become a directory. Raises
+    EnvironmentProblem."""
+    try:
+        root.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}", hint=f"mkdir -p {root}"
+        ) from error
+
+
+def _describe(root: Path, facts_key: str, facts: bytes) -> bool:
+    """Write the description of the namespace, if there is none. Return whether a file can be created once only."""
+    for _ in range(2):
+        try:
+            write_file(root, facts_key, [facts], creates=True)
+        except FileExistsError:
+            return True
+        except OSError as error:
+            if error.errno not in WITHOUT_LINKS:
+                raise
+            write_file(root, facts_key, [facts], creates=False)
+    return False

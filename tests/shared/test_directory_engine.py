@@ -1,0 +1,118 @@
+"""A directory as a store: a file is whole or absent, and written once."""
+
+import errno
+import os
+import shutil
+import threading
+
+import pytest
+from storage_rig import make_run, opened
+
+from kvbm.shared import directory_engine
+from kvbm.shared.geometry import RunGeometry
+from kvbm.shared.object_engine import Outgoing
+from kvbm.shared.orders import Outcome
+
+RUN = make_run(0)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "objects"
+
+
+@pytest.fixture
+def rig(root):
+    with opened(f"file://{root}") as rig:
+        yield rig
+
+
+def files(root):
+    return sorted(path.name for path in root.rglob("*") if path.is_file() and path.suffix != ".json")
+
+
+def test_a_write_that_fails_in_the_middle_leaves_nothing(rig, root, monkeypatch):
+    writev, calls = os.writev, []
+
+    def full(descriptor, buffers):
+        calls.append(1)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return writev(descriptor, [buffers[0][:100]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        result = rig.put(RUN)
+    assert result.outcome is Outcome.FAILED
+    assert "No space left on device" in result.error
+    assert files(root) == []
+    assert rig.get(RUN).outcome is Outcome.ABSENT
+    assert rig.put(RUN).outcome is Outcome.GOOD
+
+
+def test_a_file_system_that_takes_few_bytes_at_a_time_gets_all_of_them(rig, monkeypatch):
+    writev = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: writev(descriptor, [buffers[0][:1000]]))
+    assert rig.put(RUN).outcome is Outcome.GOOD
+    assert all(rig.get(RUN, first_slot=40).is_good)
+    assert all(rig.holds(40 + position, name) for position, name in enumerate(RUN))
+
+
+def test_an_object_of_more_parts_than_one_call_takes_is_whole(rig, monkeypatch):
+    monkeypatch.setattr(directory_engine, "MOST_PARTS", 2)
+    assert rig.put(RUN).outcome is Outcome.GOOD
+    assert all(rig.get(RUN).is_good)
+
+
+def test_a_file_system_without_hard_links_is_written_and_may_be_written_twice(root, monkeypatch):
+    def no_links(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    with opened(f"file://{root}") as rig:
+        assert not rig.engine.creates_once
+        assert rig.put(RUN).outcome is Outcome.GOOD
+        assert all(rig.get(RUN).is_good)
+        (content,) = [(root / rig.key(RUN)).read_bytes()]
+        again = rig.engine.put([Outgoing(rig.key(RUN), [content], len(content))])
+    assert [answer.outcome for answer in again] == [Outcome.GOOD]
+    assert files(root) == [RUN[-1].hex()]
+
+
+def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
+    with opened(f"file://{root}") as first, opened(f"file://{root}") as second:
+        start, answers = threading.Barrier(2), []
+
+        def write(rig, value):
+            start.wait()
+            answers.extend(rig.engine.put([Outgoing(rig.key(RUN), [bytes([value]) * (1 << 20)], 1 << 20)]))
+
+        threads = [threading.Thread(target=write, args=one) for one in ((first, 1), (second, 2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(answer.outcome.name for answer in answers) == ["EXISTS", "GOOD"]
+    assert files(root) == [RUN[-1].hex()]
+    assert len(set((root / first.key(RUN)).read_bytes())) == 1, "the bytes of one of them"
+
+
+def test_a_mount_point_that_is_gone_does_not_become_a_directory(rig, root):
+    shutil.rmtree(root)
+    assert rig.put(RUN).outcome is Outcome.FAILED
+    assert not root.exists()
+
+
+def test_a_file_in_place_of_the_directory_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "objects").write_bytes(b"")
+    with pytest.raises(Exception, match=r"objects of `tiers\.shared\.url`: "), opened(f"file://{tmp_path}/objects"):
+        pass
+
+
+def test_checksums_are_computed_while_the_bytes_of_a_server_arrive(monkeypatch):
+    """So that no second pass reads the blocks from memory; tests of damaged objects show that they are compared."""
+    with opened("memory:///") as rig:
+        rig.put(RUN)
+        monkeypatch.setattr(RunGeometry, "_checksums", lambda *_: pytest.fail("a second pass"))
+        assert all(rig.get(RUN, wanted=(1, 3)).is_good[position] for position in (1, 3))
+        assert rig.holds(33, RUN[1])
