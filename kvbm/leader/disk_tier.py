@@ -312,8 +312,8 @@ class DiskTier:
             if found is None:
                 return
             slots, hashes = found.lists()
-            if self._notes is not None and found.notes:
-                self._notes.found(hashes, found.notes)
+            if self._notes is not None and (found.notes or found.is_last):
+                self._notes.found(hashes if found.notes else (), found.notes, found.is_last)
             self.store.restore(slots, hashes)
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S

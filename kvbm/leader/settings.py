@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 class BlockNotes:
     """What an integration keeps on disk next to each block, for the next start.
 
-    `of(hashes)` returns one note per block, empty for none. `found(hashes, notes)` gets those of blocks that were found
-    on disk, before they are registered.
+    `of(hashes)` returns one note per block, empty for none. `found(hashes, notes, is_last)` gets those of blocks that
+    were found on disk, before they are registered; `is_last` with the last ones.
     """
 
     of: Callable[[Sequence[bytes]], Sequence[bytes]]
-    found: Callable[[Sequence[bytes], Sequence[bytes]], None]
+    found: Callable[[Sequence[bytes], Sequence[bytes], bool], None]
 
 
 @dataclass(frozen=True, slots=True)

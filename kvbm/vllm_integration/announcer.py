@@ -29,6 +29,7 @@ from kvbm.events import BlocksStored, Event, TierCleared
 from kvbm.types import Tier
 from kvbm.vllm_integration.descriptions import Descriptions
 from kvbm.vllm_integration.events import removed, stored
+from kvbm.vllm_integration.restored import RestoredBlocks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -70,7 +71,8 @@ class Announcer:
         # Descriptions of blocks on their way; when the first dict is full, it replaces the second, which is dropped.
         self._described: tuple[dict[bytes, bytes], dict[bytes, bytes]] = ({}, {})
         self._expected_blocks = max(1, expected_blocks)
-        self._found: dict[bytes, bytes] = {}  # on disk, not registered yet
+        self._restored = RestoredBlocks(self._form_of)
+        self._are_all_found = False  # and not yet in `_work`
         self._work: deque[Work] = deque()
         self._backlog = 0  # blocks in `_work`
         self._repetition: Work | None = None
@@ -114,20 +116,20 @@ class Announcer:
         return [one or b"" for one in self._descriptions(hashes)]
 
     @contained()
-    def found(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> None:
-        """Take over the descriptions of blocks that an earlier process has left on disk."""
-        for sequence_hash, note in zip(hashes, notes, strict=True):
-            form = self._form_of(sequence_hash)
-            if form is not None and (description := form.restored(note)) is not None:
-                self._found[sequence_hash] = description
+    def found(self, hashes: Sequence[bytes], notes: Sequence[bytes], is_last: bool) -> None:
+        """Take over the descriptions of blocks that an earlier process has left on disk. They are announced after the
+        last ones were found."""
+        self._restored.find(hashes, notes)
+        self._are_all_found |= is_last
 
     def _descriptions(self, hashes: Sequence[bytes]) -> list[bytes | None]:
         found = list(map(self._described[0].get, hashes))
         if None in found:
-            others = (self._described[1], *self._announced.values(), self._found)
+            others = (self._described[1], *self._announced.values())
             for index, one in enumerate(found):
                 if one is None:
-                    found[index] = next((some[hashes[index]] for some in others if hashes[index] in some), None)
+                    known = (some[hashes[index]] for some in others if hashes[index] in some)
+                    found[index] = next(known, None) or self._restored.description(hashes[index])
         return found
 
     def _form_of(self, sequence_hash: bytes) -> Descriptions | None:
@@ -148,6 +150,9 @@ class Announcer:
         """Accept the leader's new events; return those that are due in this step."""
         for event in events:
             self._follow(event)
+        if self._are_all_found:  # and the events of their registration are due before this
+            self._are_all_found = False
+            self._work.append(self._announce_restored())
         interval_s = self._settings.repeat_s
         if interval_s and self._clock() - self._repeated_s >= interval_s and self._repetition is None:
             self.announce_again()
@@ -178,19 +183,31 @@ class Announcer:
         self._add(len(event.hashes), _in_parts(partial(act, event.tier), event.hashes))
 
     def _store(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        if tier is Tier.DISK and self._restored:
+            hashes = self._restored.hold(hashes)
         found = self._descriptions(hashes)
         if None in found:
             self.unknown_blocks += found.count(None)
             hashes = [name for name, one in zip(hashes, found, strict=True) if one is not None]
-        known = [one for one in found if one is not None]
-        if self._found and tier is Tier.DISK:
-            for sequence_hash in hashes:
-                self._found.pop(sequence_hash, None)
+        self._say_stored(tier, hashes, [one for one in found if one is not None])
+
+    def _say_stored(self, tier: Tier, hashes: Sequence[bytes], known: Sequence[bytes]) -> None:
         self._announced[tier].update(zip(hashes, known, strict=True))
         for form, some, descriptions in self._by_group(hashes, known):
             self._events += stored(tier, some, descriptions, form)
 
+    def _announce_restored(self) -> Work:
+        """Announce what an earlier process has left on disk."""
+        self._backlog += len(self._restored)
+        for part in self._restored.parents_first(PART_BLOCKS):
+            if not part:
+                self._backlog += 1
+            self._say_stored(Tier.DISK, [name for name, _ in part], [description for _, description in part])
+            yield max(1, len(part))
+
     def _remove(self, tier: Tier, hashes: Sequence[bytes]) -> None:
+        if tier is Tier.DISK and self._restored:
+            self._restored.drop(hashes)
         announced = self._announced[tier]
         gone = [sequence_hash for sequence_hash in hashes if announced.pop(sequence_hash, None) is not None]
         self._say_removed(tier, gone)
@@ -200,13 +217,15 @@ class Announcer:
             self._events.append(removed(tier, some, form))
 
     def _clear(self, tier: Tier) -> Work:
+        if tier is Tier.DISK:
+            self._restored.clear()
         announced, self._announced[tier] = self._announced[tier], {}
         self._backlog += len(announced)
         yield from _in_parts(partial(self._say_removed, tier), announced)
 
     def _repeat(self) -> Work:
         """Announce the blocks of each tier in the order in which they were stored: parents before their children,
-        except for blocks of an earlier process. Those are in the order in which they were written to disk."""
+        unless a parent was evicted and stored again."""
         for tier in self._announced:
             yield from _in_parts(partial(self._say_again, tier), list(self._announced[tier]))
 

@@ -80,6 +80,17 @@ class Descriptions:
         names: Sequence[Name] = np.ascontiguousarray(table).view(">u8").ravel().astype(np.uint64).tolist()
         return names
 
+    def short_name(self, sequence_hash: bytes) -> bytes:
+        """Return the part of a sequence hash that its children mention, and its group."""
+        start = self._hash_bytes - self._name_bytes
+        return sequence_hash[start:]
+
+    def short_parent(self, sequence_hash: bytes, description: bytes) -> bytes | None:
+        """Return the short name of the parent of a block; None if it has none."""
+        if not description[0] & HAS_PARENT:
+            return None
+        return description[1 : self._tokens_at] + sequence_hash[self._hash_bytes :]
+
     # -- from a request ------------------------------------------------------------------------------------------------
 
     def of(self, request: Request, begin: int, hashes: Sequence[bytes], parent: bytes | None) -> list[bytes]:

@@ -14,7 +14,7 @@ from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader import disk_tier, onboards
 from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
-from kvbm.leader.settings import DiskPolicy
+from kvbm.leader.settings import BlockNotes, DiskPolicy
 from kvbm.types import Tier
 
 
@@ -507,6 +507,19 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
         assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
     rig.settle()
     assert rig.leader._disk.match(hashes, 0) == 4
+
+
+def test_the_last_blocks_that_were_found_are_reported_also_without_notes(rig):
+    rig.disk.blocks_at_a_time, calls = 3, []
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._disk._notes = BlockNotes(lambda some: [b""] * len(some), lambda *call: calls.append(call))
+    rig.leader._host.store.reset()
+    rig.disk.end()
+    rig.disk.begin_again()
+    settled(rig)
+    assert rig.leader._disk.match(hashes, 0) == 4
+    assert calls == [((), (), True)]
 
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):

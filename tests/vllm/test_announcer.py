@@ -421,7 +421,7 @@ def test_blocks_of_an_earlier_process_are_announced_from_their_notes():
     hashes = described(earlier, tokens, request=vllm_like(request))
     drained(earlier)
     notes = earlier.notes_of(hashes)
-    later.found(hashes, notes)
+    later.found(hashes, notes, True)
     (event,) = drained(later, BlocksStored(Tier.DISK, tuple(hashes)))
     assert (event.token_ids, event.lora_name, event.lora_id) == (tokens, "adapter", None)
     assert event.extra_keys == [["adapter"]] * 4 or event.extra_keys[0] is not None
@@ -432,6 +432,53 @@ def test_blocks_of_an_earlier_process_are_announced_from_their_notes():
     assert later.notes_of(hashes) != notes, "the number of the adapter is one of the earlier process"
 
 
+def left_on_disk(blocks=4):
+    """The hashes of a chain, and what is written next to its blocks."""
+    announcer = make()
+    hashes = described(announcer, prompt("a", blocks))
+    drained(announcer)
+    return hashes, announcer.notes_of(hashes)
+
+
+@pytest.mark.parametrize("part", [1, 2, 128])
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]])
+def test_a_block_of_an_earlier_process_is_announced_after_its_parent(order, part, monkeypatch):
+    monkeypatch.setattr(module, "PART_BLOCKS", part)
+    (hashes, notes), announcer, routers = left_on_disk(), make(), Routers()
+    written, first = [hashes[index] for index in order], 3
+    announcer.found(written[:first], [notes[index] for index in order[:first]], False)
+    assert drained(announcer, BlocksStored(Tier.DISK, tuple(written[:first]))) == [], "others may be their parents"
+    announcer.found(written[first:], [notes[index] for index in order[first:]], True)
+    routers.accept(drained(announcer, BlocksStored(Tier.DISK, tuple(written[first:]))))
+    assert not routers.llmd.without_parent
+    routers.have([], hashes)
+
+
+def test_an_orphan_of_an_earlier_process_is_announced_too():
+    (hashes, notes), announcer = left_on_disk(), make()
+    announcer.found(hashes[1:], notes[1:], True)
+    (event,) = drained(announcer, BlocksStored(Tier.DISK, tuple(hashes[1:])))
+    assert set(event.block_hashes) == names(hashes[1:])
+
+
+@pytest.mark.parametrize("end", [BlocksRemoved, TierCleared])
+def test_what_leaves_the_disk_before_all_is_found_is_not_announced(end):
+    (hashes, notes), announcer = left_on_disk(), make()
+    announcer.found(hashes, notes, False)
+    gone = TierCleared(Tier.DISK) if end is TierCleared else BlocksRemoved(Tier.DISK, tuple(hashes))
+    assert drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)), gone) == []
+    announcer.found([], [], True)
+    assert drained(announcer) == []
+
+
+def test_what_was_found_and_not_registered_is_forgotten():
+    (hashes, notes), announcer = left_on_disk(), make()
+    announcer.found(hashes, notes, True)
+    drained(announcer, BlocksStored(Tier.DISK, tuple(hashes[:2])))
+    assert announcer.notes_of(hashes[2:]) == [b"", b""]
+    assert announcer.notes_of(hashes[:2]) == notes[:2]
+
+
 def vllm_like(request):
     return SimpleNamespace(**vars(request))
 
@@ -439,7 +486,7 @@ def vllm_like(request):
 @pytest.mark.parametrize("note", [b"", b"x", bytes(100), b"\x41" + bytes(24), b"\x43" + bytes(24)])
 def test_a_note_of_another_form_is_not_believed(note):
     announcer, hashes = make(), chain_of(prompt("a", 1))
-    announcer.found(hashes, [note])
+    announcer.found(hashes, [note], True)
     is_ours = note[:1] == b"\x41"  # a parent with the name 0, and tokens 0: the right form
     assert len(drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)))) == int(is_ours)
 

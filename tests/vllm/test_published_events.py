@@ -96,9 +96,7 @@ def names_with_all_parents(router):
     return usable
 
 
-def assert_agrees(engine, subscriber, *, is_restarted=False):
-    """A restarted engine announces blocks in the order in which they were written. A parent that was removed and
-    written again comes after its children then, and llm-d does not know these."""
+def assert_agrees(engine, subscriber):
     deadline_s = time.monotonic() + 30
     while True:
         engine.rest()
@@ -114,8 +112,7 @@ def assert_agrees(engine, subscriber, *, is_restarted=False):
     for tier, other in TIERS.items():
         known = subscriber.llmd.names(other)
         assert known <= present[tier], tier
-        late = subscriber.llmd.without_parent if is_restarted else set()
-        assert present[tier] & usable <= known | late, tier
+        assert present[tier] & usable <= known, tier
     assert not subscriber.dynamo.dropped
     return present
 
@@ -139,10 +136,10 @@ def test_routers_know_what_is_in_each_tier_also_after_a_restart(process, subscri
     subscriber.begin_again()  # a router that knows nothing
     start(engine, tmp_path, subscriber)
     engine.answer([Request(LONG.prompt[:300], 2)])
-    found = assert_agrees(engine, subscriber, is_restarted=True)
+    found = assert_agrees(engine, subscriber)
     assert len(found["disk"]) >= len(present["disk"]) - 2, "what the engine before has left"
     assert sum(subscriber.dynamo.matched(LONG.prompt).values()) == 9
     engine.forget()
-    emptied = assert_agrees(engine, subscriber, is_restarted=True)
+    emptied = assert_agrees(engine, subscriber)
     assert not emptied["host"]
     engine.stop()
