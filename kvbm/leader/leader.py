@@ -109,6 +109,8 @@ class Leader:
         self._shared: SharedTier | None = None
         if shared is not None:
             self._shared = SharedTier(shared, self._host, self._disk, settings, self.counters, self._choice, clock)
+        elif settings.shared.is_configured:
+            self.counters.shared_off = 1  # for good: the blocks of this engine are in doubt
         self._prefetches: Prefetches | None = None  # of an engine that is promised blocks in host memory only
         if (self._disk is not None or self._shared is not None) and not settings.engine.accepts_failed_loads:
             batch_blocks = settings.disk.batch_blocks

@@ -115,8 +115,10 @@ class DiskPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SharedPolicy:
-    """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does."""
+    """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does.
+    `is_configured`: the profile has the tier, which may be off all the same (`open_shared`)."""
 
+    is_configured: bool = False
     to_shared: str = "frequency"
     writes: bool = True
     frequency_threshold: int = 2
@@ -128,6 +130,7 @@ class SharedPolicy:
     def of(cls, config: ConnectorConfig) -> SharedPolicy:
         shared = config.tiers.shared
         return cls(
+            is_configured=shared is not None,
             to_shared=config.offload.to_shared,
             writes=shared is None or shared.write,
             frequency_threshold=config.offload.frequency_threshold,

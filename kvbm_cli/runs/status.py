@@ -98,6 +98,10 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
     else:
         more = f"; `kvbm status --all` also lists ended runs ({len(every)})" if every and not with_ended else ""
         print_note(f"no engine is running{more}")
+    for one in status if not as_json else ():
+        if one.is_shared_off:
+            name = one.run.facts.name
+            print_note(f"the shared tier (G4) of {name} is off; the reason is in `kvbm logs {name}`")
     if reference is None and not as_json and not with_ended:
         last = {(run.facts.profile, run.facts.is_baseline): run for run in every}
         for run in last.values():

@@ -26,6 +26,7 @@ from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run
+from kvbm_cli.runs import status
 from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import _BLOCKS
@@ -401,6 +402,17 @@ def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
     line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
     assert _BLOCKS.findall(line % ("free", count)) == []
     assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
+
+
+def test_status_of_an_engine_whose_shared_tier_is_off_names_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written_run(tmp_path, monkeypatch)
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, {}, is_shared_off=True))
+    assert run(["status", "--all"]) == 0
+    shown = capsys.readouterr()
+    assert "G4 off" in shown.out
+    assert "the shared tier (G4) of demo-1 is off; the reason is in `kvbm logs demo-1`" in shown.err
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(

@@ -514,6 +514,15 @@ def test_a_read_that_a_reset_overtook_is_dropped():
     rig.close()
 
 
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_a_configured_tier_that_is_not_opened_is_reported_as_off(is_configured):
+    rig = Rig(slots=8, shared=SharedPolicy(is_configured=is_configured))
+    rig.fill("a", 4)
+    rig.step()
+    assert rig.leader.counters.shared_off == int(is_configured)
+    rig.close()
+
+
 def test_several_groups_find_blocks_by_the_index():
     first = make(run_blocks=1, slots=16)
     full, window = first.fill("full", 3), first.fill("window", 3)
