@@ -22,7 +22,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add .Values.tiers.host.capacityGiB .Values.memory.shmGiB .Values.memory.processesGiB -}}
 {{- end -}}
 
-{{/* A size limit of the volume above G3: its index, and 10% in reserve, because a pod above the limit is evicted. */}}
+{{/* Size of the volume for G3: its capacity, plus 10% and 1 GiB for the index. A pod above the limit is evicted. */}}
 {{- define "kvbm.blocksGiB" -}}
 {{- add 1 (div (mul .Values.tiers.disk.capacityGiB 11) 10) -}}
 {{- end -}}
@@ -36,7 +36,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $volumes -}}
 {{- end -}}
 
-{{/* preStop, then what `kvbm serve` allows an engine: 30 s and the drain times; 15 s in reserve. */}}
+{{/* preStop, the time in which `kvbm serve` stops the engine (30 s and the drain times), and 15 s in reserve. */}}
 {{- define "kvbm.graceSeconds" -}}
 {{- $seconds := add .Values.preStopSeconds 30 15 -}}
 {{- if .Values.tiers.disk.enabled -}}
