@@ -101,7 +101,7 @@ class SharedTierSection(Section):
 
     url: str = Field(
         min_length=1,
-        description="Where objects are stored: `s3://bucket/prefix`, `gs://`, `az://account/container/prefix`, "
+        description="Where objects are stored: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, "
         "`file:///directory` or `mooncake://host:port`. Credentials come from the environment, never from the profile.",
     )
     protection: Literal["none", "hmac", "aes-gcm"] = Field(
@@ -112,7 +112,7 @@ class SharedTierSection(Section):
     key_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with the secret of `protection`; by default the variable `KVBM_SHARED_KEY`.",
+        description="File with the secret of `protection`. By default, the variable `KVBM_SHARED_KEY` has the secret.",
     )
     expire_days: float = Field(
         default=0.0,
@@ -123,7 +123,12 @@ class SharedTierSection(Section):
         "the second half of this time is written again.",
     )
     write: bool = Field(default=True, description="Whether this engine writes objects, or only reads those of others.")
-    requests: int = Field(default=16, ge=1, le=256, description="Maximum number of parallel requests to the store.")
+    requests: int = Field(
+        default=16,
+        ge=1,
+        le=256,
+        description="Maximum number of parallel requests to the store; with Mooncake, of objects in one call.",
+    )
     drain_s: float = Field(
         default=10.0,
         ge=0,
@@ -313,7 +318,7 @@ class MetricsSection(Section):
 
 
 class EventsSection(Section):
-    """KV events, which tell a router what is cached. The engine publishes them if its own setting enables them."""
+    """KV events, which report cached blocks to a router. The engine publishes them if its own setting enables them."""
 
     repeat_s: float = Field(
         default=0.0,
