@@ -84,12 +84,12 @@ CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, 
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
 STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
 StoreOption = Annotated[str | None, _option("--url", "URL", STORE_HELP)]
-NAMESPACE_HELP = "Only the namespace that begins with HEX; requires --url."
+NAMESPACE_HELP = "Only namespaces that begin with HEX; requires --url."
 NamespaceOption = Annotated[str | None, _option("--namespace", "HEX", NAMESPACE_HELP)]
 ModelOption = Annotated[str | None, _option("--model", "NAME", "Only this model, as `ls` shows it; requires --url.")]
 TENANT_HELP = "Only objects of requests with this cache salt; requires --url."
 TenantOption = Annotated[str | None, _option("--tenant", "SALT", TENANT_HELP)]
-AGE_HELP = "Only objects written longer ago, such as `12h` or `7d`; requires --url."
+AGE_HELP = "Only objects older than this, such as `12h` or `7d`; requires --url."
 AgeOption = Annotated[str | None, _option("--older-than", "AGE", AGE_HELP)]
 SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face [default profile: `vllm`]."
 RUN_HELP = "Name of a run (`demo-1`) or of its profile [default: the only running engine]."
@@ -437,7 +437,7 @@ def doctor(
         _option(
             "--prefill-tokens-per-s",
             "N",
-            "Prefill rate of the engine; shows from which prompt length on the store pays.",
+            "Prefill rate of the engine; shows the shortest prefix for which loading from the store is faster.",
             min=1e-3,
             max=1e9,
         ),

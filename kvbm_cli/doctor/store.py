@@ -34,7 +34,7 @@ REMEDIES = {
     "put": "allow `s3:PutObject`, or set `tiers.shared.write: false` if this engine only reads",
     "get": "allow `s3:GetObject`",
     "conditional put": "allow `s3:PutObject`",
-    "delete": "allow `s3:DeleteObject`, which only `kvbm cache purge` and the doctor use",
+    "delete": "allow `s3:DeleteObject`: `kvbm cache`, `kvbm bench` and the doctor use it, engines do not",
 }
 
 
@@ -133,7 +133,8 @@ def _speed(context: DoctorContext, report: StoreReport, *, writes: bool) -> Iter
         yield ok("latency", finding, small_get_s=report.small_get_s)
     if report.get_rate is None or report.put_rate is None or report.object_get_s is None:
         if report.failed is None and not writes:
-            yield skipped("throughput", "measured only by an engine that writes", "run the doctor on such an engine")
+            finding = "not measured with `tiers.shared.write: false`, because this writes objects"
+            yield skipped("throughput", finding, "add `--set tiers.shared.write=true`, or use another profile")
         return
     finding = (
         f"reads {rate(report.get_rate)}, writes {rate(report.put_rate)} "

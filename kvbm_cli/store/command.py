@@ -81,4 +81,4 @@ def _sum(found: Sequence[Selected]) -> str:
 def _note_others(found: Sequence[Selected]) -> None:
     others = sum(one.stored.other_count for one in found)
     if others:
-        print_note(f"{counted(others, 'object')} in these namespaces not written by kvbm: never read and never deleted")
+        print_note(f"{counted(others, 'object')} in these namespaces not written by kvbm, never read and never deleted")

@@ -88,7 +88,7 @@ def opened(request: StoreRequest) -> Inventory:
     url = checked_url(request.url)
     if url.startswith("mooncake:"):
         raise UsageError(
-            f"`--url {request.url}`: the objects of Mooncake Store cannot be listed", hint="it evicts them by itself"
+            f"`--url {request.url}`: the objects of Mooncake Store cannot be listed; it removes old ones itself"
         )
     if (directory := directory_of(url)) is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
@@ -129,7 +129,8 @@ def _namespace(text: str | None) -> str:
         return ""
     if not re.fullmatch(f"[0-9a-f]{{1,{NAMESPACE_HEX}}}", text):
         raise UsageError(
-            f"`--namespace {text}` is not the beginning of a namespace", hint="`kvbm cache ls --url URL` lists them"
+            f"`--namespace {text}` is not the beginning of a namespace: 1 to {NAMESPACE_HEX} of the digits 0-9 and a-f",
+            hint="`kvbm cache ls --url URL` lists the namespaces",
         )
     return text
 
@@ -140,7 +141,10 @@ def _before(age: str | None) -> float | None:
         return None
     found = AGE.fullmatch(age.strip())
     if found is None:
-        raise UsageError(f"`--older-than {age}` is not an age", hint="for example `30min`, `12h` or `7d`")
+        raise UsageError(
+            f"`--older-than {age}` is not a number with the unit s, min, h or d",
+            hint="for example `30min`, `12h` or `7d`",
+        )
     return time.time() - int(found[1]) * SECONDS[found[2]]
 
 

@@ -254,7 +254,7 @@ def test_objects_of_others_are_never_deleted(home: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"mine")
     outcome = run(home, "purge URL --yes")
-    assert outcome.stderr == "3 objects in these namespaces not written by kvbm: never read and never deleted\n"
+    assert outcome.stderr == "3 objects in these namespaces not written by kvbm, never read and never deleted\n"
     assert [path for path in (home / "kv").rglob("*") if path.is_file()] == [
         path for path in (home / "kv").rglob("*") if path in others
     ]
