@@ -1,7 +1,7 @@
 """SharedTier: the metadata of G4. It decides which runs of blocks are written to the shared store, and reads them back.
 
-A run is K consecutive blocks of a chain, beginning at a multiple of K. It moves no bytes: a SharedClient does. The
-leader's thread owns both and calls
+A run is K consecutive blocks of a chain, beginning at a multiple of K. SharedTier moves no bytes: a SharedClient does.
+The leader's thread owns both and calls
 
     match, runs_of, fetch       find runs and start to read them into host memory
     must_wait                   ask the store for the runs of a chain that are not known here

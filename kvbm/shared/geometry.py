@@ -1,4 +1,4 @@
-"""RunGeometry: where the bytes of a run are in host memory, and what proves them."""
+"""RunGeometry: where the bytes of a run are in host memory, and how they are verified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspection: reads an object without the engine that wrote it. Its header says what it should be; its bytes prove it.
+"""Inspection: verifies an object without the engine that wrote it, by its own header and checksums.
 
 Nothing in a header is believed before it is within bounds and agrees with the object's key and length.
 """
@@ -37,14 +37,14 @@ def found_run(head: Buffer, *, namespace: bytes, byte_count: int) -> FoundRun:
     if version != FORMAT_VERSION:
         raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
     if found != namespace:
-        raise BadObject("of another namespace")
+        raise BadObject("its header names another namespace")
     if protection not in SEAL_BYTES or not 1 <= block_count <= MAX_BLOCKS or hash_bytes not in HASH_BYTES:
         raise BadObject("damaged header")
     form = RunFormat(namespace, block_count, block_bytes, hash_bytes)
     if header_bytes != form.header_bytes:
         raise BadObject("damaged header")
     if byte_count > MAX_OBJECT_BYTES:
-        raise BadObject(f"{byte_count} bytes, more than any object")
+        raise BadObject(f"{byte_count} bytes, but an object has at most {MAX_OBJECT_BYTES}")
     if byte_count != form.object_bytes:
         raise BadObject(f"{byte_count} bytes, not {form.object_bytes}")
     return FoundRun(form, protection, tenant)
@@ -60,7 +60,7 @@ def verify(content: Buffer, run: FoundRun, name: bytes, protection: Protection |
     seal_bytes = SEAL_BYTES[run.protection]
     hashes = _hashes(view, form)
     if hashes[-1] != name:
-        raise BadObject("other blocks than its name says")
+        raise BadObject("it holds other blocks than its name says")
     head = form.read_header(view, hashes, protection=run.protection, seal_bytes=seal_bytes)
     payload: Buffer = view[form.header_bytes :]
     is_proven = False

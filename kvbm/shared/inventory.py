@@ -82,7 +82,7 @@ class Inventory:
                 count += len(listed.runs)
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
-                f"cannot list {self.url}: {_first_line(error)}", hint=f"`kvbm doctor --url {self.url}`"
+                f"cannot list {self.url}: {_first_line(error)}", hint=f"run `kvbm doctor --url {self.url}`"
             ) from None
         return found
 
@@ -170,7 +170,8 @@ class Inventory:
                     self._delete_one(key)
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
-                f"cannot delete objects in {self.url}: {_first_line(error)}", hint=f"`kvbm doctor --url {self.url}`"
+                f"cannot delete objects in {self.url}: {_first_line(error)}",
+                hint=f"run `kvbm doctor --url {self.url}`",
             ) from None
 
     def _delete_one(self, key: str) -> None:

@@ -82,7 +82,7 @@ class MooncakeEngine:
         store = _connected(url, parts, protocol)
         engine = cls(store, prefix=parts.path.strip("/"), batch_objects=batch_objects, registers=protocol != "tcp")
         if writes and (answer := engine.put([Outgoing(facts_key, [facts], len(facts))])[0]).error:
-            log.warning("kvbm: %s stores nothing yet: %s", url, answer.error)
+            log.warning("kvbm: %s accepts no objects yet, nothing is written to it: %s", url, answer.error)
         return engine
 
     @property
@@ -237,7 +237,9 @@ def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
     """Return a store that is set up. Raises EnvironmentProblem."""
     host, port = parts.hostname, parts.port or DEFAULT_PORT
     if host is None:
-        raise EnvironmentProblem(f"`tiers.shared.url` {url} has no host", hint="mooncake://HOST:PORT of the master")
+        raise EnvironmentProblem(
+            f"`tiers.shared.url` {url} has no host", hint="set it to `mooncake://HOST:PORT` of the master"
+        )
     for name, value in LIMITS.items():
         os.environ.setdefault(name, value)
     try:
@@ -246,7 +248,7 @@ def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
         has_package = "mooncake" not in str(error)
         raise EnvironmentProblem(
             f"cannot load the library of Mooncake: {error}",
-            hint="apt install libibverbs1" if has_package else "pip install 'kvbm-cli[mooncake]'",
+            hint="run `apt install libibverbs1`" if has_package else "run `pip install 'kvbm-cli[mooncake]'`",
         ) from error
     store = MooncakeDistributedStore()
     device = os.environ.get("MOONCAKE_DEVICE", "")
@@ -254,7 +256,7 @@ def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
     if code != 0:
         raise EnvironmentProblem(
             f"cannot use `tiers.shared.url` {url}: the master does not answer (code {code}, protocol {protocol})",
-            hint=f"mooncake_master --rpc_port={port}",
+            hint=f"start the master on {host} with `mooncake_master --rpc_port={port}`",
         )
     return store
 

@@ -5,11 +5,11 @@
                                    <16 hex>.member    locked by an engine that uses this directory
 
 The first engine that reads an object keeps a copy for COPY_S, and the others wait for it, at most half of the time that
-a request may take. An engine that is alone keeps no copies. Whatever fails here, the object comes from the store. A
-copy is trusted no more than an object: the same checks follow, and one that does not pass them is read again.
+a request may take. An engine that is alone keeps no copies. If anything fails here, the object is read from the store.
+A copy is checked like an object. If a check fails, the object is read from the store.
 
-A directory of more than MOST_BYTES loses its oldest copies. Locks end with their processes. One who waits in vain for a
-process that does not continue does not wait again for PAUSE_S.
+If the directory has more than MOST_BYTES, its oldest copies are deleted. Locks end with their processes. An engine that
+has waited for a process that does not continue waits for no copy during the next PAUSE_S.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class NodeCopies:
         self._keeping_from_s = time.monotonic() + PAUSE_S
         if not self._has_warned:
             self._has_warned = True
-            log.warning("kvbm: cannot keep objects of the shared tier in %s: %s", self._home, error)
+            log.warning("kvbm: cannot keep copies of objects for other engines in %s: %s", self._home, error)
 
     def _note_kept(self, size: int) -> None:
         with self._lock:

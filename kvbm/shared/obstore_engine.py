@@ -209,7 +209,7 @@ class ObstoreEngine:
                     obstore.put(self._store, facts_key, facts, use_multipart=False)
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
-                f"cannot use `tiers.shared.url` {url}: {_reason(error)}", hint=f"kvbm doctor --url {url}"
+                f"cannot use `tiers.shared.url` {url}: {_reason(error)}", hint=f"run `kvbm doctor --url {url}`"
             ) from None
         if not self.creates_once:
             log.info("kvbm: %s overwrites objects: engines that compute the same blocks may write them twice", url)
@@ -222,7 +222,7 @@ def connection(url: str) -> Callable[[float], Any]:
         from obstore.store import from_url
     except ImportError as error:
         raise EnvironmentProblem(
-            "`tiers.shared` requires the package `obstore`", hint="pip install 'kvbm-cli[shared]'"
+            "`tiers.shared` requires the package `obstore`", hint="run `pip install 'kvbm-cli[shared]'`"
         ) from error
     parts = urlsplit(url)
     if parts.password is not None:

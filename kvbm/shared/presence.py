@@ -5,7 +5,7 @@
     erased     runs that a read did not find since then: a listing may still contain them
     absent     runs that a probe did not find, for ABSENT_S
 
-A name is known by a digest of 64 bits. Two names with one digest cost a read that finds other blocks, which is a miss.
+A name is known by a digest of 64 bits. If two names have the same digest, a read may find no object, which is a miss.
 One thread owns it; `clock` returns seconds.
 """
 

@@ -98,7 +98,7 @@ class AesProtection:
         except ImportError as error:
             raise EnvironmentProblem(
                 "`tiers.shared.protection: aes-gcm` requires the package `cryptography`",
-                hint="pip install 'kvbm-cli[shared]'",
+                hint="run `pip install 'kvbm-cli[shared]'`",
             ) from error
         self._secret = secret
         self._cipher = AESGCM
@@ -146,7 +146,7 @@ def _secret(key_file: Path | None) -> bytes:
         raise EnvironmentProblem(
             f"`tiers.shared.protection` requires a secret of {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, but "
             f"{where} has {len(secret)}",
-            hint=f"openssl rand -hex 32 > FILE, and set `tiers.shared.key_file` or `{KEY_VARIABLE}`",
+            hint=f"run `openssl rand -hex 32 > FILE`, and set `tiers.shared.key_file: FILE` or `{KEY_VARIABLE}`",
         )
     return secret
 

@@ -102,17 +102,17 @@ class RunFormat:
         if version != FORMAT_VERSION:
             raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
         if shape != [self.header_bytes, self.block_count, self.hash_bytes, self.block_bytes]:
-            raise BadObject("blocks of another form")
+            raise BadObject("another run length, hash length or block size")
         if _digest(head[:end]) != head[end : end + CHECKSUM_BYTES]:
             raise BadObject("damaged header")
         if namespace != self.namespace:
-            raise BadObject("of another namespace")
+            raise BadObject("its header names another namespace")
         if found_protection != protection:
-            raise BadObject("not protected as `tiers.shared.protection` demands")
+            raise BadObject("its protection is not that of `tiers.shared.protection`")
         step = self.hash_bytes + CHECKSUM_BYTES
         entries = [head[at : at + step] for at in range(FIXED.size, end, step)]
         if [entry[: self.hash_bytes] for entry in entries] != list(hashes):
-            raise BadObject("other blocks than its name says")
+            raise BadObject("it holds other blocks than its name says")
         described = head[: end + CHECKSUM_BYTES]
         seal = head[len(described) : len(described) + seal_bytes]
         return ReadHeader(described, seal, tenant, [entry[self.hash_bytes :] for entry in entries])

@@ -12,7 +12,7 @@ KEY_VARIABLE = "KVBM_SHARED_KEY"  # the secret of `protection`, if there is no `
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
     """The keys of `tiers.shared` in a profile. The credentials of the store are not among them: its client reads
-    `AWS_*`, `GOOGLE_*` and `AZURE_*` variables, their files, and the role of the machine.
+    `AWS_*`, `GOOGLE_*` and `AZURE_*` variables, the files that these name, and the role of the machine.
 
     `expire_s` is the age at which the store deletes objects, 0 if it never does. With `writes` False, this engine only
     reads.

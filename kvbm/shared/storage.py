@@ -114,7 +114,7 @@ class SharedStorage:
             self._end(_failed(order, f"off: {self._breaker.why}"))
             return
         if isinstance(order, Put) and not self._write_pause.is_over:
-            self._end(_failed(order, "writes have failed, and are paused"))
+            self._end(_failed(order, "writes are paused, because earlier ones failed"))
             return
         with self._has_order:
             queue = self._reads if isinstance(order, Get) else self._writes if isinstance(order, Put) else self._probes
@@ -230,6 +230,8 @@ class SharedStorage:
                 again = self._arrival(order)
                 answer = self.engine.get([replace(again.incoming, is_fresh=True)])[0]
                 result = self._geometry.received(order, answer, again, aging_s=self._aging_s)
+            if result.outcome is Outcome.BAD:
+                log.warning("kvbm: ignoring object %s of the shared tier: %s", arrival.incoming.key, result.error)
             self._count(result, arrival.incoming.length, is_write=False)
             results.append(result)
         return results
@@ -309,13 +311,12 @@ class SharedStorage:
                     counters.absent_objects += 1
                 case Outcome.BAD:
                     counters.bad_objects += 1
-                    log.warning("kvbm: an object of the shared tier is not used: %s", result.error)
                 case Outcome.FAILED:
                     counters.failed_requests += 1
         why = result.error or "no answer"
         if result.outcome is Outcome.FAILED and is_write:
             if pause_s := self._write_pause.failed():
-                log.warning("kvbm: nothing is written to the shared tier for %g s: %s", pause_s, why)
+                log.warning("kvbm: writes to the shared tier failed, pausing them for %g s: %s", pause_s, why)
         elif result.outcome is Outcome.FAILED:
             self._breaker.failed(why)
         elif not result.is_copy:

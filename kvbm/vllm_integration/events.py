@@ -1,9 +1,9 @@
-"""KV events: says in vLLM's words which blocks are in which tier, so that a router finds them.
+"""KV events: makes vLLM's events of the blocks in each tier, so that a router finds them.
 
     tier             medium     locality
     G2 (host)        CPU        LOCAL
     G3 (disk)        STORAGE    LOCAL
-    G4 (shared)      STORAGE    REMOTE
+    G4 (shared)      STORAGE    REMOTE      never announced, see announcer.py
 
 Each event describes its blocks completely, as vLLM's own events of device memory do. vLLM encodes and publishes them;
 fields that the installed version does not have are left out.

@@ -168,7 +168,7 @@ def test_an_object_of_another_name_or_namespace_is_bad(home: Path) -> None:
     problems = [
         one["problem"] for verdict in json.loads(run(home, "verify URL --json").stdout) for one in verdict["bad"]
     ]
-    assert sorted(problems) == ["of another namespace", "other blocks than its name says"]
+    assert sorted(problems) == ["it holds other blocks than its name says", "its header names another namespace"]
 
 
 def test_bad_objects_are_listed_with_their_reason(home: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_missing_library_is_named_with_what_brings_it(home: Path, monkeypatch:
     outcome = run(home, "ls URL")
     assert outcome.exit_code == 1
     assert "requires the package `obstore`" in outcome.stderr
-    assert "hint: pip install 'kvbm-cli[shared]'" in outcome.stderr
+    assert "hint: run `pip install 'kvbm-cli[shared]'`" in outcome.stderr
 
 
 def test_only_a_store_needs_the_library(home: Path) -> None:

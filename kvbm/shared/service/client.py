@@ -219,7 +219,8 @@ class SharedClient:
         if self.is_silent and not was_silent:
             self._silences += 1
             self.counters = replace(self.counters, times_off=self.counters.times_off + 1)
-            log.warning("kvbm: the shared tier is off until its process %d answers", self.pid)
+            why = f"no answer for {ANSWER_LIMIT_S:g} s"
+            log.warning("kvbm: the shared tier is off until its process %d answers: %s", self.pid, why)
         elif was_silent and not self.is_silent and not self._is_lost:
             log.warning("kvbm: the process %d of the shared tier answers again", self.pid)
         if self.is_silent and quiet_s > REPLACE_AFTER_S:
@@ -281,7 +282,7 @@ class OpenProcess:
         process = cls(*start_child(MODULE, "the process of the shared tier"))
         try:
             process.channel.send(order)
-            process.opened = process._wait_until_open()
+            process.opened = process._wait_until_open(order.settings.url)
         except ChannelClosed:
             process.end(EXIT_S)
             raise EnvironmentProblem("the process of the shared tier exited while it connected to the store") from None
@@ -297,7 +298,7 @@ class OpenProcess:
             self.child.kill()
             has_ended(self.child, timeout_s)
 
-    def _wait_until_open(self) -> messages.StoreOpened:
+    def _wait_until_open(self, url: str) -> messages.StoreOpened:
         deadline_s = time.monotonic() + OPEN_LIMIT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             self.channel.wait(left_s)
@@ -313,4 +314,7 @@ class OpenProcess:
                         log_for(message)
                     case Opening():
                         pass
-        raise EnvironmentProblem(f"the store of the shared tier did not answer for {OPEN_LIMIT_S:g} s")
+        raise EnvironmentProblem(
+            f"`tiers.shared.url` {url}: the store did not answer for {OPEN_LIMIT_S:g} s",
+            hint=f"run `kvbm doctor --url {url}`",
+        )

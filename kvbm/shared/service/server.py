@@ -131,7 +131,9 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
     shard_bytes = [info.block_bytes for info in order.segments if info.replica == 0]
     protection = protection_of(settings.protection, settings.key_file)
     if protection.namespace(order.digest) != order.namespace:
-        raise EnvironmentProblem("the secret of `tiers.shared.protection` has changed", hint="restart the engine")
+        raise EnvironmentProblem(
+            "the secret of `tiers.shared.protection` has changed since the engine started", hint="restart the engine"
+        )
     keys = KeySpace(order.namespace)
     engine = open_engine(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
     engine = with_copies(engine, settings.url, settings.node_directory)
@@ -172,7 +174,7 @@ def with_copies(engine: ObjectEngine, url: str, directory: Path | None) -> Objec
     try:
         return NodeCopies(engine, directory, url)
     except OSError as error:
-        log.warning("kvbm: this engine reads all objects of the shared tier itself: %s", error)
+        log.warning("kvbm: this engine shares no copies of objects with other engines of this machine: %s", error)
         return engine
 
 
