@@ -5,7 +5,7 @@
 
 A file gets its name when all of it is written, by a hard link, which fails if the object exists; where the file system
 has no hard links, by renaming. Bytes go straight between the file and host memory, which is why this is not left to
-obstore: it copies them once more (bench/micro/shared_obstore.py compares both).
+obstore: it copies them a second time (bench/micro/shared_obstore.py compares both).
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ def require_directory(root: Path) -> None:
         root.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}", hint=f"mkdir -p {root}"
+            f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
+            hint=f"mount its file system, or run `mkdir -p {root}`",
         ) from error
 
 

@@ -29,7 +29,7 @@ class ArrivingChecksums:
         self._position += len(part)
 
     def digests(self) -> list[bytes] | None:
-        """Return the checksums; None unless all bytes have come here."""
+        """Return the checksums; None unless all bytes were noted."""
         if self._position != self._block_bytes * len(self._hashers):
             return None
         return [hasher.digest() for hasher in self._hashers]
