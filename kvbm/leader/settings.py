@@ -116,7 +116,7 @@ class DiskPolicy:
 @dataclass(frozen=True, slots=True)
 class SharedPolicy:
     """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does.
-    `is_configured`: the profile has the tier, which may be off all the same (`open_shared`)."""
+    `is_configured`: the profile has the tier, which may be off anyway (`open_shared`)."""
 
     is_configured: bool = False
     to_shared: str = "frequency"
