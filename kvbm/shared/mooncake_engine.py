@@ -117,6 +117,12 @@ class MooncakeEngine:
             code = self._store.batch_is_exist(["kvbm-check"])[0]
         return _failed(code).error if code < 0 else None
 
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects, also those that somebody reads. One that is not there is no error."""
+        with self._calling:
+            for key in keys:
+                self._store.remove(self._prefix + key, True)
+
     def close(self) -> None:
         if self._calling.acquire(blocking=False):  # else a call hangs: the process ends with it
             self._store.close()

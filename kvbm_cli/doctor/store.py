@@ -27,6 +27,7 @@ TIMEOUT_S, QUICK_TIMEOUT_S = 90.0, 9.0
 IMPORT_TIMEOUT_S, QUICK_IMPORT_TIMEOUT_S = 60.0, 8.0
 MAX_CLOCK_S = 60.0
 EXTRA = "`pip install 'kvbm-cli[shared]'`"
+MOONCAKE_EXTRA = "`pip install 'kvbm-cli[mooncake]'` and `apt install libibverbs1`"
 CREDENTIALS = "see the variables of the store, such as `AWS_ACCESS_KEY_ID`, `AWS_REGION` and `AWS_ENDPOINT_URL`"
 REMEDIES = {
     "connect": "set another `tiers.shared.url`",
@@ -40,11 +41,9 @@ REMEDIES = {
 
 def checks(context: DoctorContext) -> Iterator[Check]:
     assert context.url is not None
-    if context.url.startswith("mooncake:"):
-        yield skipped("store", "the doctor does not test Mooncake Store", "`kvbm serve` reports whether it answers")
-        return
+    is_pool = context.url.startswith("mooncake:")
     if context.resolved is not None:
-        yield from _library(context)
+        yield from _library(context, "mooncake.store" if is_pool else "obstore")
     if context.shared is not None:
         yield from _secret(context.shared)
     writes = context.shared is None or context.shared.write
@@ -54,19 +53,21 @@ def checks(context: DoctorContext) -> Iterator[Check]:
             context.url, seconds=seconds, writes=writes, timeout_s=timeout_s, on_phase=context.on_phase
         )
     except ProbeFailed as error:
-        yield failure("store", f"does not answer: {error}", f"check the address in `tiers.shared.url`; {CREDENTIALS}")
+        remedy = "check the address in `tiers.shared.url`"
+        yield failure("store", f"does not answer: {error}", remedy if is_pool else f"{remedy}; {CREDENTIALS}")
         return
-    yield from _permissions(report, writes=writes)
+    yield from _pool(report, writes=writes) if is_pool else _permissions(report, writes=writes)
     yield from _about(report)
     yield from _speed(context, report, writes=writes)
 
 
-def _library(context: DoctorContext) -> Iterator[Check]:
+def _library(context: DoctorContext, module: str) -> Iterator[Check]:
     """Checks the interpreter of the engine, which may differ from that of this command."""
     assert context.resolved is not None
     python = context.resolved.profile.engine.python or sys.executable
     is_encrypted = context.shared is not None and context.shared.protection == "aes-gcm"
-    modules = ["obstore", *(["cryptography"] if is_encrypted else [])]
+    modules = [module, *(["cryptography"] if is_encrypted else [])]
+    extra = MOONCAKE_EXTRA if module == "mooncake.store" else EXTRA
     timeout_s = QUICK_IMPORT_TIMEOUT_S if context.is_quick else IMPORT_TIMEOUT_S
     try:
         answer = context.machine.run_probe(python, "connector", modules, timeout_s=timeout_s)
@@ -74,7 +75,7 @@ def _library(context: DoctorContext) -> Iterator[Check]:
         yield failure("library", f"`{python}`: {error}", "check the value of `engine.python`")
         return
     if answer["error"] is not None:
-        yield failure("library", f"`{python}`: {answer['error']}", f"{EXTRA} in that environment")
+        yield failure("library", f"`{python}`: {answer['error']}", f"{extra} in that environment")
     else:
         yield ok("library", f"{' and '.join(modules)} can be imported")
 
@@ -108,6 +109,22 @@ def _permissions(report: StoreReport, *, writes: bool) -> Iterator[Check]:
     if report.left_objects:
         finding = f"objects of the doctor below `{PREFIX}/` that could not be deleted: {report.left_objects}"
         yield warning("leftovers", finding, f"delete `{PREFIX}/` in the store", count=report.left_objects)
+
+
+def _pool(report: StoreReport, *, writes: bool) -> Iterator[Check]:
+    """Checks of a pool of Mooncake Store, which has no permissions, no listing and no clock."""
+    if report.failed is None:
+        steps = "put, get and remove work" if writes else "the master answers; this engine does not write"
+        yield ok("pool", steps)
+    else:
+        assert report.reason is not None
+        if "library" in report.reason:
+            remedy = MOONCAKE_EXTRA
+        elif report.failed in ("connect", "list"):
+            remedy = "start `mooncake_master`, or set another `tiers.shared.url`"
+        else:
+            remedy = "start an owner: `mooncake_client --global_segment_size=64GB`"
+        yield failure("pool", f"{report.failed} fails: {report.reason}", remedy)
 
 
 def _about(report: StoreReport) -> Iterator[Check]:

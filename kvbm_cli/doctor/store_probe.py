@@ -61,6 +61,10 @@ class _StepFailed(Exception):
 
 def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = lambda text: None) -> StoreReport:
     """Probes the store of a URL; each rate is measured for `seconds`. Without `writes`, it only lists and reads."""
+    if url.startswith("mooncake:"):
+        from kvbm_cli.doctor import mooncake_probe
+
+        return mooncake_probe.probe(url, seconds=seconds, writes=writes, on_phase=on_phase)
     from kvbm.shared.obstore_engine import connection
 
     directory = directory_of(url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +15,9 @@ from doctor_machine import GOOD_STORE, machine
 from s3_stand_in import BUCKET, StandIn, s3_stand_in
 from terminal import Outcome, assert_snapshot, kvbm_here
 
+from kvbm.shared import orders
+from kvbm.shared.mooncake_engine import MooncakeEngine
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.store_probe import PREFIX, StoreReport, probe
@@ -254,7 +258,68 @@ def test_a_wrong_url_is_a_mistake(tmp_path: Path) -> None:
     assert "`--url` must begin with one of" in outcome.stderr
 
 
-def test_mooncake_is_not_probed(tmp_path: Path) -> None:
+class FakePool:
+    """An engine of Mooncake whose objects are in a dict, and whose owner may be gone."""
+
+    def __init__(self, *, has_owner: bool = True, has_master: bool = True, changes: bool = False) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.has_owner, self.has_master, self.changes = has_owner, has_master, changes
+
+    def use_memory(self, memory: object) -> None: ...
+
+    def are_present(self, keys: Sequence[str]) -> list[bool | None]:
+        return [key in self.objects if self.has_master else None for key in keys]
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        if not self.has_owner:
+            return [StoreAnswer(orders.Outcome.FAILED, "no owner has room for it") for _ in objects]
+        self.objects |= {one.key: b"".join(one.buffers) for one in objects}
+        return [StoreAnswer(orders.Outcome.GOOD) for _ in objects]
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        for one in objects:
+            (buffer,) = one.buffers
+            assert isinstance(buffer, memoryview)
+            buffer[:] = bytes(len(buffer)) if self.changes else self.objects[one.key]
+        return [StoreAnswer(orders.Outcome.GOOD) for _ in objects]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("pool", "failed", "reason"),
+    [
+        (FakePool(), None, None),
+        (FakePool(has_owner=False), "put", "no owner has room for it"),
+        (FakePool(has_master=False), "list", "the master does not answer"),
+        (FakePool(changes=True), "get", "an object has other bytes than were written"),
+    ],
+    ids=["works", "no owner", "no master", "changed bytes"],
+)
+def test_a_pool_is_tested_with_objects_that_are_removed(
+    pool: FakePool, failed: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MooncakeEngine, "open", lambda *_, **__: pool)
+    found = probe("mooncake://127.0.0.1:1", seconds=0.01, writes=True)
+    assert (found.failed, found.reason) == (failed, reason)
+    assert (found.get_rate is not None, found.put_rate is not None) == (failed is None,) * 2
+    assert pool.objects == {}
+
+
+def test_an_engine_that_only_reads_asks_the_pool_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FakePool()
+    monkeypatch.setattr(MooncakeEngine, "open", lambda *_, **__: pool)
+    monkeypatch.setattr(pool, "put", lambda objects: pytest.fail("it writes"))
+    found = probe("mooncake://127.0.0.1:1", seconds=0.01, writes=False)
+    assert (found.failed, found.get_rate, found.small_get_s is not None) == (None, None, True)
+
+
+def test_a_pool_that_cannot_be_reached_is_a_failure_that_names_what_to_start(tmp_path: Path) -> None:
     outcome = kvbm_here("doctor", "--url", "mooncake://127.0.0.1:1", "--json", home=tmp_path)
     (check,) = [one for one in json.loads(outcome.stdout)["checks"] if one["group"] == "store"]
-    assert check["state"] == "skipped"
+    assert (outcome.exit_code, check["name"], check["state"]) == (1, "pool", "failure")
+    assert "connect fails" in check["finding"]  # the library is missing, or nobody listens
