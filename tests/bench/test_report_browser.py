@@ -109,6 +109,7 @@ class Shown:
         assert self.on_charts(OVERLAPPING) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, (768, 1024), DESKTOP], ids=lambda size: str(size[0]))
 def test_page_is_drawn_without_errors_or_requests(browser: Any, report: Path, size: Any, scheme: str) -> None:

@@ -98,6 +98,7 @@ def test_right_profile_has_no_mistake(home: Path) -> None:
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistakes found\n", "")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "way"), ways(MISTAKES))
 def test_check_finds_what_a_dry_run_finds(home: Path, change: str, way: Kvbm) -> None:
     number = write(home, change)[change]

@@ -68,6 +68,7 @@ def asked_by(shell: str, line: str, home: Path, bin_directory: Path) -> set[str]
     return {entry.split("\t")[0] for entry in done.stdout.splitlines() if entry}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("line", ASKED)
 def test_bash_offers(line: str, tmp_path: Path, bin_directory: Path) -> None:
     assert asked_by("bash", line, tmp_path, bin_directory) == ASKED[line]

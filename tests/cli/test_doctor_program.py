@@ -64,6 +64,7 @@ def test_what_is_written_is_a_right_profile(tmp_path: Path, profile: Path) -> No
 ENDS = [(signal.SIGINT, 0.7), (signal.SIGTERM, 1.6), *((signal.SIGKILL, delay_s) for delay_s in (0.1, 0.7, 1.6))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "delay_s"), ENDS, ids=lambda value: getattr(value, "name", value))
 def test_nothing_is_left_by_one_that_is_ended(
     number: signal.Signals, delay_s: float, tmp_path: Path, profile: Path
@@ -140,6 +141,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_remedy_changes_no_other_directory_than_the_given_one(name: str, tmp_path: Path) -> None:
     """Root gives up its privileges for this."""

@@ -32,6 +32,7 @@ def test_mistake(name: str, tmp_path: Path) -> None:
     assert (what_lies_in(tmp_path), child_processes()) == (here, children), "something stays behind"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AS_PROCESSES)
 def test_mistake_in_a_process_of_its_own_says_the_same(name: str, tmp_path: Path) -> None:
     row = ROWS[name]

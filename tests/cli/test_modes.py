@@ -38,6 +38,7 @@ def run(home: Path, umask: int, *arguments: str, **extra: str) -> subprocess.Com
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
 def test_run_is_private_under_every_umask(tmp_path: Path, umask: int) -> None:
     (tmp_path / "model").mkdir()

@@ -94,6 +94,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BAD)
 def test_all_commands_find_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = BAD[name]

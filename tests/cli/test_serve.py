@@ -121,6 +121,7 @@ def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None
     assert all(is_gone(member.pid) for member in family)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["hang", "unhealthy", "mute"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str, number: signal.Signals) -> None:
@@ -184,6 +185,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAILURES)
 def test_failed_serve(home: Path, name: str) -> None:
     command = f"serve --profile ./mine.yaml {' '.join(FAILURES[name])}"

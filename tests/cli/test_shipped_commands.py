@@ -12,6 +12,7 @@ from kvbm_cli.package_data import profiles_directory
 NAMES = shipped([profiles_directory()])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "way"), ways(NAMES))
 def test_it_checks_clean_and_makes_a_plan(tmp_path: Path, name: str, way: Kvbm) -> None:
     checked = way("profile", "check", name, "--json", home=tmp_path)

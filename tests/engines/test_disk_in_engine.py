@@ -220,6 +220,7 @@ def test_requests_for_one_prefix_on_disk_read_it_once(written, expected):
 # -- whose blocks they are ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "other", [{"model": "synthetic:small"}, {"dtype": "bfloat16"}, {"block_size": 32}, {"seed": 1}], ids=str
 )

@@ -35,9 +35,10 @@ def plain():
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def process(tmp_path_factory):
-    """A process for engines one after the other, and the orders to their copier."""
+    """A process for engines one after the other, and the orders to their copier. All tests that use it run in the same
+    worker, because importing vLLM takes most of a start."""
     from engine_process import EngineProcess
     from pairs import Faults
 
@@ -49,10 +50,11 @@ def process(tmp_path_factory):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Tests that share a server run in the same worker: those with `plain`, and otherwise those of a file."""
+    """Tests that share a server or a process run in the same worker: those with `plain`, those with `process`, and
+    otherwise those of a file."""
     for item in items:
         if item.path.parent == HERE:
-            group = "plain" if "plain" in item.fixturenames else item.path.stem
+            group = next((name for name in ("plain", "process") if name in item.fixturenames), item.path.stem)
             item.add_marker(pytest.mark.xdist_group(group))
 
 
