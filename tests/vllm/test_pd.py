@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import traffic
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
@@ -308,15 +309,19 @@ def serving(directory: Path, **changes: object) -> Iterator[Disaggregated]:
 
 
 @pytest.fixture(scope="module")
-def truth(plain: VllmServer) -> Mapping[int, Answer]:
+def truth(process: tuple[Any, object]) -> Mapping[int, Answer]:
     """What one vLLM without connector answers, by the seed of the prompt."""
-    plain.wait_healthy()
-    return {seed: plain.ask(prompt(seed), TOKENS) for seed in range(1 + OTHER_PROMPTS)}
+    engine, _ = process
+    engine.start("vllm-25m", dtype="float32", block_size=BLOCK_TOKENS, max_model_len=2048, enable_prefix_caching=False)
+    seeds = range(1 + OTHER_PROMPTS)
+    answers = engine.answer([traffic.Request(tuple(prompt(seed)), TOKENS) for seed in seeds])
+    engine.stop()
+    return dict(zip(seeds, answers, strict=True))
 
 
 @pytest.fixture(scope="module")
 def disaggregated(truth: Mapping[int, Answer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disaggregated]:
-    """Starts when the single engine rests."""
+    """Starts when the single engine has ended."""
     with serving(tmp_path_factory.mktemp("pd")) as server:
         yield server
 
