@@ -28,14 +28,14 @@ class LoadChoice:
         found = sum(count for _, count in spans)
         if self._reads_always or all(tier is Tier.HOST for tier, _ in spans):
             return found
-        wanted = self.rates.worthwhile(spans)
-        if wanted < found:
-            in_shared = sum(count for tier, count in spans if tier is Tier.SHARED)
-            declined = found - wanted
-            if in_shared:
+        wanted, begin = self.rates.worthwhile(spans), 0
+        for tier, count in spans:
+            declined = max(0, begin + count - max(begin, wanted))
+            if tier is Tier.SHARED:
                 self._counters.shared_declined_blocks += declined
-            else:
+            elif tier is Tier.DISK:
                 self._counters.disk_declined_blocks += declined
+            begin += count
         return wanted
 
     def may_pay(self, tier: Tier) -> bool:

@@ -3,7 +3,7 @@
     tier             medium     locality
     G2 (host)        CPU        LOCAL
     G3 (disk)        STORAGE    LOCAL
-    G4 (shared)      STORAGE    REMOTE      never announced, see announcer.py
+    G4 (shared)      never announced, see announcer.py
 
 Each event describes its blocks completely, as vLLM's own events of device memory do. vLLM encodes and publishes them;
 fields that the installed version does not have are left out.
@@ -23,7 +23,7 @@ from kvbm.vllm_integration.descriptions import Descriptions
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
-PLACES = {Tier.HOST: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL"), Tier.SHARED: ("STORAGE", "REMOTE")}
+PLACES = {Tier.HOST: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL")}
 STORED_FIELDS = frozenset(inspect.signature(BlockStored).parameters)
 REMOVED_FIELDS = frozenset(inspect.signature(BlockRemoved).parameters)
 

@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from kvbm.leader.load_choice import LoadChoice
 from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, Rates, RatesFile
+from kvbm.metrics import Counters
 from kvbm.types import Tier
 
 
@@ -147,3 +149,13 @@ def test_recent_work_counts_most():
     for _ in range(10):
         rates.note_read(10, 50.0)
     assert rates.blocks_per_s < 0.3
+
+
+def test_declined_blocks_are_counted_in_the_tier_in_which_they_are():
+    counters, rates = Counters(), Rates(block_tokens=16, clock=lambda: 0.0)
+    choice = LoadChoice(rates, counters, reads_always=False)
+    rates.worthwhile = lambda spans: 3
+    assert choice.worthwhile([(Tier.HOST, 1), (Tier.DISK, 4), (Tier.HOST, 2), (Tier.SHARED, 5)]) == 3
+    assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (2, 5)
+    assert choice.worthwhile([(Tier.SHARED, 2), (Tier.DISK, 2)]) == 3
+    assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (3, 5)
