@@ -22,6 +22,17 @@ class BlocksStored:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRestored:
+    """`hashes`, which an earlier process has left, became findable in `tier`. `notes` has what an integration had
+    written next to each block, empty for none, or nothing at all. `is_last`: no more follow."""
+
+    tier: Tier
+    hashes: tuple[bytes, ...]
+    notes: tuple[bytes, ...] = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class BlocksRemoved:
     """`hashes` are no longer findable in `tier`: evicted or forgotten."""
 
@@ -36,4 +47,4 @@ class TierCleared:
     tier: Tier
 
 
-Event: TypeAlias = BlocksStored | BlocksRemoved | TierCleared
+Event: TypeAlias = BlocksStored | BlocksRestored | BlocksRemoved | TierCleared

@@ -27,7 +27,7 @@ from kvbm.core.blocks import MutableBlocks, PinnedBlocks
 from kvbm.core.eviction import SlotLists
 from kvbm.core.index import HashIndex
 from kvbm.errors import InvariantError
-from kvbm.events import BlocksRemoved, BlocksStored, Event, TierCleared
+from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
 
 
@@ -270,8 +270,11 @@ class BlockStore:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""
         return self._index.hashes_of(list(islice(self._lists.walk(self._lists.inactive), count)))
 
-    def restore(self, slots: list[int], hashes: Sequence[bytes]) -> None:
-        """Register the blocks of an earlier process in these free slots, the last one most recently used."""
+    def restore(
+        self, slots: list[int], hashes: Sequence[bytes], notes: Sequence[bytes] = (), *, is_last: bool = False
+    ) -> None:
+        """Register the blocks of an earlier process in these free slots, the last one most recently used. `notes` and
+        `is_last` are for the event."""
         if set(map(self._states.__getitem__, slots)) - {FREE} or len(set(slots)) != len(slots):
             raise InvariantError(f"{len(hashes)} blocks restored to {len(slots)} slots: {slots!r:.80}")
         self._index.require_length(hashes)
@@ -282,7 +285,8 @@ class BlockStore:
         self._lists.append(self._lists.inactive, slots)
         self._free_count -= len(slots)
         self._inactive_count += len(slots)
-        self._announce_stored(tuple(hashes))
+        if self._has_events and (hashes or is_last):
+            self._events.append(BlocksRestored(self.tier, tuple(hashes), tuple(notes), is_last))
 
     # Forgetting
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.settings import BlockNotes, LeaderSettings
+    from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
 
 WRITES_AT_A_TIME = 2
@@ -84,10 +84,10 @@ class DiskTier:
         settings: LeaderSettings,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
-        notes: BlockNotes | None = None,
+        notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None,
     ) -> None:
         self._disk = disk
-        self._notes = notes
+        self._notes_of = notes_of
         self._policy = policy = settings.disk
         self._host = host
         self._block_bytes = settings.block_bytes
@@ -312,9 +312,7 @@ class DiskTier:
             if found is None:
                 return
             slots, hashes = found.lists()
-            if self._notes is not None and (found.notes or found.is_last):
-                self._notes.found(hashes if found.notes else (), found.notes, found.is_last)
-            self.store.restore(slots, hashes)
+            self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         if self._is_filled and self._losses:
@@ -380,7 +378,7 @@ class DiskTier:
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
-            notes = () if self._notes is None else self._notes.of(source.hashes)
+            notes = () if self._notes_of is None else self._notes_of(source.hashes)
             self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
 
     def _end_write(self, write: _Write, is_good: Sequence[bool]) -> None:

@@ -103,7 +103,7 @@ class Leader:
         self._host = HostTier(region, self.counters, hash_bytes=engine.hash_bytes, events=engine.publishes_events)
         self._disk: DiskTier | None = None
         if disk is not None:
-            self._disk = DiskTier(disk, self._host, settings, self.counters, clock, callbacks.notes)
+            self._disk = DiskTier(disk, self._host, settings, self.counters, clock, callbacks.notes_of)
         rates = Rates(block_tokens=engine.block_tokens, clock=clock) if self._disk is None else self._disk.rates
         self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
         self._shared: SharedTier | None = None

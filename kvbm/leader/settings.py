@@ -26,32 +26,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockNotes:
-    """What an integration keeps on disk next to each block, for the next start.
-
-    `of(hashes)` returns one note per block, empty for none. `found(hashes, notes, is_last)` gets those of blocks that
-    were found on disk, before they are registered; `is_last` with the last ones.
-    """
-
-    of: Callable[[Sequence[bytes]], Sequence[bytes]]
-    found: Callable[[Sequence[bytes], Sequence[bytes], bool], None]
-
-
-@dataclass(frozen=True, slots=True)
 class LeaderCallbacks:
     """Functions that the leader calls.
 
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: the engine does not reuse a
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
-    does not change while the request lives. `trace` gets the name and the values of each decision. `notes` are kept
-    next to the blocks on disk.
+    does not change while the request lives. `trace` gets the name and the values of each decision. `notes_of(hashes)`
+    returns what is kept on disk next to each block, for the next start; empty for none.
     """
 
     hold: Callable[[Sequence[int]], None]
     release: Callable[[Sequence[int]], None]
     tenant_of: Callable[[str], bytes] = lambda request_id: b""
     trace: Callable[..., None] | None = None
-    notes: BlockNotes | None = None
+    notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,23 +134,21 @@ class DirectoryEngine:
 
     def _put(self, one: Outgoing) -> StoreAnswer:
         began_s, limit_s = time.monotonic(), self._limit.seconds
+        creates = self.creates_once and not one.replaces
         try:
-            write_file(self._root, one.key, one.buffers, creates=self.creates_once and not one.replaces)
-        except FileExistsError:
-            return StoreAnswer(Outcome.EXISTS)
+            is_written = write_file(self._root, one.key, one.buffers, creates=creates)
         except OSError as error:
             self._limit.failed(time.monotonic() - began_s, limit_s)
             return StoreAnswer(Outcome.FAILED, str(error))
         self._limit.succeeded(time.monotonic() - began_s)
-        return StoreAnswer(Outcome.GOOD)
+        return StoreAnswer(Outcome.GOOD if is_written else Outcome.EXISTS)
 
     def _is_present(self, key: str) -> bool | None:
+        """A file that cannot be read is not there; that says nothing about the others."""
         try:
             os.stat(self._root / key)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError:
-            return None
+        except OSError as error:
+            return False if error.errno in (errno.ENOENT, *OF_ONE_FILE) else None
         return True
 
 
@@ -177,8 +175,8 @@ def read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
-def write_file(root: Path, key: str, buffers: Sequence[Buffer], *, creates: bool) -> None:
-    """Write a file whole or not at all. With `creates`, raises FileExistsError if there is one. Raises OSError."""
+def write_file(root: Path, key: str, buffers: Sequence[Buffer], *, creates: bool) -> bool:
+    """Write a file whole or not at all. With `creates`, return False if there is one, and leave it. Raises OSError."""
     path = root / key
     staged = f"{path}#{secrets.randbits(62)}"
     descriptor = _create(root, path, staged)
@@ -187,17 +185,26 @@ def write_file(root: Path, key: str, buffers: Sequence[Buffer], *, creates: bool
             _write(descriptor, buffers)
         finally:
             os.close(descriptor)  # some file systems report only now that they are full
-        if creates:
-            os.link(staged, path)
-        else:
+        if not creates:
             os.replace(staged, path)
-            return
+            return True
+        is_first = _link(staged, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(staged)
         raise
     with suppress(OSError):  # the object is there; what is left of its first name is deleted by a later listing
         os.unlink(staged)
+    return is_first
+
+
+def _link(staged: str, path: Path) -> bool:
+    """Give a file its name; return False if another one has it. Raises OSError."""
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _create(root: Path, path: Path, staged: str) -> int:
@@ -238,9 +245,8 @@ def _describe(root: Path, facts_key: str, facts: bytes) -> bool:
     """Write the description of the namespace, if there is none. Return whether a file can be created once only."""
     for _ in range(2):
         try:
-            write_file(root, facts_key, [facts], creates=True)
-        except FileExistsError:
-            return True
+            if not write_file(root, facts_key, [facts], creates=True):
+                return True
         except OSError as error:
             if error.errno not in WITHOUT_LINKS:
                 raise

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained
-from kvbm.events import BlocksStored, Event, TierCleared
+from kvbm.events import BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
 from kvbm.vllm_integration.descriptions import Descriptions
 from kvbm.vllm_integration.events import removed, stored
@@ -72,7 +72,6 @@ class Announcer:
         self._described: tuple[dict[bytes, bytes], dict[bytes, bytes]] = ({}, {})
         self._expected_blocks = max(1, expected_blocks)
         self._restored = RestoredBlocks(self._form_of)
-        self._are_all_found = False  # and not yet in `_work`
         self._work: deque[Work] = deque()
         self._backlog = 0  # blocks in `_work`
         self._repetition: Work | None = None
@@ -115,13 +114,6 @@ class Announcer:
         """Return the descriptions of blocks that are written to disk; empty for an unknown one."""
         return [one or b"" for one in self._descriptions(hashes)]
 
-    @contained()
-    def found(self, hashes: Sequence[bytes], notes: Sequence[bytes], is_last: bool) -> None:
-        """Take over the descriptions of blocks that an earlier process has left on disk. They are announced after the
-        last ones were found."""
-        self._restored.find(hashes, notes)
-        self._are_all_found |= is_last
-
     def _descriptions(self, hashes: Sequence[bytes]) -> list[bytes | None]:
         found = list(map(self._described[0].get, hashes))
         if None in found:
@@ -150,9 +142,6 @@ class Announcer:
         """Accept the leader's new events; return those that are due in this step."""
         for event in events:
             self._follow(event)
-        if self._are_all_found:  # and the events of their registration are due before this
-            self._are_all_found = False
-            self._work.append(self._announce_restored())
         interval_s = self._settings.repeat_s
         if interval_s and self._clock() - self._repeated_s >= interval_s and self._repetition is None:
             self.announce_again()
@@ -179,12 +168,15 @@ class Announcer:
         if isinstance(event, TierCleared):
             self._work.append(self._clear(event.tier))
             return
+        if isinstance(event, BlocksRestored):
+            self._add(len(event.hashes), self._hold(event))
+            if event.is_last:
+                self._work.append(self._announce_restored())
+            return
         act = self._store if isinstance(event, BlocksStored) else self._remove
         self._add(len(event.hashes), _in_parts(partial(act, event.tier), event.hashes))
 
     def _store(self, tier: Tier, hashes: Sequence[bytes]) -> None:
-        if tier is Tier.DISK and self._restored:
-            hashes = self._restored.hold(hashes)
         found = self._descriptions(hashes)
         if None in found:
             self.unknown_blocks += found.count(None)
@@ -195,6 +187,14 @@ class Announcer:
         self._announced[tier].update(zip(hashes, known, strict=True))
         for form, some, descriptions in self._by_group(hashes, known):
             self._events += stored(tier, some, descriptions, form)
+
+    def _hold(self, event: BlocksRestored) -> Work:
+        """Keep blocks of an earlier process until all of them are known."""
+        notes = event.notes or (b"",) * len(event.hashes)
+        for start in range(0, len(event.hashes), PART_BLOCKS):
+            part = slice(start, start + PART_BLOCKS)
+            self.unknown_blocks += self._restored.hold(event.hashes[part], notes[part])
+            yield len(event.hashes[part])
 
     def _announce_restored(self) -> Work:
         """Announce what an earlier process has left on disk."""

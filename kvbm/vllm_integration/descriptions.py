@@ -164,7 +164,7 @@ class Descriptions:
             return note
         try:
             extras = _decoded(note[self._width :])
-        except (msgspec.DecodeError, TypeError, ValueError):
+        except (msgspec.DecodeError, RecursionError, TypeError, ValueError):
             return None
         return note[: self._width] + _encoded(extras._replace(adapter_id=None))
 

@@ -17,64 +17,58 @@ class RestoredBlocks:
 
     def __init__(self, form_of: Callable[[bytes], Descriptions | None]) -> None:
         self._form_of = form_of
-        self._found: dict[bytes, bytes] = {}  # descriptions of what is on disk
-        self._present: dict[bytes, bytes] = {}  # of those, what is registered, by short names
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
+        self._found: dict[bytes, bytes] = {}  # descriptions by sequence hashes
+        self._names: dict[bytes, bytes] = {}  # their sequence hashes by short names
 
     def __len__(self) -> int:
-        return len(self._present)
-
-    def find(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> None:
-        """Note what is on disk, with what is written next to it. A note of another form is ignored."""
-        for sequence_hash, note in zip(hashes, notes, strict=True):
-            form = self._form_of(sequence_hash)
-            if form is not None and (description := form.restored(note)) is not None:
-                self._found[sequence_hash] = description
+        return len(self._found)
 
     def description(self, sequence_hash: bytes) -> bytes | None:
         return self._found.get(sequence_hash)
 
-    def hold(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Keep those of the registered blocks that were found until `parents_first`; return the others."""
-        others = []
-        for sequence_hash in hashes:
+    def hold(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> int:
+        """Keep blocks, with what was written next to them, until `parents_first`. Return how many have no note of this
+        form: these are not announced."""
+        count = len(self._found)
+        for sequence_hash, note in zip(hashes, notes, strict=True):
             form = self._form_of(sequence_hash)
-            if form is not None and sequence_hash in self._found:
-                self._present[form.short_name(sequence_hash)] = sequence_hash
-            else:
-                others.append(sequence_hash)
-        return others
+            if form is not None and (description := form.restored(note)) is not None:
+                self._found[sequence_hash] = description
+                self._names[form.short_name(sequence_hash)] = sequence_hash
+        return len(hashes) - (len(self._found) - count)
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Forget blocks that have left the disk."""
         for sequence_hash in hashes:
-            form = self._form_of(sequence_hash)
-            if self._found.pop(sequence_hash, None) is not None and form is not None:
-                self._present.pop(form.short_name(sequence_hash), None)
+            self._found.pop(sequence_hash, None)
 
     def clear(self) -> None:
-        self._found, self._present = {}, {}
+        self._found, self._names = {}, {}
 
     def parents_first(self, part_blocks: int) -> Iterator[list[tuple[bytes, bytes]]]:
-        """Forget all blocks, and yield those that are registered, with their descriptions: each after its parent, if
-        that is here too. A part is empty while the beginning of a long chain is searched."""
+        """Forget all blocks, and yield them with their descriptions: each after its parent, if that is here too. A part
+        is empty while the beginning of a long chain is searched."""
         part: list[tuple[bytes, bytes]] = []
-        while self._present:
-            chain: list[bytes] = []
-            name: bytes | None = next(iter(self._present))
-            while name is not None and (sequence_hash := self._present.pop(name, None)) is not None:
-                chain.append(sequence_hash)
-                form = self._form_of(sequence_hash)
-                name = None if form is None else form.short_parent(sequence_hash, self._found[sequence_hash])
+        while self._found:
+            sequence_hash, description = self._found.popitem()
+            chain = [(sequence_hash, description)]
+            while (parent := self._parent_of(sequence_hash, description)) is not None:
+                sequence_hash, description = parent, self._found.pop(parent)
+                chain.append((sequence_hash, description))
                 if len(chain) % part_blocks == 0:
                     yield []
             while chain:
-                part.append((chain[-1], self._found.pop(chain.pop())))
+                part.append(chain.pop())
                 if len(part) == part_blocks:
                     yield part
                     part = []
         if part:
             yield part
-        self._found = {}  # on disk, and not registered
+        self._names = {}
+
+    def _parent_of(self, sequence_hash: bytes, description: bytes) -> bytes | None:
+        """Return the parent of a block; None if it has none, or if that is not here any more."""
+        form = self._form_of(sequence_hash)
+        name = None if form is None else form.short_parent(sequence_hash, description)
+        parent = None if name is None else self._names.get(name)
+        return parent if parent in self._found else None

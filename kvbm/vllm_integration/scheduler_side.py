@@ -24,7 +24,7 @@ from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import BlockNotes, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
@@ -184,12 +184,12 @@ class SchedulerSide:
                 is_plain=self._is_plain,
                 expected_blocks=len(self._pool.blocks),
             )
-        notes = None if self._announcer is None else BlockNotes(self._announcer.notes_of, self._announcer.found)
+        notes_of = None if self._announcer is None else self._announcer.notes_of
         self.leader = GuardedLeader(
             self.boundary,
             self._region,
             settings,
-            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes),
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
             disk=self._open_disk(segments),
             shared=self._open_shared(segments, settings),
         )

@@ -12,9 +12,10 @@ from rig import FakeDisk, Rig, chain
 from kvbm.core.groups import Group
 from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
+from kvbm.events import TierCleared
 from kvbm.leader import disk_tier, onboards
 from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
-from kvbm.leader.settings import BlockNotes, DiskPolicy
+from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 
@@ -509,17 +510,20 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     assert rig.leader._disk.match(hashes, 0) == 4
 
 
-def test_the_last_blocks_that_were_found_are_reported_also_without_notes(rig):
-    rig.disk.blocks_at_a_time, calls = 3, []
+def test_events_of_what_a_process_has_found_come_after_its_clear_and_say_which_are_the_last():
+    rig = make()
     hashes = rig.fill("a", 4)
     settled(rig)
-    rig.leader._disk._notes = BlockNotes(lambda some: [b""] * len(some), lambda *call: calls.append(call))
-    rig.leader._host.store.reset()
+    rig.leader.take_events()
+    rig.disk.blocks_at_a_time = 3
     rig.disk.end()
     rig.disk.begin_again()
     settled(rig)
-    assert rig.leader._disk.match(hashes, 0) == 4
-    assert calls == [((), (), True)]
+    cleared, *restored = [event for event in rig.leader.take_events() if event.tier is Tier.DISK]
+    assert cleared == TierCleared(Tier.DISK)
+    assert [(len(event.hashes), event.is_last) for event in restored] == [(3, False), (1, True)]
+    assert {one for event in restored for one in event.hashes} == set(hashes)
+    rig.close()
 
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):

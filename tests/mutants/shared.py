@@ -118,8 +118,8 @@ MUTANTS = (
         name="object-file-is-replaced",
         bug="a file that another engine has written at the same time is replaced",
         file="kvbm/shared/directory_engine.py",
-        old="        if creates:\n            os.link(staged, path)",
-        new="        if creates and False:\n            os.link(staged, path)",
+        old="        if not creates:\n            os.replace(staged, path)",
+        new="        if True:\n            os.replace(staged, path)",
         fails="tests/shared/test_directory_engine.py -k one_creates_it",
     ),
     Mutant(

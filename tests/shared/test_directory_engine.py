@@ -97,6 +97,24 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
     assert len(set((root / first.key(RUN)).read_bytes())) == 1, "the bytes of one of them"
 
 
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_directory_that_cannot_be_created_is_a_failed_write_and_no_object_that_exists(rig, root, replaces):
+    key = rig.key(RUN)
+    (root / key).parent.symlink_to("/nonexistent")
+    (answer,) = rig.engine.put([Outgoing(key, [b"x"], 1, replaces=replaces)])
+    assert answer.outcome is Outcome.FAILED
+
+
+def test_an_object_that_is_a_loop_leaves_the_tier_on(rig, root):
+    """Of a directory that belongs to another user, the same holds; a test that runs as root has access to it."""
+    rig.put(make_run(1))
+    (root / rig.key(RUN)).parent.mkdir(exist_ok=True)
+    (root / rig.key(RUN)).symlink_to(root / rig.key(RUN))
+    assert [rig.probe([RUN[-1]]).present for _ in range(4)] == [0] * 4
+    assert rig.storage.off_because is None
+    assert all(rig.get(make_run(1)).is_good)
+
+
 def test_a_mount_point_that_is_gone_does_not_become_a_directory(rig, root):
     shutil.rmtree(root)
     assert rig.put(RUN).outcome is Outcome.FAILED

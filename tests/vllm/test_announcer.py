@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from random import Random
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from kvbm.boundary import Boundary
 from kvbm.config.schema import EventsSection
 from kvbm.core.groups import Group, StateGroup
 from kvbm.core.store import BlockStore
-from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
+from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, TierCleared
 from kvbm.types import Tier
 from kvbm.vllm_integration import announcer as module
 from kvbm.vllm_integration import descriptions, events
@@ -421,8 +422,7 @@ def test_blocks_of_an_earlier_process_are_announced_from_their_notes():
     hashes = described(earlier, tokens, request=vllm_like(request))
     drained(earlier)
     notes = earlier.notes_of(hashes)
-    later.found(hashes, notes, True)
-    (event,) = drained(later, BlocksStored(Tier.DISK, tuple(hashes)))
+    (event,) = drained(later, BlocksRestored(Tier.DISK, tuple(hashes), tuple(notes), True))
     assert (event.token_ids, event.lora_name, event.lora_id) == (tokens, "adapter", None)
     assert event.extra_keys == [["adapter"]] * 4 or event.extra_keys[0] is not None
     routers.accept([event])
@@ -440,43 +440,73 @@ def left_on_disk(blocks=4):
     return hashes, announcer.notes_of(hashes)
 
 
+def restored(hashes, notes, *, is_last=True):
+    return BlocksRestored(Tier.DISK, tuple(hashes), tuple(notes), is_last)
+
+
 @pytest.mark.parametrize("part", [1, 2, 128])
 @pytest.mark.parametrize("order", [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]])
 def test_a_block_of_an_earlier_process_is_announced_after_its_parent(order, part, monkeypatch):
     monkeypatch.setattr(module, "PART_BLOCKS", part)
     (hashes, notes), announcer, routers = left_on_disk(), make(), Routers()
-    written, first = [hashes[index] for index in order], 3
-    announcer.found(written[:first], [notes[index] for index in order[:first]], False)
-    assert drained(announcer, BlocksStored(Tier.DISK, tuple(written[:first]))) == [], "others may be their parents"
-    announcer.found(written[first:], [notes[index] for index in order[first:]], True)
-    routers.accept(drained(announcer, BlocksStored(Tier.DISK, tuple(written[first:]))))
+    written, described = [hashes[index] for index in order], [notes[index] for index in order]
+    assert drained(announcer, restored(written[:3], described[:3], is_last=False)) == [], "others may be their parents"
+    routers.accept(drained(announcer, restored(written[3:], described[3:])))
     assert not routers.llmd.without_parent
     routers.have([], hashes)
 
 
 def test_an_orphan_of_an_earlier_process_is_announced_too():
     (hashes, notes), announcer = left_on_disk(), make()
-    announcer.found(hashes[1:], notes[1:], True)
-    (event,) = drained(announcer, BlocksStored(Tier.DISK, tuple(hashes[1:])))
+    (event,) = drained(announcer, restored(hashes[1:], notes[1:]))
     assert set(event.block_hashes) == names(hashes[1:])
 
 
 @pytest.mark.parametrize("end", [BlocksRemoved, TierCleared])
 def test_what_leaves_the_disk_before_all_is_found_is_not_announced(end):
     (hashes, notes), announcer = left_on_disk(), make()
-    announcer.found(hashes, notes, False)
     gone = TierCleared(Tier.DISK) if end is TierCleared else BlocksRemoved(Tier.DISK, tuple(hashes))
-    assert drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)), gone) == []
-    announcer.found([], [], True)
-    assert drained(announcer) == []
+    assert drained(announcer, restored(hashes, notes, is_last=False), gone) == []
+    assert drained(announcer, restored([], [])) == []
+    assert announcer.notes_of(hashes) == [b""] * len(hashes)
 
 
-def test_what_was_found_and_not_registered_is_forgotten():
+@pytest.mark.parametrize("steps", [0, 1, 3, 50])
+def test_the_next_process_may_find_the_blocks_again_while_they_are_being_announced(steps, monkeypatch):
+    monkeypatch.setattr(module, "PART_BLOCKS", 2)
+    monkeypatch.setattr(module, "STEP_BLOCKS", 2)
+    (hashes, notes), announcer, routers = left_on_disk(20), make(), Routers()
+    routers.accept(announcer.take([restored(hashes, notes)]))
+    for _ in range(steps):
+        routers.accept(announcer.take([]))
+    routers.accept(drained(announcer, TierCleared(Tier.DISK), restored(hashes, notes)))
+    routers.have([], hashes)
+
+
+@pytest.mark.parametrize("note", [b"\x91" * 2000 + b"\x01", b"\x93\x01\xa1a\xc0", b"\xff" * 30])
+def test_a_damaged_note_of_one_block_leaves_the_others(note):
     (hashes, notes), announcer = left_on_disk(), make()
-    announcer.found(hashes, notes, True)
-    drained(announcer, BlocksStored(Tier.DISK, tuple(hashes[:2])))
-    assert announcer.notes_of(hashes[2:]) == [b"", b""]
-    assert announcer.notes_of(hashes[:2]) == notes[:2]
+    notes[-1] += note
+    found = drained(announcer, restored(hashes, notes))
+    assert {name for event in found for name in event.block_hashes} >= names(hashes[:3])
+    assert announcer.boundary.faults == 0
+
+
+@pytest.mark.parametrize("length", [1, 8, 20_000])
+def test_the_time_per_block_does_not_grow_with_what_is_left_on_disk(length):
+    """20,000 blocks take a tenth of a second; with work that grows with the square, it was more than 10 s."""
+    announcer = make()
+    form, count = announcer._forms[0], 20_000
+    hashes = [number.to_bytes(32, "big") for number in range(1, count + 1)]
+    tokens, root = bytes(4 * SIZE), form._form
+    notes = [
+        bytes((root | (index % length > 0),)) + (hashes[index - 1][-8:] if index % length else bytes(8)) + tokens
+        for index in range(count)
+    ]
+    began_s = time.process_time()
+    drained(announcer, restored(hashes, notes))
+    assert len(announcer._announced[Tier.DISK]) == count
+    assert time.process_time() - began_s < 5
 
 
 def vllm_like(request):
@@ -486,9 +516,9 @@ def vllm_like(request):
 @pytest.mark.parametrize("note", [b"", b"x", bytes(100), b"\x41" + bytes(24), b"\x43" + bytes(24)])
 def test_a_note_of_another_form_is_not_believed(note):
     announcer, hashes = make(), chain_of(prompt("a", 1))
-    announcer.found(hashes, [note], True)
     is_ours = note[:1] == b"\x41"  # a parent with the name 0, and tokens 0: the right form
-    assert len(drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)))) == int(is_ours)
+    assert len(drained(announcer, BlocksRestored(Tier.DISK, tuple(hashes), (note,), True))) == int(is_ours)
+    assert announcer.unknown_blocks == int(not is_ours)
 
 
 def test_damaged_extras_in_a_note_are_not_believed():
