@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -36,7 +37,16 @@ REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # a file that is being written, by thi
 REMAINS_S = 3600.0
 MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one write
 OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
-WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
+ENOTSUPP = 524  # of some network file systems
+WITHOUT_LINKS = (  # what a file system without hard links answers
+    errno.EINVAL,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EPERM,
+    errno.EXDEV,
+    ENOTSUPP,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +59,13 @@ class DirectoryEngine:
     can_list = True
     min_run_bytes = MIN_RUN_BYTES
 
-    def __init__(self, root: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
+    def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
+        """`facts` is the description of the namespace. Raises OSError."""
         self.threads = threads
         self.creates_once = creates_once
         self._root = root
+        self._facts = facts
+        self._device = os.stat(root).st_dev
         self._writes = writes
         self._limit = RequestLimit()
 
@@ -64,15 +77,17 @@ class DirectoryEngine:
         try:
             with os.scandir(root) as entries:
                 next(entries, None)
-            creates_once = writes and _describe(root, facts_key, facts)
+            creates_once = writes and _describe(root / facts_key, facts)
+            engine = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
         except OSError as error:
+            only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
             raise EnvironmentProblem(
                 f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
-                hint=f"check its permissions: `ls -ld {root}`",
+                hint=f"check its permissions with `ls -ld {root}`{only_reads}",
             ) from error
         if writes and not creates_once:
             log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
-        return cls(root, threads=threads, creates_once=creates_once, writes=writes)
+        return engine
 
     @property
     def limit_s(self) -> float:
@@ -121,11 +136,10 @@ class DirectoryEngine:
         began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
             answer = read_file(self._root / one.key, one)
-        except FileNotFoundError:
-            return StoreAnswer(Outcome.ABSENT)
         except OSError as error:
-            if error.errno in OF_ONE_FILE:  # says nothing about the others
-                return StoreAnswer(Outcome.BAD, str(error))
+            if error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted():  # says nothing about the others
+                is_absent = error.errno == errno.ENOENT
+                return StoreAnswer(Outcome.ABSENT) if is_absent else StoreAnswer(Outcome.BAD, str(error))
             self._limit.failed(time.monotonic() - began_s, limit_s)
             return StoreAnswer(Outcome.FAILED, str(error))
         if answer.outcome is Outcome.GOOD:
@@ -136,7 +150,7 @@ class DirectoryEngine:
         began_s, limit_s = time.monotonic(), self._limit.seconds
         creates = self.creates_once and not one.replaces
         try:
-            is_written = write_file(self._root, one.key, one.buffers, creates=creates)
+            is_written = self._write(one, creates=creates)
         except OSError as error:
             self._limit.failed(time.monotonic() - began_s, limit_s)
             return StoreAnswer(Outcome.FAILED, str(error))
@@ -148,8 +162,29 @@ class DirectoryEngine:
         try:
             os.stat(self._root / key)
         except OSError as error:
-            return False if error.errno in (errno.ENOENT, *OF_ONE_FILE) else None
+            is_absent = error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted()
+            return False if is_absent else None
         return True
+
+    def _write(self, one: Outgoing, *, creates: bool) -> bool:
+        """Raises OSError."""
+        path = self._root / one.key
+        try:
+            return write_file(path, one.buffers, creates=creates)
+        except FileNotFoundError:
+            if not self._is_mounted():
+                raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_file(path, one.buffers, creates=creates)
+
+    def _is_mounted(self) -> bool:
+        """Whether the directory is the one that was opened: without its file system, a mount point is an empty
+        directory on the disk of this machine, which must not be filled."""
+        try:
+            about = os.stat(self._root)
+            return stat.S_ISDIR(about.st_mode) and (about.st_dev == self._device or self._facts.is_file())
+        except OSError:
+            return False
 
 
 def read_file(path: Path, one: Incoming) -> StoreAnswer:
@@ -175,11 +210,10 @@ def read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
-def write_file(root: Path, key: str, buffers: Sequence[Buffer], *, creates: bool) -> bool:
+def write_file(path: Path, buffers: Sequence[Buffer], *, creates: bool) -> bool:
     """Write a file whole or not at all. With `creates`, return False if there is one, and leave it. Raises OSError."""
-    path = root / key
     staged = f"{path}#{secrets.randbits(62)}"
-    descriptor = _create(root, path, staged)
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         try:
             _write(descriptor, buffers)
@@ -207,22 +241,12 @@ def _link(staged: str, path: Path) -> bool:
     return True
 
 
-def _create(root: Path, path: Path, staged: str) -> int:
-    """Open a new file. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(staged, flags, FILE_MODE)
-    except FileNotFoundError:
-        if not root.is_dir():  # a mount point that is gone must not become a directory
-            raise
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return os.open(staged, flags, FILE_MODE)
-
-
 def _write(descriptor: int, buffers: Sequence[Buffer]) -> None:
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
         written = os.writev(descriptor, left[:MOST_PARTS])
+        if written == 0:
+            raise OSError(errno.EIO, "the file system takes no bytes")
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:
@@ -234,6 +258,10 @@ def require_directory(root: Path) -> None:
     EnvironmentProblem."""
     try:
         root.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+    except FileExistsError as error:
+        raise EnvironmentProblem(
+            f"{root} of `tiers.shared.url` is not a directory", hint="set the path of a directory"
+        ) from error
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
@@ -241,14 +269,17 @@ def require_directory(root: Path) -> None:
         ) from error
 
 
-def _describe(root: Path, facts_key: str, facts: bytes) -> bool:
-    """Write the description of the namespace, if there is none. Return whether a file can be created once only."""
-    for _ in range(2):
-        try:
-            if not write_file(root, facts_key, [facts], creates=True):
-                return True
-        except OSError as error:
-            if error.errno not in WITHOUT_LINKS:
-                raise
-            write_file(root, facts_key, [facts], creates=False)
-    return False
+def _describe(path: Path, facts: bytes) -> bool:
+    """Write the description of the namespace, if there is none. Return whether the file system has hard links."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file():
+        write_file(path, [facts], creates=False)
+    link = f"{path}#{secrets.randbits(62)}"  # a new name: for one that exists, the file system is not asked
+    try:
+        os.link(path, link)
+    except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise
+        return False
+    os.unlink(link)
+    return True

@@ -45,10 +45,10 @@ LIMITS = {  # variables of the library, which reads them when a client is set up
 LIMIT_S = 2.5  # a question to the master and a transfer; 4.3 s if the master has just ended
 MISSING = frozenset((-703, -704))  # being written, not found
 REASONS = {
-    -200: "no owner has room for it",
+    -200: "no owner in the pool has room for the object",
     -600: "it has another length, or the client is closed",
     -707: "it was evicted while it was read",
-    -800: "its owner does not answer",
+    -800: "the owner of the object does not answer",
     -900: "the master does not answer",
     -901: "the master does not answer in time",
 }
@@ -262,7 +262,7 @@ def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
     if code != 0:
         raise EnvironmentProblem(
             f"cannot use `tiers.shared.url` {url}: the master does not answer (code {code}, protocol {protocol})",
-            hint=f"start the master on {host} with `mooncake_master --rpc_port={port}`",
+            hint=f"start the master on {host} with `mooncake_master --rpc_address={host} --rpc_port={port}`",
         )
     return store
 

@@ -23,7 +23,7 @@ from typing import Any
 from kvbm.errors import reason_of
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.doctor.disk_probe import DiskReport
-from kvbm_cli.doctor.store_probe import StoreReport
+from kvbm_cli.doctor.store_report import StoreReport
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]

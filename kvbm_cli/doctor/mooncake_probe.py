@@ -11,19 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.mooncake_engine import MooncakeEngine
 from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
-from kvbm_cli.doctor.store_probe import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, PhaseCallback, StoreReport
+from kvbm_cli.doctor.store_report import (
+    IN_FLIGHT,
+    OBJECT_BYTES,
+    PREFIX,
+    SMALL_GETS,
+    PhaseCallback,
+    StepFailed,
+    StoreReport,
+)
 
 SMALL_BYTES = 64
-
-
-class _StepFailed(Exception):
-    """A step that failed, and why."""
 
 
 def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback) -> StoreReport:
@@ -36,17 +38,20 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback) ->
     found = _MooncakeProbe(engine, on_phase)
     try:
         found.run(seconds, writes=writes)
-    except _StepFailed as failed:
+    except StepFailed as failed:
         step, reason = failed.args
         found.report = replace(found.report, failed=step, reason=reason)
     finally:
-        engine.remove(found.keys)
+        if writes:
+            engine.remove(found.keys)
         engine.close()
     return found.report
 
 
 class _MooncakeProbe:
     def __init__(self, engine: MooncakeEngine, on_phase: PhaseCallback) -> None:
+        import numpy as np
+
         self.report = StoreReport()
         self.keys = [f"{PREFIX}/{secrets.token_hex(8)}/{number}" for number in range(IN_FLIGHT)]
         self._slots = np.full((IN_FLIGHT, OBJECT_BYTES), 1, np.uint8)
@@ -65,7 +70,7 @@ class _MooncakeProbe:
         received = memoryview(bytearray(SMALL_BYTES))
         self._require("get", self._engine.get([Incoming(self.keys[0], [received], SMALL_BYTES)]))
         if bytes(received) != content:
-            raise _StepFailed("get", "an object has other bytes than were written")
+            raise StepFailed("get", "an object has other bytes than were written")
         self._on_phase("writes")
         put_rate = self._rate(lambda: self._put(self.keys, [slot.data for slot in self._slots]), seconds)
         self._on_phase("reads")
@@ -75,7 +80,7 @@ class _MooncakeProbe:
 
     def _ask(self) -> None:
         if None in self._engine.are_present(self.keys[:1]):
-            raise _StepFailed("list", "the master does not answer")
+            raise StepFailed("list", "the master does not answer")
 
     def _put(self, keys: Sequence[str], contents: Sequence[memoryview]) -> None:
         pairs = zip(keys, contents, strict=True)
@@ -90,7 +95,7 @@ class _MooncakeProbe:
     def _require(self, step: str, answers: Sequence[StoreAnswer]) -> None:
         for answer in answers:
             if answer.outcome is not Outcome.GOOD:
-                raise _StepFailed(step, answer.error or "the object is not there")
+                raise StepFailed(step, answer.error or "the object is not there")
 
     def _seconds(self, move: Callable[[], object]) -> float:
         began_s = time.monotonic()

@@ -6,17 +6,18 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import run_blocks
+from kvbm.shared.settings import directory_of
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
-from kvbm_cli.doctor.store_probe import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+from kvbm_cli.doctor.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
 
 if TYPE_CHECKING:
     from kvbm.config.schema import SharedTierSection
@@ -30,12 +31,20 @@ EXTRA = "`pip install 'kvbm-cli[shared]'`"
 MOONCAKE_EXTRA = "`pip install 'kvbm-cli[mooncake]'` and `apt install libibverbs1`"
 CREDENTIALS = "see the variables of the store, such as `AWS_ACCESS_KEY_ID`, `AWS_REGION` and `AWS_ENDPOINT_URL`"
 REMEDIES = {
-    "connect": "set another `tiers.shared.url`",
+    "connect": "check the URL of the store",
     "list": f"check that the bucket exists and may be listed (`s3:ListBucket`); {CREDENTIALS}",
     "put": "allow `s3:PutObject`, or set `tiers.shared.write: false` if this engine only reads",
     "get": "allow `s3:GetObject`",
     "conditional put": "allow `s3:PutObject`",
     "delete": "allow `s3:DeleteObject`: `kvbm cache`, `kvbm bench` and the doctor use it, engines do not",
+}
+DIRECTORY_REMEDIES = {
+    "connect": "`mkdir -p` the directory, or mount its file system",
+    "list": "check the permissions of the directory with `ls -ld`",
+    "put": "make the directory writable, or set `tiers.shared.write: false` if this engine only reads",
+    "get": "check the permissions of the files with `ls -l`",
+    "conditional put": "make the directory writable",
+    "delete": "make the directory writable",
 }
 
 
@@ -53,10 +62,11 @@ def checks(context: DoctorContext) -> Iterator[Check]:
             context.url, seconds=seconds, writes=writes, timeout_s=timeout_s, on_phase=context.on_phase
         )
     except ProbeFailed as error:
-        remedy = "check the address in `tiers.shared.url`"
-        yield failure("store", f"does not answer: {error}", remedy if is_pool else f"{remedy}; {CREDENTIALS}")
+        remedy = "check that `mooncake_master` runs" if is_pool else CREDENTIALS
+        yield failure("store", f"does not answer: {error}", f"check the address of the store; {remedy}")
         return
-    yield from _pool(report, writes=writes) if is_pool else _permissions(report, writes=writes)
+    remedies = REMEDIES if directory_of(context.url) is None else DIRECTORY_REMEDIES
+    yield from _pool(report, writes=writes) if is_pool else _permissions(report, remedies, writes=writes)
     yield from _about(report)
     yield from _speed(context, report, writes=writes)
 
@@ -98,14 +108,15 @@ def _secret(shared: SharedTierSection) -> Iterator[Check]:
         yield ok("secret", f"can be read, for `tiers.shared.protection: {shared.protection}`")
 
 
-def _permissions(report: StoreReport, *, writes: bool) -> Iterator[Check]:
+def _permissions(report: StoreReport, remedies: Mapping[str, str], *, writes: bool) -> Iterator[Check]:
     if report.failed is None:
         steps = "list, put, get and delete work" if writes else "list and get work; this engine does not write"
         yield ok("permissions", steps)
     elif report.failed == "delete":
-        yield warning("permissions", f"delete fails: {report.reason}", REMEDIES["delete"])
+        yield warning("permissions", f"delete fails: {report.reason}", remedies["delete"])
     else:
-        yield failure("permissions", f"{report.failed} fails: {report.reason}", REMEDIES[report.failed])
+        remedy = EXTRA if "requires the package" in str(report.reason) else remedies[report.failed]
+        yield failure("permissions", f"{report.failed} fails: {report.reason}", remedy)
     if report.left_objects:
         finding = f"objects of the doctor below `{PREFIX}/` that could not be deleted: {report.left_objects}"
         yield warning("leftovers", finding, f"delete `{PREFIX}/` in the store", count=report.left_objects)

@@ -16,47 +16,26 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.settings import directory_of
+from kvbm_cli.doctor.store_report import (
+    IN_FLIGHT,
+    OBJECT_BYTES,
+    PREFIX,
+    SMALL_GETS,
+    PhaseCallback,
+    StepFailed,
+    StoreReport,
+)
 
-PREFIX = "kvbm-doctor"
-OBJECT_BYTES = 4 << 20
-IN_FLIGHT = 16
-SMALL_GETS = 15
 MAX_OBJECTS = 128  # in the store at a time
 LIMIT_S = 10.0  # of one request
 LEFT_AFTER = timedelta(hours=1)  # no doctor runs so long
-
-PhaseCallback = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """What the probe found. `failed` is the step that failed, with the `reason`; later steps did not run.
-
-    `creates_once`: whether a second creation of an object is refused. `clock_s`: how far the clock of the store is
-    ahead of this machine's. `small_get_s` is the median of small GETs, `object_get_s` of GETs of one object at a time;
-    rates are in bytes per second with IN_FLIGHT requests in flight. Unknown values are None.
-    """
-
-    failed: str | None = None
-    reason: str | None = None
-    creates_once: bool | None = None
-    clock_s: float | None = None
-    small_get_s: float | None = None
-    object_get_s: float | None = None
-    put_rate: float | None = None
-    get_rate: float | None = None
-    left_objects: int = 0
-
-
-class _StepFailed(Exception):
-    """A step that failed, and why."""
 
 
 def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = lambda text: None) -> StoreReport:
@@ -97,7 +76,7 @@ class _StoreProbe:
                 self._write_and_read(seconds)
             else:
                 self._found = replace(self._found, small_get_s=self._time_absent())
-        except _StepFailed as failed:
+        except StepFailed as failed:
             step, reason = failed.args
             self._found = replace(self._found, failed=step, reason=reason)
         finally:
@@ -141,7 +120,7 @@ class _StoreProbe:
             yield
         except (BaseError, OSError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__  # the rest may hold credentials
-            raise _StepFailed(name, reason) from None
+            raise StepFailed(name, reason) from None
 
     def _put(self, key: str, content: bytes, **how: Any) -> None:
         import obstore

@@ -20,7 +20,8 @@ from kvbm.shared.mooncake_engine import MooncakeEngine
 from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.store_probe import PREFIX, StoreReport, probe
+from kvbm_cli.doctor.store_probe import probe
+from kvbm_cli.doctor.store_report import PREFIX, StoreReport
 
 PROFILE = """\
 engine:

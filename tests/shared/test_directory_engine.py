@@ -8,6 +8,7 @@ import threading
 import pytest
 from storage_rig import make_run, opened
 
+from kvbm.errors import EnvironmentProblem
 from kvbm.shared import directory_engine
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.object_engine import Outgoing
@@ -65,7 +66,9 @@ def test_an_object_of_more_parts_than_one_call_takes_is_whole(rig, monkeypatch):
 
 
 def test_a_file_system_without_hard_links_is_written_and_may_be_written_twice(root, monkeypatch):
-    def no_links(*_):
+    def no_links(source, target):
+        if os.path.exists(target):  # the kernel looks before it asks the file system
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", no_links)
@@ -115,6 +118,34 @@ def test_an_object_that_is_a_loop_leaves_the_tier_on(rig, root):
     assert all(rig.get(make_run(1)).is_good)
 
 
+def test_what_is_written_to_a_store_is_not_written_to_its_bare_mount_point(rig, root, monkeypatch):
+    assert rig.put(RUN).outcome is Outcome.GOOD
+    shutil.rmtree(root)
+    root.mkdir()
+    monkeypatch.setattr(rig.engine, "_device", -1)  # the file system below the mount point has another number
+    assert rig.put(RUN).outcome is Outcome.FAILED
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "a file", "a loop"])
+def test_a_directory_that_is_gone_turns_the_tier_off(rig, root, damage):
+    rig.put(RUN)
+    shutil.rmtree(root)
+    if damage == "a file":
+        root.write_bytes(b"")
+    elif damage == "a loop":
+        root.symlink_to(root)
+    outcomes = [rig.get(RUN).outcome for _ in range(4)]
+    assert set(outcomes) == {Outcome.FAILED}
+    assert rig.probe([RUN[-1]]).present is None
+    assert rig.storage.off_because is not None
+
+
+def test_a_file_system_that_takes_no_bytes_is_a_failed_write(rig, monkeypatch):
+    monkeypatch.setattr(os, "writev", lambda descriptor, buffers: 0)
+    assert rig.put(RUN).outcome is Outcome.FAILED
+
+
 def test_a_mount_point_that_is_gone_does_not_become_a_directory(rig, root):
     shutil.rmtree(root)
     assert rig.put(RUN).outcome is Outcome.FAILED
@@ -123,7 +154,10 @@ def test_a_mount_point_that_is_gone_does_not_become_a_directory(rig, root):
 
 def test_a_file_in_place_of_the_directory_is_an_error_that_names_it(tmp_path):
     (tmp_path / "objects").write_bytes(b"")
-    with pytest.raises(Exception, match=r"objects of `tiers\.shared\.url`: "), opened(f"file://{tmp_path}/objects"):
+    with (
+        pytest.raises(EnvironmentProblem, match=r"objects of `tiers\.shared\.url` is not a directory"),
+        opened(f"file://{tmp_path}/objects"),
+    ):
         pass
 
 
