@@ -62,8 +62,8 @@ MUTANTS = (
         name="object-bad-file-is-a-bad-store",
         bug="a file that cannot be read counts as a store that does not answer",
         file="kvbm/shared/directory_engine.py",
-        old="error.errno in OF_ONE_FILE",
-        new="False",
+        old="            if error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted():  # says",
+        new="            if error.errno == errno.ENOENT:  # says",
         fails="tests/shared/test_store_breaks.py -k cannot_be_read",
     ),
     Mutant(
