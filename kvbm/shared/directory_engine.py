@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.cores import allowed_cores
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, wrong_length
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
 from kvbm.shared.request_limit import RequestLimit
@@ -62,6 +63,8 @@ class DirectoryEngine:
     def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
         """`facts` is the description of the namespace. Raises OSError."""
         self.threads = threads
+        # Checksum and copy take processor time: more threads than that only displace each other's bytes in its cache.
+        self.write_threads = min(most_writing(threads), 2 * len(allowed_cores()))
         self.creates_once = creates_once
         self._root = root
         self._facts = facts

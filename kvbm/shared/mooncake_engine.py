@@ -61,7 +61,7 @@ class MooncakeEngine:
     with `registers`, it requires that all memory is registered."""
 
     name = "mooncake"
-    threads = 1
+    threads = write_threads = 1
     min_run_bytes = MIN_RUN_BYTES  # a header of its own for each MiB costs a fifth (bench/micro/shared_mooncake.py)
     creates_once = True
     can_list = False

@@ -68,7 +68,8 @@ class NodeCopies:
         self._patient_from_s = self._keeping_from_s = 0.0  # when it waits, and when it keeps copies again
         self._unpurged_bytes = 0
         self._has_warned = False
-        self.name, self.threads, self.batch_objects = engine.name, engine.threads, engine.batch_objects
+        self.name, self.batch_objects = engine.name, engine.batch_objects
+        self.threads, self.write_threads = engine.threads, engine.write_threads
         self.min_run_bytes, self.creates_once, self.can_list = (
             engine.min_run_bytes,
             engine.creates_once,

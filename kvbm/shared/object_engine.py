@@ -54,6 +54,11 @@ class StoreAnswer:
     is_copy: bool = False
 
 
+def most_writing(threads: int) -> int:
+    """Return how many of an engine's threads may write: some are left for reads, which requests wait for."""
+    return max(1, threads * 3 // 4)
+
+
 def wrong_length(size: int, one: Incoming) -> StoreAnswer | None:
     """Return the answer for an object of another length than expected, None for one of `one.length`."""
     return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
@@ -89,6 +94,7 @@ class ObjectEngine(Protocol):
 
     name: str
     threads: int
+    write_threads: int  # of these, that write at most
     batch_objects: int
     min_run_bytes: int
     creates_once: bool

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.directory_engine import require_directory
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, scatter, wrong_length
+from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, most_writing, scatter, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.request_limit import FIRST_LIMIT_S, RequestLimit
 from kvbm.shared.settings import directory_of
@@ -59,6 +59,7 @@ class ObstoreEngine:
         """`connect(limit_s)` returns a store of obstore whose requests end within that time."""
         self.name = f"obstore {kind}"
         self.threads = threads
+        self.write_threads = most_writing(threads)
         self.creates_once = False
         self._connect = connect
         self._limit = RequestLimit()

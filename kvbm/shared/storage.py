@@ -1,7 +1,7 @@
 """SharedStorage: runs orders on an object engine with threads, verifies what is read, and watches the store.
 
 One thread owns it and calls `submit`, `poll` and `close`. Probes run before reads, reads before writes, otherwise in
-order of submission; writes use three quarters of the threads at most. `poll` returns each ticket once, after its last
+order of submission; writes use `write_threads` of the engine at most. `poll` returns each ticket once, after its last
 access to host memory. While the breaker is open, orders fail at once, and one thread tries the store now and then.
 """
 
@@ -208,7 +208,7 @@ class SharedStorage:
         if self._probes:
             return [self._probes.popleft()]
         queue = self._reads
-        if not queue and sum(is_write for _, is_write in self._running.values()) < max(1, self.engine.threads * 3 // 4):
+        if not queue and sum(is_write for _, is_write in self._running.values()) < self.engine.write_threads:
             queue = self._writes
         return [queue.popleft() for _ in range(min(self.engine.batch_objects, len(queue)))]
 

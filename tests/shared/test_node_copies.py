@@ -205,7 +205,8 @@ def test_stores_in_memory_or_on_this_machine_have_no_copies(tmp_path):
 class Old:
     """A store whose objects are 1000 seconds old, of `length` bytes."""
 
-    name, threads, batch_objects, min_run_bytes, creates_once, can_list, limit_s = "old", 1, 1, 1, False, False, 1.0
+    name, threads, write_threads, batch_objects = "old", 1, 1, 1
+    min_run_bytes, creates_once, can_list, limit_s = 1, False, False, 1.0
 
     def __init__(self):
         self.count = 0
