@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
-from kvbm.config.engine import EmbeddedArguments, VllmArguments
 
 CONNECTOR = "DynamoConnector"
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
@@ -25,6 +24,7 @@ KVBM_SETS: Mapping[str, str] = {
     "port": "use `server.port`",
     "uds": "use `server.host` and `server.port`",
     "config": "write the flags of that file into `engine.arguments`",
+    "help": "remove it; `vllm serve --help=all` shows the flags",
     "headless": "remove it; kvbm requires the server of the engine",
     "grpc": "remove it; kvbm uses HTTP",
     "ssl_keyfile": _PLAIN_HTTP,
@@ -33,8 +33,15 @@ KVBM_SETS: Mapping[str, str] = {
     "kv_offloading_backend": _NATIVE,
     "enable_prompt_tokens_details": "remove it; kvbm always sets it, to learn the number of cached tokens",
 }
-_SAME_IN_VLLM = {"num_blocks": "num_gpu_blocks_override", "prefix_caching": "enable_prefix_caching"}
-_EMBEDDED_ONLY = frozenset(EmbeddedArguments.model_fields) - frozenset(VllmArguments.model_fields) - {"seed"}
+# Flags of the embedded engine that vLLM has not, and what to write instead. They are listed, because a flag that
+# `VllmArguments` does not declare may be one of vLLM.
+EMBEDDED_ONLY: Mapping[str, str] = {
+    "num_blocks": "use `num_gpu_blocks_override` with vLLM",
+    "prefix_caching": "use `enable_prefix_caching` with vLLM",
+    "device": "remove it; a build of vLLM has one device",
+    "threads": "set the cores in `engine.environment`: `VLLM_CPU_OMP_THREADS_BIND: 0-7`",
+    **dict.fromkeys(("verify", "kv_layout", "worker_process"), "remove it, or use `engine.kind: embedded`"),
+}
 
 
 def flag_name(written: str) -> str:
@@ -68,10 +75,8 @@ def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
         )
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
-    if name in _EMBEDDED_ONLY:
-        same = _SAME_IN_VLLM.get(name)
-        hint = f"use `{same}` with vLLM" if same else "remove it, or use `engine.kind: embedded`"
-        return f"`{name}` is a flag of the embedded engine", hint
+    if name in EMBEDDED_ONLY:
+        return f"`{name}` is a flag of the embedded engine", EMBEDDED_ONLY[name]
     if name.startswith("no_"):
         return f"`{name}` is the negated form of a flag", f"write `{name.removeprefix('no_')}: false`"
     return None

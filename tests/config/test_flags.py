@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from test_load import load_text
 
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
-from kvbm.config.flags import KVBM_SETS
+from kvbm.config.flags import EMBEDDED_ONLY, KVBM_SETS
+from kvbm.config.load import examine
 from kvbm.config.schema import Profile
 from kvbm.errors import ProfileError
 
@@ -27,6 +29,28 @@ def test_engine_is_the_embedded_one_unless_the_profile_says_otherwise(tmp_path: 
     vllm = load_text(tmp_path, BASE).profile.engine
     assert (embedded.kind, type(embedded.arguments)) == ("embedded", EmbeddedArguments)
     assert (vllm.kind, type(vllm.arguments)) == ("vllm", VllmArguments)
+
+
+FLAGS = yaml.safe_load(Path(__file__).with_name("vllm_flags.yaml").read_text())
+
+
+@pytest.mark.parametrize("written", [str, lambda name: name.replace("-", "_")], ids=["hyphens", "underscores"])
+def test_every_flag_of_vllm_is_accepted_except_those_that_kvbm_sets(tmp_path: Path, written) -> None:
+    given_flags = {written(name): value for name, value in FLAGS.items()}
+    text = yaml.safe_dump({"engine": {"kind": "vllm", "model": "m", "arguments": given_flags}}) + TAIL
+    (tmp_path / "mine.yaml").write_text(text)
+    refused = {mistake.key for mistake in examine(str(tmp_path / "mine.yaml"), directories=[], variables={}).mistakes}
+    set_by_kvbm = {name for name in FLAGS if name.replace("-", "_") in KVBM_SETS}
+    assert refused == {f"engine.arguments.{name.replace('-', '_')}" for name in set_by_kvbm}
+    rest = {name: value for name, value in given_flags.items() if name.replace("_", "-") not in set_by_kvbm}
+    made = arguments(tmp_path, yaml.safe_dump({"engine": {"kind": "vllm", "model": "m", "arguments": rest}}) + TAIL)
+    assert made == {name.replace("-", "_"): value for name, value in rest.items()}
+
+
+def test_flags_of_the_embedded_engine_alone_are_none_of_vllm() -> None:
+    assert EMBEDDED_ONLY.keys() <= EmbeddedArguments.model_fields.keys()
+    of_vllm = {name.replace("-", "_") for name in FLAGS}
+    assert EmbeddedArguments.model_fields.keys() - of_vllm == EMBEDDED_ONLY.keys()
 
 
 def test_hyphens_and_underscores_are_the_same_in_every_layer(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("vllm")
 
@@ -17,7 +18,7 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.load import load
 from kvbm.config.schema import Profile
-from kvbm.vllm_integration.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, plan
+from kvbm.vllm_integration.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
 from kvbm.vllm_integration.versions import VllmInstallation, is_known
 from kvbm_cli.engine.python_probe import find_vllm
 from kvbm_cli.package_data import profiles_directory
@@ -91,6 +92,16 @@ def test_flags_that_kvbm_knows_by_name_exist_and_take_what_it_thinks() -> None:
     repeated = {name for name, action in actions.items() if type(action).__name__ == "_AppendAction"}
     assert {name.replace("_", "-") for name in ONLY_ON | KVBM_SETS.keys()} >= without_a_value
     assert {name.replace("_", "-") for name in REPEATED} == repeated
+
+
+@pytest.mark.filterwarnings("ignore:--log-config-file is deprecated")
+def test_every_flag_that_profiles_are_tested_with_is_one_of_this_vllm_and_is_parsed() -> None:
+    flags = yaml.safe_load((Path(__file__).parents[1] / "config/vllm_flags.yaml").read_text())
+    options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
+    assert flags.keys() == {option.removeprefix("--") for option in options if not option.startswith("--no-")}
+    parsed_here = flags.keys() - {"help", "config"}  # one ends the program, the other names a file
+    words = [word for name in parsed_here for word in _flag(name.replace("-", "_"), flags[name])]
+    parser().parse_args(words)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu-demo", "vllm-hybrid-cpu-demo"])
