@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
+from kvbm.config.spelling import snake_case
 
 CONNECTOR = "DynamoConnector"
 CONNECTOR_MODULE = "kvbm.vllm_integration.connector"
@@ -70,9 +71,9 @@ def _refused_flag(name: str, entry: Entry) -> Mistake | None:
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
     if not NAME.fullmatch(name):
         written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
-        return f"`{written}` is not a valid flag name", (
-            "write the name without leading hyphens, such as `max_model_len: 8192`"
-        )
+        meant = snake_case(name)
+        hint = f"write `{meant}`" if NAME.fullmatch(meant) else "write the name as a key, such as `max_model_len: 8192`"
+        return f"`{written}` is not a valid flag name", hint
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in EMBEDDED_ONLY:

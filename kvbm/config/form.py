@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from kvbm.config.document import Source, located
+from kvbm.config.sizes import shortened
+from kvbm.config.spelling import WrittenValue, written_in_env_file
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -21,6 +24,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _BUCKET_URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,254})/*")
 _ENDPOINT = re.compile(r"https?://[^\s/@?#]+/?")
 NO_CAPACITY = "0GB"
+OF_KUBERNETES = "Kubernetes sets it for a service of that name; set `enableServiceLinks: false` in the pod"
 
 
 class Form(enum.Enum):
@@ -34,16 +38,16 @@ class Form(enum.Enum):
     def parse(self, text: str, source: Source) -> object:
         """Returns the value for the profile key. ProfileError for text that is not of this form."""
         stripped = text.strip()
-        if not stripped:
+        written = written_in_env_file(stripped, may_have_comment=self is not Form.TEXT or source.written == stripped)
+        if not stripped or (written is not None and not written.meant):
             raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or set a value")
-        if self is Form.TEXT:
-            return stripped
-        parsed = _PARSERS[self](stripped)
+        parsed = _PARSERS[self](stripped) if written is None or self is not Form.TEXT else None
         if parsed is None:
-            meant = _meant(self, stripped)
-            hint = None if meant is None else f"use `{source.label}={meant}`"
-            shown = source.written if self is Form.ENDPOINT else stripped  # without credentials
-            raise located(f"`{source.label}` must be {self.value}, not `{shown}`", source, hint=hint)
+            shown = source.written if self is Form.ENDPOINT else shortened(stripped)  # without credentials
+            problem = f"must be {self.value}, not `{shown}`"
+            if self is Form.TEXT and written is not None:
+                problem = f"contains the {written.extra} of an env file"
+            raise located(f"`{source.label}` {problem}", source, hint=_hint(self, stripped, written, source))
         return parsed
 
 
@@ -72,6 +76,19 @@ def _endpoint(text: str) -> str | None:
     return text if _ENDPOINT.fullmatch(text) else None
 
 
+def _hint(form: Form, text: str, written: WrittenValue | None, source: Source) -> str | None:
+    """Returns how to write the value. Of a value that is not shown, it names only what to remove."""
+    is_secret = source.written != text
+    if text.startswith("tcp://"):
+        return OF_KUBERNETES
+    if written is not None:
+        value = written.meant if _PARSERS[form](written.meant) is not None else _meant(form, written.meant)
+        what = f"remove the {written.extra}, which `docker run --env-file` keeps"
+        return what if is_secret or value is None else f"{what}: `{source.label}={value}`"
+    meant = _meant(form, text)
+    return None if meant is None else f"use `{source.label}={meant}`"
+
+
 def _meant(form: Form, text: str) -> str | None:
     """Returns the value in the correct form if the text contains it in another form, else None."""
     if form is Form.BUCKET and (found := _BUCKET_URL.fullmatch(text)):
@@ -93,7 +110,8 @@ def _in_gigabytes(text: str) -> str | None:
     return f"{gigabytes.normalize():f}"
 
 
-_PARSERS = {
+_PARSERS: Mapping[Form, Callable[[str], object]] = {
+    Form.TEXT: str,
     Form.GIGABYTES: _gigabytes,
     Form.COUNT: _count,
     Form.BOOLEAN: _boolean,

@@ -20,6 +20,7 @@ from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.keys import Key, keys
 from kvbm.config.sizes import shortened
+from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
 
 NOT_BUILT = {"tiers.object": "use `tiers.shared`", "filters": "use the section `offload`"}
@@ -49,6 +50,19 @@ OTHER_NAMES = {
     "tiers.disk.size": "tiers.disk.capacity",
     "tiers.disk.path": "tiers.disk.directory",
     "tiers.disk.dir": "tiers.disk.directory",
+}
+
+
+# Values of other tools, of upstream's branches and of file systems, and ours that does the same.
+_SAME_VALUES = {
+    **dict.fromkeys(("ibm-scale", "spectrum-scale", "storage-scale", "gpfs", "lustre", "o_direct"), "open-direct"),
+    **dict.fromkeys(("io_uring", "libaio", "aio"), "nixl"),
+    **dict.fromkeys(("gpu", "nvidia"), "cuda"),
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
 }
 
 
@@ -178,13 +192,17 @@ def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None
 
 def _hint(detail: ErrorDetails) -> str | None:
     value = detail["input"]
+    if isinstance(value, str) and (inner := unquoted(value)):
+        return f"remove the quotes around `{shortened(inner)}`"
     if detail["type"] in ("int_type", "int_from_float", "float_type"):
         return _number_meant(value)
     if detail["type"] == "bool_type":
         return _boolean_meant(value)
     if detail["type"] != "literal_error":
         return None
-    return _nearest(value, re.findall("'([^']*)'", detail["ctx"]["expected"]))
+    choices = re.findall("'([^']*)'", detail["ctx"]["expected"])
+    same = _SAME_VALUES.get(str(value).lower())
+    return f"use `{same}`" if same in choices else _nearest(value, choices)
 
 
 _SEPARATED = re.compile(r"[0-9]{1,3}(?:[,_' ][0-9]{3})+")
@@ -209,9 +227,11 @@ def _number_meant(value: object) -> str | None:
 
 
 def _boolean_meant(value: object) -> str | None:
+    text = str(value).strip().lower()
+    if text in ("true", "false"):
+        return f"write `{text}`, without quotes"
     meant = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-    found = meant.get(str(value).strip().lower())
-    return f"write `{found}`" if found is not None else None
+    return f"write `{meant[text]}`" if text in meant else None
 
 
 _GLUED = re.compile(r"[a-z_]+:\S+")
@@ -224,7 +244,7 @@ def _missing_space(value: object) -> str | None:
 
 
 def _nearest(value: object, choices: Sequence[str]) -> str | None:
-    nearest = difflib.get_close_matches(str(value), choices, n=1) if isinstance(value, str) else []
+    nearest = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
     return f"did you mean `{nearest[0]}`?" if nearest else None
 
 
@@ -271,7 +291,8 @@ def _but_got(value: object) -> str:
 
 def _nearest_sibling(dotted: str, kind: FileKind) -> str | None:
     prefix, _, leaf = dotted.rpartition(".")
-    close = difflib.get_close_matches(leaf, _siblings(prefix, kind), n=1)
+    siblings = _siblings(prefix, kind)
+    close = [name for name in siblings if name == snake_case(leaf)] or difflib.get_close_matches(leaf, siblings, n=1)
     return ".".join(filter(None, (prefix, close[0]))) if close else None
 
 
@@ -286,13 +307,14 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
         return "merge keys are not supported; use `extends` to share keys"
     if any(key.path == dotted for key in kind.keys):
         return f"write it as a key of its section: `{prefix}: {{{leaf}: ...}}`"
-    if kind.noun == "profile" and dotted.lower() in OTHER_NAMES:
-        return f"did you mean `{OTHER_NAMES[dotted.lower()]}`?"
+    other = f"{prefix}.{snake_case(leaf)}".lower()
+    if kind.noun == "profile" and other in OTHER_NAMES:
+        return f"did you mean `{OTHER_NAMES[other]}`?"
     close = _nearest_sibling(dotted, kind)
     if close is not None:
         return f"did you mean `{close.rpartition('.')[2]}`?"
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in reversed(kind.keys)}
-    far = difflib.get_close_matches(leaf, elsewhere, n=1, cutoff=0.8)
+    far = difflib.get_close_matches(snake_case(leaf), elsewhere, n=1, cutoff=0.8)
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"

@@ -26,7 +26,8 @@ MAX_BYTES = 2**60
 MAX_SHOWN = 200
 
 _BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
-_WORD = re.compile(r"([kmgtp])(?:i|igs?|egs?|[a-z]+bytes?)?")
+_BINARY = re.compile(r"([kmgtp])(?:i|[a-z]+bibytes?)")  # of Kubernetes: `64Gi` is 64 GiB
+_WORD = re.compile(r"([kmgtp])(?:igs?|egs?|[a-z]+bytes?)?")
 _PATTERN = re.compile(r"(?P<number>(?:0|[1-9][0-9]*)(?:\.[0-9]+)?) ?(?P<unit>[A-Za-z]*)")
 
 
@@ -39,6 +40,8 @@ def parse_size(text: str) -> int:
     if not unit:
         raise ValueError(f"requires a unit, such as `{number}GB` or `{number}GiB`")
     factor = _BY_LOWER.get(unit.lower())
+    if factor is None and (meant := _BINARY.fullmatch(unit.lower())):
+        raise ValueError(f"has the unknown unit `{unit}`: write `{number}{meant[1].upper()}iB`")
     if factor is None and (meant := _WORD.fullmatch(unit.lower())):
         letter = meant[1].upper()
         raise ValueError(

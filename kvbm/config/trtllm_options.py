@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.flags import NAME
+from kvbm.config.spelling import snake_case
 
 CONNECTOR = {
     "connector_module": "kvbm.trtllm_integration.connector",
@@ -95,6 +96,7 @@ LIMITS = (
     Limit("kv_cache_config.enable_partial_reuse", False, "after a hit of part of a block, kvbm loads nothing"),
     Limit("kv_cache_config.host_cache_size", 0, "`tiers.host` replaces TensorRT-LLM's own host memory"),
 )
+_AS_IN_TRTLLM = "write the name as in TensorRT-LLM, such as `max_seq_len: 8192`"
 _COUNTS = ("kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens")  # kvbm computes sizes from them
 
 
@@ -118,7 +120,9 @@ def refused_options(document: Document) -> Iterator[Mistake]:
 
 def _reason_against(name: str) -> tuple[str, str] | None:
     if not NAME.fullmatch(name):
-        return f"`{name}` is not a valid option name", "write the name as in TensorRT-LLM, such as `max_seq_len: 8192`"
+        meant = snake_case(name)
+        hint = f"write `{SAME_OPTION.get(meant, meant)}`" if NAME.fullmatch(meant) else _AS_IN_TRTLLM
+        return f"`{name}` is not a valid option name", hint
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in SAME_OPTION:

@@ -13,14 +13,14 @@ profile, on no command line and in no log.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbm.config.document import Document, Entry, Source, entry_at, located
-from kvbm.config.form import NO_CAPACITY, Form
+from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
+from kvbm.config.spelling import nearest_variable
 from kvbm.errors import ProfileError
 
 PREFIX = "DYN_KVBM_"
@@ -251,12 +251,18 @@ _TIERS = ("host", "disk", "shared")
 _SHARED_SWITCH = "DYN_KVBM_OBJECT_ENABLED"
 _OVERRIDES = ("tiers.host.blocks", "tiers.disk.blocks")
 _SECRET = re.compile(r"SECRET|ACCESS_KEY|PASSWORD|TOKEN")
+_OF_SERVICE = re.compile(r"_SERVICE_(?:HOST|PORT)|_PORT_[0-9]+_(?:TCP|UDP)")
 _CREDENTIALS = re.compile(r"//[^/]*@")
 
 
 def variable_names(environment: Mapping[str, str]) -> list[str]:
     """Returns the names of DYN_KVBM_* variables and other names of the table, valid or not."""
-    return sorted(name for name in environment if name in _BY_NAME or name.upper().startswith(PREFIX))
+    return sorted(name for name in environment if name in _BY_NAME or _is_meant_for_kvbm(name))
+
+
+def _is_meant_for_kvbm(name: str) -> bool:
+    """True for a name of ours, also one that an env file has spoilt: `export DYN_KVBM_METRICS`, ` DYN_KVBM_METRICS`."""
+    return name.strip().removeprefix("export ").lstrip().upper().startswith(PREFIX)
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -390,8 +396,12 @@ def _put_once(document: Document, path: list[str], entry: Entry) -> None:
 
 def _unknown(source: Source) -> ProfileError:
     name = source.label
-    nearest = difflib.get_close_matches(name.upper(), _BY_NAME, n=1, cutoff=0.8)
-    hint = f"did you mean `{nearest[0]}`?" if nearest else f"`unset {name}`"
+    nearest = nearest_variable(name, [one.name for one in VARIABLES if one.is_supported], prefix=PREFIX)
+    hint = f"did you mean `{nearest}`?" if nearest else f"`unset {name}`"
+    if _OF_SERVICE.search(name):
+        hint = OF_KUBERNETES
+    elif nearest is not None and "export" in name:
+        hint = f"remove `export` from the env file: `{nearest}=...`; only a shell reads it"
     return located(f"unknown variable `{name}`", Source(name, source.text, 0, len(name)), hint=hint)
 
 

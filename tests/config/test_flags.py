@@ -133,7 +133,19 @@ MISTAKES = {
         "    --max-model-len: 1\n",
         "`--max-model-len` is not a valid flag name",
         "5:5",
-        "write the name without leading hyphens, such as `max_model_len: 8192`",
+        "write `max_model_len`",
+    ),
+    "camel case": (
+        "    tensorParallelSize: 1\n",
+        "`tensorParallelSize` is not a valid flag name",
+        "5:5",
+        "write `tensor_parallel_size`",
+    ),
+    "an abbreviation in camel case": (
+        "    enableLoRA: true\n",
+        "`enableLoRA` is not a valid flag name",
+        "5:5",
+        "write `enable_lora`",
     ),
     "configuration of the connector": (
         "    kv_transfer_config:\n      kv_connector_extra_config: {kvbm: {}}\n",

@@ -106,7 +106,12 @@ MISTAKES = {
     "--max_seq_len: 7": (
         "`__max_seq_len` is not a valid option name",
         "5:5",
-        "write the name as in TensorRT-LLM, such as `max_seq_len: 8192`",
+        "write `max_seq_len`",
+    ),
+    "maxModelLen: 7": (
+        "`maxModelLen` is not a valid option name",
+        "5:5",
+        "write `max_seq_len`",
     ),
 }
 
