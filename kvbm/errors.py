@@ -10,12 +10,15 @@ KvbmError(message, *, hint=None)
 ├─ TransferError         a copy failed; becomes a failed result, never reaches the engine
 └─ InvariantError        a bug of ours; the message carries ids, states and counts
 
-`message` says what failed; `hint`, when there is one, names what to type or which key to set.
+`message` says what failed; `hint`, when there is one, names what to type or which key to set. Values that a message
+quotes are shortened, and secrets are hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from kvbm.text.outside import fit_for_message
 
 
 class KvbmError(Exception):
@@ -24,9 +27,9 @@ class KvbmError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = fit_for_message(message)
+        self.hint = hint if hint is None else fit_for_message(hint)
+        super().__init__(self.message)
 
 
 class ProfileError(KvbmError):

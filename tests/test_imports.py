@@ -16,7 +16,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
-BASE = ("kvbm.types", "kvbm.errors")
+BASE = ("kvbm.types", "kvbm.errors", "kvbm.text")
 DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
 RUNS_THE_CACHE = (
     *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.shared", "kvbm.observe", "kvbm.core.groups"),
@@ -38,6 +38,7 @@ class Rule:
 RULES = (  # the first that fits a module counts
     Rule("kvbm.types", never=("numpy", "pydantic", *ENGINES)),
     Rule("kvbm.errors", never=("numpy", "pydantic", *ENGINES)),
+    Rule("kvbm.text", never=("numpy", "pydantic", *ENGINES)),
     Rule("kvbm.hashing", never=DECIDES_WITHOUT_THE_MACHINE),
     Rule("kvbm.events", never=DECIDES_WITHOUT_THE_MACHINE),
     Rule("kvbm.boundary", never=("numpy", "pydantic", *ENGINES)),

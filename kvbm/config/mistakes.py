@@ -19,9 +19,9 @@ from pydantic_core import ErrorDetails
 from kvbm.config.document import Document, Entry, Mistake, entry_at, located
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.keys import Key, keys
-from kvbm.config.sizes import shortened
 from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
+from kvbm.text.outside import shortened
 
 NOT_BUILT = {"tiers.object": "use `tiers.shared`", "filters": "use the section `offload`"}
 NOT_BUILT_ENGINES = ("sglang",)

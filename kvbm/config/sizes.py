@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from kvbm.text.outside import shortened
+
 UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -23,7 +25,6 @@ UNITS = {
     "PiB": 2**50,
 }
 MAX_BYTES = 2**60
-MAX_SHOWN = 200
 
 _BY_LOWER = {unit.lower(): factor for unit, factor in UNITS.items()}
 _BINARY = re.compile(r"([kmgtp])(?:i|[a-z]+bibytes?)")  # of Kubernetes: `64Gi` is 64 GiB
@@ -53,11 +54,6 @@ def parse_size(text: str) -> int:
     if not 0 < byte_count <= MAX_BYTES:
         raise ValueError(f"must be more than 0 and at most 1024PiB, not `{shortened(text)}`")
     return byte_count
-
-
-def shortened(text: str) -> str:
-    """Returns the text, or the beginning of a long one, for a message."""
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def exact_size(byte_count: int) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm.host.log_queue import use_queued_stderr
+from kvbm.text.log_limit import LogLimit
 from kvbm.types import MAX_SECONDS
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ MEBIBYTE = 2**20
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the engine until a signal stops it. Returns the exit code."""
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     logging.getLogger("kvbm").setLevel(logging.INFO)
     try:
         return _serve(_read_flags(arguments))

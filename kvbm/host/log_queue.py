@@ -21,6 +21,8 @@ from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from kvbm.text.log_limit import LogLimit
+
 CAPACITY = 1000  # log lines or records
 DRAIN_S = 1.0
 
@@ -117,11 +119,14 @@ def use_queued_stderr() -> Callable[[], None]:
 
 
 def queue_log(logger: logging.Logger, target: logging.Logger) -> None:
-    """Pass the records of `logger` to the handlers of `target` through a queue. Ignored if `logger` has one already."""
+    """Pass the records of `logger` to the handlers of `target` through a queue, as far as LogLimit lets them. Ignored
+    if `logger` has one already."""
     if any(isinstance(handler, QueueHandler) for handler in logger.handlers):
         return
     queue: LogQueue[logging.LogRecord] = LogQueue(target.callHandlers, _note_as_record)
-    logger.handlers, logger.propagate = [QueueHandler(queue)], False  # type: ignore[arg-type]  # it only puts
+    handler = QueueHandler(queue)  # type: ignore[arg-type]  # it only puts
+    handler.addFilter(LogLimit())
+    logger.handlers, logger.propagate = [handler], False
     atexit.register(queue.drain)
 
 

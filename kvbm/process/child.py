@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from kvbm.host.log_queue import use_queued_stderr
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.log_limit import RepeatFilter
+from kvbm.text.log_limit import LogLimit
 
 BEAT_S = 0.5
 IDLE_INTERVAL_S = 0.5
@@ -38,7 +38,7 @@ class LogRelay(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.addFilter(RepeatFilter())
+        self.addFilter(LogLimit(burst=1))
         self.kept: deque[Logged] = deque()
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from kvbm.errors import EnvironmentProblem
 from kvbm.process.channel import Channel
 from kvbm.process.child import Logged
+from kvbm.text.log_limit import Lines
 
 HOME = str(Path(__file__).parents[2])  # the child imports this package from here
 
@@ -65,7 +66,7 @@ def how_it_ended(code: int) -> str:
 
 def log_for(message: Logged) -> None:
     """Log what a child has logged."""
-    logging.getLogger(message.name).log(message.level, "%s", message.text)
+    logging.getLogger(message.name).log(message.level, "%s", Lines(message.text))
 
 
 _OPEN: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm.host.log_queue import queue_log
 from kvbm.trtllm_integration import meeting
 from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
 from kvbm.trtllm_integration.launch import CONFIG_VARIABLE
@@ -177,6 +178,7 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
 
 def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts | None]:
     """Return the configuration, and the facts of the engine unless kvbm does not support it."""
+    queue_log(logging.getLogger("kvbm"), logging.getLogger())
     config = _resolved(warns=warns)
     if config.tiers.host is None:
         raise EnvironmentProblem(

@@ -26,6 +26,7 @@ from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
+from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.cache_groups import boot_id
@@ -687,6 +688,6 @@ def _limit(limits: dict[str, Any], name: str) -> int:
     if value is None:
         return UNLIMITED
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    log.warning("kvbm: `kv_transfer_params.%s` must be a number of tokens, not `%s`; ignoring it", name, value)
+        return min(value, UNLIMITED)
+    log.warning("kvbm: `kv_transfer_params.%s` must be a number of tokens, not `%s`; ignoring it", name, shown(value))
     return UNLIMITED

@@ -97,7 +97,7 @@ def test_unknown_fields_are_counted(tmp_path):
         ({"input_length": True}, "not `true`"),
         ({"input_length": "12"}, 'not `"12"`'),
         ({"input_length": 10**40}, "not `1000000000"),
-        ({"input_length": 10**90}, "a number of about 89 digits"),
+        ({"input_length": 10**90}, "a number of about 90 digits"),
         ({"input_length": 4, "output_length": 0}, "`output_length` must be a whole number of tokens"),
         ({"input_length": 4, "timestamp": -1}, "`timestamp` must be a number of milliseconds from 0 to 1e+13, not `-1"),
         ({"input_length": 4, "timestamp": "0"}, 'a number of milliseconds from 0 to 1e+13, not `"0"`'),

@@ -47,6 +47,7 @@ import shared
 import shared_tier
 import sizing
 import states
+import text
 import trtllm
 import worker
 from mutant import Mutant
@@ -69,7 +70,7 @@ CACHE = (
     trtllm,
 )
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
-TABLES = (*CACHE, sizing, cli, *BENCH)
+TABLES = (*CACHE, sizing, cli, text, *BENCH)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from kvbm.text.outside import shown_json
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 SHOWN_CHARACTERS = 80
 
@@ -120,11 +122,7 @@ def wrong(name: str, value: object, right: str) -> RequestError:
 
 def shown(value: object) -> str:
     """Return a value as JSON, shortened for a message."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "nested too deeply"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 4]} ..."
+    return shown_json(value, SHOWN_CHARACTERS)
 
 
 def is_unicode(text: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvbm.errors import ProfileError
+from kvbm.text.outside import shown_json
 from kvbm_cli.bench.trace.trace_lines import TraceLines
 from kvbm_cli.bench.trace.trace_request import FIELDS, INPUTS, TraceFormat, TraceRequest
 
@@ -91,13 +92,7 @@ def _not_a_number(text: str) -> NoReturn:
 
 def _shown(value: object) -> str:
     """A value in a message: JSON in ASCII, shortened."""
-    # Only the beginning is encoded: a value may have millions of characters.
-    if isinstance(value, str | list | tuple) and len(value) > MAX_SHOWN:
-        value = value[:MAX_SHOWN]
-    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
-        return f"`a number of about {value.bit_length() * 3 // 10} digits`"
-    text = json.dumps(value)
-    return f"`{text if len(text) <= MAX_SHOWN else f'{text[:MAX_SHOWN]}...'}`"
+    return f"`{shown_json(value, MAX_SHOWN)}`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent.parent / "disk"))
 
 from test_client import opened
 
-from kvbm.process.log_limit import INTERVAL_S, MAX_KINDS, RepeatFilter
+from kvbm.text.log_limit import BUDGET, BURST, INTERVAL_S, MAX_KINDS, Lines, LogLimit, RepeatFilter
 
 
 def passed(limit: RepeatFilter, text: str, *arguments: object, level: int = logging.WARNING) -> str | None:
@@ -49,3 +49,46 @@ def test_damaged_blocks_are_counted_each_and_logged_once(tmp_path: Path, caplog:
             assert rig.read([number], [number]).damaged == (0,)
         assert rig.tier.counters.checksum_misses == 16
     assert len([message for message in caplog.messages if "wrong checksum" in message]) == 1
+
+
+def limited(limit: LogLimit, text: str, *arguments: object, raised: Exception | None = None) -> str | None:
+    record = logging.LogRecord(
+        "kvbm.x", logging.WARNING, "file", 1, text, arguments, (type(raised), raised, None) if raised else None
+    )
+    return logging.Formatter().format(record) if limit.filter(record) else None
+
+
+def test_a_value_in_a_message_is_one_short_line() -> None:
+    text = limited(LogLimit(), "bad `%s` of %d, %.1f", "\n" * 30_000_000, 7, 1.25)
+    assert text is not None
+    assert len(text) < 700
+    assert "\n" not in text
+    assert text.endswith(" of 7, 1.2")
+
+
+def test_our_own_lines_and_tracebacks_stay_and_have_an_end() -> None:
+    assert limited(LogLimit(), "%s", Lines("a\nb")) == "a\nb"
+    text = limited(LogLimit(), "failed", raised=ValueError("x" * 30_000_000))
+    assert text is not None
+    assert "ValueError: xxx" in text
+    assert len(text) < 1000
+
+
+def test_secrets_do_not_reach_the_log() -> None:
+    assert limited(LogLimit(), "cannot reach %s", "s3://me:secret@host") == "cannot reach s3://***@host"
+
+
+def test_all_lines_together_have_a_budget_that_fills_again() -> None:
+    now_s = [0.0]
+    limit = LogLimit(lambda: now_s[0])
+    written = [limited(limit, f"kind {chr(97 + n % 26) * (1 + n // 26)} " + "y" * 500) for n in range(5000)]
+    assert sum(map(len, filter(None, written))) <= BUDGET
+    assert written[0] is not None
+    now_s[0] = 100.0
+    assert "other messages dropped" in (limited(limit, "late") or "")
+
+
+def test_lines_that_differ_in_numbers_alone_are_of_one_kind() -> None:
+    limit = LogLimit(lambda: 0.0)
+    passed_lines = [limited(limit, f"Task-{n} at 0x{n:x} failed") for n in range(1000)]
+    assert len([line for line in passed_lines if line]) == BURST

@@ -1,0 +1,109 @@
+"""Text from outside (requests, files, other processes, headers, URLs) in messages and log lines.
+
+    shown(value)            any value as one short line; reads only its beginning
+    shown_json(value)       the same, as JSON
+    shortened(text)         text of which only the beginning matters
+    one_line(text)          escapes what ends a line, and what a terminal obeys
+    without_secrets(text)   hides credentials of URLs and values of variables that hold a secret
+    fit_for_message(text)   what every KvbmError does with its message
+
+A message that quotes a foreign value uses `shown`. KvbmError and LogLimit do it again for all messages, so that a place
+that does not is harmless too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import islice
+
+MAX_SHOWN = 200
+MAX_LINE = 1000  # of a message: kvbm's own words are shorter
+MAX_LINES = 500
+MAX_DIGITS = 60
+BITS_PER_DIGIT = 3.3219
+SHOWN_ITEMS = 10
+SHOWN_DEPTH = 3
+
+# C0, DEL, C1, marks and overrides of text direction, further ends of a line, and halves of surrogate pairs.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_USERINFO = re.compile(r"(?<=://)(?:[^/\s@:]*:(?!\d+/)[^\s@]*|[^/\s@]+)@")
+_QUERY_SECRET = re.compile(
+    r"(?i)(?<=[?&])([\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|credential|key|keyid))=[^&\s#`'\"]+"
+)
+_VARIABLE = re.compile(
+    r"\b([A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|SECRET_KEY)(?:_ID)?[\"']?)(\s*[:=]\s*[\"']?)"
+    r"(?![\"'\s*])[^\s\"',}]+"
+)
+_QUOTED = re.compile(rf"`([^`\n]{{{MAX_SHOWN + 1},}})`")
+HIDDEN = "***"
+
+
+def shown(value: object, limit: int = MAX_SHOWN) -> str:
+    """Return a value as one line of at most `limit` characters, text without quotes. Time and memory depend on
+    `limit`, not on the value."""
+    text = value[: limit + 1] if isinstance(value, str) else _beginning(value, limit, SHOWN_DEPTH)
+    return shortened(one_line(text), limit)
+
+
+def shown_json(value: object, limit: int = MAX_SHOWN) -> str:
+    """Like `shown`, with quotes around text."""
+    return shortened(one_line(_beginning(value, limit, SHOWN_DEPTH)), limit)
+
+
+def shortened(text: str, limit: int = MAX_SHOWN) -> str:
+    """Return the text, or the beginning of a long one with `...`, in at most `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def one_line(text: str) -> str:
+    """Return the text with escapes such as `\\x1b` for characters that end a line or that a terminal obeys."""
+    return _UNSAFE.sub(_escape, text)
+
+
+def without_secrets(text: str) -> str:
+    """Return the text with `***` for credentials and signatures in URLs, and for values of secret variables."""
+    if "://" in text:
+        text = _QUERY_SECRET.sub(rf"\1={HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
+    return _VARIABLE.sub(rf"\1\2{HIDDEN}", text)
+
+
+def fit_for_message(text: str) -> str:
+    """Return a message with every value in backticks shortened, and with no endless line. Its secrets are hidden."""
+    lines = text[: MAX_LINE * MAX_LINES].split("\n", MAX_LINES)[:MAX_LINES]
+    short = [shortened(_QUOTED.sub(_shortened_value, line), MAX_LINE) for line in lines]
+    return without_secrets("\n".join(short))
+
+
+def _shortened_value(found: re.Match[str]) -> str:
+    return f"`{shortened(found[1])}`"
+
+
+def _beginning(value: object, limit: int, depth: int) -> str:
+    """Return at least the first `limit` characters of a value as JSON, and not much more."""
+    if isinstance(value, str):
+        return json.dumps(value[: limit + 1])
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    if isinstance(value, int) and value.bit_length() > MAX_DIGITS * BITS_PER_DIGIT:
+        return f"a number of about {int(value.bit_length() / BITS_PER_DIGIT)} digits"
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value[: limit + 1]).decode(errors="backslashreplace")
+    if isinstance(value, dict | list | tuple | set | frozenset) and depth == 0:
+        return "..."
+    if isinstance(value, dict):
+        pairs = ((_beginning(key, limit, 0), _beginning(one, limit, depth - 1)) for key, one in value.items())
+        return f"{{{_joined((': '.join(pair) for pair in pairs), len(value))}}}"
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{_joined((_beginning(one, limit, depth - 1) for one in value), len(value))}]"
+    return str(value)
+
+
+def _joined(items: Iterable[str], count: int) -> str:
+    return ", ".join([*islice(items, SHOWN_ITEMS), *(["..."] if count > SHOWN_ITEMS else [])])
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,78 @@
+"""How text from outside looks in a message."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from kvbm.errors import KvbmError
+from kvbm.text.outside import MAX_LINE, MAX_SHOWN, fit_for_message, one_line, shown, shown_json, without_secrets
+
+HUGE = "\n" * 30_000_000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        HUGE,
+        HUGE.encode(),
+        [HUGE] * 1000,
+        {HUGE: HUGE},
+        dict.fromkeys(range(100_000), "x"),
+        1 << 10_000_000,
+        [[[[["deep"]]]]],
+        ["a"] * 5_000_000,
+        "\x1b[2J" * 200,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_of_any_size_is_one_short_line_and_takes_no_time(value: object) -> None:
+    began_s = time.thread_time()
+    texts = [shown(value), shown_json(value)]
+    assert time.thread_time() - began_s < 0.05
+    for text in texts:
+        assert len(text) <= MAX_SHOWN
+        assert text.isprintable()
+
+
+@pytest.mark.parametrize("value", [None, True, 7, 1.5, "a text", [1, "b"], {"a": [None, False]}])
+def test_a_short_value_is_shown_whole(value: object) -> None:
+    assert shown_json(value) == json.dumps(value)
+    assert shown(value) == (value if isinstance(value, str) else json.dumps(value))
+
+
+def test_a_line_obeys_nothing() -> None:
+    assert one_line("a\nERROR: forged\x1b]0;x\x07\u202e") == r"a\x0aERROR: forged\x1b]0;x\x07\u202e"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://user:pa/ss@host/bucket", "s3://***@host/bucket"),
+        ("http://key@host:80/a, http://b:c@d", "http://***@host:80/a, http://***@d"),
+        ("http://host:8000/v1?a=1&x=2", "http://host:8000/v1?a=1&x=2"),
+        ("http://host:8000/user@example", "http://host:8000/user@example"),
+        ("az://c/p?sv=2024&sig=abc%2F&se=1", "az://c/p?sv=2024&sig=***&se=1"),
+        (
+            "https://b/x?X-Amz-Credential=AK&X-Amz-Signature=ff`",
+            "https://b/x?X-Amz-Credential=***&X-Amz-Signature=***`",
+        ),
+        ("env HF_TOKEN=hf_abc VLLM_API_KEY=k A=1", "env HF_TOKEN=*** VLLM_API_KEY=*** A=1"),
+        ('  HF_TOKEN: "hf_abc"', '  HF_TOKEN: "***"'),
+        ('{"AWS_SECRET_ACCESS_KEY": "x", "B": "y"}', '{"AWS_SECRET_ACCESS_KEY": "***", "B": "y"}'),
+        ("max_tokens: 5, prefix_cache_key=3", "max_tokens: 5, prefix_cache_key=3"),
+        ("set `AWS_SECRET_ACCESS_KEY`, or HF_TOKEN", "set `AWS_SECRET_ACCESS_KEY`, or HF_TOKEN"),
+    ],
+)
+def test_secrets_are_hidden_and_the_rest_stays(text: str, expected: str) -> None:
+    assert without_secrets(text) == expected
+    assert without_secrets(expected) == expected
+
+
+def test_an_error_shortens_what_it_quotes_and_keeps_the_rest() -> None:
+    error = KvbmError(f"`key` must be a number, not `{'x' * 5000}`\n  in line 7", hint="see http://a:b@c")
+    assert str(error) == error.message == f"`key` must be a number, not `{'x' * (MAX_SHOWN - 3)}...`\n  in line 7"
+    assert error.hint == "see http://***@c"
+    assert len(fit_for_message("y" * 10_000_000)) == MAX_LINE
