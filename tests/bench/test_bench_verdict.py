@@ -67,6 +67,14 @@ GOOD = Evidence(
 )
 
 
+def test_hint_of_an_overloaded_trace_is_its_time_scale_alone():
+    judgement = judge(replace(GOOD, utilisation=1.0, is_trace=True))
+    assert judgement.verdict is Verdict.INVALID
+    assert judgement.hint == (
+        "repeat the run on an idle machine; if that does not help, use a larger `time_scale` in the workload"
+    )
+
+
 def test_an_interval_above_one_is_faster():
     judgement = judge(GOOD)
     assert judgement.verdict is Verdict.FASTER

@@ -92,6 +92,11 @@ class CellFacts:
         return found
 
     @property
+    def is_trace(self) -> bool:
+        """Whether the file of the workload fixes the times."""
+        return bool(self.workload["kind"] == "trace")
+
+    @property
     def is_closed_loop(self) -> bool:
         plan = self.cell.plan
         return plan is not None and plan.is_closed_loop

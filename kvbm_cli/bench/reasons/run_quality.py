@@ -6,6 +6,7 @@ import math
 
 from kvbm_cli.bench.reasons.cell_facts import ArmFacts, CellFacts
 from kvbm_cli.bench.reasons.why import Why, share
+from kvbm_cli.bench.verdicts.verdict import LONGER_TIMES
 
 # An engine that computes half of the time has short queues: it is the default of `schedule.target_utilisation`.
 COMFORTABLE = 0.5
@@ -22,12 +23,13 @@ def client_limited(facts: CellFacts) -> Why | None:
     most_ms = limits.late_ms
     if late_ms <= most_ms and lag_ms <= most_ms and cpu <= limits.client_cpu_share:
         return None
+    action, key = (LONGER_TIMES, "time_scale") if facts.is_trace else ("use a lower `--rate`", "--rate")
     text = (
         f"the load client was the limit: at p99 it launched requests {late_ms:.0f} ms late and its event loop lagged "
         f"{lag_ms:.0f} ms (limit {most_ms:.0f} ms), and its busiest process used {cpu:.0%} of a core (limit "
-        f"{limits.client_cpu_share:.0%}); repeat the run on an idle machine, or with a lower `--rate`"
+        f"{limits.client_cpu_share:.0%}); repeat the run on an idle machine, or {action}"
     )
-    return Why("client-limited", text, "--rate")
+    return Why("client-limited", text, key)
 
 
 def overloaded(facts: CellFacts) -> Why | None:
@@ -54,8 +56,8 @@ def _load(arm: ArmFacts) -> str:
 def _less_load(facts: CellFacts) -> tuple[str, str]:
     if facts.is_closed_loop:
         return "use a lower `--concurrency`", "--concurrency"
-    if facts.workload["kind"] == "trace":
-        return "use a larger `time_scale` in the workload", "time_scale"
+    if facts.is_trace:
+        return LONGER_TIMES, "time_scale"
     rate = facts.reference.summary["throughput"]["requests_per_s"]
     if not rate:
         return "use a lower `--rate`", "--rate"

@@ -21,9 +21,9 @@ from kvbm_cli.bench.analysis.ttft_model import NoModel, PromptTime, TtftModel, f
 from kvbm_cli.bench.records.results import CellResult, Results, RunResult
 from kvbm_cli.bench.verdicts.answers import ArmAnswers, has_counters, transfers_of
 from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
+from kvbm_cli.bench.verdicts.warm_start import warm_start
 from kvbm_cli.bench.workload.script import Phase
 
-WARM_SHARE = 0.6  # half, and the inexact lengths of prompts that are text
 Samples = dict[int, dict[int, list[float]]]
 
 
@@ -127,10 +127,13 @@ def compare(
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
         clients=[_client(run) for run in (*one, *other)],
-        warm_starts=[found for run in (*one, *other) if cell.plan is not None and (found := _warm_start(run))],
+        warm_starts=[
+            found for run in (*one, *other) if cell.plan is not None and (found := warm_start(run, cell.plan))
+        ],
         utilisation=_utilisation(one),
         queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
         is_closed_loop=cell.plan is not None and cell.plan.is_closed_loop,
+        is_trace=cell.definition["workload"]["kind"] == "trace",
         what=_what(cell),
     )
     return Compared(
@@ -147,19 +150,6 @@ def compare(
         answers=answers,
         has_loads=has_loads,
     )
-
-
-def _warm_start(run: RunResult) -> str | None:
-    """What shows that the cache was not empty at the start: more than half of a cold prompt is new in its run. The
-    shared tier has what another engine computed."""
-    for record in run.records:
-        cached, prompt = (record.cached_tokens or 0) - (record.g4_tokens or 0), record.prompt_tokens or 0
-        if record.phase == Phase.COLD and cached > WARM_SHARE * prompt:
-            return (
-                f"the cache was not empty at the start of {run.run}: turn {record.turn} of session {record.session} "
-                f"found {cached} of its {prompt} prompt tokens there, and at most half were sent before"
-            )
-    return None
 
 
 def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
@@ -237,7 +227,8 @@ def _utilisation(runs: Sequence[RunResult]) -> float | None:
 
 
 def utilisation_of(run: RunResult) -> float | None:
-    """Share of the time from the first launch to the last end in which at least one request was in flight."""
+    """Share of the time from the first launch to the last end in which at least one request was in flight. None if all
+    were launched within the time of the shortest: such a burst has no rate that an engine could keep up with."""
     intervals = [
         (record.launched_ms, record.end_ms)
         for record in run.records
@@ -245,7 +236,10 @@ def utilisation_of(run: RunResult) -> float | None:
     ]
     if not intervals:
         return None
-    return busy_share(intervals, min(start for start, _ in intervals), max(end for _, end in intervals))
+    first, last = min(start for start, _ in intervals), max(start for start, _ in intervals)
+    if last - first < min(end - start for start, end in intervals):
+        return None
+    return busy_share(intervals, first, max(end for _, end in intervals))
 
 
 def queue_share_of(runs: Sequence[RunResult]) -> float | None:

@@ -98,6 +98,7 @@ class Evidence:
     utilisation: float | None = None
     queue_share: float | None = None
     is_closed_loop: bool = False
+    is_trace: bool = False
     what: str = "the first token"
 
 
@@ -114,10 +115,13 @@ class Judgement:
 
 
 DEFAULT_LIMITS = VerdictLimits()
-LESS_LOAD = (
-    "repeat the run on an idle machine; if that does not help, lower `schedule.target_utilisation` in the workload, or "
-    "give a lower `--rate`"
-)
+LONGER_TIMES = "use a larger `time_scale` in the workload"  # of a trace, whose times are fixed
+FEWER_REQUESTS = "lower `schedule.target_utilisation` in the workload, or give a lower `--rate`"
+
+
+def less_load(evidence: Evidence) -> str:
+    action = LONGER_TIMES if evidence.is_trace else FEWER_REQUESTS
+    return f"repeat the run on an idle machine; if that does not help, {action}"
 
 
 def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgement:
@@ -125,14 +129,16 @@ def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgeme
     if wrong := _wrong(evidence):
         return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
     if invalid := _invalid(evidence, limits):
-        hint = LESS_LOAD if _was_too_busy(evidence, limits) else None
+        hint = less_load(evidence) if _was_too_busy(evidence, limits) else None
         message = f"the result cannot be used: {'; '.join(invalid)}"
         return Judgement(Verdict.INVALID, message, tuple(invalid), caveats, hint)
     assert evidence.ratio is not None
     verdict = Verdict(direction(evidence.ratio, limits.margin).value)
     if verdict is Verdict.FASTER and evidence.has_loads is False:
         reason = f"{evidence.measured} was faster although it loaded no block, so another cause made it faster"
-        return Judgement(Verdict.INVALID, f"the result cannot be used: {reason}", (reason,), caveats, LESS_LOAD)
+        return Judgement(
+            Verdict.INVALID, f"the result cannot be used: {reason}", (reason,), caveats, less_load(evidence)
+        )
     return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
 
 
