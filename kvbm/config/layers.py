@@ -40,10 +40,11 @@ _SECTIONS = frozenset({"engine.environment", *(path for path, key in _ALL_KEYS.i
 TIERS = frozenset(path for path in _SECTIONS if path.startswith("tiers."))
 
 
-def find(reference: str, *, directories: Sequence[Path]) -> Path:
+def find(reference: str, *, directories: Sequence[Path], inside: Path | None = None) -> Path:
     """Returns the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name.
 
-    ProfileError for an unknown name.
+    If no profile has the name, it is a file in the current directory; not if `inside` is given, the directory of the
+    file that contains the reference. ProfileError for an unknown name.
     """
     if _is_path(reference):
         path = Path(os.path.expanduser(reference))
@@ -52,13 +53,16 @@ def find(reference: str, *, directories: Sequence[Path]) -> Path:
         return path
     candidates = [directory / f"{reference}{SUFFIXES[0]}" for directory in directories]
     existing = next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
+    if existing is None and inside is None and os.path.isfile(reference):
+        return Path(reference)
     if existing is None:
         if reference.lower() in NOT_BUILT_PROFILES:
             about = NOT_BUILT_PROFILES[reference.lower()]
             raise ProfileError(
                 f"no profile is named `{reference}`: {about}", hint="`kvbm profile list` lists the profiles"
             )
-        raise ProfileError(f"no profile is named `{reference}`", hint=_nearest_name(reference, shipped(directories)))
+        hint = _nearest_name(reference, shipped(directories), inside or Path())
+        raise ProfileError(f"no profile is named `{reference}`", hint=hint)
     return existing
 
 
@@ -71,9 +75,9 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
     return tuple(sorted({path.stem for directory in directories for path in directory.glob(f"*{SUFFIXES[0]}")}))
 
 
-def _nearest_name(reference: str, names: Sequence[str]) -> str:
-    file = Path(f"{reference}{SUFFIXES[0]}")
-    if os.path.isfile(file):
+def _nearest_name(reference: str, names: Sequence[str], inside: Path) -> str:
+    file = next((name for suffix in ("", *SUFFIXES) if os.path.isfile(inside / (name := f"{reference}{suffix}"))), None)
+    if file is not None:
         return f"use `./{file}` for the file in this directory"
     nearest = difflib.get_close_matches(reference, names, n=1)
     if nearest:
@@ -134,7 +138,7 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
         parent = (
             path.parent / os.path.expanduser(reference)
             if _is_path(reference)
-            else find(reference, directories=directories)
+            else find(reference, directories=directories, inside=path.parent)
         )
     except ProfileError as error:
         raise located(error.message, source, hint=error.hint, key="extends") from None

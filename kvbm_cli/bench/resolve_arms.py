@@ -18,7 +18,7 @@ from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.diff import differences
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check
-from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.resolve import resolve_to_start
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -32,7 +32,7 @@ def comparison_of(reference: str | None, overrides: Sequence[str], compare: Sequ
     compared = tuple(compare) or ((BASELINE,) if reference is not None else ())
     if reference is None:
         return _of_servers(compared, overrides)
-    resolved = resolve(reference, overrides)
+    resolved = resolve_to_start(reference, overrides)
     _require_usable(resolved)
     is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
     measured = Arm(free_name(resolved.name, RESERVED) if is_named else KVBM, "kvbm", resolved)
@@ -119,7 +119,7 @@ def _profile_to_compare(compare: str) -> ResolvedProfile:
         hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
         message = f"--compare takes `{BASELINE}`, a profile or a URL: {error.message}"
         raise UsageError(message, hint=hint) from None
-    return resolve(compare)
+    return resolve_to_start(compare)
 
 
 def _require_usable(resolved: ResolvedProfile) -> None:

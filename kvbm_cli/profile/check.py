@@ -9,10 +9,9 @@ from pathlib import Path
 from kvbm.config.document import Mistake, together
 from kvbm.config.load import Examined, examine
 from kvbm.errors import ProfileError
-from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
-from kvbm_cli.profile.preflight import examine_here, require_workload
+from kvbm_cli.profile.preflight import all_mistakes
 from kvbm_cli.profile.state_check import is_disabled, state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -27,8 +26,7 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
         examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
     except ProfileError as error:
         examined = Examined(Path(reference), (error,), None)
-    sizing, found = _mistakes_here(examined)
-    mistakes = [*examined.mistakes, *found]
+    sizing, mistakes = all_mistakes(examined)
     warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
     has_problem, notes = False, []
     if examined.resolved is not None and sizing is not None and not mistakes:
@@ -46,19 +44,6 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
         raise together(mistakes)
     print_data("\n".join([f"{examined.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
     return int(is_strict and has_problem)
-
-
-def _mistakes_here(examined: Examined) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
-    """Returns the sizes if known, and the mistakes that only this machine can find, in keys that are valid."""
-    if examined.resolved is None:
-        return None, []
-    sizing, mistakes = examine_here(examined.resolved)
-    try:
-        require_workload(examined.resolved)
-    except ProfileError as mistake:
-        mistakes.append(mistake)
-    known = {getattr(one, "key", "") for one in examined.mistakes}
-    return sizing, [one for one in mistakes if getattr(one, "key", None) not in known]
 
 
 def _as_data(mistake: ProfileError) -> dict[str, object]:

@@ -22,7 +22,7 @@ from kvbm.config.variables import other_variables
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
-from kvbm_cli.profile.preflight import check, examine_here, require_workload
+from kvbm_cli.profile.preflight import all_mistakes, examine_here
 from kvbm_cli.profile.text import short_text, whole_text
 from kvbm_cli.terminal.console import print_data, print_note, print_question
 from kvbm_cli.terminal.show_error import show_kvbm_error
@@ -156,12 +156,12 @@ def _examined(
 ) -> tuple[Document, Examined]:
     """Returns the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
     written, examined = _examine(file, answers, overrides, parent)
-    if examined.mistakes:
-        raise together(examined.mistakes)
+    sizing, mistakes = all_mistakes(examined)
+    if mistakes:
+        raise together(mistakes)
     assert examined.resolved is not None, "no mistakes means a profile"
-    sizing = check(examined.resolved)
+    assert sizing is not None, "no mistakes means sizes, or a reason why not"
     warn_of(problems_here(examined.resolved, sizing))
-    require_workload(examined.resolved)
     return written, examined
 
 

@@ -31,7 +31,7 @@ from kvbm_cli.workload.load import load_workload
 MAX_PORT = 65535
 
 if TYPE_CHECKING:
-    from kvbm.config.load import ResolvedProfile
+    from kvbm.config.load import Examined, ResolvedProfile
 
 
 def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | SizeUnknown:
@@ -41,9 +41,22 @@ def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | Size
     """
     sizing, mistakes = examine_here(resolved, has_cache=has_cache)
     if mistakes:
-        raise together(mistakes)
+        raise together([*mistakes, *_of_workload(resolved)])
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
     return sizing
+
+
+def all_mistakes(
+    examined: Examined, *, has_cache: bool = True
+) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
+    """Returns the sizes if known, and all mistakes of a profile: its own, and in valid keys those that only this
+    machine can find, including those of the workload of `kvbm bench`."""
+    if examined.resolved is None:
+        return None, list(examined.mistakes)
+    sizing, found = examine_here(examined.resolved, has_cache=has_cache)
+    found += _of_workload(examined.resolved)
+    known = {getattr(one, "key", "") for one in examined.mistakes}
+    return sizing, [*examined.mistakes, *(one for one in found if getattr(one, "key", None) not in known)]
 
 
 def examine_here(
@@ -110,6 +123,14 @@ def require_workload(resolved: ResolvedProfile) -> None:
             load_workload(workload)
         except UsageError as error:
             raise resolved.mistake("bench.workload", error.message, hint=error.hint) from None
+
+
+def _of_workload(resolved: ResolvedProfile) -> list[ProfileError]:
+    try:
+        require_workload(resolved)
+    except ProfileError as mistake:
+        return [mistake]
+    return []
 
 
 def _require_program(resolved: ResolvedProfile) -> None:

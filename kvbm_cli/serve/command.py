@@ -23,7 +23,7 @@ from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log
-from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.runs.reservations import taken_ports
 from kvbm_cli.runs.run_directory import EngineRun, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts
@@ -91,7 +91,8 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
     """Returns the profile. ProfileError for mistakes in it."""
     port, has_cache = options.port, not options.is_baseline
-    resolved = resolve(reference, overrides, {"server.port": ("--port", port)} if port is not None else None)
+    given = {"server.port": ("--port", port)} if port is not None else None
+    resolved = resolve_to_start(reference, overrides, given, has_cache=has_cache)
     if options.log is not None and options.log.exists() and options.log.samefile(resolved.path):
         raise UsageError(f"`--log {options.log}` is the profile itself", hint="name another file with `--log FILE`")
     if options.is_baseline:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
 from kvbm_cli.terminal.printable import printable
 
+MOST_SHOWN = 50
 RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 
@@ -41,10 +42,12 @@ def show_kvbm_error(error: KvbmError) -> None:
 
 
 def _show_several(errors: Sequence[KvbmError], noun: str) -> None:
-    for one in errors:
+    for one in errors[:MOST_SHOWN]:
         show_error(one.message, cause=one.__cause__, hint=one.hint)
         print(file=sys.stderr)
-    print(f"{len(errors)} {noun}", file=sys.stderr)
+    more = len(errors) - MOST_SHOWN
+    rest = f"; {more} more are not shown: `kvbm profile check PROFILE --json` lists all" if more > 0 else ""
+    print(f"{len(errors)} {noun}{rest}", file=sys.stderr)
 
 
 def _causes(cause: BaseException | None) -> Iterator[str]:

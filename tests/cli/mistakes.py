@@ -169,6 +169,8 @@ PROFILE = {
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
     "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
+    "profile_file_without_a_suffix": Row("profile check mine", {"mine": MINE + "server: {prt: 1}\n"}),
+    "profile_in_json": Row("profile check mine.json", {"mine.json": '{"engine": {"model": "synthetic:tiny"}}\n'}),
     "profile_name_like_no_other": Row("serve --profile zzz"),
     "profile_of_sglang": Row("serve --profile sglang"),
     "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
@@ -265,6 +267,12 @@ EXTENDS = {
     "extends_no_file": Row("profile check mine.yaml", {"mine.yaml": "extends: ../no.yaml\n"}),
     "extends_a_misspelt_file": Row(
         "profile check mine.yaml", {"mine.yaml": "extends: ./parnt.yaml\n", "parent.yaml": MINE}
+    ),
+    "extends_a_file_without_its_path": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: parent\n", "parent.yaml": MINE}
+    ),
+    "extends_a_file_in_json_without_its_path": Row(
+        "profile check mine.yaml", {"mine.yaml": "extends: parent.json\n", "parent.json": "{}"}
     ),
     "extends_a_directory": Row("profile check mine.yaml", {"mine.yaml": "extends: ./\n"}),
     "extends_a_device": Row("profile check mine.yaml", {"mine.yaml": "extends: /dev/zero\n"}),
@@ -488,7 +496,14 @@ MACHINE_STATE = {
 }
 
 DEMO = "serve --profile demo --port 0"
+FIVE = {
+    "mine.yaml": MINE.replace("synthetic:tiny", "./models/qwen")
+    + "  disk: {capacity: 1Gi}\nserver: {host: 192.0.2.1, prt: 1}\nbench: {workload: chatt}\n"
+}
 SERVING = {
+    "serve_with_mistakes_of_the_file_and_of_the_machine": Row("serve --profile mine.yaml", FIVE),
+    "check_of_the_same": Row("profile check mine.yaml", FIVE),
+    "bench_of_the_same": Row("bench --profile mine.yaml", FIVE),
     "serve_port_of_a_starting_engine": Row(
         "serve --profile demo", exit_code=MACHINE, prepare=runs(("other", HERE), state="starting")
     ),

@@ -222,3 +222,17 @@ def test_no_line_is_wider_than_80_columns(home: Path, command: str) -> None:
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
     assert "profile list" in command or "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS" in "\n".join(lines)
+
+
+@pytest.mark.parametrize("command", ["profile check", "serve --profile"])
+def test_very_many_mistakes_are_counted_and_the_first_are_shown(command: str, tmp_path: Path) -> None:
+    wrong = "".join(f"  key_{number}: 1\n" for number in range(600))
+    (tmp_path / "mine.yaml").write_text(PROFILE.format(python="python3") + f"transfer:\n{wrong}")
+    outcome = kvbm_here(*command.split(), "mine.yaml", home=tmp_path)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.count("error: ") == 50
+    assert outcome.stderr.endswith(
+        "600 mistakes; 550 more are not shown: `kvbm profile check PROFILE --json` lists all\n"
+    )
+    everything = kvbm_here("profile", "check", "mine.yaml", "--json", home=tmp_path)
+    assert len(json.loads(everything.stdout)["mistakes"]) == 600
