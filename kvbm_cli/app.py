@@ -571,7 +571,7 @@ def cache_ls(
     tenant: TenantOption = None,
     older_than: AgeOption = None,
     json: JsonOption = False,
-) -> None:
+) -> int:
     """List caches, or objects of a store."""
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
     if url is None:
@@ -579,12 +579,12 @@ def cache_ls(
         from kvbm_cli.cache import list_caches
 
         list_caches(dir_, profile, as_json=json)
-        return
+        return 0
     _require_no_directory(dir_, profile)
     from kvbm_cli.store.command import list_objects
     from kvbm_cli.store.selection import StoreRequest
 
-    list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
+    return list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
 
 
 def _require_url(options: Mapping[str, object]) -> None:

@@ -3,6 +3,9 @@
     <directory>/<key>                  an object
     <directory>/<key>#<digits>         the same while it is written
 
+Links in the directory are not followed, and what is mounted in it is not entered (kvbm/host/tree.py): such an object is
+a miss. Objects may belong to other users, because engines of several users may share a store.
+
 A file gets its name when all of it is written, by a hard link, which fails if the object exists; where the file system
 has no hard links, by renaming. Bytes go straight between the file and host memory, which is why this is not left to
 obstore: it copies them a second time (bench/micro/shared_obstore.py compares both).
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
+from kvbm.host.tree import NOT_ENTERED, Tree
 from kvbm.shared.keys import MIN_RUN_BYTES
 from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
@@ -37,7 +41,10 @@ FILE_MODE = 0o666  # less the umask
 REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # a file that is being written, by this version or by obstore
 REMAINS_S = 3600.0
 MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one write
-OF_ONE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ENXIO, errno.EPERM)
+OF_ONE_FILE = (
+    *NOT_ENTERED,
+    *(errno.EACCES, errno.EISDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.EPERM),
+)
 ENOTSUPP = 524  # of some network file systems
 WITHOUT_LINKS = (  # what a file system without hard links answers
     errno.EINVAL,
@@ -80,12 +87,12 @@ class DirectoryEngine:
         try:
             with os.scandir(root) as entries:
                 next(entries, None)
-            creates_once = writes and _describe(root / facts_key, facts)
+            creates_once = writes and _describe(root, facts_key, facts)
             engine = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
         except OSError as error:
             only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
             raise EnvironmentProblem(
-                f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
+                f"cannot use the directory {root} of `tiers.shared.url`: {_reason(error)}",
                 hint=f"check its permissions with `ls -ld {root}`{only_reads}",
             ) from error
         if writes and not creates_once:
@@ -112,17 +119,17 @@ class DirectoryEngine:
         """Yield the files in the directories of a namespace. Links, and directories that cannot be read, are left out.
         An engine that writes deletes what killed engines have left of a write. Raises OSError."""
         try:
-            with os.scandir(self._root / prefix) as entries:
+            with Tree.open(self._root) as root, root.directory(prefix) as home, home.scan() as entries:
                 directories = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return
+        except OSError as error:
+            if error.errno in NOT_ENTERED and self._is_mounted():  # somebody has put a link there
+                return
+            raise
         for directory in directories:
-            with suppress(OSError), os.scandir(self._root / prefix / directory) as entries:
-                files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-                yield [f"{prefix}/{directory}/{entry.name}" for entry in files if not REMAINS.fullmatch(entry.name)]
-                for entry in files if self._writes else []:
-                    if REMAINS.fullmatch(entry.name) and time.time() - entry.stat().st_mtime > REMAINS_S:
-                        os.unlink(entry.path)
+            with suppress(OSError):
+                yield [f"{prefix}/{directory}/{name}" for name in self._files_of(f"{prefix}/{directory}")]
 
     def check(self) -> str | None:
         try:
@@ -138,7 +145,8 @@ class DirectoryEngine:
     def _get(self, one: Incoming) -> StoreAnswer:
         began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
-            answer = read_file(self._root / one.key, one)
+            with Tree.open(self._root) as root:
+                answer = read_file(root.open_file(one.key), one)
         except OSError as error:
             if error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted():  # says nothing about the others
                 is_absent = error.errno == errno.ENOENT
@@ -163,22 +171,33 @@ class DirectoryEngine:
     def _is_present(self, key: str) -> bool | None:
         """A file that cannot be read is not there; that says nothing about the others."""
         try:
-            os.stat(self._root / key)
+            with Tree.open(self._root) as root:
+                about = root.about(key)
         except OSError as error:
             is_absent = error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted()
             return False if is_absent else None
-        return True
+        return stat.S_ISREG(about.st_mode)
+
+    def _files_of(self, directory: str) -> list[str]:
+        """Return the names of the objects in a directory. Raises OSError."""
+        with Tree.open(self._root) as root, root.directory(directory) as inner, inner.scan() as entries:
+            files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+            for entry in files if self._writes else []:
+                with suppress(OSError):
+                    if REMAINS.fullmatch(entry.name) and _age_s(entry) > REMAINS_S:
+                        inner.unlink_file(entry.name)
+            return [entry.name for entry in files if not REMAINS.fullmatch(entry.name)]
 
     def _write(self, one: Outgoing, *, creates: bool) -> bool:
         """Raises OSError."""
-        path = self._root / one.key
-        try:
-            return write_file(path, one.buffers, creates=creates)
-        except FileNotFoundError:
-            if not self._is_mounted():
-                raise
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write_file(path, one.buffers, creates=creates)
+        with Tree.open(self._root) as root:
+            try:
+                return write_file(root, one.key, one.buffers, creates=creates)
+            except FileNotFoundError:
+                if not self._is_mounted():
+                    raise
+            root.make_directories(one.key.rpartition("/")[0])
+            return write_file(root, one.key, one.buffers, creates=creates)
 
     def _is_mounted(self) -> bool:
         """Whether the directory is the one that was opened: without its file system, a mount point is an empty
@@ -190,9 +209,8 @@ class DirectoryEngine:
             return False
 
 
-def read_file(path: Path, one: Incoming) -> StoreAnswer:
-    """Read a file straight into the buffers. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def read_file(descriptor: int, one: Incoming) -> StoreAnswer:
+    """Read a file straight into the buffers. *Consumes* its descriptor. Raises OSError."""
     try:
         about = os.fstat(descriptor)
         if (wrong := wrong_length(about.st_size, one)) is not None:
@@ -213,34 +231,38 @@ def read_file(path: Path, one: Incoming) -> StoreAnswer:
         os.close(descriptor)
 
 
-def write_file(path: Path, buffers: Sequence[Buffer], *, creates: bool) -> bool:
+def write_file(root: Tree, key: str, buffers: Sequence[Buffer], *, creates: bool) -> bool:
     """Write a file whole or not at all. With `creates`, return False if there is one, and leave it. Raises OSError."""
-    staged = f"{path}#{secrets.randbits(62)}"
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-    try:
+    holder, name = root.parent(key)
+    with holder:
+        staged, at = f"{name}#{secrets.randbits(62)}", holder.descriptor
+        descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE, dir_fd=at)
         try:
-            _write(descriptor, buffers)
-        finally:
-            os.close(descriptor)  # some file systems report only now that they are full
-        if not creates:
-            os.replace(staged, path)
-            return True
-        is_first = _link(staged, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(staged)
-        raise
-    with suppress(OSError):  # the object is there; what is left of its first name is deleted by a later listing
-        os.unlink(staged)
-    return is_first
+            try:
+                _write(descriptor, buffers)
+            finally:
+                os.close(descriptor)  # some file systems report only now that they are full
+            if not creates:
+                os.replace(staged, name, src_dir_fd=at, dst_dir_fd=at)
+                return True
+            is_first = _link(staged, name, at)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(staged, dir_fd=at)
+            raise
+        with suppress(OSError):  # the object is there; what is left of its first name is deleted by a later listing
+            os.unlink(staged, dir_fd=at)
+        return is_first
 
 
-def _link(staged: str, path: Path) -> bool:
-    """Give a file its name; return False if another one has it. Raises OSError."""
+def _link(staged: str, name: str, directory: int) -> bool:
+    """Give a file its name; return False if another file has it. A link with this name is replaced. Raises OSError."""
     try:
-        os.link(staged, path)
+        os.link(staged, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
     except FileExistsError:
-        return False
+        if stat.S_ISREG(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            return False
+        os.replace(staged, name, src_dir_fd=directory, dst_dir_fd=directory)
     return True
 
 
@@ -272,17 +294,40 @@ def require_directory(root: Path) -> None:
         ) from error
 
 
-def _describe(path: Path, facts: bytes) -> bool:
-    """Write the description of the namespace, if there is none. Return whether the file system has hard links."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        write_file(path, [facts], creates=False)
-    link = f"{path}#{secrets.randbits(62)}"  # a new name: for one that exists, the file system is not asked
-    try:
-        os.link(path, link)
-    except OSError as error:
-        if error.errno not in WITHOUT_LINKS:
-            raise
-        return False
-    os.unlink(link)
+def _describe(path: Path, key: str, facts: bytes) -> bool:
+    """Write the description of the namespace, if there is none. Return whether the file system has hard links. Raises
+    OSError."""
+    with Tree.open(path) as root:
+        root.make_directories(key.rpartition("/")[0])
+        if not _is_regular(root, key):
+            write_file(root, key, [facts], creates=False)
+        holder, name = root.parent(key)
+        with holder:
+            link, at = f"{name}#{secrets.randbits(62)}", holder.descriptor  # for a name that exists, nothing is asked
+            try:
+                os.link(name, link, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in WITHOUT_LINKS:
+                    raise
+                return False
+            os.unlink(link, dir_fd=at)
     return True
+
+
+def _reason(error: OSError) -> str:
+    """Return why, with the name below the root that it is about."""
+    name = error.filename
+    is_below = isinstance(name, str) and not name.startswith(("/", "."))
+    return f"`{name}`: {error.strerror}" if is_below else str(error.strerror)
+
+
+def _is_regular(root: Tree, key: str) -> bool:
+    """Raises OSError."""
+    try:
+        return stat.S_ISREG(root.about(key).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _age_s(entry: os.DirEntry[str]) -> float:
+    return time.time() - entry.stat(follow_symlinks=False).st_mtime

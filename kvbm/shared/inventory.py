@@ -10,17 +10,23 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.shared.directory_access import DirectoryAccess
+from kvbm.shared.directory_engine import require_directory
 from kvbm.shared.keys import VERSION, KeySpace
+from kvbm.shared.obstore_access import ObstoreAccess
 from kvbm.shared.obstore_engine import connection
+from kvbm.shared.settings import directory_of
+from kvbm.shared.store_access import FoundObject, LeftOut, StoreAccess
 
 LIMIT_S = 30.0  # of one request
 NAMESPACE_HEX = 32
 PARALLEL_READS = 4  # whole objects, which may have hundreds of megabytes
 PARALLEL_HEADS = 16
 DELETED_AT_ONCE = 1000
+MOST_LEFT_OUT = 1000
 MAX_FACTS_BYTES = 1 << 20
 
 Returned = TypeVar("Returned")
@@ -53,51 +59,46 @@ class StoredNamespace:
 
 
 class Inventory:
-    """See the module's text."""
+    """See the module's text. `left_out` are names that were found and not touched, at most MOST_LEFT_OUT of them."""
 
-    def __init__(self, store: Any, url: str) -> None:
-        self._store = store
+    def __init__(self, access: StoreAccess, url: str) -> None:
+        self._access = access
         self.url = url
+        self.left_out: list[LeftOut] = []
+        self.left_out_count = self.failure_count = 0
 
     @classmethod
     def open(cls, url: str) -> Inventory:
         """Raises EnvironmentProblem."""
-        return cls(connection(url)(LIMIT_S), url)
+        return cls(open_access(url, LIMIT_S), url)
 
     def namespaces(self, is_wanted: Callable[[bytes], bool], progress: Callable[[int], None]) -> list[StoredNamespace]:
         """Return the namespaces that have objects. `progress` gets the number of objects found. Raises
         EnvironmentProblem if the store does not answer."""
-        import obstore
-        from obstore.exceptions import BaseError
-
         found, count = [], 0
         try:
-            for prefix in obstore.list_with_delimiter(self._store, VERSION)["common_prefixes"]:
-                namespace = _namespace_of(prefix)
+            for name in self._access.directories(VERSION, self._leave_out):
+                namespace = _namespace_of(name)
                 if namespace is None or not is_wanted(namespace):
                     continue
                 listed = self._listed(namespace, progress, count)
                 if listed.runs or listed.facts:
                     found.append(listed)
                 count += len(listed.runs)
-        except (BaseError, OSError) as error:
+        except OSError as error:
             raise EnvironmentProblem(
-                f"cannot list {self.url}: {_first_line(error)}", hint=f"run `kvbm doctor --url {self.url}`"
+                f"cannot list {self.url}: {_reason(error)}", hint=f"run `kvbm doctor --url {self.url}`"
             ) from None
         return found
 
     def head(self, run: StoredRun, byte_count: int) -> bytes | None:
         """Return the first bytes of an object; None if it is gone. Raises OSError."""
-        import obstore
-
         end = min(byte_count, run.byte_count)
-        return self._read(lambda: obstore.get_range(self._store, run.key, start=0, end=end)) if end else b""
+        return self._read(run, end) if end else b""
 
     def content(self, run: StoredRun) -> bytes | None:
         """Return an object; None if it is gone. Raises OSError."""
-        import obstore
-
-        return self._read(lambda: obstore.get(self._store, run.key).bytes())
+        return self._read(run, None)
 
     def each(
         self, read: Callable[[StoredRun], Returned], runs: Sequence[StoredRun], *, threads: int
@@ -109,92 +110,85 @@ class Inventory:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def delete(self, runs: Sequence[StoredRun], progress: Callable[[int], None]) -> None:
-        """Delete objects; one that is gone is no error. Raises EnvironmentProblem."""
+    def delete(self, runs: Sequence[StoredRun], progress: Callable[[int], None]) -> list[StoredRun]:
+        """Delete objects; one that is gone is no error. Return those that remain. Raises EnvironmentProblem."""
+        remaining: set[str] = set()
         for start in range(0, len(runs), DELETED_AT_ONCE):
-            self._delete([run.key for run in runs[start : start + DELETED_AT_ONCE]])
+            remaining.update(self._delete([run.key for run in runs[start : start + DELETED_AT_ONCE]]))
             progress(min(len(runs), start + DELETED_AT_ONCE))
+        return [run for run in runs if run.key in remaining]
 
     def delete_facts(self, namespace: bytes) -> None:
         """Delete the description of a namespace. Raises EnvironmentProblem."""
         self._delete([KeySpace(namespace).facts])
 
-    def _listed(self, namespace: bytes, progress: Callable[[int], None], before: int) -> StoredNamespace:
-        import obstore
+    def _leave_out(self, one: LeftOut) -> None:
+        self.left_out_count += 1
+        self.failure_count += one.is_failure
+        if len(self.left_out) < MOST_LEFT_OUT:
+            self.left_out.append(one)
 
+    def _listed(self, namespace: bytes, progress: Callable[[int], None], before: int) -> StoredNamespace:
         keys, runs, other_count = KeySpace(namespace), [], 0
         facts: Mapping[str, object] = {}
-        for page in obstore.list(self._store, keys.prefix):
-            for entry in page:
-                key = str(entry["path"])
-                name = keys.name_of(key)
+        for page in self._access.objects(keys.prefix, self._leave_out):
+            for found in page:
+                name = keys.name_of(found.key)
                 if name is not None:
-                    runs.append(StoredRun(namespace, name, int(entry["size"]), entry["last_modified"].timestamp()))
-                elif key == keys.facts:
-                    facts = self._facts(key, int(entry["size"]))
+                    runs.append(StoredRun(namespace, name, found.byte_count, found.written_s))
+                elif found.key == keys.facts:
+                    facts = self._facts(found)
                 else:
                     other_count += 1
             progress(before + len(runs))
         return StoredNamespace(namespace, facts, runs, other_count)
 
-    def _facts(self, key: str, byte_count: int) -> Mapping[str, object]:
-        import obstore
-
-        if byte_count > MAX_FACTS_BYTES:
+    def _facts(self, found: FoundObject) -> Mapping[str, object]:
+        if not 0 < found.byte_count <= MAX_FACTS_BYTES:
             return {}
         try:
-            found = json.loads(bytes(obstore.get(self._store, key).bytes()))
+            facts = json.loads(self._access.read(found.key, found.byte_count))
         except (FileNotFoundError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        except OSError as error:
+            self._leave_out(LeftOut(found.key, _reason(error), is_failure=True))
+            return {}
+        return facts if isinstance(facts, dict) else {}
 
-    def _read(self, read: Callable[[], Any]) -> bytes | None:
-        from obstore.exceptions import BaseError
-
+    def _read(self, run: StoredRun, byte_count: int | None) -> bytes | None:
         try:
-            return bytes(read())
+            return self._access.read(run.key, byte_count)
         except FileNotFoundError:
             return None
-        except (BaseError, OSError) as error:
-            raise OSError(_first_line(error)) from error
 
-    def _delete(self, keys: Sequence[str]) -> None:
-        import obstore
-        from obstore.exceptions import BaseError
-
+    def _delete(self, keys: Sequence[str]) -> list[str]:
         try:
-            try:
-                obstore.delete(self._store, list(keys))
-            except FileNotFoundError:  # which of them is unknown
-                for key in keys:
-                    self._delete_one(key)
-        except (BaseError, OSError) as error:
+            return self._access.delete(keys, self._leave_out)
+        except OSError as error:
             raise EnvironmentProblem(
-                f"cannot delete objects in {self.url}: {_first_line(error)}",
+                f"cannot delete objects in {self.url}: {_reason(error)}",
                 hint=f"run `kvbm doctor --url {self.url}`",
             ) from None
 
-    def _delete_one(self, key: str) -> None:
-        from contextlib import suppress
 
-        import obstore
+def open_access(url: str, limit_s: float) -> StoreAccess:
+    """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
+    if (directory := directory_of(url)) is not None:
+        require_directory(directory)
+        return DirectoryAccess(directory)
+    return ObstoreAccess(connection(url)(limit_s))
 
-        with suppress(FileNotFoundError):
-            obstore.delete(self._store, key)
 
-
-def _namespace_of(prefix: str) -> bytes | None:
-    """Return the namespace of a place in the store; None if it is another place."""
-    text = prefix.rstrip("/").rpartition("/")[2]
-    if len(text) != NAMESPACE_HEX:
+def _namespace_of(name: str) -> bytes | None:
+    """Return the namespace that a directory is named after; None if it is another directory."""
+    if len(name) != NAMESPACE_HEX:
         return None
     try:
-        namespace = bytes.fromhex(text)
+        namespace = bytes.fromhex(name)
     except ValueError:
         return None
-    return namespace if namespace.hex() == text else None
+    return namespace if namespace.hex() == name else None
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of a message. obstore appends a dump of its own values, which may hold credentials."""
-    return str(error).partition("\n")[0] or type(error).__name__
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

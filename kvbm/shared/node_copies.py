@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.host.directories import make_private_directories
+from kvbm.host.tree import Tree
 from kvbm.shared.directory_engine import read_file
 from kvbm.shared.object_engine import Incoming, ObjectEngine, Outgoing, StoreAnswer, scatter
 from kvbm.shared.orders import Outcome
@@ -43,6 +44,8 @@ LOOK_S = 0.003  # between looks at an object that another engine receives
 PAUSE_S = 5.0
 MEMBERS_S = 1.0  # between looks for other engines
 PURGES = 8  # times that the copies are counted while MOST_BYTES are written
+MEMBER, PART = ".member", ".part"
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COPY_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
 
 log = logging.getLogger(__name__)
@@ -57,11 +60,14 @@ class NodeCopies:
         self._url = url
         self._home = directory / COPIES
         make_private_directories(self._home)
-        about = self._home.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            raise PermissionError(f"{self._home} belongs to another user")
-        self._member = self._home / f"{secrets.token_hex(8)}.member"
-        self._member_lock = _locked(self._member)
+        with Tree.open(directory) as parent:
+            self._copies = parent.directory(COPIES)  # what is done in it begins here, whatever becomes of its name
+        about = os.fstat(self._copies.descriptor)
+        if about.st_uid != os.geteuid() or about.st_mode & OTHERS_WRITE:
+            self._copies.close()
+            raise PermissionError(f"{self._home} belongs to another user, or others may write to it")
+        self._member = f"{secrets.token_hex(8)}.member"
+        self._member_lock = _locked(self._copies, self._member)
         self._lock = threading.Lock()  # of what follows
         self._is_alone = True
         self._members_due_s = self._purge_due_s = 0.0
@@ -91,7 +97,7 @@ class NodeCopies:
         for one in objects:
             if one.replaces:  # a copy would say that the object is still old
                 with suppress(OSError):
-                    self._path(one.key).unlink()
+                    self._copies.unlink_file(self._name(one.key))
         return answers
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
@@ -107,24 +113,25 @@ class NodeCopies:
     def close(self) -> None:
         self._purge()
         with suppress(OSError):
-            self._member.unlink()
+            self._copies.unlink_file(self._member)
         if self._member_lock is not None:
             os.close(self._member_lock)
             self._member_lock = None
+        self._copies.close()
         self._engine.close()
 
     def _get(self, one: Incoming) -> StoreAnswer:
         if not self._has_others():
             return self._fetch(one)
-        path = self._path(one.key)
+        name = self._name(one.key)
         try:
-            found = self._claim(one, path)
+            found = self._claim(one, name)
         except OSError as error:
             self._stop_keeping(error)
             return self._fetch(one)
         if isinstance(found, int):
             try:
-                return self._fetch_and_keep(one, path, found)
+                return self._fetch_and_keep(one, name, found)
             finally:
                 os.close(found)
         return found or self._fetch(one)
@@ -132,43 +139,46 @@ class NodeCopies:
     def _fetch(self, one: Incoming) -> StoreAnswer:
         return self._engine.get([one])[0]
 
-    def _claim(self, one: Incoming, path: Path) -> StoreAnswer | int | None:
+    def _claim(self, one: Incoming, name: str) -> StoreAnswer | int | None:
         """Return the answer from a copy; or the locked descriptor of the file that the caller receives the object into;
         None if another engine is doing that, and it takes too long. Raises OSError."""
         if one.is_fresh:
-            path.unlink(missing_ok=True)
-        if (copied := self._copied(one, path)) is not None:
+            with suppress(FileNotFoundError):
+                self._copies.unlink_file(name)
+        if (copied := self._copied(one, name)) is not None:
             return copied
         if time.monotonic() < self._keeping_from_s or one.length > MOST_BYTES // PURGES:
             return None
-        now, part = time.monotonic(), _part(path)
+        now, part = time.monotonic(), _part(name)
         is_patient = not one.is_fresh and now >= self._patient_from_s
-        while (descriptor := _locked(part)) is None:
-            if (copied := self._copied(one, path)) is not None or not is_patient:
+        while (descriptor := _locked(self._copies, part)) is None:
+            if (copied := self._copied(one, name)) is not None or not is_patient:
                 return copied
             if time.monotonic() >= now + self.limit_s / 2:
                 self._patient_from_s = time.monotonic() + PAUSE_S
                 return None
             time.sleep(LOOK_S)
-        if (copied := self._copied(one, path)) is not None:  # since the look before
-            _discard(part, descriptor)
+        if (copied := self._copied(one, name)) is not None:  # since the look before
+            _discard(self._copies, part, descriptor)
             os.close(descriptor)
             return copied
         return descriptor
 
-    def _copied(self, one: Incoming, path: Path) -> StoreAnswer | None:
+    def _copied(self, one: Incoming, name: str) -> StoreAnswer | None:
         """Return the answer from a copy; None without one that can be used."""
         if one.is_fresh:
             return None
         try:
-            if not 0 <= time.time() - path.stat().st_ctime <= COPY_S:
+            descriptor = self._copies.open_file(name)
+            if not 0 <= time.time() - os.fstat(descriptor).st_ctime <= COPY_S:
+                os.close(descriptor)
                 return None
-            answer = read_file(path, one)
+            answer = read_file(descriptor, one)
         except OSError:
             return None
         return replace(answer, is_copy=True) if answer.outcome is Outcome.GOOD else None
 
-    def _fetch_and_keep(self, one: Incoming, path: Path, descriptor: int) -> StoreAnswer:
+    def _fetch_and_keep(self, one: Incoming, name: str, descriptor: int) -> StoreAnswer:
         """Read an object from the store, and keep all of it, also what the caller skips."""
         buffers = [buffer for buffer in one.buffers if not isinstance(buffer, int)]
         has_gaps = len(buffers) < len(one.buffers)
@@ -177,26 +187,26 @@ class NodeCopies:
         try:
             answer = self._fetch(replace(one, buffers=buffers, filled=None if has_gaps else one.filled))
         except BaseException:
-            _discard(_part(path), descriptor)
+            _discard(self._copies, _part(name), descriptor)
             raise
         if answer.outcome is not Outcome.GOOD:
-            _discard(_part(path), descriptor)
+            _discard(self._copies, _part(name), descriptor)
             return answer
         if has_gaps:
             scatter(buffers, one)
         try:
             _write(descriptor, buffers)
             os.utime(descriptor, (time.time(), time.time() - answer.age_s))
-            os.rename(_part(path), path)
+            os.rename(_part(name), name, src_dir_fd=self._copies.descriptor, dst_dir_fd=self._copies.descriptor)
         except OSError as error:
-            _discard(_part(path), descriptor)
+            _discard(self._copies, _part(name), descriptor)
             self._stop_keeping(error)
         else:
             self._note_kept(one.length)
         return answer
 
-    def _path(self, key: str) -> Path:
-        return self._home / hashlib.sha256(f"{self._url}\0{key}".encode()).hexdigest()[:32]
+    def _name(self, key: str) -> str:
+        return hashlib.sha256(f"{self._url}\0{key}".encode()).hexdigest()[:32]
 
     def _has_others(self) -> bool:
         """Whether other engines use the directory now, as of the last look."""
@@ -204,12 +214,12 @@ class NodeCopies:
         with self._lock:
             if now >= self._members_due_s:
                 self._members_due_s = now + MEMBERS_S
-                self._is_alone = not any(_is_alive(path) for path in self._others())
+                self._is_alone = not any(_is_alive(self._copies, name) for name in self._others())
             return not self._is_alone
 
-    def _others(self) -> list[Path]:
-        with suppress(OSError):
-            return [path for path in self._home.iterdir() if path.suffix == ".member" and path != self._member]
+    def _others(self) -> list[str]:
+        with suppress(OSError), self._copies.scan() as entries:
+            return [entry.name for entry in entries if entry.name.endswith(MEMBER) and entry.name != self._member]
         return []
 
     def _stop_keeping(self, error: OSError) -> None:
@@ -231,31 +241,33 @@ class NodeCopies:
         with self._lock:
             self._unpurged_bytes, self._purge_due_s = 0, time.monotonic() + COPY_S / PURGES
         now, kept = time.time(), []
-        with suppress(OSError), os.scandir(self._home) as entries:
+        with suppress(OSError), self._copies.scan() as entries:
             for entry in entries:
                 if COPY_NAME.fullmatch(entry.name):
                     with suppress(OSError):
                         about = entry.stat(follow_symlinks=False)
-                        kept.append((about.st_ctime, about.st_size, Path(entry.path)))
+                        kept.append((about.st_ctime, about.st_size, entry.name))
         total = sum(size for _, size, _ in kept)
-        for changed_s, size, path in sorted(kept):
+        for changed_s, size, name in sorted(kept):
             if total <= MOST_BYTES and 0 <= now - changed_s <= COPY_S:
                 break
             total -= size
             with suppress(OSError):
-                _remove(path)
+                _remove(self._copies, name)
 
 
-def _part(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
+def _part(name: str) -> str:
+    return name + PART
 
 
-def _locked(path: Path) -> int | None:
+def _locked(home: Tree, name: str) -> int | None:
     """Create or open a file and lock it; None if another process has locked it. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = home.open_file(name, os.O_RDWR | os.O_CREAT)
     try:
+        if os.fstat(descriptor).st_nlink > 1:
+            raise PermissionError(f"{name} is also the name of another file")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_at(path, descriptor):
+        if _is_at(home, name, descriptor):
             return descriptor
     except BlockingIOError:
         pass
@@ -266,37 +278,37 @@ def _locked(path: Path) -> int | None:
     return None
 
 
-def _is_at(path: Path, descriptor: int) -> bool:
+def _is_at(home: Tree, name: str, descriptor: int) -> bool:
     """Whether the open file has this name: its last holder may have removed or renamed it."""
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+        return os.path.samestat(home.about(name), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 
 
-def _discard(part: Path, descriptor: int) -> None:
+def _discard(home: Tree, part: str, descriptor: int) -> None:
     """Remove the file of a locked descriptor, so that another engine may begin."""
     with suppress(OSError):
-        if _is_at(part, descriptor):
-            part.unlink()
+        if _is_at(home, part, descriptor):
+            home.unlink_file(part)
 
 
-def _remove(path: Path) -> None:
+def _remove(home: Tree, name: str) -> None:
     """Remove a copy, or a part without a receiver. Raises OSError."""
-    if path.suffix != ".part":
-        path.unlink()
-    elif (descriptor := _locked(path)) is not None:
-        _discard(path, descriptor)
+    if not name.endswith(PART):
+        home.unlink_file(name)
+    elif (descriptor := _locked(home, name)) is not None:
+        _discard(home, name, descriptor)
         os.close(descriptor)
 
 
-def _is_alive(member: Path) -> bool:
+def _is_alive(home: Tree, member: str) -> bool:
     """Whether the engine of this file lives. Removes the file if it does not."""
     try:
-        descriptor = _locked(member)
+        descriptor = _locked(home, member)
         if descriptor is None:
             return True
-        _discard(member, descriptor)
+        _discard(home, member, descriptor)
         os.close(descriptor)
     except OSError:
         return False

@@ -205,7 +205,7 @@ class ObstoreEngine:
                 except AlreadyExistsError:
                     self.creates_once = True
                 except BaseError as error:
-                    if not _is_unsupported(error):
+                    if not is_unsupported(error):
                         raise
                     obstore.put(self._store, facts_key, facts, use_multipart=False)
         except (BaseError, OSError) as error:
@@ -265,7 +265,8 @@ def connection(url: str) -> Callable[[float], Any]:
     return connect
 
 
-def _is_unsupported(error: BaseException) -> bool:
+def is_unsupported(error: BaseException) -> bool:
+    """Whether a store does not know conditional writes."""
     from obstore.exceptions import NotSupportedError
 
     reason = _reason(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -16,6 +15,7 @@ from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
+from kvbm.host.tree import remove_tree
 from kvbm.shared.settings import directory_of
 from kvbm_cli.bench.client.error_text import api_key
 from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
@@ -187,7 +187,7 @@ def fresh_shared(profile: Profile) -> Iterator[Profile]:
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"shared": fresh})})
     finally:
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory)
         elif not url.startswith("mooncake:"):
             delete_objects(url)
 

@@ -52,7 +52,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     assert context.url is not None
     is_pool = context.url.startswith("mooncake:")
     if context.resolved is not None:
-        yield from _library(context, "mooncake.store" if is_pool else "obstore")
+        yield from _library(context, context.url)
     if context.shared is not None:
         yield from _secret(context.shared)
     writes = context.shared is None or context.shared.write
@@ -71,13 +71,17 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield from _speed(context, report, writes=writes)
 
 
-def _library(context: DoctorContext, module: str) -> Iterator[Check]:
-    """Checks the interpreter of the engine, which may differ from that of this command."""
+def _library(context: DoctorContext, url: str) -> Iterator[Check]:
+    """Checks the interpreter of the engine, which may differ from this one. A store in a directory needs no library."""
     assert context.resolved is not None
     python = context.resolved.profile.engine.python or sys.executable
     is_encrypted = context.shared is not None and context.shared.protection == "aes-gcm"
-    modules = [module, *(["cryptography"] if is_encrypted else [])]
-    extra = MOONCAKE_EXTRA if module == "mooncake.store" else EXTRA
+    is_pool = url.startswith("mooncake:")
+    modules = [] if directory_of(url) is not None else ["mooncake.store" if is_pool else "obstore"]
+    modules += ["cryptography"] if is_encrypted else []
+    if not modules:
+        return
+    extra = MOONCAKE_EXTRA if is_pool else EXTRA
     timeout_s = QUICK_IMPORT_TIMEOUT_S if context.is_quick else IMPORT_TIMEOUT_S
     try:
         answer = context.machine.run_probe(python, "connector", modules, timeout_s=timeout_s)

@@ -17,9 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.settings import directory_of
@@ -33,9 +31,12 @@ from kvbm_cli.doctor.store_report import (
     StoreReport,
 )
 
+if TYPE_CHECKING:
+    from kvbm.shared.store_access import LeftOut, StoreAccess
+
 MAX_OBJECTS = 128  # in the store at a time
 LIMIT_S = 10.0  # of one request
-LEFT_AFTER = timedelta(hours=1)  # no doctor runs so long
+LEFT_AFTER_S = 3600.0  # no doctor runs so long
 
 
 def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = lambda text: None) -> StoreReport:
@@ -44,23 +45,28 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
         from kvbm_cli.doctor import mooncake_probe
 
         return mooncake_probe.probe(url, seconds=seconds, writes=writes, on_phase=on_phase)
-    from kvbm.shared.obstore_engine import connection
+    from kvbm.shared.directory_access import DirectoryAccess
+    from kvbm.shared.inventory import open_access
 
     directory = directory_of(url)
     is_new = directory is not None and not directory.exists()
     try:
-        store = connection(url)(LIMIT_S)
+        store = open_access(url, LIMIT_S)
     except EnvironmentProblem as error:
         return StoreReport("connect", error.message)
     try:
         return _StoreProbe(store, on_phase).report(seconds, writes=writes)
     finally:
-        if directory is not None:
-            _remove_directories(directory, is_new=is_new)
+        if isinstance(store, DirectoryAccess):
+            with contextlib.suppress(OSError):
+                store.remove_empty(PREFIX)
+        if is_new and directory is not None:
+            with contextlib.suppress(OSError):  # not empty
+                directory.rmdir()
 
 
 class _StoreProbe:
-    def __init__(self, store: Any, on_phase: PhaseCallback) -> None:
+    def __init__(self, store: StoreAccess, on_phase: PhaseCallback) -> None:
         self._store = store
         self._on_phase = on_phase
         self._place = f"{PREFIX}/{secrets.token_hex(8)}"
@@ -84,20 +90,18 @@ class _StoreProbe:
         return self._found
 
     def _write_and_read(self, seconds: float) -> None:
-        import obstore
-
         key, content = f"{self._place}/small", secrets.token_bytes(64)
         with self._step("put"):
-            began = datetime.now(UTC)
+            began_s = time.time()
             self._put(key, content)
-            self._found = replace(self._found, clock_s=self._clock_s(key, began))
+            self._found = replace(self._found, clock_s=self._clock_s(key, began_s))
         with self._step("get"):
-            if bytes(obstore.get(self._store, key).bytes()) != content:
+            if self._store.read(key) != content:
                 raise OSError("an object has other bytes than were written")
             self._on_phase("small reads")
             small_s = [self._time_get(key) for _ in range(SMALL_GETS)]
         with self._step("conditional put"):
-            self._found = replace(self._found, creates_once=self._creates_once(key, content))
+            self._found = replace(self._found, creates_once=not self._store.write(key, content, creates=True))
         self._found = replace(self._found, small_get_s=statistics.median(small_s))
         with self._step("put"):
             self._on_phase("writes")
@@ -113,62 +117,36 @@ class _StoreProbe:
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[None]:
-        from obstore.exceptions import BaseError
-
         self._on_phase(name)
         try:
             yield
-        except (BaseError, OSError) as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__  # the rest may hold credentials
-            raise StepFailed(name, reason) from None
+        except OSError as error:
+            raise StepFailed(name, str(error) or type(error).__name__) from None
 
-    def _put(self, key: str, content: bytes, **how: Any) -> None:
-        import obstore
-
+    def _put(self, key: str, content: bytes) -> None:
         self._written.append(key)
-        obstore.put(self._store, key, content, use_multipart=False, **how)
+        self._store.write(key, content)
 
-    def _creates_once(self, key: str, content: bytes) -> bool:
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, BaseError, NotSupportedError
-
-        try:
-            obstore.put(self._store, key, content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return True
-        except BaseError as error:
-            if not (isinstance(error, NotSupportedError) or "501" in str(error)):
-                raise
-        return False
-
-    def _clock_s(self, key: str, began: datetime) -> float | None:
+    def _clock_s(self, key: str, began_s: float) -> float | None:
         """Returns how far the store is ahead. A store that counts whole seconds may be behind by up to one."""
-        import obstore
-
-        written = obstore.head(self._store, key)["last_modified"]
-        ended = datetime.now(UTC)
-        if written > ended:
-            return (written - ended).total_seconds()
-        earliest = began - timedelta(seconds=1)
-        return (written - earliest).total_seconds() if written < earliest else 0.0
+        written_s, ended_s = self._store.about(key).written_s, time.time()
+        if written_s > ended_s:
+            return written_s - ended_s
+        return min(0.0, written_s - (began_s - 1.0))
 
     def _time_get(self, key: str) -> float:
-        import obstore
-
         began_s = time.monotonic()
-        obstore.get(self._store, key).bytes()
+        self._store.read(key)
         return time.monotonic() - began_s
 
     def _time_absent(self) -> float:
         """Returns the median duration of looking for an object that is not there."""
-        import obstore
-
         taken = []
         with self._step("get"):
             for _ in range(SMALL_GETS):
                 began_s = time.monotonic()
                 with contextlib.suppress(FileNotFoundError):
-                    obstore.head(self._store, f"{self._place}/absent")
+                    self._store.about(f"{self._place}/absent")
                 taken.append(time.monotonic() - began_s)
         return statistics.median(taken)
 
@@ -191,47 +169,34 @@ class _StoreProbe:
         return count * OBJECT_BYTES / (time.monotonic() - began_s)
 
     def _delete(self) -> None:
-        import obstore
-
-        keys = sorted(set(self._written))
-        obstore.delete(self._store, keys)
-        self._written.clear()
+        why: list[str] = []
+        remaining = self._store.delete(sorted(set(self._written)), lambda left_out: why.append(left_out.why))
+        self._written = remaining
+        if remaining:
+            raise OSError(why[0])
 
     def _remove(self) -> None:
         """Removes what is left after a failure, as far as that is possible."""
-        import obstore
-        from obstore.exceptions import BaseError
-
+        left = 0
         for key in sorted(set(self._written)):
             try:
-                obstore.delete(self._store, key)
-            except FileNotFoundError:
-                pass
-            except (BaseError, OSError):
-                self._found = replace(self._found, left_objects=self._found.left_objects + 1)
+                left += len(self._store.delete([key], _pass_over))
+            except OSError:
+                left += 1
+        self._found = replace(self._found, left_objects=left)
 
     def _remove_left(self) -> None:
         """Lists the objects of earlier doctors, and removes those of one that was killed."""
-        import obstore
-
-        before = datetime.now(UTC) - LEFT_AFTER
-        for page in obstore.list(self._store, PREFIX):
-            old = [str(entry["path"]) for entry in page if entry["last_modified"] < before]
+        before_s = time.time() - LEFT_AFTER_S
+        for page in self._store.objects(PREFIX, _pass_over):
+            old = [found.key for found in page if found.written_s < before_s]
             if old:
                 with contextlib.suppress(OSError):
-                    obstore.delete(self._store, old)
+                    self._store.delete(old, _pass_over)
 
 
-def _remove_directories(root: Path, *, is_new: bool) -> None:
-    """Removes the empty directories of the probe, and the store itself if it did not exist before."""
-    place = root / PREFIX
-    with contextlib.suppress(OSError):
-        for directory in place.iterdir():
-            directory.rmdir()
-        place.rmdir()
-    if is_new:
-        with contextlib.suppress(OSError):
-            root.rmdir()
+def _pass_over(left_out: LeftOut) -> None:
+    """Links and other files in the place of the doctor are not its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

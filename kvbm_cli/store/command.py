@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from kvbm_cli.store.selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.printable import shown_name
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 
+if TYPE_CHECKING:
+    from kvbm.shared.inventory import Inventory
+
 SHOWN_HEX = 16
-NOT_CONFIRMED = 1
+NOT_CONFIRMED = INCOMPLETE = 1
+SHOWN_LEFT_OUT = 10
 HEAD = ("namespace", "model", "engine", "tokens", "objects", "bytes", "oldest", "newest")
 RIGHT = (3, 4, 5, 6, 7)
 
 
-def list_objects(request: StoreRequest, *, as_json: bool) -> None:
-    found = select(opened(request), request)
+def list_objects(request: StoreRequest, *, as_json: bool) -> int:
+    """Returns INCOMPLETE if a part of the store cannot be listed."""
+    inventory = opened(request)
+    found = select(inventory, request)
     if as_json:
         print_json([one.as_data() for one in found])
     elif not found:
@@ -26,28 +35,44 @@ def list_objects(request: StoreRequest, *, as_json: bool) -> None:
     else:
         print_data(f"{_rows(found)}\n\n{_sum(found)} in {request.url}")
         _note_others(found)
+    return note_left_out(inventory)
 
 
 def purge(request: StoreRequest, *, is_sure: bool, is_dry_run: bool) -> int:
-    """Deletes the selection. Returns 1 if the user did not confirm."""
+    """Deletes the selection. Returns 1 if the user did not confirm, or if something cannot be listed or deleted."""
     inventory = opened(request)
     found = select(inventory, request)
     if not found:
         print_data(f"no objects in {request.url}")
-        return 0
+        return note_left_out(inventory)
     _note_others(found)
     if is_dry_run:
         print_data(f"{_rows(found)}\n\nwould delete {_sum(found)} in {request.url}")
-        return 0
+        return note_left_out(inventory)
     if not is_sure and not is_confirmed(f"delete {_sum(found)} in {request.url}?"):
         return NOT_CONFIRMED
     with ProgressDisplay("deleting", delay_s=PROGRESS_AFTER_S) as progress:
-        for one in found:
-            inventory.delete(one.runs, partial(_report, progress, len(one.runs)))
-            if one.is_whole:
-                inventory.delete_facts(one.stored.namespace)
-    print_data(f"deleted {_sum(found)}")
-    return 0
+        deleted = [_delete(inventory, one, progress) for one in found]
+    print_data(f"deleted {_sum(deleted)}")
+    return note_left_out(inventory)
+
+
+def note_left_out(inventory: Inventory) -> int:
+    """Names what was not touched. Returns INCOMPLETE if objects may be there, or should have been deleted."""
+    shown = sorted(inventory.left_out, key=lambda one: not one.is_failure)[:SHOWN_LEFT_OUT]
+    for one in shown:
+        print_note(f"skipped {shown_name(one.key)}: {one.why}")
+    if (more := inventory.left_out_count - len(shown)) > 0:
+        print_note(f"skipped {more:,} more")
+    return INCOMPLETE if inventory.failure_count else 0
+
+
+def _delete(inventory: Inventory, selected: Selected, progress: ProgressDisplay) -> Selected:
+    """Deletes objects, and their namespace if none is left. Returns what was deleted."""
+    remaining = set(inventory.delete(selected.runs, partial(_report, progress, len(selected.runs))))
+    if selected.is_whole and not remaining:
+        inventory.delete_facts(selected.stored.namespace)
+    return replace(selected, runs=[run for run in selected.runs if run not in remaining])
 
 
 def _report(progress: ProgressDisplay, total: int, done: int) -> None:

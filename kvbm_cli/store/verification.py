@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm_cli.store.command import SHOWN_HEX
+from kvbm_cli.store.command import SHOWN_HEX, note_left_out
 from kvbm_cli.store.selection import Selected, StoreRequest, opened, select
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.quantities import counted
@@ -84,7 +84,7 @@ class Keys:
 def verify_objects(
     request: StoreRequest, *, key_file: Path | None, sample: int | None, deletes_bad: bool, as_json: bool
 ) -> int:
-    """Returns 1 if an object is bad or could not be read."""
+    """Returns 1 if an object is bad, or if an object or a part of the store could not be read."""
     keys = Keys(key_file)
     inventory = opened(request)
     found = [one for one in select(inventory, request) if one.runs]
@@ -97,7 +97,8 @@ def verify_objects(
             print_data(_text(verdicts[-1]))
     if as_json:
         print_json([verdict.as_data() for verdict in verdicts])
-    return 0 if all(verdict.is_intact for verdict in verdicts) else DAMAGED
+    is_incomplete = bool(note_left_out(inventory))
+    return 0 if all(verdict.is_intact for verdict in verdicts) and not is_incomplete else DAMAGED
 
 
 def _sampled(found: Sequence[Selected], sample: int | None) -> list[Selected]:
@@ -122,8 +123,7 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
             bad.append(one.run)
         _count(verdict, one, has_secret=keys.has_secret)
     if bad and deletes_bad:
-        inventory.delete(bad, lambda count: None)
-        verdict.deleted = len(bad)
+        verdict.deleted = len(bad) - len(inventory.delete(bad, lambda count: None))
     return verdict
 
 
@@ -137,7 +137,7 @@ def _read(inventory: Inventory, run: StoredRun, keys: Keys) -> ObjectVerdict:
             found_run(content, namespace=run.namespace, byte_count=run.byte_count)
             content = inventory.content(run)
     except OSError as error:
-        return ObjectVerdict(run, failure=str(error))
+        return ObjectVerdict(run, failure=(error.strerror or str(error)).lower())
     except BadObject as error:
         return ObjectVerdict(run, problem=str(error))
     if content is None:
@@ -170,7 +170,9 @@ def _text(verdict: NamespaceVerdict) -> str:
     read = verdict.good + len(verdict.bad)
     text = f"{verdict.namespace[:SHOWN_HEX]}: {counted(read, 'object')} read, {len(verdict.bad):,} bad"
     if verdict.bad:
-        text += " and deleted" if verdict.deleted else ", not deleted"
+        is_partly = 0 < verdict.deleted < len(verdict.bad)
+        all_or_none = " and deleted" if verdict.deleted else ", not deleted"
+        text += f", of which {verdict.deleted:,} deleted" if is_partly else all_or_none
     text += f"; {len(verdict.unread):,} could not be read" if verdict.unread else ""
     text += f"; {verdict.gone:,} deleted meanwhile" if verdict.gone else ""
     text += f"; {verdict.unproven:,} without proof of origin" if verdict.unproven else ""

@@ -280,21 +280,21 @@ def test_no_command_works_on_the_objects_of_mooncake(tmp_path: Path, command: st
 
 def test_a_missing_library_is_named_with_what_brings_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
-    outcome = run(home, "ls URL")
+    outcome = run(home, "ls --url s3://kv-cache/team-a")
     assert outcome.exit_code == 1
     assert "requires the package `obstore`" in outcome.stderr
     assert "hint: run `pip install 'kvbm-cli[shared]'`" in outcome.stderr
 
 
-def test_only_a_store_needs_the_library(home: Path) -> None:
+def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home: Path) -> None:
     (home / "caches").mkdir()
     program = (
         "import sys\nfrom kvbm_cli.app import run\nrun(sys.argv[1:])\nprint({'obstore', 'torch'} & {*sys.modules})"
     )
-    for command, expected in (
-        (["--help"], "set()"),
-        (["cache", "ls", "--dir", "caches"], "set()"),
-        (["cache", "ls", "--url", f"file://{home}/kv"], "{'obstore'}"),
+    for command in (
+        ["--help"],
+        ["cache", "ls", "--dir", "caches"],
+        ["cache", "ls", "--url", f"file://{home}/kv"],
     ):
         done = subprocess.run(
             [sys.executable, "-c", program, *command],
@@ -304,7 +304,7 @@ def test_only_a_store_needs_the_library(home: Path) -> None:
             text=True,
             timeout=60,
         )
-        assert done.stdout.splitlines()[-1] == expected, done.stderr
+        assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
 def test_ages_are_whole_numbers_with_a_unit() -> None:

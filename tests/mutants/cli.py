@@ -234,9 +234,9 @@ MUTANTS = (
     Mutant(
         name="doctor-shows-the-dump-of-the-client",
         bug="The reason of a failed request has all lines, which may hold credentials.",
-        file="kvbm_cli/doctor/store_probe.py",
-        old='reason = str(error).partition("\\n")[0] or type(error).__name__',
-        new="reason = str(error)",
+        file="kvbm/shared/obstore_access.py",
+        old='return str(error).partition("\\n")[0] or type(error).__name__',
+        new="return str(error)",
         fails="tests/cli/test_doctor_store.py -k not_exist",
     ),
 )

@@ -9,7 +9,41 @@ FAULTS = "tests/shared/test_shared_faults.py"
 SERVICE = "tests/shared/test_shared_service.py"
 COPIES = "tests/shared/test_node_copies.py"
 
+PLANTED = "tests/cli/test_planted_stores.py"
+
 MUTANTS = (
+    Mutant(
+        name="store-links-are-followed",
+        bug="a link in a directory store is followed: a purge deletes somebody's files",
+        file="kvbm/host/tree.py",
+        old="RESOLVE = RESOLVE_NO_XDEV | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH",
+        new="RESOLVE = 0",
+        fails=f"{PLANTED} -k becomes_a_link",
+    ),
+    Mutant(
+        name="store-links-are-followed-without-openat2",
+        bug="on an older kernel, a link in a directory store is followed",
+        file="kvbm/host/tree.py",
+        old="os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=holder)",
+        new="os.open(name, flags & ~os.O_NOFOLLOW, mode, dir_fd=holder)",
+        fails=f"{PLANTED} -k becomes_a_link",
+    ),
+    Mutant(
+        name="store-deletes-by-path",
+        bug="a directory that became a link after the listing is entered: a purge deletes somebody's files",
+        file="kvbm/shared/directory_access.py",
+        old="                    root.unlink_file(key)\n",
+        new="                    os.unlink(self._root / key)\n",
+        fails=f"{PLANTED} -k becomes_a_link",
+    ),
+    Mutant(
+        name="store-part-unread-is-not-said",
+        bug="a namespace that cannot be read is passed over, and the command succeeds",
+        file="kvbm/shared/inventory.py",
+        old="        self.failure_count += one.is_failure\n",
+        new="",
+        fails=f"{PLANTED} -k cannot_be_read",
+    ),
     Mutant(
         name="object-checksum-is-not-compared",
         bug="a block with a changed byte counts as good",
@@ -110,16 +144,16 @@ MUTANTS = (
         name="object-half-of-a-file-stays",
         bug="a write that failed in the middle leaves a file",
         file="kvbm/shared/directory_engine.py",
-        old="        with suppress(OSError):\n            os.unlink(staged)\n        raise\n",
-        new="        raise\n",
+        old="            with suppress(OSError):\n                os.unlink(staged, dir_fd=at)\n            raise\n",
+        new="            raise\n",
         fails="tests/shared/test_directory_engine.py -k fails_in_the_middle",
     ),
     Mutant(
         name="object-file-is-replaced",
         bug="a file that another engine has written at the same time is replaced",
         file="kvbm/shared/directory_engine.py",
-        old="        if not creates:\n            os.replace(staged, path)",
-        new="        if True:\n            os.replace(staged, path)",
+        old="            if not creates:\n                os.replace(staged, name",
+        new="            if True:\n                os.replace(staged, name",
         fails="tests/shared/test_directory_engine.py -k one_creates_it",
     ),
     Mutant(

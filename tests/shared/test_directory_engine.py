@@ -66,8 +66,8 @@ def test_an_object_of_more_parts_than_one_call_takes_is_whole(rig, monkeypatch):
 
 
 def test_a_file_system_without_hard_links_is_written_and_may_be_written_twice(root, monkeypatch):
-    def no_links(source, target):
-        if os.path.exists(target):  # the kernel looks before it asks the file system
+    def no_links(source, target, *, dst_dir_fd, **_):
+        if target in os.listdir(f"/proc/self/fd/{dst_dir_fd}"):  # the kernel looks before it asks the file system
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 

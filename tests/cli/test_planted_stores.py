@@ -1,0 +1,397 @@
+"""Stores and cache directories in which somebody else has put links and other files: nothing outside is read, changed
+or deleted, and the rest is listed, verified and deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from shared.storage_rig import make_run, opened
+from terminal import Outcome, kvbm_here
+
+from kvbm.host import tree
+from kvbm.shared.directory_access import DirectoryAccess
+from kvbm.shared.inventory import Inventory
+from kvbm_cli.doctor.store_probe import probe
+from kvbm_cli.doctor.store_report import PREFIX
+
+OWN, OTHER = bytes.fromhex("aa" * 16), bytes.fromhex("bb" * 16)
+COMMANDS = {
+    "ls": "ls URL",
+    "verify": "verify URL",
+    "verify_and_delete": "verify URL --delete-bad",
+    "purge": "purge URL --yes",
+}
+NAME = "ab" * 32
+
+
+@pytest.fixture(params=["openat2", "each component"])
+def way_to_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "each component":
+        monkeypatch.setattr(tree, "_has_openat2", lambda: False)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store with three objects of one namespace."""
+    with opened(f"file://{tmp_path}/store", namespace=OWN) as rig:
+        for number in range(3):
+            rig.put(make_run(number))
+    (tmp_path / "store" / "v1" / OWN.hex() / "namespace.json").write_text(json.dumps({"model": "Qwen3-8B"}))
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def backup(tmp_path: Path) -> Iterator[Path]:
+    """Somebody's files, which look like a namespace, its directories and its objects."""
+    backup = tmp_path / "backup"
+    (backup / "data" / "ab").mkdir(parents=True)
+    (backup / "data" / "ab" / NAME).write_bytes(b"years of work")
+    (backup / "data" / "namespace.json").write_text("{}")
+    (backup / "v1" / OTHER.hex() / "ab").mkdir(parents=True)
+    (backup / "v1" / OTHER.hex() / "ab" / NAME).write_bytes(b"more of it")
+    before = content(backup)
+    yield backup
+    assert content(backup) == before, "somebody's files have changed"
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def objects(store: Path) -> list[Path]:
+    """The objects of kvbm, without those that are a link."""
+    fan_outs = [path for path in sorted((store / "v1" / OWN.hex()).glob("??")) if not path.is_symlink()]
+    found = (path for directory in fan_outs for path in sorted(directory.iterdir()))
+    return [path for path in found if path.is_file() and not path.is_symlink()]
+
+
+def run(store: Path, command: str) -> Outcome:
+    words = [word.replace("URL", f"--url=file://{store}") for word in command.split()]
+    return kvbm_here("cache", *words, home=store.parent)
+
+
+def fan_out(store: Path) -> Path:
+    return objects(store)[0].parent
+
+
+def socket_at(path: Path) -> None:
+    """Binds by a short name, because the address of a socket has at most 107 bytes."""
+    here = os.open(path.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"/proc/self/fd/{here}/{path.name}")
+    os.close(here)
+
+
+PLANTED: dict[str, Callable[[Path, Path], Path]] = {
+    "namespace": lambda store, backup: link(store / "v1" / OTHER.hex(), backup / "data"),
+    "fan_out": lambda store, backup: link(store / "v1" / OWN.hex() / "ab", backup / "data" / "ab"),
+    "object": lambda store, backup: link(fan_out(store) / (fan_out(store).name * 32), backup / "data" / "ab" / NAME),
+    "facts": lambda store, backup: link(named_namespace(store) / "namespace.json", backup / "data" / "namespace.json"),
+    "relative": lambda store, backup: link(store / "v1" / OTHER.hex(), Path("../../backup/data")),
+    "self": lambda store, backup: link(store / "v1" / OTHER.hex(), store / "v1" / OTHER.hex()),
+    "self_object": lambda store, backup: link(fan_out(store) / "self", Path("self")),
+    "parent": lambda store, backup: link(store / "v1" / OWN.hex() / "up", Path("..")),
+    "dangling": lambda store, backup: link(fan_out(store) / (fan_out(store).name * 32), Path("/nonexistent")),
+    "device": lambda store, backup: link(fan_out(store) / (fan_out(store).name * 32), Path("/dev/zero")),
+    "fifo": lambda store, backup: made(os.mkfifo, fan_out(store) / (fan_out(store).name * 32)),
+    "socket": lambda store, backup: made(socket_at, fan_out(store) / (fan_out(store).name * 32)),
+}
+
+
+def named_namespace(store: Path) -> Path:
+    home = store / "v1" / OTHER.hex()
+    home.mkdir()
+    return home
+
+
+def link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
+
+
+def made(make: Callable[[Path], object], path: Path) -> Path:
+    make(path)
+    return path
+
+
+@pytest.mark.usefixtures("way_to_open")
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_no_object_is_named_and_left_and_the_rest_is_done(
+    store: Path, backup: Path, what: str, command: str
+) -> None:
+    planted, before = PLANTED[what](store, backup), objects(store)
+    outcome = run(store, COMMANDS[command])
+    assert outcome.exit_code == 0, outcome
+    assert "skipped " + str(planted.relative_to(store)) in outcome.stderr
+    assert os.path.lexists(planted)
+    assert objects(store) == ([] if command == "purge" else before)
+    assert "3 objects" in outcome.stdout
+
+
+@pytest.mark.usefixtures("way_to_open")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_v1_itself_as_a_link_has_no_objects(store: Path, backup: Path, command: str) -> None:
+    shutil.rmtree(store / "v1")
+    link(store / "v1", backup / "v1")
+    outcome = run(store, COMMANDS[command])
+    assert outcome == Outcome(0, f"no objects in file://{store}\n", "skipped v1: a link, which kvbm does not follow\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_root_may_be_a_link_because_the_user_named_it(store: Path, backup: Path, command: str) -> None:
+    named = link(store.parent / "named", store)
+    outcome = run(named, COMMANDS[command])
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert "3 objects" in outcome.stdout
+
+
+ODD_NAMES = {
+    "escape": b"\x1b[2J\x1b]0;owned\x07",
+    "newline": b"a\nb",
+    "invalid": b"\xff\xfe\x80" * 85,
+    "bidi": "\u202egpj".encode(),
+    "long": b"x" * 255,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_stop_no_command_and_are_shown_escaped_and_short(store: Path, name: str, command: str) -> None:
+    places = [store, store / "v1", store / "v1" / OWN.hex(), fan_out(store)]
+    paths = [os.path.join(os.fsencode(place), ODD_NAMES[name]) for place in places]
+    for path in paths:
+        os.symlink(b"/etc", path)
+    before = objects(store)
+    outcome = run(store, COMMANDS[command])
+    assert outcome.exit_code == 0, outcome
+    assert all(map(os.path.lexists, paths))
+    assert "\x1b" not in outcome.stderr + outcome.stdout
+    assert all(len(line) < 300 for line in outcome.stderr.splitlines())
+    assert outcome.stderr.count("\n") == 3, "one line for each below v1, whatever the name"
+    assert len(objects(store)) == (0 if command == "purge" else len(before))
+
+
+def test_names_of_many_links_are_not_all_shown(store: Path) -> None:
+    for number in range(30):
+        link(fan_out(store) / f"link-{number}", Path("/etc"))
+    outcome = run(store, "ls URL")
+    assert outcome.exit_code == 0
+    assert len(outcome.stderr.splitlines()) == 11
+    assert outcome.stderr.endswith("skipped 20 more\n")
+
+
+@pytest.mark.parametrize("command", ["verify_and_delete", "purge"])
+def test_hard_link_loses_its_name_in_the_store_and_no_bytes(store: Path, backup: Path, command: str) -> None:
+    fan = fan_out(store)
+    os.link(backup / "data" / "ab" / NAME, planted := fan / (fan.name * 32))
+    run(store, COMMANDS[command])
+    assert not planted.exists()
+
+
+def test_directory_in_place_of_an_object_is_left(store: Path) -> None:
+    fan = fan_out(store)
+    (fan / (fan.name * 32) / "inner").mkdir(parents=True)
+    outcome = run(store, "purge URL --yes")
+    assert (outcome.exit_code, objects(store)) == (0, [])
+    assert (fan / (fan.name * 32) / "inner").is_dir()
+
+
+def can_mount(place: Path) -> bool:
+    (place / "a").mkdir()
+    (place / "b").mkdir()
+    is_mounted = subprocess.run(["mount", "--bind", place / "a", place / "b"], capture_output=True).returncode == 0
+    if is_mounted:
+        subprocess.run(["umount", place / "b"], check=True)
+    return is_mounted
+
+
+@pytest.mark.usefixtures("way_to_open")
+@pytest.mark.parametrize("level", ["namespace", "fan_out"])
+def test_what_is_mounted_in_a_store_is_not_entered(store: Path, backup: Path, tmp_path: Path, level: str) -> None:
+    (tmp_path / "try").mkdir()
+    if not can_mount(tmp_path / "try"):
+        pytest.skip("requires the right to mount")
+    place = store / "v1" / (OTHER.hex() if level == "namespace" else f"{OWN.hex()}/ab")
+    place.mkdir()
+    source = backup / "data" if level == "namespace" else backup / "data" / "ab"
+    subprocess.run(["mount", "--bind", source, place], check=True)
+    try:
+        outcome = run(store, "purge URL --yes")
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert f"skipped {place.relative_to(store)}: on another file system" in outcome.stderr
+    assert (outcome.exit_code, objects(store)) == (0, [])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_part_that_cannot_be_read_is_named_with_exit_code_1_and_the_rest_is_done(
+    store: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (closed := store / "v1" / OTHER.hex()).mkdir()
+    scan = tree.Tree.scan
+
+    def refused(directory: tree.Tree) -> object:
+        if os.path.samestat(os.fstat(directory.descriptor), os.stat(closed)):
+            raise PermissionError(13, "Permission denied")
+        return scan(directory)
+
+    monkeypatch.setattr(tree.Tree, "scan", refused)  # the user of this test may be the superuser
+    outcome = run(store, COMMANDS[command])
+    assert outcome.exit_code == 1
+    assert f"skipped v1/{OTHER.hex()}: permission denied" in outcome.stderr
+    assert "3 objects" in outcome.stdout
+    assert bool(objects(store)) == (command != "purge")
+
+
+def test_object_that_cannot_be_deleted_is_named_and_not_counted(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, unlink = objects(store)[0], os.unlink
+
+    def refused(path: str, **how: int) -> None:
+        if path == first.name:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(path, **how)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    outcome = run(store, "purge URL --yes")
+    assert outcome.exit_code == 1
+    assert outcome.stdout.startswith("deleted 2 objects of 1 namespace")
+    assert f"skipped {first.relative_to(store)}: operation not permitted" in outcome.stderr
+    assert objects(store) == [first]
+    assert (store / "v1" / OWN.hex() / "namespace.json").exists(), "it describes the object that is left"
+
+
+@pytest.mark.usefixtures("way_to_open")
+def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store: Path, backup: Path) -> None:
+    inventory = Inventory.open(f"file://{store}")
+    (listed,) = inventory.namespaces(lambda _: True, lambda _: None)
+    home = store / "v1" / OWN.hex()
+    keys = [run.key for run in listed.runs]
+    for key in keys:  # files of the same names outside
+        (outside := backup / "data" / key.partition(f"{OWN.hex()}/")[2]).parent.mkdir(exist_ok=True)
+        outside.write_bytes(b"also somebody's")
+    before = content(backup)
+    home.rename(store / "moved")
+    link(home, backup / "data")
+    assert [run.key for run in inventory.delete(listed.runs, lambda _: None)] == keys
+    inventory.delete_facts(OWN)
+    assert content(backup) == before
+    assert {one.why for one in inventory.left_out} == {"a link, which kvbm does not follow"}
+    for key in keys:
+        (backup / "data" / key.partition(f"{OWN.hex()}/")[2]).unlink()
+
+
+@pytest.mark.usefixtures("way_to_open")
+def test_swaps_during_a_purge_delete_nothing_outside(store: Path, backup: Path) -> None:
+    """A thread exchanges a directory and a link to somebody's files with the same names as fast as it can."""
+    names = [f"{number:064x}" for number in range(300)]
+    directory, aside, trap = (store / "v1" / OWN.hex() / name for name in ("00", "aside", "trap"))
+    (outside := backup / "names").mkdir()
+    for place in (directory, outside):
+        place.mkdir(exist_ok=True)
+        for name in names:
+            (place / name).write_bytes(b"x")
+    link(trap, outside)
+    is_over = threading.Event()
+
+    def swap() -> None:
+        while not is_over.is_set():
+            directory.rename(aside)
+            trap.rename(directory)
+            directory.rename(trap)
+            aside.rename(directory)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        for _ in range(3):
+            run(store, "purge URL --yes")
+    finally:
+        is_over.set()
+        thread.join()
+    assert sorted(path.name for path in outside.iterdir()) == names
+    shutil.rmtree(outside)
+
+
+def test_doctor_deletes_no_old_files_behind_a_link(store: Path, backup: Path) -> None:
+    """The place of the doctor's objects is a link: it tests nothing there, and says why."""
+    for path in backup.rglob("*"):
+        os.utime(path, (0, 0))
+    link(store / PREFIX, backup)
+    found = probe(f"file://{store}", seconds=0.01, writes=True)
+    assert found.failed == "put"
+    assert os.path.lexists(store / PREFIX)
+
+
+def test_doctor_deletes_what_a_killed_doctor_left_and_no_link_beside_it(store: Path, backup: Path) -> None:
+    (left := store / PREFIX / ("ab" * 8)).mkdir(parents=True)
+    (left / "small").write_bytes(b"x")
+    os.utime(left / "small", (0, 0))
+    for path in backup.rglob("*"):
+        os.utime(path, (0, 0))
+    link(left / "0", backup / "data" / "ab" / NAME)
+    link(store / PREFIX / ("cd" * 8), backup / "data" / "ab")
+    assert probe(f"file://{store}", seconds=0.01, writes=True).failed is None
+    assert not (left / "small").exists()
+
+
+@pytest.mark.usefixtures("way_to_open")
+def test_engine_neither_reads_nor_writes_through_a_link(tmp_path: Path) -> None:
+    store, outside = tmp_path / "store", tmp_path / "outside"
+    with opened(f"file://{store}") as rig:
+        first, second = make_run(0), make_run(1)
+        rig.put(first)
+        path = store / rig.key(first)
+        path.parent.rename(outside)
+        link(path.parent, outside)
+        assert not any(rig.get(first).is_good), "the bytes are right, but behind a link"
+        before = content(outside)
+        rig.put(first)
+        assert content(outside) == before
+        rig.put(second)
+        assert all(rig.get(second).is_good)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
+def test_engine_replaces_a_link_in_place_of_an_object_and_leaves_its_target(
+    tmp_path: Path, backup: Path, kind: str
+) -> None:
+    with opened(f"file://{tmp_path}/store") as rig:
+        rig.put(one := make_run(0))
+        path = tmp_path / "store" / rig.key(one)
+        path.unlink()
+        if kind == "fifo":
+            os.mkfifo(path)
+        else:
+            link(path, backup / "data" / "ab" / NAME if kind == "link" else tmp_path / "nothing")
+        assert not any(rig.get(one).is_good)
+        rig.put(one)
+        assert all(rig.get(one).is_good)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_objects_of_another_user_are_read_and_deleted(store: Path) -> None:
+    """Engines of several users may share a store; who may delete is a matter of the directory's permissions."""
+    if os.geteuid() != 0:
+        pytest.skip("requires the superuser, to give a file away")
+    for path in objects(store):
+        os.chown(path, 12345, 12345)
+    with opened(f"file://{store}", namespace=OWN) as rig:
+        assert all(rig.get(make_run(0)).is_good)
+    assert run(store, "purge URL --yes").exit_code == 0
+    assert objects(store) == []
+
+
+def test_reading_stops_at_the_length_that_was_listed(store: Path) -> None:
+    access = DirectoryAccess(store)
+    key = str(objects(store)[0].relative_to(store))
+    assert len(access.read(key, 10)) == 10
+    assert access.read(key) == (store / key).read_bytes()
