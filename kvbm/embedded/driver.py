@@ -21,6 +21,7 @@ from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHo
 from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
+from kvbm.leader.namespace import known
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
@@ -76,8 +77,7 @@ class KvbmScheduler:
         self._profile = profile
         self._telemetry = Telemetry(profile.connector_config().metrics)
         self._progress = progress
-        self._identity: Mapping[str, object] = {}
-        self._doubt = ""
+        self._identity = known({})
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
@@ -96,8 +96,8 @@ class KvbmScheduler:
     def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None:
         """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
         it may not be, empty if it is."""
-        self._pool, self._doubt = pool, doubt
-        self._identity = {"model": self._profile.engine.model, **identity}
+        self._pool = pool
+        self._identity = known({"model": self._profile.engine.model, **identity}, doubt)
         self._create_leader()
 
     @property
@@ -119,15 +119,8 @@ class KvbmScheduler:
         config = self._profile.connector_config()
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
-        disk = open_disk(
-            config,
-            segments,
-            identity=self._identity,
-            doubt=self._doubt,
-            hash_bytes=HASH_BYTES,
-            progress=self._progress,
-        )
-        shared = open_shared(config, segments, settings, identity=self._identity, doubt=self._doubt)
+        disk = open_disk(config, segments, identity=self._identity, hash_bytes=HASH_BYTES, progress=self._progress)
+        shared = open_shared(config, segments, settings, identity=self._identity)
         self._guarded = GuardedLeader(
             self.boundary,
             self._region,

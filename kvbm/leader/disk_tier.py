@@ -8,7 +8,8 @@ It moves no bytes: a DiskSupervisor does. The leader's thread owns both and call
     settle                      register what has ended: written blocks in G3, read blocks in G2
 
 When the disk I/O process ends, the disk is off and all metadata of G3 is dropped. When the next process has started,
-the blocks that it found are registered over several steps; then the disk is on again.
+the blocks that it found are registered over several steps; then the disk is on again. The first process may start later
+than the engine; until then the store has no slots, and blocks that are due for a write stay in G2.
 
 A block on its way to disk is pinned in G2. It is registered in G3 only if the control words of its slot were still
 valid after the write, because a rank may have ended meanwhile. A block on its way back is pinned in G3 and has its own
@@ -93,15 +94,12 @@ class DiskTier:
         self._block_bytes = settings.block_bytes
         self._counters = counters
         self._clock = clock
-        engine = settings.engine
-        self.store = BlockStore(
-            disk.slot_count, tier=Tier.DISK, hash_bytes=engine.hash_bytes, events=engine.publishes_events
-        )
+        self._engine = engine = settings.engine
+        self.store = self._empty_store()
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
         self._fill(math.inf, waits=True)
-        log.info("kvbm: found %d blocks of an earlier engine on disk", self.store.counts().inactive)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # due for a write, in order of arrival
@@ -112,7 +110,7 @@ class DiskTier:
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
         self._tickets = itertools.count(1)
-        self._rates_file = None if disk.home is None else RatesFile(disk.home / RATES, clock=clock)
+        self._rates_file = self._open_rates()
         known = None if self._rates_file is None else self._rates_file.read()
         self.rates = Rates(block_tokens=engine.block_tokens, clock=clock, known=known)
 
@@ -205,6 +203,8 @@ class DiskTier:
             self._filter.decay()
         if self._policy.to_disk == "on_evict":
             self._clean()
+        if self._rates_file is None and self.is_on:  # the process has started after the engine
+            self._rates_file = self._open_rates()
         if self._rates_file is not None:
             self._rates_file.keep(self.rates.known())
         self._begin_writes()
@@ -306,6 +306,8 @@ class DiskTier:
         counts = self.store.counts()
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
+        if self.store.capacity_blocks != self._disk.slot_count:  # the first process has just started
+            self.store = self._empty_store()
         end_s = self._clock() + limit_s
         while not self._is_filled and self._clock() < end_s:
             found = self._disk.recovered(waits=waits)
@@ -315,8 +317,20 @@ class DiskTier:
             self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
+        count = self.store.counts().inactive
         if self._is_filled and self._losses:
-            log.warning("kvbm: the disk tier is on again with %d blocks", self.store.counts().inactive)
+            log.warning("kvbm: the disk tier is on again with %d blocks", count)
+        elif self._is_filled:
+            log.info("kvbm: found %d blocks of an earlier engine on disk", count)
+
+    def _open_rates(self) -> RatesFile | None:
+        return None if self._disk.home is None else RatesFile(self._disk.home / RATES, clock=self._clock)
+
+    def _empty_store(self) -> BlockStore:
+        engine = self._engine
+        return BlockStore(
+            self._disk.slot_count, tier=Tier.DISK, hash_bytes=engine.hash_bytes, events=engine.publishes_events
+        )
 
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
         if tenant:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.core.groups import Group
-from kvbm.leader.namespace import namespace_of, public_facts
+from kvbm.leader.namespace import Identity, namespace_of, public_facts
 from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
@@ -17,10 +19,13 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.disk.settings import DiskSettings, Namespace
     from kvbm.shared.service.client import SharedClient
 
 DAY_S = 86_400.0
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
+WAITS = "the files of the model are being read to identify their content"
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -185,23 +190,46 @@ def open_disk(
     config: ConnectorConfig,
     segments: Sequence[SegmentInfo],
     *,
-    identity: Mapping[str, object],
-    doubt: str,
+    identity: Future[Identity],
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
     """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
 
-    `identity` and `doubt`: see `namespace_of`. Blocks in doubt are not kept for the next start.
+    If the identity is not known yet, the disk is opened when it is, and blocks stay in host memory until then. Blocks
+    in doubt are not kept for the next start.
     """
     section = config.tiers.disk
     if section is None:
         return None
     from kvbm.disk.service.client import UnresponsiveDisk
     from kvbm.disk.service.supervisor import DiskSupervisor
+
+    if not identity.done():
+        log.info("kvbm: %s: the disk tier is off until then", WAITS)
+        return DiskSupervisor.open_later(
+            _then(identity, partial(_disk_settings, config, segments)), segments, hash_bytes=hash_bytes
+        )
+    settings, name = _disk_settings(config, segments, identity.result())
+    try:
+        disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    except UnresponsiveDisk as error:
+        log.error("kvbm: %s; the engine runs without the disk tier until it is restarted", error.message)
+        return None
+    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
+    return disk
+
+
+def _disk_settings(
+    config: ConnectorConfig, segments: Sequence[SegmentInfo], identity: Identity
+) -> tuple[DiskSettings, Namespace]:
     from kvbm.disk.settings import DiskSettings
 
-    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
+    section = config.tiers.disk
+    assert section is not None, "there is a disk tier"
+    name, doubt = namespace_of(segments, identity)
+    if section.persist and doubt:
+        log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
     settings = DiskSettings(
         directory=Path(section.directory).expanduser(),
         capacity_bytes=section.capacity,
@@ -214,62 +242,53 @@ def open_disk(
         persist=section.persist and not doubt,
         reclaim=section.reclaim,
     )
-    if section.persist and doubt:
-        log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
-    try:
-        disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    except UnresponsiveDisk as error:
-        log.error("kvbm: %s; the engine runs without the disk tier until it is restarted", error.message)
-        return None
-    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
-    return disk
+    return settings, name
 
 
 def open_shared(
-    config: ConnectorConfig,
-    segments: Sequence[SegmentInfo],
-    settings: LeaderSettings,
-    *,
-    identity: Mapping[str, object],
-    doubt: str,
+    config: ConnectorConfig, segments: Sequence[SegmentInfo], settings: LeaderSettings, *, identity: Future[Identity]
 ) -> SharedClient | None:
     """Open the shared tier of an engine; None if none is configured, or if its blocks are in doubt (`namespace_of`).
 
-    Raises EnvironmentProblem if the store cannot be used.
+    If the identity is not known yet, the tier is opened when it is. Raises EnvironmentProblem if the store cannot be
+    used.
     """
     section = config.tiers.shared
     if section is None:
         return None
-    name, doubt = namespace_of(segments, identity=identity, doubt=doubt)
-    if doubt:
-        log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
-        return None
     from kvbm.shared.service.client import SharedClient
     from kvbm.shared.settings import SharedSettings
 
+    def named(identity: Identity) -> tuple[bytes, Mapping[str, object]] | None:
+        name, doubt = namespace_of(segments, identity)
+        if doubt:
+            log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
+            return None
+        facts = {"block_bytes": settings.block_bytes, "block_tokens": settings.engine.block_tokens}
+        return name.digest, {**facts, **public_facts(name)}
+
     disk = config.tiers.disk
-    key_file = None if section.key_file is None else Path(section.key_file).expanduser()
-    shared = SharedClient.open(
-        SharedSettings(
-            url=section.resolved_url(),
-            protection=section.protection,
-            key_file=key_file,
-            expire_s=section.expire_days * DAY_S,
-            writes=section.write,
-            requests=section.requests,
-            node_directory=None if disk is None else Path(disk.directory).expanduser(),
-        ),
-        name.digest,
-        {
-            "block_bytes": settings.block_bytes,
-            "block_tokens": settings.engine.block_tokens,
-            **public_facts(name),
-        },
-        segments,
-        hash_bytes=settings.engine.hash_bytes,
-        block_tokens=settings.engine.block_tokens,
-        has_runs=len(settings.groups) == 1,
+    shared_settings = SharedSettings(
+        url=section.resolved_url(),
+        protection=section.protection,
+        key_file=None if section.key_file is None else Path(section.key_file).expanduser(),
+        expire_s=section.expire_days * DAY_S,
+        writes=section.write,
+        requests=section.requests,
+        node_directory=None if disk is None else Path(disk.directory).expanduser(),
     )
+    shape: dict[str, Any] = {
+        "hash_bytes": settings.engine.hash_bytes,
+        "block_tokens": settings.engine.block_tokens,
+        "has_runs": len(settings.groups) == 1,
+    }
+    if not identity.done():
+        log.info("kvbm: %s: the shared tier is off until then", WAITS)
+        return SharedClient.open_later(_then(identity, named), shared_settings, segments, **shape)
+    name = named(identity.result())
+    if name is None:
+        return None
+    shared = SharedClient.open(shared_settings, *name, segments, **shape)
     log.info(
         "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
         section.url,
@@ -278,3 +297,10 @@ def open_shared(
         shared.run_bytes / 2**20,
     )
     return shared
+
+
+def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> Future[Result]:
+    """Return a future of `function(result)`."""
+    after: Future[Result] = Future()
+    future.add_done_callback(lambda done: after.set_result(function(done.result())))
+    return after

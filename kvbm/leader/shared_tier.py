@@ -122,7 +122,6 @@ class SharedTier:
         choice: LoadChoice,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.run_blocks = client.run_blocks
         self._client = client
         self._host = host
         self._disk = disk
@@ -146,6 +145,11 @@ class SharedTier:
         self._tickets = itertools.count(1)
         self._random = random.Random()
         self._has_ended = False
+
+    @property
+    def run_blocks(self) -> int:
+        """The number of blocks in a run, 0 until the process has started."""
+        return self._client.run_blocks
 
     @property
     def is_on(self) -> bool:
@@ -244,7 +248,7 @@ class SharedTier:
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
-        if self._used:
+        if self._used and self.run_blocks:
             self._examine()
         self._begin_writes()
 
@@ -356,6 +360,8 @@ class SharedTier:
             self._counters.shared_dropped_blocks += self.run_blocks
 
     def _begin_writes(self) -> None:
+        if not self._queue:
+            return
         limit = self._host.capacity_blocks // PINNED_SHARE // self.run_blocks
         for _ in range(TAKEN_AT_A_TIME):
             if not self._queue or not self.is_on or len(self._writes) >= max(1, min(WRITES_AT_A_TIME, limit)):

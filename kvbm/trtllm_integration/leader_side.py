@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
+from kvbm.leader.namespace import Identity, known
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
@@ -93,6 +95,7 @@ class LeaderSide:
         self._group_count = 1
         self._is_closed = False
         self._region: Region | None = None
+        self._identity: Future[Identity] | None = None
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -121,20 +124,20 @@ class LeaderSide:
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
-        facts, doubt = self._described()
-        return open_disk(self._config, segments, identity=facts, doubt=doubt, hash_bytes=HASH_BYTES)
+        return open_disk(self._config, segments, identity=self._described(), hash_bytes=HASH_BYTES)
 
     def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
         if self._config.tiers.shared is None:
             return None
-        facts, doubt = self._described()
-        return open_shared(self._config, segments, settings, identity=facts, doubt=doubt)
+        return open_shared(self._config, segments, settings, identity=self._described())
 
-    def _described(self) -> tuple[dict[str, object], str]:
+    def _described(self) -> Future[Identity]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
-        facts, doubt = identity(self._arguments)
-        layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
-        return {**facts, **layout, "root": root(self._namespace).hex()}, doubt
+        if self._identity is None:
+            facts, doubt = identity(self._arguments)
+            layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
+            self._identity = known({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
+        return self._identity
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

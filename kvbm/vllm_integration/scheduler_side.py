@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
@@ -23,6 +24,7 @@ from kvbm.hashing import tenant
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
+from kvbm.leader.namespace import Identity, known
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
@@ -123,7 +125,7 @@ class SchedulerSide:
         self._stats = StatsSource()
         self._adapters = Adapters()
         self._keeps_blocks = False  # for the next start, or for other engines
-        self._description: tuple[dict[str, object], str] | None = None
+        self._description: Future[Identity] | None = None
         self._stale: set[str] = set()  # requests with KV of former weights
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
         self.boundary = Boundary()
@@ -200,13 +202,12 @@ class SchedulerSide:
     def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
         if self._config.tiers.disk is None:
             return None
-        facts, doubt = self._described()
-        self._keeps_blocks |= self._config.tiers.disk.persist and not doubt
+        identity = self._described()
+        self._keeps_blocks |= self._config.tiers.disk.persist and not _is_doubtful(identity)
         return open_disk(
             self._config,
             segments,
-            identity=facts,
-            doubt=doubt,
+            identity=identity,
             hash_bytes=self._hash_bytes,
             progress=progress_log("of disk space"),
         )
@@ -214,16 +215,16 @@ class SchedulerSide:
     def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
         if self._config.tiers.shared is None:
             return None
-        facts, doubt = self._described()
-        self._keeps_blocks |= not doubt
-        return open_shared(self._config, segments, settings, identity=facts, doubt=doubt)
+        identity = self._described()
+        self._keeps_blocks |= not _is_doubtful(identity)
+        return open_shared(self._config, segments, settings, identity=identity)
 
-    def _described(self) -> tuple[dict[str, object], str]:
+    def _described(self) -> Future[Identity]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
         if self._description is None:
             facts, doubt = self._identity()
             groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
-            self._description = {**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt
+            self._description = known({**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt)
         return self._description
 
     def _tenant_of(self, request_id: str) -> bytes:
@@ -680,6 +681,11 @@ def _names_media_by_content(request: Request) -> bool:
     again with each engine.
     """
     return all(CONTENT_HASH.fullmatch(str(medium.identifier)) for medium in request.mm_features)
+
+
+def _is_doubtful(identity: Future[Identity]) -> bool:
+    """Return whether it is known already that no block may outlive the engine."""
+    return identity.done() and bool(identity.result()[1])
 
 
 def _limit(limits: dict[str, Any], name: str) -> int:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -475,3 +476,54 @@ def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, capl
     assert len([message for message in caplog.messages if "is gone" in message]) == 1
     with opened_here(tmp_path, shard_bytes=(8192,)) as rig:
         assert rig.recovered() == {1: 0, 2: 1}
+
+
+@contextmanager
+def later(directory: Path):
+    """A disk whose blocks have no name yet, and what names them."""
+    named: Future = Future()
+    with host_memory() as (infos, region):
+        disk = DiskSupervisor.open_later(named, infos, hash_bytes=HASH_BYTES)
+        try:
+            yield ProcessRig(disk, region), lambda: named.set_result((settings_for(directory), NAMESPACE))
+        finally:
+            disk.close(LIMIT_S)
+
+
+def test_a_disk_that_gets_its_name_later_has_the_blocks_of_that_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1, 2], [0, 1])
+    before = children()
+    with later(tmp_path) as (rig, name):
+        assert (rig.tier.poll(), rig.tier.is_on, rig.tier.slot_count, rig.tier.home) == ([], False, 0, None)
+        assert rig.tier.recovered() is None
+        assert children() == before
+        name()
+        rig.wait_until(lambda: rig.tier.is_on)
+        assert (rig.tier.losses, rig.tier.restarts, rig.tier.counters.times_off) == (0, 0, 0)
+        assert come_back(rig, restarts=0) == {1: 0, 2: 1}
+        assert rig.read([1, 2], [0, 1]).is_good == (True, True)
+        assert all(rig.write([3], [2]).is_good)
+        kill(rig)
+        assert come_back(rig) == {1: 0, 2: 1, 3: 2}
+
+
+def test_a_clear_before_the_name_is_known_is_done_before_any_block_is_served(tmp_path: Path) -> None:
+    with opened(tmp_path) as rig:
+        rig.write([1], [0])
+    with later(tmp_path) as (rig, name):
+        with pytest.raises(EnvironmentProblem, match="not known yet"):
+            rig.tier.clear()
+        name()
+        rig.wait_until(lambda: rig.tier.is_on)
+        assert come_back(rig, restarts=0) == {}
+    with opened(tmp_path) as rig:
+        assert rig.recovered() == {}
+
+
+def test_a_disk_that_never_gets_its_name_ends_at_once(tmp_path: Path) -> None:
+    with later(tmp_path) as (rig, _):
+        began_s = time.monotonic()
+        rig.tier.close(LIMIT_S)
+        assert time.monotonic() - began_s < LIMIT_S
+    assert list(tmp_path.iterdir()) == []

@@ -42,7 +42,7 @@ def path(tmp_path):
 def name_of(path, changes=None, segments=(SEGMENT,), **more):
     facts, doubt = identity._model(vllm_config(path, changes))
     assert doubt == ""
-    found, doubt = namespace_of(segments, identity={"engine": "vllm", "model": str(path), **facts, **more}, doubt="")
+    found, doubt = namespace_of(segments, ({"engine": "vllm", "model": str(path), **facts, **more}, ""))
     assert doubt == ""
     assert str(path) not in json.dumps({name: value for name, value in found.facts.items() if name != "model"})
     return found.digest
@@ -136,16 +136,16 @@ def test_copies_of_a_rank_do_not_count(path):
 
 def test_the_name_that_users_see_does_not_count_and_others_see_no_directory(path):
     assert name_of(path, model="/elsewhere") == name_of(path)
-    found, _ = namespace_of([SEGMENT], identity={"engine": "e", "model": str(path)}, doubt="")
+    found, _ = namespace_of([SEGMENT], ({"engine": "e", "model": str(path)}, ""))
     assert found.facts["model"] == str(path)
     assert public_facts(found) == {**found.facts, "model": "one"}
-    found, _ = namespace_of([SEGMENT], identity={"engine": "e", "model": "owner/name"}, doubt="")
+    found, _ = namespace_of([SEGMENT], ({"engine": "e", "model": "owner/name"}, ""))
     assert public_facts(found)["model"] == "name"
 
 
 def test_a_doubt_stays_and_an_engine_without_identity_is_in_doubt():
-    assert namespace_of([SEGMENT], identity={"engine": "e"}, doubt="why")[1] == "why"
-    assert "does not say" in namespace_of([SEGMENT], identity={"model": "m"}, doubt="")[1]
+    assert namespace_of([SEGMENT], ({"engine": "e"}, "why"))[1] == "why"
+    assert "does not say" in namespace_of([SEGMENT], ({"model": "m"}, ""))[1]
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------

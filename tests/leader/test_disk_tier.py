@@ -213,6 +213,30 @@ def test_blocks_of_an_engine_that_has_ended_come_back(rig):
     rig.close()
 
 
+def test_a_disk_that_starts_later_gets_the_blocks_that_host_memory_has_kept_for_it():
+    """Its process starts when the name of the blocks is known. Blocks of an earlier engine are there then."""
+    first = make()
+    old = first.fill("old", 2)
+    settled(first)
+    disk = first.disk
+    first.close()
+    disk.is_lost, disk.is_on, disk.slot_count = True, False, 0
+    rig = make(disk)
+    new = rig.fill("new", 4)
+    settled(rig)
+    assert rig.leader.counters.disk_off
+    assert rig.leader.match("waits", old, 0) == 0
+    check_leader(rig.leader)
+    disk.is_lost, disk.is_on, disk.slot_count = False, True, 16
+    settled(rig, 8)
+    assert not rig.leader.counters.disk_off
+    assert on_disk(rig) == {*old, *new}
+    assert rig.leader.match("finds", old, 0) == 2
+    assert rig.leader.counters.disk_times_off == 0
+    check_leader(rig.leader)
+    rig.close()
+
+
 def test_a_chain_may_lie_here_and_there(rig):
     hashes = rig.fill("a", 5)
     settled(rig)

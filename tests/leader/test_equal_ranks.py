@@ -19,6 +19,7 @@ from kvbm.device.pool import TransferPool
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
+from kvbm.leader.namespace import known
 from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
 from kvbm.types import SegmentInfo, SlotState
 
@@ -256,7 +257,7 @@ def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monk
         rig = Rig(ranks=4, replicas=replicas)
         infos = [rank.worker.info for rank in rig.ranks]
         for _ in range(2):
-            open_disk(config, infos, identity={"model": "m", "ranks": 4}, doubt="", hash_bytes=16)
+            open_disk(config, infos, identity=known({"model": "m", "ranks": 4}), hash_bytes=16)
         rig.close()
     assert (len(names), len(set(names))) == (6, 3)
     assert names[::2] == names[1::2]

@@ -66,6 +66,20 @@ def serve(rig, request_id, hashes, steps=6):
 # -- writes ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_store_that_starts_later_gets_the_runs_that_were_used_before():
+    """Its process starts when the name of the blocks is known."""
+    rig = make(FakeStore(0))
+    rig.store.is_on = False
+    hashes = rig.fill("a", 4)
+    rig.settle_store()
+    assert rig.leader.match("waits", hashes, 0) == 4, "from host memory"
+    assert not rig.store.waiting
+    rig.store.run_blocks, rig.store.is_on = 2, True
+    rig.settle_store()
+    assert names(rig.store) == {hashes[1], hashes[3]}
+    rig.close()
+
+
 def test_whole_runs_of_a_request_are_written_when_it_ends(rig):
     hashes = chain("a", 5)
     blocks = rig.compute("r", hashes)

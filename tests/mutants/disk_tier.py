@@ -171,7 +171,7 @@ MUTANTS = (
         name="lasting-disk-persists-again",
         bug="after a change of the weights, the process that replaces a killed one persists blocks again",
         file="kvbm/disk/service/supervisor.py",
-        old="if self._has_ended_persistence and self._uncleared is None:",
+        old="if (self._has_ended_persistence or self._clears_first) and self._uncleared is None:",
         new="if False:",
         fails="tests/disk/test_supervisor.py -k ends_persistence",
     ),

@@ -153,8 +153,8 @@ MUTANTS = (
         name="namespace-counts-the-model-path",
         bug="a copy of a model at another path finds no blocks",
         file="kvbm/leader/namespace.py",
-        old="for name, value in facts.items() if name != DISPLAY",
-        new="for name, value in facts.items()",
+        old="for name, value in named.items() if name != DISPLAY",
+        new="for name, value in named.items()",
         fails="tests/identity/test_namespace.py -k equal_copies",
     ),
     Mutant(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -87,15 +88,22 @@ class ClientRig:
         return self.ended[ticket]
 
 
+NAME = NAMESPACE, {"model": "a model"}
+
+
 @contextmanager
-def opened(url, **options):
+def opened(url, *, named=None, **options):
+    """A client. With `named`, it starts its process when that future is done."""
     layout = BlockLayout.block_contiguous(block_count=1, block_bytes=BLOCK_BYTES)
     segment = Segment.create(rank=0, layout=layout, slot_count=SLOTS)
     region = Region.map([segment.info])
     try:
         settings = SharedSettings(url, **options)
         sizes = {"hash_bytes": HASH_BYTES, "block_tokens": 16, "has_runs": False}
-        client = SharedClient.open(settings, NAMESPACE, {"model": "a model"}, [segment.info], **sizes)
+        if named is None:
+            client = SharedClient.open(settings, *NAME, [segment.info], **sizes)
+        else:
+            client = SharedClient.open_later(named, settings, [segment.info], **sizes)
         try:
             yield ClientRig(client, region)
         finally:
@@ -117,6 +125,37 @@ def test_runs_come_back_through_the_process(url):
         assert rig.holds(0)
         assert rig.wait(rig.submit(Probe, [make_hash(0), make_hash(1)])).present == 1
         assert rig.client.counters.objects_written == rig.client.counters.objects_read == 1
+
+
+def test_a_store_whose_blocks_get_their_name_later_has_the_runs_of_that_name(url):
+    with opened(url) as rig:
+        rig.put(0)
+    named = Future()
+    with opened(url, named=named) as rig:
+        rig.poll()
+        assert (rig.client.is_on, rig.client.run_blocks, rig.client.pid) == (False, 0, 0)
+        named.set_result(NAME)
+        rig.await_that(lambda: rig.client.is_on)
+        assert (rig.client.run_blocks, rig.client.restarts, rig.client.counters.times_off) == (1, 0, 0)
+        assert rig.get(0).is_good == (True,)
+        assert rig.holds(0)
+        pid = rig.client.pid
+        os.kill(pid, signal.SIGKILL)
+        rig.await_that(lambda: rig.client.restarts == 1 and rig.client.is_on)
+        assert rig.get(0).is_good == (True,)
+
+
+@pytest.mark.parametrize("name", [None, "never"])
+def test_a_store_whose_blocks_get_no_name_stays_off_and_ends_at_once(url, name):
+    named = Future()
+    with opened(url, named=named) as rig:
+        if name is None:
+            named.set_result(None)
+            rig.client._thread.join(LIMIT_S)
+        rig.poll()
+        assert not rig.client.is_on
+    rig.client._thread.join(LIMIT_S)
+    assert not rig.client._thread.is_alive()
 
 
 def test_a_listing_that_comes_with_the_answer_to_the_start_is_not_lost(url, monkeypatch):

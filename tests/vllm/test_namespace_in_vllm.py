@@ -52,7 +52,7 @@ def facts_of(path, **arguments):
 def name_of(path, **arguments):
     facts, doubt = facts_of(path, **arguments)
     assert doubt == ""
-    return namespace_of([], identity=facts, doubt=doubt)[0].digest
+    return namespace_of([], (facts, doubt))[0].digest
 
 
 @pytest.fixture

@@ -1045,7 +1045,9 @@ def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, 
     side = scheduler_side(cache_groups(cache(FULL)))
     side._config, side.doubt = ConnectorConfig.model_validate({"tiers": tiers}), own
     seen = []
-    monkeypatch.setattr("kvbm.vllm_integration.scheduler_side.open_disk", lambda *_, **keys: seen.append(keys["doubt"]))
+    monkeypatch.setattr(
+        "kvbm.vllm_integration.scheduler_side.open_disk", lambda *_, **keys: seen.append(keys["identity"].result()[1])
+    )
     side._open_disk([])
     assert seen == [doubt]
     assert side._keeps_blocks == (not doubt)

@@ -12,6 +12,9 @@ another existing instance, which may hold blocks from before a `clear`. A clear 
 any block is served.
 
 While the process does not answer (`DiskClient.is_silent`), `is_on` is False and nothing is sent to it.
+
+The first process can start later than the engine (`open_later`): the name of the blocks may depend on the content of
+many files. Until then `is_on` is False, and the thread takes the same path as after the end of a process.
 """
 
 from __future__ import annotations
@@ -22,28 +25,36 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.disk.directory import INDEX, InstanceLock
+from kvbm.disk.health import DiskCounters
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.messages import LOST_IO
-from kvbm.errors import EnvironmentProblem
+from kvbm.disk.wear import Wear
+from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.process.parent import how_it_ended
 
 if TYPE_CHECKING:
-    from kvbm.disk.health import DiskCounters
     from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
     from kvbm.disk.settings import DiskSettings, Namespace
-    from kvbm.disk.wear import Wear
     from kvbm.types import SegmentInfo
+
+    OpenNext = Callable[[Path | None, bool], DiskClient]
+    Named = Future[tuple[DiskSettings, Namespace]]
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0  # also the lifetime of a process that resets the pause
 JOIN_S = 2.0
 CHECK_INTERVAL_S = 0.01
+NAME_INTERVAL_S = 0.2  # between looks whether a tier that waits for its name is closed
+WAITS = "the content of the model's files is not known yet"
 
 log = logging.getLogger(__name__)
 
@@ -51,30 +62,31 @@ log = logging.getLogger(__name__)
 class DiskSupervisor:
     """A disk process and its successors. Only the leader's thread uses it."""
 
-    def __init__(self, process: DiskClient, open_next: Callable[[Path, bool], DiskClient]) -> None:
+    def __init__(self, process: DiskClient | None, open_next: OpenNext, named: Named | None = None) -> None:
         """*Consumes* the process. `open_next(path, uses_threads)` opens another, in the instance at `path` if that is
-        available; with `uses_threads`, its I/O is done by threads whatever is configured."""
-        self.slot_count = process.slot_count
-        self.home = process.home
+        available; with `uses_threads`, its I/O is done by threads whatever is configured. Without a process, the first
+        one is opened when `named` is done."""
         self.losses = 0
         self.restarts = 0
         self._open_next = open_next
-        self._process = process
-        self._is_lost = False
+        self._process: DiskClient | _NoProcess = process or _NoProcess()
+        self._is_lost = process is None
         self._results: list[DiskResult] = []  # not yet returned by `poll`
         self._uncleared: Path | None = None  # instance with a clear that is not durable yet
         self._is_clear_sent = self._is_clear_impossible = False
         self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
+        self._clears_first = False  # the first process forgets what it finds
         self._earlier_counters: DiskCounters | None = None  # sum of the earlier processes
         self._is_closing = threading.Event()
         # Owned by the holder of the lock. The thread holds it while it opens a process.
         self._lock = threading.Lock()
         self._next: DiskClient | None = None
         # Owned by the thread.
-        self._path = process.path
+        self._path = None if process is None else process.path
         self._last_error = ""
         self._uses_threads = False  # NIXL has lost I/O
-        self._thread = threading.Thread(target=self._supervise, args=(process,), name="kvbm-disk-keeper", daemon=True)
+        start = (process, named)
+        self._thread = threading.Thread(target=self._supervise, args=start, name="kvbm-disk-keeper", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -90,20 +102,35 @@ class DiskSupervisor:
         """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem."""
         first = DiskClient.open(settings, namespace, segments, hash_bytes=hash_bytes, progress=progress)
         device = _device_of(settings.directory)
+        return cls(first, partial(_open_next, device, (settings, namespace), segments, hash_bytes))
 
-        def open_next(path: Path, uses_threads: bool) -> DiskClient:
-            _require_there(segments)
-            if _device_of(settings.directory) != device:
-                raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
-            chosen = replace(settings, io="threads") if uses_threads else settings
-            instance = path if settings.persist else None
-            return DiskClient.open(chosen, namespace, segments, hash_bytes=hash_bytes, instance=instance)
+    @classmethod
+    def open_later(cls, named: Named, segments: Sequence[SegmentInfo], *, hash_bytes: int) -> DiskSupervisor:
+        """Open the first process when `named` is done, without waiting for it."""
+        device: list[int] = []  # of the first process that could be opened
 
-        return cls(first, open_next)
+        def open_next(path: Path | None, uses_threads: bool) -> DiskClient:
+            settings, namespace = named.result()
+            found = device or [_device_of(settings.directory)]
+            opened = _open_next(found[0], (settings, namespace), segments, hash_bytes, path, uses_threads)
+            device[:] = found
+            return opened
+
+        return cls(None, open_next, named)
 
     @property
     def is_on(self) -> bool:
         return self._process.is_on and self._uncleared is None
+
+    @property
+    def slot_count(self) -> int:
+        """The number of blocks that fit, 0 until the first process has started."""
+        return self._process.slot_count
+
+    @property
+    def home(self) -> Path | None:
+        """The directory of the namespace, if the cache is persistent."""
+        return self._process.home
 
     @property
     def pid(self) -> int:
@@ -147,6 +174,9 @@ class DiskSupervisor:
         follows.
         """
         self._has_ended_persistence |= ends_persistence
+        if isinstance(self._process, _NoProcess):
+            self._clears_first = True
+            raise EnvironmentProblem(f"the disk cache is not cleared yet: {WAITS}; it is cleared before it is used")
         path = self._uncleared = self._process.path
         self._is_clear_sent = self._is_clear_impossible = False
         self._advance()
@@ -203,20 +233,23 @@ class DiskSupervisor:
             return
         try:
             self._earlier_counters = self.counters
+            self.restarts += not isinstance(self._process, _NoProcess)
             self._process.discard()
             self._process, self._next = self._next, None
             self._is_lost = self._is_clear_sent = False
-            if self._has_ended_persistence and self._uncleared is None:
+            if (self._has_ended_persistence or self._clears_first) and self._uncleared is None:
                 self._uncleared = self._process.path
-            self.restarts += 1
+            self._clears_first = False
         finally:
             self._lock.release()
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    def _supervise(self, process: DiskClient) -> None:
+    def _supervise(self, process: DiskClient | None, named: Named | None) -> None:
+        if process is None and named is not None:
+            process = self._open_first(named)
         pause_s = FIRST_PAUSE_S / 2
-        while True:
+        while process is not None:
             began_s = time.monotonic()
             code = process.wait_for_end()
             how = how_it_ended(code)
@@ -226,13 +259,23 @@ class DiskSupervisor:
             has_lasted = time.monotonic() - began_s >= LONGEST_PAUSE_S
             pause_s = FIRST_PAUSE_S if has_lasted else _longer(pause_s)
             log.warning("disk process %d %s; restarting in %g s", process.pid, how, pause_s)
-            while not self._is_closing.wait(pause_s):
-                if (opened := self._open()) is not None:
-                    process = opened
-                    break
-                pause_s = _longer(pause_s)
-            else:
-                return
+            process, pause_s = self._open_after(pause_s)
+
+    def _open_first(self, named: Named) -> DiskClient | None:
+        """Open the first process when its name is known; None if the tier is closed before."""
+        while not named.done():
+            wait_for([named], NAME_INTERVAL_S)
+            if self._is_closing.is_set():
+                return None
+        return self._open() or self._open_after(FIRST_PAUSE_S)[0]
+
+    def _open_after(self, pause_s: float) -> tuple[DiskClient | None, float]:
+        """Open a process after a pause, again and again; None if the tier is closed. Return the last pause too."""
+        while not self._is_closing.wait(pause_s):
+            if (opened := self._open()) is not None:
+                return opened, pause_s
+            pause_s = _longer(pause_s)
+        return None, pause_s
 
     def _open(self) -> DiskClient | None:
         """Open the next process and hand it to the leader's thread."""
@@ -258,8 +301,64 @@ class DiskSupervisor:
     def _require_fit(self, opened: DiskClient) -> None:
         if self._is_closing.is_set():
             raise EnvironmentProblem("closed")
-        if opened.slot_count != self.slot_count:
+        if opened.slot_count != (self.slot_count or opened.slot_count):
             raise EnvironmentProblem(f"{opened.path} has {opened.slot_count} slots, not {self.slot_count}")
+
+
+class _NoProcess:
+    """Stands for the DiskClient until the first process has started."""
+
+    is_on = is_alive = is_silent = is_clearing = False
+    slot_count = pid = 0
+    io_name = ""
+    off_because = WAITS
+    home: Path | None = None
+    path = Path()
+    counters = DiskCounters()
+
+    def poll(self) -> list[DiskResult]:
+        return []
+
+    def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
+        return None
+
+    def submit(self, order: Read | Write) -> None:
+        raise InvariantError(f"ticket {order.ticket} for a disk tier that is off")
+
+    def forget(self, disk_slots: Sequence[int]) -> None:
+        """Do nothing: it has no blocks."""
+
+    def clear(self, *, ends_persistence: bool = False) -> None:
+        """Do nothing: the supervisor clears the first process."""
+
+    def wear(self) -> Wear:
+        return Wear(None, None, None)
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Do nothing."""
+
+    def discard(self) -> None:
+        """Do nothing."""
+
+
+def _open_next(
+    device: int,
+    named: tuple[DiskSettings, Namespace],
+    segments: Sequence[SegmentInfo],
+    hash_bytes: int,
+    path: Path | None,
+    uses_threads: bool,
+) -> DiskClient:
+    settings, namespace = named
+    _require_there(segments)
+    if _device_of(settings.directory) != device:
+        raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
+    chosen = replace(settings, io="threads") if uses_threads else settings
+    instance = path if settings.persist else None
+    return DiskClient.open(chosen, namespace, segments, hash_bytes=hash_bytes, instance=instance)
 
 
 def _clear_closed(path: Path) -> None:

@@ -3,6 +3,8 @@
 Calls send a message and do not block, except `open` and `close`. If the process exits, all orders in flight fail; a
 thread starts the next one after a pause. The process holds no state that a leader needs. If it does not answer for
 ANSWER_LIMIT_S, the tier is off until it does; its orders stay open, because it may still write into host memory.
+
+The first process can start later than the engine (`open_later`), on the path of a process that is restarted.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 
 from kvbm.errors import EnvironmentProblem
@@ -33,23 +37,32 @@ OPEN_LIMIT_S = 30.0
 GRACE_S = 1.0
 EXIT_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+NAME_INTERVAL_S = 0.2  # between looks whether a tier that waits for its name is closed
+
+Named = tuple[bytes, Mapping[str, object]]  # digest of what names the blocks, and facts that describe it
 
 log = logging.getLogger(__name__)
 
 
 class SharedClient:
-    """See the module's text. `run_blocks` is the number of blocks in an object. Only the leader's thread uses it."""
+    """See the module's text. `run_blocks` is the number of blocks in an object, 0 until the first process has started.
+    Only the leader's thread uses it."""
 
-    def __init__(self, process: OpenProcess, open_next: Callable[[], OpenProcess]) -> None:
-        self.run_blocks = process.opened.run_blocks
-        self.run_bytes = process.opened.run_bytes
-        self.engine_name = process.opened.engine_name
+    def __init__(
+        self,
+        process: OpenProcess | None,
+        open_next: Callable[[], OpenProcess],
+        named: Future[Named | None] | None = None,
+    ) -> None:
+        """*Consumes* the process. Without one, `open_next` starts the first when `named` is done."""
+        self.run_blocks = self.run_bytes = 0
+        self.engine_name = ""
         self.counters = SharedCounters()
         self.restarts = 0
         self.off_because: str | None = None
         self.is_silent = False
         self._process = process
-        self._is_lost = False
+        self._is_lost = process is None
         self._in_flight: dict[int, Order] = {}
         self._results: list[Result] = []
         self._listings: list[Listing] = []
@@ -59,9 +72,12 @@ class SharedClient:
         self._is_closing = threading.Event()
         self._next: OpenProcess | None = None  # written by the thread, taken by the leader
         self._open_next = open_next
-        self._thread = threading.Thread(target=self._keep, args=(process,), name="kvbm-shared-keeper", daemon=True)
+        self._thread = threading.Thread(
+            target=self._keep, args=(process, named), name="kvbm-shared-keeper", daemon=True
+        )
         self._thread.start()
-        self._handle(process.received_early)
+        if process is not None:
+            self._take(process)
 
     @classmethod
     def open(
@@ -80,16 +96,36 @@ class SharedClient:
 
         Raises EnvironmentProblem if the store does not exist or does not answer, or the secret is missing.
         """
-        namespace = protection_of(settings.protection, settings.key_file).namespace(digest)
-        cores = frozenset(allowed_cores())
-        order = messages.OpenStore(
-            settings, digest, namespace, facts, tuple(segments), hash_bytes, block_tokens, has_runs, cores
-        )
+        order = _order(settings, (digest, facts), segments, hash_bytes, block_tokens, has_runs)
 
         def open_next() -> OpenProcess:
             return OpenProcess.start(order)
 
         return cls(open_next(), open_next)
+
+    @classmethod
+    def open_later(
+        cls,
+        named: Future[Named | None],
+        settings: SharedSettings,
+        segments: Sequence[SegmentInfo],
+        *,
+        hash_bytes: int,
+        block_tokens: int,
+        has_runs: bool,
+    ) -> SharedClient:
+        """Start the first process when `named` is done, without waiting for it. With None, the tier stays off.
+
+        Raises EnvironmentProblem if the secret is missing.
+        """
+        protection_of(settings.protection, settings.key_file)
+
+        def open_next() -> OpenProcess:
+            name = named.result()
+            assert name is not None, "a tier that stays off starts no process"
+            return OpenProcess.start(_order(settings, name, segments, hash_bytes, block_tokens, has_runs))
+
+        return cls(None, open_next, named)
 
     @property
     def is_on(self) -> bool:
@@ -98,7 +134,7 @@ class SharedClient:
 
     @property
     def pid(self) -> int:
-        return self._process.child.pid
+        return 0 if self._process is None else self._process.child.pid
 
     def submit(self, order: Order) -> None:
         """Send an order. `poll` returns its result."""
@@ -129,7 +165,7 @@ class SharedClient:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` may have something to do."""
-        if self._is_lost:
+        if self._is_lost or self._process is None:
             time.sleep(timeout_s)
         else:
             self._process.channel.wait(timeout_s)
@@ -139,18 +175,19 @@ class SharedClient:
         self._is_closing.set()
         self.poll()
         process = self._process
-        if not self._is_lost and not self.is_silent:
+        if process is not None and not self._is_lost and not self.is_silent:
             self._send(messages.CloseStore(timeout_s))
             deadline_s = time.monotonic() + timeout_s + GRACE_S
             while not self._is_lost and time.monotonic() < deadline_s:
                 process.channel.wait(max(0.0, deadline_s - time.monotonic()))
                 self._receive(is_closing=True)
-        process.end(EXIT_S)
+        if process is not None:
+            process.end(EXIT_S)
         if self._next is not None:
             self._next.end(EXIT_S)
 
     def _send(self, message: object) -> None:
-        if not self._is_lost:
+        if not self._is_lost and self._process is not None:
             try:
                 self._process.channel.send(message)
                 return
@@ -160,7 +197,7 @@ class SharedClient:
             self._fail_in_flight()
 
     def _receive(self, *, is_closing: bool = False) -> None:
-        if self._is_lost:
+        if self._is_lost or self._process is None:
             return
         try:
             self._process.channel.flush()
@@ -195,7 +232,7 @@ class SharedClient:
     def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
         """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
         it as silent until it has ended."""
-        if not (is_expected or is_gone(self.pid)):
+        if self._process is not None and not (is_expected or is_gone(self.pid)):
             self._process.child.kill()
             return
         self._is_lost = True
@@ -226,7 +263,8 @@ class SharedClient:
         if self.is_silent and quiet_s > REPLACE_AFTER_S:
             log.error("kvbm: the process %d of the shared tier sent nothing for %g s: killing it", self.pid, quiet_s)
             self._heard_s = now
-            self._process.child.kill()
+            if self._process is not None:
+                self._process.child.kill()
 
     def _take_next(self) -> None:
         """Continue with the next process, if it has started."""
@@ -235,15 +273,23 @@ class SharedClient:
             return
         self._earlier_counters = self.counters
         self._silences = 0
-        self._process.channel.close()
+        if self._process is not None:
+            self._process.channel.close()
+            self.restarts += 1
         self._process, self._is_lost, self.off_because = taken, False, None
-        self._handle(taken.received_early)
-        self.restarts += 1
+        self._take(taken)
 
-    def _keep(self, process: OpenProcess) -> None:
-        """Wait for the end of each process, and start the next one."""
+    def _take(self, process: OpenProcess) -> None:
+        opened = process.opened
+        self.run_blocks, self.run_bytes, self.engine_name = opened.run_blocks, opened.run_bytes, opened.engine_name
+        self._handle(process.received_early)
+
+    def _keep(self, process: OpenProcess | None, named: Future[Named | None] | None) -> None:
+        """Start the first process when its name is known. Wait for the end of each process, and start the next one."""
+        if process is None and named is not None and self._await(named):
+            process = self._open_after(0.0)[0]
         pause_s = FIRST_PAUSE_S
-        while True:
+        while process is not None:
             began_s = time.monotonic()
             code = process.child.wait()
             if self._is_closing.is_set():
@@ -251,19 +297,48 @@ class SharedClient:
             lasted = time.monotonic() - began_s >= LONGEST_PAUSE_S
             pause_s = FIRST_PAUSE_S if lasted else min(2 * pause_s, LONGEST_PAUSE_S)
             log.warning("kvbm: the process %d of the shared tier %s", process.child.pid, how_it_ended(code))
-            opened = None
-            while opened is None:
-                if self._is_closing.wait(pause_s):
-                    return
-                try:
-                    opened = self._open_next()
-                except (EnvironmentProblem, OSError) as error:
-                    log.warning("kvbm: the shared tier stays off: %s", error)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            process = self._next = opened
+            process, pause_s = self._open_after(pause_s)
+
+    def _await(self, named: Future[Named | None]) -> bool:
+        """Wait until the name is known. Return whether the tier may be used; False if it is closed before."""
+        while not named.done():
+            wait_for([named], NAME_INTERVAL_S)
+            if self._is_closing.is_set():
+                return False
+        return named.result() is not None
+
+    def _open_after(self, pause_s: float) -> tuple[OpenProcess | None, float]:
+        """Open a process after a pause, again and again; None if the tier is closed. Return the last pause too."""
+        while not self._is_closing.wait(pause_s):
+            try:
+                opened = self._open_next()
+            except (EnvironmentProblem, OSError) as error:
+                log.warning("kvbm: the shared tier stays off: %s", error)
+                pause_s = min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
+                continue
+            self._next = opened
             if self._is_closing.is_set():  # `close` may have looked for it before
                 opened.end(EXIT_S)
-                return
+                break
+            return opened, pause_s
+        return None, pause_s
+
+
+def _order(
+    settings: SharedSettings,
+    named: Named,
+    segments: Sequence[SegmentInfo],
+    hash_bytes: int,
+    block_tokens: int,
+    has_runs: bool,
+) -> messages.OpenStore:
+    """Raises EnvironmentProblem if the secret is missing."""
+    digest, facts = named
+    namespace = protection_of(settings.protection, settings.key_file).namespace(digest)
+    cores = frozenset(allowed_cores())
+    return messages.OpenStore(
+        settings, digest, namespace, facts, tuple(segments), hash_bytes, block_tokens, has_runs, cores
+    )
 
 
 class OpenProcess:
