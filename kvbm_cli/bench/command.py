@@ -28,6 +28,7 @@ from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cann
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.report import WIDTH, show
 from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
+from kvbm_cli.bench.scripts import warnings_of
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.unfinished import missing_runs, planned_runs
 from kvbm_cli.bench.verdicts.compared import is_cell_tight
@@ -35,6 +36,7 @@ from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimi
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.terminal.console import print_note
+from kvbm_cli.terminal.show_error import show_warning
 from kvbm_cli.workload.load import load_workload
 from kvbm_cli.workload.schema import Workload
 
@@ -85,6 +87,8 @@ def bench(request: BenchRequest) -> int:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
     comparison = comparison_of(request.profile, request.overrides, request.compare)
     workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
+    for warning in [one for workload in workloads for one in warnings_of(workload)]:
+        show_warning(warning)
     require_startable(comparison)
     pressures = parse_pressures(request.pressure)
     cells = cells_of(workloads, pressures, _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run)))

@@ -14,8 +14,10 @@ from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
 from kvbm_cli.package_data import workloads_directory
+from kvbm_cli.workload.other_formats import other_format
 from kvbm_cli.workload.schema import DEFAULT_KIND, KINDS, Workload
 
+HEAD_BYTES = 1 << 20
 AnyWorkload = TypeVar("AnyWorkload", bound=Workload)
 
 
@@ -40,7 +42,39 @@ def load_workload(name_or_path: str) -> Workload:
         )
     if (reason := reason_not_readable(path)) is not None:
         raise UsageError(f"cannot read the workload `{name_or_path}`: {reason}", hint=f"shipped workloads: {names}")
+    if _is_trace(path):
+        other = other_format(_head(path))
+        raise UsageError(
+            f"`{name_or_path}` {other.what if other else 'is a trace, not a workload'}",
+            hint=other.hint
+            if other
+            else f"write `kind: trace` and `file: {path.name}` into a workload file, such as `{_stem(path)}.yaml`",
+        )
     return _with_absolute_file(_validated(read_file(path, noun="workload"), path), path)
+
+
+TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".json.gz", ".parquet")
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether the file has the name of a trace, or more than one line of JSON."""
+    if path.name.endswith(TRACE_SUFFIXES):
+        return True
+    first, _, rest = _head(path).partition(b"\n")
+    return first.startswith(b"{") and first.rstrip().endswith(b"}") and rest.startswith(b"{")
+
+
+def _head(path: Path) -> bytes:
+    """The beginning of the file; nothing if it cannot be read, which the caller reports."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return b""
+
+
+def _stem(path: Path) -> str:
+    return path.name.partition(".")[0] or "mine"
 
 
 def parse_workload(text: str, *, source: str) -> Workload:

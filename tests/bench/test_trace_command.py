@@ -47,6 +47,32 @@ def test_examples_of_the_page_print_what_it_shows(kvbm, number):
     assert stripped(out + err) == stripped(shown)
 
 
+SECONDS = [{"timestamp": 0.529 * number, "input_length": 9, "output_length": 1} for number in range(99)]
+FAILED = [{"timestamp": 1000 * number, "input_length": 9, "output_length": number % 3} for number in range(9)]
+DOUBTS = {
+    "seconds": (SECONDS, "1,910 requests per second: are these seconds? `{}time_scale{}1000` is for seconds"),
+    "failed": (FAILED, "3 lines are skipped: `output_length` is 0"),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTS)
+def test_doubtful_traces_are_analysed_with_a_note_and_warned_of_as_a_workload(kvbm, tmp_path, name):
+    lines, expected = DOUBTS[name]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "w.yaml").write_text("name: w\nkind: trace\nfile: t.jsonl\n")
+    code, out, _ = kvbm("bench", "trace", tmp_path / "t.jsonl")
+    assert code == 0
+    assert expected.format("--", " ").replace("time_scale", "time-scale") in " ".join(out.split())
+    code, _, err = kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")
+    words = expected.format("", ": ").replace("1000`", "1000` in the workload")
+    assert (code, err) == (0, f"warning: t.jsonl: {words}\n")
+
+
+def test_plausible_traces_are_not_doubted(kvbm, tmp_path):
+    (tmp_path / "w.yaml").write_text(f"name: w\nkind: trace\nfile: {HEAD}\n")
+    assert kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")[::2] == (0, "")
+
+
 def test_page_is_at_most_80_wide(kvbm):
     for more in ((), ("--model", "Qwen/Qwen3-8B"), ("--bytes-per-token", "1")):
         _, out, _ = kvbm("bench", "trace", HEAD, *more)

@@ -536,6 +536,38 @@ SERVING = {
     "completion_in_another_shell": Row("completion fsh"),
 }
 
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+BURST_GPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+)
+LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123\n"
+FAILED = '{"timestamp": 0, "input_length": 9, "output_length": 0}\n'
+
+
+def trace(contents: str | bytes, name: str = "t.jsonl") -> Row:
+    """A trace that is none."""
+    return Row(f"bench trace {name}", {name: contents})
+
+
+TRACE = {
+    "trace_azure": trace(AZURE, "azure.csv"),
+    "trace_burst_gpt": trace(BURST_GPT, "burst.csv"),
+    "trace_other_csv": trace("a,b\n1,2\n"),
+    "trace_lfs_pointer": trace(LFS_POINTER, "t.jsonl.gz"),
+    "trace_parquet": trace(b"PAR1\x15\x04", "t.parquet"),
+    "trace_web_page": trace("<!DOCTYPE html>\n<html>\n"),
+    "trace_one_list": trace('[{"conversations": []}]', "sharegpt.json"),
+    "trace_other_names": trace('{"prompt_tokens": 5, "at": 3}\n'),
+    "trace_only_failed_requests": trace(2 * FAILED),
+    "trace_as_a_workload": Row("bench --profile demo --workload t.jsonl", {"t.jsonl": 2 * FAILED}),
+    "trace_as_a_workload_with_another_suffix": Row("bench --profile demo --workload t.json", {"t.json": 2 * FAILED}),
+    "trace_of_azure_as_a_workload": Row("bench --profile demo --workload azure.csv", {"azure.csv": AZURE}),
+    "trace_of_a_workload_is_wrong": Row(
+        "bench --profile demo --dry-run --workload w.yaml",
+        {"w.yaml": "name: w\nkind: trace\nfile: t.jsonl\n", "t.jsonl": '{"input_length": -1}\n'},
+    ),
+}
+
 AREAS: dict[str, dict[str, Row]] = {
     "serve": SERVING,
     "profile": PROFILE,
@@ -546,6 +578,7 @@ AREAS: dict[str, dict[str, Row]] = {
     "command": COMMAND_LINE,
     "new": NEW,
     "machine": MACHINE_STATE,
+    "trace": TRACE,
 }
 ROWS = {name: row for rows in AREAS.values() for name, row in rows.items()}
 AREA_OF = {name: area for area, rows in AREAS.items() for name in rows}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import quantiles
 
@@ -22,6 +22,7 @@ from kvbm_cli.bench.trace.trace_request import TraceFormat, TraceRequest, Turns
 
 LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000
+PLAUSIBLE_PER_S = 100  # public traces have 0.01 to 30 requests per second
 Report = Callable[[str], None]
 
 
@@ -71,6 +72,7 @@ class TraceAnalysis:
     shared: tuple[CommonPrefix, ...]
     curve: HitCurve | None
     ignored: Mapping[str, int]
+    skips: Sequence[str] = ()
 
 
 def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
@@ -82,7 +84,7 @@ def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: Non
         if number % REPORT_EVERY == 0:
             lines = reader.lines
             report(f"reading, {lines.bytes_read / 2**20:.1f} of {lines.byte_count / 2**20:.1f} MiB")
-    return trace.analysis(reader.ignored, report)
+    return replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
 
 
 @dataclass(slots=True)
@@ -170,13 +172,23 @@ def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ..
     return tuple(CommonPrefix(tree.depth_tokens[node], counts[node]) for node in ends[:LONGEST_PREFIX_TABLE])
 
 
+def rate_doubt(requests: int, duration_s: float | None) -> str | None:
+    """A question if so many requests per second come of timestamps in seconds rather than milliseconds."""
+    if not duration_s or requests / duration_s <= PLAUSIBLE_PER_S:
+        return None
+    return f"{requests / duration_s:,.0f} requests per second: are these seconds?"
+
+
 def has_sessions(analysis: TraceAnalysis) -> bool:
     return analysis.largest_turn > 1
 
 
 def notes(analysis: TraceAnalysis) -> list[str]:
     """What a reader of the numbers must know about this trace."""
-    found = [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(analysis.ignored.items())]
+    found = [*analysis.skips]
+    if (doubt := rate_doubt(analysis.requests, analysis.duration_s)) is not None:
+        found.append(f"{doubt} `--time-scale 1000` is for seconds")
+    found += [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(analysis.ignored.items())]
     if analysis.text_requests:
         found.append(f"{analysis.text_requests:,} requests hold text of unknown length; the hit rates are without them")
     if analysis.requests_without_ids:

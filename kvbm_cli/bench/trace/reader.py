@@ -26,24 +26,42 @@ MAX_SHOWN = 60
 
 
 class TraceReader:
-    """Iterates over the requests in the order of the file. `ignored` counts the lines with each unknown field."""
+    """Iterates over the requests in the order of the file.
+
+    `ignored` counts the lines with each unknown field. `skipped` counts requests that failed where they were recorded:
+    lines whose length of the prompt or of the answer is 0.
+    """
 
     def __init__(self, path: Path, form: TraceFormat) -> None:
         self.form = form
         self.path = path
         self.ignored: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
         self.lines = TraceLines(path)
         self._known = frozenset(form.name(name) for name in FIELDS)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         is_empty = True
         for number, text in self.lines:
-            is_empty = False
             line = _Line(self.path, number, self.form, _parsed(text, f"{self.path}:{number}"))
+            line.require_fields(self._known)
             self.ignored.update(line.values.keys() - self._known)
+            if (zero := line.length_of_zero()) is not None:
+                self.skipped[zero] += 1
+                continue
+            is_empty = False
             yield line.request()
         if is_empty:
-            raise ProfileError(f"{self.path}: the file holds no request", hint="a trace has one JSON object per line")
+            skipped = "".join(f"; {one}" for one in self.skips())
+            raise ProfileError(
+                f"{self.path}: the file holds no request{skipped}", hint="a trace has one JSON object per line"
+            )
+
+    def skips(self) -> list[str]:
+        return [
+            f"{count:,} {'line is' if count == 1 else 'lines are'} skipped: `{name}` is 0"
+            for name, count in sorted(self.skipped.items())
+        ]
 
 
 class _WrongJson(ValueError):
@@ -103,6 +121,19 @@ class _Line:
     number: int
     form: TraceFormat
     values: dict[str, Any]
+
+    def require_fields(self, known: frozenset[str]) -> None:
+        if self.values and self.values.keys().isdisjoint(known):
+            names = ", ".join(_shown(name) for name in list(self.values)[:5])
+            self._refuse(
+                f"the line has no field of a trace; its first fields are {names}",
+                hint="`--column input_length=NAME`, or `columns` in the workload, reads a field with another name",
+            )
+
+    def length_of_zero(self) -> str | None:
+        """The field of a request that failed."""
+        names = (self.form.name(name) for name in ("input_length", "output_length"))
+        return next((name for name in names if type(self.values.get(name)) is int and self.values[name] == 0), None)
 
     def request(self) -> TraceRequest:
         given = [name for name in INPUTS if self._get(name) is not None]

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.files import LFS_POINTER, is_missing, reason_not_readable
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
+from kvbm_cli.workload.other_formats import other_format
 
 MAX_LINE_BYTES = 32 << 20  # a prompt of a million tokens takes about 5 MB
 GZIP_MAGIC = b"\x1f\x8b"
+HEAD_BYTES = 4096
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -55,12 +57,14 @@ class TraceLines:
     def _lines(self, raw: BinaryIO) -> Iterator[bytes]:
         is_compressed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
-        if not is_compressed and self.path.suffix == ".gz":
+        if not is_compressed and self.path.suffix == ".gz" and not raw.peek().startswith(LFS_POINTER):
             raise ProfileError(
                 f"{self.path}: the name ends in `.gz`, and the file is not compressed with gzip",
                 hint="rename a plain file so that its name ends in `.jsonl`",
             )
-        opened = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw))) if is_compressed else raw
+        opened = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw)), HEAD_BYTES) if is_compressed else raw
+        if (other := other_format(cast(io.BufferedReader, opened).peek(HEAD_BYTES)[:HEAD_BYTES])) is not None:
+            raise ProfileError(f"{self.path} {other.what}", hint=other.hint)
         number = 0
         while line := opened.readline(MAX_LINE_BYTES + 1):
             number += 1
