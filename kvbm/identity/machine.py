@@ -20,14 +20,24 @@ PRECISION_VARIABLES = (
 
 def cpu_features() -> str:
     """Return vendor and instructions of the processor, empty if the system does not tell them."""
+    facts = _cpu_facts()
+    vendor = [text for name in sorted(VENDORS & set(facts)) for text in facts[name]]
+    return " ".join([*vendor, *sorted(cpu_flags() & KERNEL_FLAGS)])
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the flags of the first processor, empty if they are unknown."""
+    facts = _cpu_facts()
+    return frozenset(flag for name in FLAGS & set(facts) for flag in facts[name])
+
+
+def _cpu_facts() -> dict[str, list[str]]:
+    """Return the facts of the first processor, empty without `/proc`."""
     try:
         lines = CPU_FACTS.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
-        return ""
-    facts = {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
-    vendor = [text for name in sorted(VENDORS & set(facts)) for text in facts[name]]
-    flags = {flag for name in FLAGS & set(facts) for flag in facts[name]}
-    return " ".join([*vendor, *sorted(flags & KERNEL_FLAGS)])
+        return {}
+    return {name.strip(): value.split() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def precision_variables() -> dict[str, str]:

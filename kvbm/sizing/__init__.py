@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.schema import Profile
 from kvbm.sizing import embedded, sglang, trtllm, vllm
-from kvbm.sizing.families import STATES_ONLY, architecture_of, state_kind
+from kvbm.sizing.cpu import PLAIN, Cpu
+from kvbm.sizing.families import STATES_ONLY, architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.sizing.families.layer_specs import Ranks
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import StateFinding, StateLevel, StateSettings, without_effect
 from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, SnapshotSize, TierSize, sizing_of
@@ -22,6 +24,7 @@ from kvbm.sizing.tiers import ESTIMATE, PAGE_BYTES, Device, Sizing, SnapshotSize
 __all__ = [
     "ESTIMATE",
     "PAGE_BYTES",
+    "Cpu",
     "Device",
     "SizeUnknown",
     "Sizing",
@@ -31,6 +34,7 @@ __all__ = [
     "TierSize",
     "Wanted",
     "check_model",
+    "latent_findings",
     "size",
     "state_findings",
 ]
@@ -41,12 +45,14 @@ class Wanted:
     """What sizes are computed for, beyond the profile.
 
     `sequence_tokens` is the length for which sequences are counted, by default the maximum length. `memory` and
-    `capability` describe the GPUs. `for_sglang`: the rules of SGLang, with the arguments of a vLLM profile.
+    `capability` describe the GPUs, `cpu` the CPU of a CPU build. `for_sglang`: the rules of SGLang, with the arguments
+    of a vLLM profile.
     """
 
     sequence_tokens: int | None = None
     memory: MemoryEstimate | None = None
     capability: int | None = None
+    cpu: Cpu = PLAIN
     for_sglang: bool = False
 
 
@@ -71,7 +77,7 @@ def size(
         return sizing_of(trtllm.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     if wanted.for_sglang:
         return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
-    setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability)
+    setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability, wanted.cpu)
     device = vllm.device(
         engine.arguments,
         model_config,
@@ -101,11 +107,12 @@ def state_findings(
     environment: Mapping[str, str],
     on_cpu: bool,
     is_installed: bool,
+    cpu: Cpu = PLAIN,
 ) -> list[StateFinding]:
     """Returns what the settings of vLLM mean for a model with states. For others, an interval is the only finding.
 
-    The arguments have the meaning of `size`; `is_installed`: vLLM is installed, so `on_cpu` is known. ProfileError if
-    the model lacks a fact.
+    The arguments have the meaning of `size` and `Wanted`; `is_installed`: vLLM is installed, so `on_cpu` is known.
+    ProfileError if the model lacks a fact.
     """
     arguments = profile.engine.arguments
     if not isinstance(arguments, VllmArguments):
@@ -114,7 +121,7 @@ def state_findings(
     if kind is None and not arguments.prefix_cache_retention_interval:
         return []
     longest = vllm.longest_tokens(arguments, model_config)
-    setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu)
+    setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu, cpu=cpu)
     try:
         plan = vllm.plan_of(arguments, model_config, setting)
     except SizeUnknown:
@@ -127,6 +134,22 @@ def state_findings(
         return [] if plan.keeps_intervals else without_effect()
     is_certain = is_installed and vllm.BACKEND_NOTE not in plan.notes
     return StateSettings(arguments, kind, plan.block_tokens, is_certain, on_cpu, longest).findings()
+
+
+def latent_findings(
+    profile: Profile, model_config: Mapping[str, object], *, environment: Mapping[str, str], on_cpu: bool, cpu: Cpu
+) -> list[StateFinding]:
+    """Returns what the settings of vLLM mean for latent attention on a CPU, nothing elsewhere and for other models.
+
+    The arguments have the meaning of `size` and `Wanted`. SizeUnknown if only vLLM knows; ProfileError if the model
+    lacks a fact.
+    """
+    arguments = profile.engine.arguments
+    if not isinstance(arguments, VllmArguments):
+        return []
+    setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu, cpu=cpu)
+    latent = vllm.latent_on_cpu(arguments, layer_specs(model_config, Ranks(1)), setting)
+    return [] if latent is None else list(latent.findings())
 
 
 def _tokens_without_attention(

@@ -36,7 +36,8 @@ class Device:
     same tokens take one block in each. `token_count` is the number of tokens in G1, None if it follows from the blocks.
     `set_by` is the key or variable that sets `block_count`. `token_bytes` are the bytes, on all ranks, of a token that
     every layer with full attention keeps. `sequence_blocks` is what a sequence of `sequence_tokens` takes in G1.
-    `notes` name what was assumed about the engine.
+    `notes` name what was assumed about the engine. `attention_backend` is the one that decides the block of latent
+    attention on a CPU, None for other models.
 
     Of a model with states, `snapshot` is the snapshot that a sequence needs in G2 and G3, and `stored_sequence_blocks`
     the blocks of a sequence there, snapshot included. `stored_longest` is the same for the maximum length: its tokens
@@ -54,6 +55,7 @@ class Device:
     sequence_blocks: int = 0
     notes: tuple[str, ...] = ()
     replica_count: int = 1
+    attention_backend: str | None = None
     snapshot: SnapshotSize | None = None
     stored_sequence_blocks: int = 0
     stored_longest: tuple[int, int] | None = None
@@ -98,6 +100,7 @@ class Sizing:
     notes: tuple[str, ...] = ()
     group_count: int = 1
     snapshot: SnapshotSize | None = None
+    attention_backend: str | None = None
 
     def rank_bytes(self, tier: TierSize) -> int:
         """Bytes of a tier on the rank with the largest part."""
@@ -139,6 +142,7 @@ def sizing_of(device: Device, tiers: Tiers) -> Sizing:
         notes=device.notes,
         group_count=device.group_count,
         snapshot=device.snapshot,
+        attention_backend=device.attention_backend,
     )
 
 

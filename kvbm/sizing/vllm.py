@@ -4,7 +4,7 @@ A block of vLLM has one page of every layer of a group (`vllm_groups`). The argu
 kind of device decide how many tokens it has:
 
     block_size                    as given
-    CPU                           128 tokens; 16 with latent attention
+    CPU                           128 tokens; with latent attention, the attention backend decides (`cpu`)
     GPU                           16 tokens; with latent attention, the attention backend raises it to 64 or 128
     models with states            enough tokens that a page of attention is at least as large as a state
 """
@@ -19,15 +19,22 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import cache_type_of
+from kvbm.sizing.cpu import PLAIN, Cpu, LatentAttention
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.state_settings import RETENTION, SUPPORTED_KINDS, disabled_by, unsupported
+from kvbm.sizing.state_settings import (
+    CPU_BLOCK_TOKENS,
+    RETENTION,
+    SUPPORTED_KINDS,
+    StateLevel,
+    disabled_by,
+    unsupported,
+)
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
 from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
 
-CPU_BLOCK_TOKENS = 128
 GPU_BLOCK_TOKENS = 16
 LATENT_GPU_BLOCK_TOKENS = 64
 CPU_KERNEL_TOKENS, GPU_KERNEL_TOKENS = 32, 16  # the smallest block of the attention kernels
@@ -67,11 +74,13 @@ _FP8_BY_DEFAULT = {"GlmMoeDsaForCausalLM"}  # on GPUs of compute capability 10.x
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where vLLM runs: its environment variables, whether on a CPU, and the compute capability of the GPU if known."""
+    """Where vLLM runs: its environment variables, whether on a CPU and on which one, and the compute capability of the
+    GPU if known."""
 
     variables: Mapping[str, str]
     on_cpu: bool
     capability: int | None = None
+    cpu: Cpu = PLAIN
 
     @property
     def may_be_blackwell(self) -> bool:
@@ -86,6 +95,7 @@ class VllmPlan:
     block_tokens: int
     layers: range
     notes: tuple[str, ...]
+    latent: LatentAttention | None = None  # on a CPU
 
     @property
     def token_bytes(self) -> int:
@@ -120,9 +130,10 @@ def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], settin
             hint="set `engine.arguments.mamba_ssm_cache_dtype`, for example to `float32`",
         )
     _require_known_cache(arguments, {spec.kind for spec in specs}, setting)
-    tokens, notes = _block_tokens(arguments, model_config, specs, setting)
+    latent = latent_on_cpu(arguments, specs, setting)
+    tokens, notes = _block_tokens(arguments, model_config, specs, setting, latent)
     layers = range(_layer_count(model_config, specs))
-    return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes)
+    return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes, latent)
 
 
 def device(
@@ -170,6 +181,7 @@ def device(
         sequence_blocks=sum(group.blocks(length, in_flight=0) for group in plan.groups) if length else 0,
         notes=notes,
         replica_count=replicas,
+        attention_backend=None if plan.latent is None else plan.latent.backend.value,
     )
     snapshot = plan.snapshot
     if snapshot is None:
@@ -219,6 +231,13 @@ def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
 def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
     """ProfileError or SizeUnknown for a problem of the model alone."""
     layer_specs(model_config, _ranks(arguments, model_config, Setting({}, on_cpu=False)))
+
+
+def latent_on_cpu(arguments: VllmArguments, specs: Sequence[LayerSpec], setting: Setting) -> LatentAttention | None:
+    """None for a model without latent attention, and on a GPU."""
+    is_latent = any(spec.kind is LayerKind.LATENT for spec in specs)
+    is_used = is_latent and setting.variables.get(MLA_VARIABLE, "0") in ("", "0")
+    return LatentAttention(arguments, setting.cpu) if is_used and setting.on_cpu else None
 
 
 def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
@@ -271,22 +290,21 @@ def _cache_bytes(
 
 
 def _block_tokens(
-    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
+    arguments: VllmArguments,
+    model_config: Mapping[str, object],
+    specs: Sequence[LayerSpec],
+    setting: Setting,
+    latent: LatentAttention | None,
 ) -> tuple[int, tuple[str, ...]]:
     """Return the tokens in a block of attention, and what is assumed."""
     on_cpu = setting.on_cpu
     kinds = {spec.kind for spec in specs}
     is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
-    tokens, notes = default_block_tokens(arguments, on_cpu=on_cpu), []
-    if is_latent and on_cpu:
-        if arguments.block_size not in (None, GPU_BLOCK_TOKENS):
-            raise SizeUnknown(
-                f"on a CPU, vLLM may replace `block_size: {arguments.block_size}` by {GPU_BLOCK_TOKENS} for this model",
-                hint="set `engine.arguments.block_size: 16`",
-            )
-        tokens = GPU_BLOCK_TOKENS
-        if arguments.block_size is None:
-            notes.append("on a CPU with AMX, a block of this model has 128 tokens")
+    tokens = default_block_tokens(arguments, on_cpu=on_cpu)
+    notes: list[str] = []
+    if latent is not None:
+        tokens = latent.block_tokens
+        notes += _notes_of_latent(latent)
     elif is_latent and not on_cpu and not has_states and arguments.block_size is None:
         tokens = LATENT_GPU_BLOCK_TOKENS
     if LayerKind.INDEX in kinds and not is_latent and arguments.block_size is None:
@@ -301,23 +319,31 @@ def _block_tokens(
     if kind is not None and kind not in SUPPORTED_KINDS:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
     if has_states:
-        tokens = _tokens_of_state(specs, tokens, on_cpu=on_cpu, is_latent=is_latent)
+        kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
+        if latent is not None:
+            kernel = latent.kernel_tokens
+        tokens = _tokens_of_state(specs, tokens, kernel, is_latent=is_latent)
     return tokens, tuple(notes)
+
+
+def _notes_of_latent(latent: LatentAttention) -> Iterator[str]:
+    """SizeUnknown if vLLM does not start with it."""
+    for finding in latent.findings():
+        if finding.level is StateLevel.MISTAKE:
+            raise SizeUnknown(finding.message, hint=finding.hint)
+        yield finding.message
 
 
 def _is_narrow_by_default(arguments: VllmArguments, model_config: Mapping[str, object]) -> bool:
     return arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT
 
 
-def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, *, on_cpu: bool, is_latent: bool) -> int:
+def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is_latent: bool) -> int:
     """Return the tokens in a block whose page of attention holds a state."""
     state_bytes = max(spec.state_bytes for spec in specs)
     token_bytes = max(spec.token_bytes for spec in specs)
     if not token_bytes:
         raise SizeUnknown("for a model with states and no attention, only vLLM knows the size of a block")
-    kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
-    if is_latent and on_cpu:
-        kernel = GPU_KERNEL_TOKENS
     alignment = max(kernel, tokens, LATENT_ALIGNMENT if is_latent else 0)
     return max(tokens, kernel * ceil(alignment * ceil(state_bytes / (alignment * token_bytes)) / kernel))
 

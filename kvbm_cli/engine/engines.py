@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmArguments
+from kvbm.config.installation import release_of
 from kvbm.errors import EnvironmentProblem
+from kvbm.identity.machine import cpu_flags
+from kvbm.sizing import Cpu
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.embedded_kind import EmbeddedKind
 from kvbm_cli.engine.python_probe import SAFE_PATH
@@ -97,6 +100,12 @@ def knows_block_tokens(profile: Profile) -> bool:
 def runs_on_cpu(profile: Profile) -> bool:
     """Whether the engine computes on a CPU, as far as that decides the size of its cache."""
     return kind_of(profile).runs_on_cpu(profile)
+
+
+def cpu_of(profile: Profile) -> Cpu:
+    """Returns this machine's CPU with the profile's vLLM, for engines that run on it."""
+    found = installation_of(profile)
+    return Cpu(cpu_flags(), None if found is None else release_of(found.version))
 
 
 def copy_count(profile: Profile) -> int:

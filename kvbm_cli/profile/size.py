@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted, check_model, size
-from kvbm_cli.engine.engines import runs_on_cpu
+from kvbm_cli.engine.engines import cpu_of, runs_on_cpu
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.terminal.console import noted, table
 
@@ -74,6 +75,8 @@ def size_of(
             check_model(profile, facts)  # errors here are about the model; errors of `size` are not
         key = size_key(resolved)
         on_cpu = wanted.memory is None and profile.engine.kind == "vllm" and runs_on_cpu(profile)
+        if on_cpu:
+            wanted = replace(wanted, cpu=cpu_of(profile))
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu, wanted=wanted)
     except ProfileError as error:
         if error.hint is not None and "tiers.disk" in error.hint:
@@ -142,6 +145,7 @@ def as_data(sizing: Sizing, *, has_cache: bool = True) -> Mapping[str, object]:
         "block": {"tokens": sizing.block_tokens, "bytes": sizing.block_bytes, "ranks": sizing.rank_count},
         "snapshot": _snapshot_data(sizing),
         "sequence": {"tokens": sizing.sequence_tokens, "blocks": sizing.sequence_blocks},
+        "attention_backend": sizing.attention_backend,
         "notes": list(sizing.notes),
         "tiers": {name: _tier_data(sizing, tier) for name, tier in (("G1", sizing.device), ("G2", host), ("G3", disk))},
     }

@@ -1,14 +1,16 @@
-"""What a profile's settings mean for the states of its model (kvbm/sizing/state_settings.py), on this machine."""
+"""What a profile's settings mean on this machine for the states of its model (kvbm/sizing/state_settings.py), and for
+latent attention on a CPU (kvbm/sizing/cpu.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import Mistake
-from kvbm.sizing import SizeUnknown, StateFinding, StateLevel, state_findings
-from kvbm_cli.engine.engines import installation_of, runs_on_cpu
+from kvbm.sizing import SizeUnknown, StateFinding, StateLevel, latent_findings, state_findings
+from kvbm_cli.engine.engines import cpu_of, installation_of, runs_on_cpu
 from kvbm_cli.engine.model_facts import model_facts
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def _findings(resolved: ResolvedProfile, level: StateLevel) -> Sequence[StateFin
     except SizeUnknown:
         return []
     is_installed = installation_of(profile) is not None
-    on_cpu = runs_on_cpu(profile)
-    found = state_findings(profile, facts, environment=os.environ, on_cpu=on_cpu, is_installed=is_installed)
+    on_cpu, cpu = runs_on_cpu(profile), cpu_of(profile)
+    found = state_findings(profile, facts, environment=os.environ, on_cpu=on_cpu, is_installed=is_installed, cpu=cpu)
+    with contextlib.suppress(SizeUnknown):
+        found += latent_findings(profile, facts, environment=os.environ, on_cpu=on_cpu, cpu=cpu)
     return [one for one in found if one.level is level]

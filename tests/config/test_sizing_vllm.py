@@ -272,7 +272,6 @@ UNKNOWN = {
     "no model type": ({name: value for name, value in QWEN3_81M.items() if name != "model_type"}, {}),
     "an encoder": ({**QWEN3_81M, "is_causal": False}, {}),
     "heads of no width": ({**QWEN3_81M, "head_dim": 0}, {}),
-    "a block that a CPU does not take": (DEEPSEEK_V2_LIKE, {"block_size": 64}),
     "a type of the cache that is ignored": (
         {
             **QWEN3_81M,

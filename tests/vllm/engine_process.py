@@ -33,6 +33,7 @@ STOP_TIMEOUT_S = 20.0
 IDLE_S = 0.0005
 CORE = "1"  # core 0 is that of a server that runs alone, in the tests of the other worker
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
+FOLLOWED_TOKENS = "followed_tokens:FollowedTokens"  # a logits processor, for `SteppedEngine.add`
 
 
 class EngineProcess:
@@ -118,8 +119,7 @@ class SteppedEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        if self._engine is not None:  # of a test that failed
-            self.stop()
+        self.stop()  # that of a test that failed, or of another fixture
         if connector is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector, kv_connector_extra_config={"kvbm": cache})
         settings = EngineArgs(
@@ -138,31 +138,43 @@ class SteppedEngine:
         return self._statistics[-1]
 
     def stop(self) -> None:
+        """Does nothing if no engine runs."""
+        if self._engine is None:
+            return
         self._engine.engine_core.shutdown()
         del self._engine, self._core
         gc.collect()
 
-    def answer(self, requests: Sequence[Request], concurrency: int = 4) -> list[Answer]:
-        """Greedy answers of exactly `max_tokens` tokens, `concurrency` requests at a time."""
+    def answer(
+        self, requests: Sequence[Request], concurrency: int = 4, follow: Sequence[tuple[int, ...]] | None = None
+    ) -> list[Answer]:
+        """Greedy answers of exactly `max_tokens` tokens, `concurrency` requests at a time. `follow`: see `add`."""
         waiting, live = deque(enumerate(requests)), {}
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + CALL_TIMEOUT_S / 2
         while waiting or live:
             while waiting and len(live) < concurrency:
                 index, request = waiting.popleft()
-                live[self.add(request)] = index
+                live[self.add(request, follow[index] if follow else ())] = index
             for request_id, answer in self._step():
                 answers[live.pop(request_id)] = answer
             assert time.monotonic() < deadline, f"not answered: {self._states(live)}; {self.totals()}"
         return [answers[index] for index in range(len(requests))]
 
-    def add(self, request: Request) -> str:
+    def add(self, request: Request, follow: Sequence[int] = ()) -> str:
+        """With `follow`, the request goes on with these tokens, for which the engine needs FOLLOWED_TOKENS. Its answer
+        has the tokens that it would have chosen, and the log-probabilities of those that it followed."""
         from vllm import SamplingParams
 
         self._number += 1
         name = str(self._number)
         params = SamplingParams(
-            max_tokens=request.max_tokens, temperature=0, ignore_eos=True, logprobs=2, detokenize=False
+            max_tokens=request.max_tokens,
+            temperature=0,
+            ignore_eos=True,
+            logprobs=2,
+            detokenize=False,
+            extra_args={"follow": list(follow)} if follow else None,
         )
         self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
         return name
@@ -245,10 +257,12 @@ def _totals_class() -> type:
 def _answer(output: Any) -> Answer:
     (completion,) = output.outputs
     steps = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-    tokens = tuple(completion.token_ids)
+    chosen = tuple(
+        max(step, key=step.__getitem__) for step in steps
+    )  # the first of equal ones, which is the sampled one
     return Answer(
-        tokens,
-        tuple(step[token] for step, token in zip(steps, tokens, strict=True)),
+        chosen,
+        tuple(step[token] for step, token in zip(steps, completion.token_ids, strict=True)),
         tuple(margin(step.values()) for step in steps),
         output.num_cached_tokens or 0,
     )

@@ -4,9 +4,10 @@ Arguments: a file of configurations by name, and the numbers of ranks, by defaul
 
 vLLM's own model class is built on the meta device, which takes no memory, and asked for the spec of each layer; then
 vLLM's own functions form the groups. Experts and vocabulary are made small, because they do not change the cache. A
-model with an image part is built as its language model alone. The ranks of tensor parallelism are only claimed.
+model with an image part is built as its language model alone. The ranks of tensor parallelism are only claimed, and so
+are the instructions of the CPU, which vLLM asks torch for: "plain" has neither AMX nor bfloat16, "AMX" has both.
 
-    {model: {"1 LBNHC": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32, 0], ...]}, ...}}
+    {model: {"1 LBNHC plain": {"block_tokens": 128, "bytes": 2097152, "groups": [[128, 32, 0], ...]}, ...}}
 
 `groups` has of each group the tokens, or "state", the layers, and the length of the window. For a model that this
 build of vLLM cannot construct, there is the error instead.
@@ -26,6 +27,7 @@ from unittest.mock import MagicMock
 
 TENSOR_PARALLEL = (1, 2, 8)
 LAYOUTS = ("LBNHC", "BLHNC")
+CPUS = {"plain": frozenset(), "AMX": frozenset({"amx_tile", "avx512_bf16"})}  # flags of /proc/cpuinfo
 MORE_ARGUMENTS = "MODEL_SPECS_ARGUMENTS"  # variable with arguments of vLLM, as JSON
 LANGUAGE_MODELS = {
     "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
@@ -87,6 +89,13 @@ def prepare() -> None:
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()
+
+
+def claim_cpu(name: str) -> None:
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: "amx_tile" in CPUS[name]
+    torch.cpu._is_avx512_bf16_supported = lambda: "avx512_bf16" in CPUS[name]
 
 
 def specs_of(config: dict[str, Any], tensor_parallel: int) -> tuple[Any, dict[str, Any]]:
@@ -163,14 +172,20 @@ def main(catalogue: Path, tensor_parallel: Sequence[int]) -> None:
     for name, config in json.loads(catalogue.read_text()).items():
         models[name] = {}
         for ranks in tensor_parallel:
-            try:
-                vllm_config, specs = specs_of(language_model(config), ranks)
-            except Exception as error:  # whatever this build of vLLM cannot construct; the test lists which ones
-                models[name][f"{ranks}"] = f"{type(error).__name__}: {error}"[:300]
-                continue
-            for layout in LAYOUTS:
-                models[name][f"{ranks} {layout}"] = groups_of(vllm_config, specs, layout)
+            for cpu in CPUS if _depends_on_cpu(config) else ("plain",):
+                claim_cpu(cpu)
+                try:
+                    vllm_config, specs = specs_of(language_model(config), ranks)
+                except Exception as error:  # whatever this build of vLLM cannot construct; the test lists which ones
+                    models[name][f"{ranks}"] = f"{type(error).__name__}: {error}"[:300]
+                    continue
+                for layout in LAYOUTS:
+                    models[name][f"{ranks} {layout} {cpu}"] = groups_of(vllm_config, specs, layout)
     print(json.dumps(models))
+
+
+def _depends_on_cpu(config: dict[str, Any]) -> bool:
+    return "kv_lora_rank" in config.get("text_config", config)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def compare(models: dict[str, dict[str, Any]], file: Path, *ranks: str, **more: 
         for form, expected in found.items():
             if not isinstance(expected, dict):
                 continue
-            count, layout = form.split()
+            count, layout, cpu = form.split()
             try:
-                size = ours(models[name], int(count), layout, **more)
+                size = ours(models[name], int(count), layout, cpu, **more)
             except (SizeUnknown, ProfileError):
                 continue
             equal += size == expected

@@ -11,7 +11,8 @@ import pytest
 from vllm_server import CONNECTOR, MAX_MODEL_LEN, VllmServer, host_blocks
 
 from kvbm.config.schema import Profile
-from kvbm.sizing import size
+from kvbm.identity.machine import cpu_flags
+from kvbm.sizing import Cpu, Wanted, size
 from kvbm_cli.make_model import MODELS
 from kvbm_cli.serve.reported_sizes import ReportedSizes
 
@@ -33,7 +34,8 @@ STARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped-query attention, blocks of 32 tokens": (LLAMA, {"block_size": 32}),
     "normalized heads, 16 bits": (MODELS["vllm-25m"], {"dtype": "bfloat16"}),
     "sliding windows": (MODELS["vllm-swa"], {}),
-    "latent attention": (MODELS["vllm-mla"], {}),
+    "latent attention": (MODELS["vllm-mla"], {"attention_backend": "CPU_MLA"}),
+    "latent attention as this CPU has it": (MODELS["vllm-mla"], {"dtype": "bfloat16"}),
     "states of gated delta nets": (
         MODELS["vllm-qwen3-next"],
         {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "block_size": 128},
@@ -53,7 +55,7 @@ def test_the_engine_reports_the_computed_sizes(name: str, tmp_path: Path) -> Non
             "tiers": {"host": {"blocks": HOST_BLOCKS}},
         }
     )
-    computed = size(profile, facts, on_cpu=True)
+    computed = size(profile, facts, on_cpu=True, wanted=Wanted(cpu=Cpu(cpu_flags())))
     assert computed.device is not None
     flags = [word for key, value in more.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     flags += ["--load-format", "dummy", "--skip-tokenizer-init"]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_specs import LAYOUTS, TENSOR_PARALLEL
+from model_specs import CPUS, LAYOUTS, TENSOR_PARALLEL
 
 from kvbm.config.engine import VllmArguments
-from kvbm.sizing import SizeUnknown
+from kvbm.sizing import Cpu, SizeUnknown
 from kvbm.sizing.catalogue import CATALOGUE_FILE, catalogue
 from kvbm.sizing.families.layer_specs import LayerKind
 from kvbm.sizing.vllm import Setting, plan_of
@@ -44,12 +44,13 @@ def truth(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def ours(facts: dict[str, Any], ranks: int, layout: str, **more: Any) -> dict[str, Any]:
+def ours(facts: dict[str, Any], ranks: int, layout: str, cpu: str = "plain", **more: Any) -> dict[str, Any]:
     """The same in our words: what a CPU build does in bfloat16, with states in float32 as model_specs.py fixes them."""
     facts = {name: value for name, value in facts.items() if name != "quantization_config"}
     given = {"tensor_parallel_size": ranks, "max_model_len": 2048, "mamba_ssm_cache_dtype": "float32", **more}
     arguments = VllmArguments.model_validate(given)
-    plan = plan_of(arguments, facts, Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True))
+    setting = Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True, cpu=Cpu(CPUS[cpu]))
+    plan = plan_of(arguments, facts, setting)
     groups = [
         ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs), group.specs[0].reach]
         for group in plan.groups
@@ -63,15 +64,27 @@ def test_groups_and_bytes_are_those_of_vllm(model: str, truth: dict[str, dict[st
     compared = 0
     for ranks in TENSOR_PARALLEL:
         for layout in LAYOUTS:
-            if (expected := truth[model].get(f"{ranks} {layout}")) is None:
-                continue
-            assert ours(catalogue()[model], ranks, layout) == expected, f"{ranks} ranks, {layout}"
-            compared += 1
+            for cpu in CPUS:
+                if (expected := truth[model].get(f"{ranks} {layout} {cpu}")) is None:
+                    continue
+                assert ours(catalogue()[model], ranks, layout, cpu) == expected, f"{ranks} ranks, {layout}, {cpu}"
+                compared += 1
     assert compared >= len(LAYOUTS), truth[model]
 
 
+def test_a_block_of_latent_attention_depends_on_the_cpu(truth: dict[str, dict[str, Any]]) -> None:
+    """So the comparison above is one of two backends, on whatever CPU it runs."""
+    found = {
+        name: [forms[f"1 LBNHC {cpu}"]["block_tokens"] for cpu in CPUS]
+        for name, forms in truth.items()
+        if "1 LBNHC AMX" in forms
+    }
+    assert found["deepseek-ai/DeepSeek-V3"] == [16, 128]
+    assert len(found) >= 5
+
+
 def test_what_vllm_cannot_construct_is_listed(truth: dict[str, dict[str, Any]]) -> None:
-    assert {name for name, found in truth.items() if "1 LBNHC" not in found} == NOT_CONSTRUCTED
+    assert {name for name, found in truth.items() if "1 LBNHC plain" not in found} == NOT_CONSTRUCTED
 
 
 @pytest.mark.soak

@@ -1,0 +1,135 @@
+"""What vLLM chooses by the instructions of a CPU: the attention backend of latent (MLA) layers, and the type of states.
+
+    backend     chosen                                     tokens in a block              weights
+    CPU_MLA     without AMX, if named, and before 0.29     16, whatever is given          of any type
+    AMX_MLA     otherwise                                  128, or a multiple of 32       bfloat16
+
+Sources: `vllm/platforms/cpu.py` of vLLM 0.28 to 0.32, and runs of 0.32 on a CPU with AMX. No variable chooses the
+backend in these versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbm.config.engine import VllmArguments
+from kvbm.config.installation import Release
+from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.sizing.state_settings import CPU_BLOCK_TOKENS, PREFIX, StateFinding, StateLevel
+
+REFERENCE_BLOCK_TOKENS = 16
+AMX_KERNEL_TOKENS = 32
+_AMX, _BFLOAT16 = "amx_tile", "avx512_bf16"  # names of flags in /proc/cpuinfo
+_FIRST_WITH_AMX_MLA: Release = (0, 29)
+_FLOAT32, _FLOAT16 = ("float", "float32"), ("half", "float16")
+_BACKEND_KEY, _DTYPE_KEY, _BLOCK_KEY = (f"{PREFIX}{name}" for name in ("attention_backend", "dtype", "block_size"))
+
+
+class LatentBackend(Enum):
+    """The attention backend of a model with latent attention on a CPU, by its name in vLLM."""
+
+    REFERENCE = "CPU_MLA"
+    AMX = "AMX_MLA"
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A CPU with the flags that /proc/cpuinfo lists, and the release of vLLM on it; None stands for the newest one."""
+
+    flags: frozenset[str] = frozenset()
+    release: Release | None = None
+
+    @property
+    def has_amx_attention(self) -> bool:
+        return _AMX in self.flags and not self._is_old
+
+    @property
+    def widens_states(self) -> bool:
+        """Whether vLLM keeps states in 32 bits unless the arguments name another type."""
+        return (_AMX if self._is_old else _BFLOAT16) in self.flags
+
+    @property
+    def _is_old(self) -> bool:
+        return self.release is not None and self.release < _FIRST_WITH_AMX_MLA
+
+
+PLAIN = Cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Latent attention with these arguments on this CPU."""
+
+    arguments: VllmArguments
+    cpu: Cpu
+
+    @property
+    def backend(self) -> LatentBackend:
+        """SizeUnknown if the arguments name a backend in a form that only vLLM reads."""
+        is_named = self._named_backend().upper() == LatentBackend.REFERENCE.value
+        return LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else LatentBackend.REFERENCE
+
+    @property
+    def block_tokens(self) -> int:
+        if self.backend is LatentBackend.REFERENCE:
+            return REFERENCE_BLOCK_TOKENS
+        return self.arguments.block_size or CPU_BLOCK_TOKENS
+
+    @property
+    def kernel_tokens(self) -> int:
+        """The smallest block of the backend."""
+        return AMX_KERNEL_TOKENS if self.backend is LatentBackend.AMX else REFERENCE_BLOCK_TOKENS
+
+    def findings(self) -> Iterator[StateFinding]:
+        """Yields a mistake if vLLM does not start, a warning for wrong answers, and the backend as a note."""
+        if self.backend is LatentBackend.AMX:
+            yield from self._problems_of_amx()
+        yield StateFinding(StateLevel.NOTE, _BACKEND_KEY, self._note())
+
+    def _problems_of_amx(self) -> Iterator[StateFinding]:
+        name, dtype, tokens = LatentBackend.AMX.value, self.arguments.dtype or "auto", self.block_tokens
+        start = f"vLLM uses the attention backend {name} on this CPU, which has AMX;"
+        other = f"`attention_backend: {LatentBackend.REFERENCE.value}`"
+        if dtype in _FLOAT32:
+            message = (
+                f"`{_DTYPE_KEY}: {dtype}`: {start} it requires bfloat16, and vLLM fails while it loads the weights"
+            )
+            yield StateFinding(StateLevel.MISTAKE, _DTYPE_KEY, message, f"use `dtype: bfloat16`, or {other}")
+        elif dtype in _FLOAT16:
+            message = (
+                f"`{_DTYPE_KEY}: {dtype}`: {start} it requires bfloat16, and vLLM 0.32 gives wrong answers with "
+                f"{dtype}. Use `dtype: bfloat16`, or {other}"
+            )
+            yield StateFinding(StateLevel.WARNING, _DTYPE_KEY, message)
+        if tokens % AMX_KERNEL_TOKENS:
+            message = f"`{_BLOCK_KEY}: {tokens}`: {start} it requires a multiple of {AMX_KERNEL_TOKENS}"
+            hint = f"use `block_size: {-(-tokens // AMX_KERNEL_TOKENS) * AMX_KERNEL_TOKENS}`, or {other}"
+            yield StateFinding(StateLevel.MISTAKE, _BLOCK_KEY, message, hint)
+
+    def _note(self) -> str:
+        given = self.arguments.block_size
+        if self.backend is LatentBackend.AMX:
+            return (
+                f"this CPU has AMX, so vLLM uses the attention backend {LatentBackend.AMX.value}, with blocks of "
+                f"{self.block_tokens} tokens; without AMX, or with `{_BACKEND_KEY}: {LatentBackend.REFERENCE.value}`, "
+                f"a block of this model has {REFERENCE_BLOCK_TOKENS}"
+            )
+        ignored = "" if given in (None, REFERENCE_BLOCK_TOKENS) else f" and ignores `block_size: {given}`"
+        reason = "with these arguments" if _AMX in self.cpu.flags else "on this CPU, which has no AMX"
+        return (
+            f"vLLM uses the attention backend {LatentBackend.REFERENCE.value} {reason}{ignored}: a block of this model "
+            f"has {REFERENCE_BLOCK_TOKENS} tokens; with {LatentBackend.AMX.value} it has {given or CPU_BLOCK_TOKENS}"
+        )
+
+    def _named_backend(self) -> str:
+        """Returns the backend that the arguments name, empty without one."""
+        extra = self.arguments.model_extra or {}
+        config = extra.get("attention_config") or {}
+        if not isinstance(config, Mapping) or config.get("backend_per_kind"):
+            raise SizeUnknown(
+                "with this `attention_config`, only vLLM knows the attention backend",
+                hint=f"set `{_BACKEND_KEY}` instead",
+            )
+        return str(extra.get("attention_backend") or config.get("backend") or "")
