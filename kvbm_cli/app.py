@@ -578,8 +578,7 @@ def cache_ls(
         _require_url(options)
         from kvbm_cli.cache import list_caches
 
-        list_caches(dir_, profile, as_json=json)
-        return 0
+        return list_caches(dir_, profile, as_json=json)
     _require_no_directory(dir_, profile)
     from kvbm_cli.store.command import list_objects
     from kvbm_cli.store.selection import StoreRequest

@@ -19,7 +19,15 @@ from pathlib import Path
 from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
 from kvbm.disk.clear import clear_tenant
-from kvbm.disk.directory import SUPERBLOCK, CacheFacts, InstanceLock, directory_around, remove_instance
+from kvbm.disk.directory import (
+    SUPERBLOCK,
+    CacheFacts,
+    InstanceLock,
+    Skipped,
+    directory_around,
+    remove_instance,
+    why_not_own,
+)
 from kvbm.disk.directory import list_caches as found_in
 from kvbm.disk.superblock import OtherFormat, read_superblock
 from kvbm.disk.verify import drop, holder, verify
@@ -29,10 +37,12 @@ from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.printable import shown_name
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 FORMATS = ("json", "csv")
+SHOWN_SKIPPED = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,10 @@ class VerifyResult:
         return not self.bad and self.problem is None
 
 
-def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> None:
-    place = _place(directory, profile)
-    caches = [_stats(cache) for cache in _caches(place)]
+def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
+    """Returns 1 if a part of the directory cannot be read."""
+    place, skipped = _place(directory, profile), list[Skipped]()
+    caches = [_stats(cache) for cache in _caches(place, skipped)]
     if as_json:
         print_json([asdict(cache) for cache in caches])
     elif not caches:
@@ -86,12 +97,13 @@ def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -
         print_data(table([head, *map(_row, caches)], right=(1, 2, 3, 4, 5)))
         problems = [f"{cache.cache}: {cache.problem}" for cache in caches if cache.problem]
         print_data("\n".join(["", *problems, *[""] * bool(problems), f"{_caches_and_space(caches)} in {place}"]))
+    return _note_skipped(skipped)
 
 
 def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
-    """Returns 1 if a cache is damaged."""
-    place = _place(directory, profile)
-    caches = _caches(place)
+    """Returns 1 if a cache is damaged, or a part of the directory cannot be read."""
+    place, skipped = _place(directory, profile), list[Skipped]()
+    caches = _caches(place, skipped)
     if not (caches or as_json):
         print_data(f"no caches in {place}")
     results = []
@@ -101,16 +113,17 @@ def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool)
             print_data(_summary(results[-1]))
     if as_json:
         print_json([asdict(result) for result in results])
-    return 0 if all(result.is_intact for result in results) else 1
+    return max(_note_skipped(skipped), *(0 if result.is_intact else 1 for result in results), 0)
 
 
 def clear_caches(directory: Path | None, profile: str | None, *, salt: str | None, is_sure: bool) -> int:
-    """Returns 1 if the user did not confirm."""
-    place = _place(directory, profile)
-    caches = [cache for cache in _caches(place) if _is_of_this_format(cache)]
+    """Returns 1 if the user did not confirm, or if a cache cannot be removed."""
+    place, skipped = _place(directory, profile), list[Skipped]()
+    caches = [cache for cache in _caches(place, skipped) if _is_of_this_format(cache) and _is_own(cache, skipped)]
+    status = _note_skipped(skipped)
     if not caches:
         print_data(f"no caches in {place}")
-        return 0
+        return status
     for cache in caches:
         if cache.is_locked:
             raise _in_use(cache)
@@ -128,13 +141,13 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
         else:
             count = sum(_clear_tenant(cache, salt) for cache in caches)
             print_data(f"removed {counted(count, 'block')} with this cache salt")
-    return 0
+    return status
 
 
 def export_stats(directory: Path | None, profile: str | None, *, form: str, output: Path | None) -> None:
     if form not in FORMATS:
         raise UsageError(f"unknown format `{form}`", hint="use `--format json` or `--format csv`")
-    caches = [_stats(cache) for cache in _caches(_place(directory, profile))]
+    caches = [_stats(cache) for cache in _caches(_place(directory, profile), [])]
     text = _as_csv(caches) if form == "csv" else json.dumps([asdict(cache) for cache in caches], indent=2) + "\n"
     if output is None:
         print_data(text.removesuffix("\n"))
@@ -174,14 +187,30 @@ def _require_outside(place: Path) -> None:
     """UsageError for a path inside a cache directory, where no cache would be found."""
     around = directory_around(place)
     if around is not None:
-        models = {str(cache.facts.get("model")) for cache in _caches(around) if cache.path.is_relative_to(place)}
+        models = {str(cache.facts.get("model")) for cache in _caches(around, []) if cache.path.is_relative_to(place)}
         of_models = f" of {', '.join(sorted(models))}" if models else ""
         raise UsageError(f"`--dir {place}` is inside a cache{of_models}", hint=f"use `--dir {around}`")
 
 
-def _caches(place: Path) -> list[CacheFacts]:
+def _caches(place: Path, skipped: list[Skipped]) -> list[CacheFacts]:
     """Returns the caches, the most recently used first."""
-    return [] if is_missing(place) else found_in(place)
+    return [] if is_missing(place) else found_in(place, skipped)
+
+
+def _is_own(cache: CacheFacts, skipped: list[Skipped]) -> bool:
+    """Whether its directories and its lock are private and of this user. Other caches are not changed."""
+    why = why_not_own(cache.path)
+    skipped += [] if why is None else [why]
+    return why is None
+
+
+def _note_skipped(skipped: Sequence[Skipped]) -> int:
+    """Names what was not touched. Returns 1 if there may be caches of this user."""
+    for one in skipped[:SHOWN_SKIPPED]:
+        print_note(f"skipped {shown_name(str(one.path))}: {one.why}")
+    if len(skipped) > SHOWN_SKIPPED:
+        print_note(f"skipped {len(skipped) - SHOWN_SKIPPED:,} more")
+    return 1 if any(one.is_failure for one in skipped) else 0
 
 
 def _stats(cache: CacheFacts) -> CacheStats:

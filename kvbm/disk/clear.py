@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvbm.disk.directory import ARENA, INDEX
 from kvbm.disk.files import UNSUPPORTED, fallocate, open_private
-from kvbm.disk.index import BlockIndex
+from kvbm.disk.index import BlockIndex, require_private_index
 from kvbm.disk.superblock import Superblock
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 0x01, 0x10
@@ -25,6 +25,7 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
 
     Raises OSError, EnvironmentProblem or sqlite3.Error.
     """
+    require_private_index(instance / INDEX)
     index = BlockIndex.open(instance / INDEX)
     try:
         slots = index.slots_of(tenant)

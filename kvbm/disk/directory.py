@@ -13,6 +13,7 @@ has exited. `await_predecessor` waits for that, so that a restarted engine finds
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -21,18 +22,26 @@ import secrets
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.disk.files import make_private_directory, open_private, problem
-from kvbm.disk.index import BlockIndex, remove_index
+from kvbm.disk.files import (
+    make_private_directory,
+    open_private,
+    open_private_directory,
+    open_private_in,
+    problem,
+)
+from kvbm.disk.index import BlockIndex, index_files
 from kvbm.disk.superblock import OtherFormat, Superblock, read_superblock
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.host.processes import process_namespace, stat_of
+from kvbm.host.tree import Tree
 
 LOCK, SUPERBLOCK, ARENA, INDEX = "lock", "superblock", "arena", "index.sqlite"
+LEVELS = 2  # of an instance below the directory
 RATES = "rates.json"  # of a namespace: measured speed of its engines
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
@@ -48,8 +57,10 @@ logger = logging.getLogger(__name__)
 class InstanceLock:
     """Exclusive lock of an instance, held until `release` or the end of this process. Forked children drop it."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, directory: Tree, fd: int) -> None:
+        """*Consumes* the open directory of the instance."""
         self.path = path
+        self.directory = directory
         self._fd = fd
         _HELD.add(self)
 
@@ -60,15 +71,21 @@ class InstanceLock:
             if attempt:
                 time.sleep(LOCK_PAUSE_S)
             try:
-                fd = open_private(instance / LOCK, os.O_RDWR | os.O_CREAT)
+                directory = open_private_directory(instance, levels=LEVELS)
+                try:
+                    fd = open_private_in(directory, LOCK, os.O_RDWR | os.O_CREAT, instance / LOCK)
+                except BaseException:
+                    directory.close()
+                    raise
             except FileNotFoundError:
                 return None
             except OSError as error:
                 raise problem(f"cannot open {instance / LOCK}", error) from error
-            if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, instance / LOCK):
+            if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, directory, LOCK):
                 _write_holder(fd)
-                return cls(instance, fd)
+                return cls(instance, directory, fd)
             os.close(fd)
+            directory.close()
         return None
 
     def touch(self) -> None:
@@ -78,6 +95,7 @@ class InstanceLock:
 
     def release(self) -> None:
         """May be called twice."""
+        self.directory.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -105,9 +123,32 @@ class CacheFacts:
         return {} if self.superblock is None else self.superblock.facts
 
 
-def list_caches(directory: Path) -> list[CacheFacts]:
-    """Return all instances, most recently used first. Read-only."""
-    return [_facts_of(instance) for instance in reversed(_instances(directory))]
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A name in a directory of caches that is not used. `is_failure`: it may be a cache of this user."""
+
+    path: Path
+    why: str
+    is_failure: bool = False
+
+
+def list_caches(directory: Path, skipped: list[Skipped] | None = None) -> list[CacheFacts]:
+    """Return all instances, most recently used first, and append to `skipped`. Read-only."""
+    skipped = [] if skipped is None else skipped
+    return [_facts_of(instance) for instance in reversed(_instances(directory, skipped))]
+
+
+def why_not_own(instance: Path) -> Skipped | None:
+    """Return why a cache must not be changed by this user, None if its directories and its lock are private."""
+    try:
+        with open_private_directory(instance, levels=LEVELS) as directory, suppress(FileNotFoundError):
+            os.close(open_private_in(directory, LOCK, os.O_RDONLY, instance / LOCK))
+    except EnvironmentProblem as error:
+        remedy = "" if error.hint is None else f" ({error.hint})"
+        return Skipped(instance, f"{error.message}{remedy}", is_failure=_is_of_user(instance / LOCK))
+    except OSError as error:
+        return Skipped(instance, reason_of(error), is_failure=_is_of_user(instance))
+    return None
 
 
 def directory_around(place: Path) -> Path | None:
@@ -213,7 +254,7 @@ def reclaim_oldest(directory: Path) -> bool:
 
     An instance of another format is never removed.
     """
-    for instance in _instances(directory):
+    for instance in _instances(directory, []):
         with suppress(EnvironmentProblem):
             lock = InstanceLock.take(instance)
             if lock is None:
@@ -232,39 +273,66 @@ def reclaim_oldest(directory: Path) -> bool:
 def remove_instance(lock: InstanceLock) -> None:
     """Remove all its files, the lock last. Raises EnvironmentProblem."""
     instance = lock.path
+    names = (*(file.name for file in index_files(instance / INDEX)), ARENA, SUPERBLOCK, SUPERBLOCK + ".new", LOCK)
     try:
-        remove_index(instance / INDEX)
-        for name in (ARENA, SUPERBLOCK, SUPERBLOCK + ".new", LOCK):
-            with suppress(FileNotFoundError):
-                os.unlink(instance / name)
-        os.rmdir(instance)
-        with suppress(OSError):  # other instances
-            os.unlink(instance.parent / RATES)
-        with suppress(OSError):
-            os.rmdir(instance.parent)
+        with Tree.open(instance.parent.parent) as directory, directory.directory(instance.parent.name) as home:
+            if not _is_named(lock.directory, home, instance.name):
+                raise OSError(errno.ESTALE, "another directory has its name")
+            for name in names:  # in the directory that was locked, whatever becomes of its name
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=lock.directory.descriptor)
+            home.remove_directory(instance.name)
+            with suppress(OSError):  # other instances
+                home.unlink_file(RATES)
+            with suppress(OSError):
+                directory.remove_directory(instance.parent.name)
     except OSError as error:
         raise problem(f"cannot remove {instance}", error) from error
 
 
-def _instances(directory: Path) -> list[Path]:
+def _is_named(directory: Tree, home: Tree, name: str) -> bool:
+    """Return whether an open directory still has this name in `home`. Raises OSError."""
+    return os.path.samestat(os.fstat(directory.descriptor), home.about(name))
+
+
+def _instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
     """Return the instances of all namespaces, least recently used first."""
-    homes = [home for home in _directories(directory) if NAMESPACE_NAME.fullmatch(home.name)]
-    return sorted((instance for home in homes for instance in _instances_of(home)), key=_last_used)
-
-
-def _instances_of(home: Path) -> list[Path]:
-    found = [instance for instance in _directories(home) if INSTANCE_NAME.fullmatch(instance.name)]
+    found: list[Path] = []
+    for home in _directories(directory, NAMESPACE_NAME, skipped):
+        try:
+            found += _directories(home, INSTANCE_NAME, skipped)
+        except EnvironmentProblem as error:
+            skipped.append(Skipped(home, error.message.rpartition(": ")[2], is_failure=_is_of_user(home)))
     return sorted(found, key=_last_used)
 
 
-def _directories(directory: Path) -> Iterator[Path]:
+def _instances_of(home: Path) -> list[Path]:
+    return sorted(_directories(home, INSTANCE_NAME, []), key=_last_used)
+
+
+def _directories(holder: Path, names: re.Pattern[str], skipped: list[Skipped]) -> list[Path]:
+    """Return the directories with such a name, without links. Raises EnvironmentProblem."""
+    found = []
     try:
-        with os.scandir(directory) as entries:
-            yield from (Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        with Tree.open(holder) as directory, directory.scan() as entries:
+            for entry in entries:
+                if not names.fullmatch(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    found.append(holder / entry.name)
+                else:
+                    skipped.append(Skipped(holder / entry.name, "a link, or another file, in place of a directory"))
     except FileNotFoundError:
-        return
+        return []
     except OSError as error:
-        raise problem(f"cannot read {directory}", error) from error
+        raise problem(f"cannot read {holder}", error) from error
+    return found
+
+
+def _is_of_user(path: Path) -> bool:
+    with suppress(OSError):
+        return os.lstat(path).st_uid == os.geteuid()
+    return False
 
 
 def _facts_of(instance: Path) -> CacheFacts:
@@ -332,10 +400,10 @@ def _lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _is_same_file(fd: int, path: Path) -> bool:
-    """Return whether `path` still names this file: an instance can be removed between opening and locking."""
+def _is_same_file(fd: int, directory: Tree, name: str) -> bool:
+    """Return whether this file still has its name: an instance can be removed between opening and locking."""
     with suppress(OSError):
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
+        return os.path.samestat(os.fstat(fd), directory.about(name))
     return False
 
 

@@ -24,6 +24,7 @@ from kvbm.disk.settings import Progress
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.host.libc import LIBC, last_error
+from kvbm.host.tree import Tree
 
 PAGE_BYTES = 4096
 FALLOCATE_BYTES = 1 << 30
@@ -71,16 +72,29 @@ def make_private_directory(path: Path) -> None:
 
 def open_private(path: Path, flags: int) -> int:
     """Return a descriptor of a private regular file. Raises OSError, or EnvironmentProblem if it is not private."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise EnvironmentProblem(f"{path} is not a regular file with a single hard link")
-        _require_private(path, found)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)
+
+
+def open_private_in(directory: Tree, name: str, flags: int, path: Path) -> int:
+    """Like `open_private`, for a file in an open directory. `path` is its path, for messages."""
+    return _private(directory.open_file(name, flags), path)
+
+
+def open_private_directory(path: Path, *, levels: int) -> Tree:
+    """Open a directory that is `levels` below one that the user named. It and those in between must be private, and no
+    links. Raises OSError or EnvironmentProblem."""
+    parents = list(path.parents)
+    directory = Tree.open(parents[levels - 1])
+    for each in reversed([path, *parents[: levels - 1]]):
+        with directory:
+            inner = directory.directory(each.name)
+        directory = inner
+        try:
+            _require_private(each, os.fstat(directory.descriptor))
+        except BaseException:
+            directory.close()
+            raise
+    return directory
 
 
 def require_usable_parent(directory: Path) -> None:
@@ -289,6 +303,19 @@ def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> No
             flushed = at
         if progress is not None:
             progress(at, end)
+
+
+def _private(fd: int, path: Path) -> int:
+    """Return the descriptor of a private regular file; otherwise close it and raise EnvironmentProblem."""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise EnvironmentProblem(f"{path} is not a regular file with a single hard link")
+        _require_private(path, found)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:

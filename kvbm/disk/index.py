@@ -32,7 +32,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvbm.disk.files import open_private
 from kvbm.disk.notes import Note, NoteTable
+from kvbm.errors import EnvironmentProblem
 
 ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
@@ -159,7 +161,7 @@ class BlockIndex:
                     if not is_still and attempt < COPY_ATTEMPTS - 1:
                         continue
                     return cls._open_copy(copy)
-                except OSError as error:
+                except (OSError, EnvironmentProblem) as error:
                     raise sqlite3.OperationalError(f"cannot read {path}: {error}") from error
         raise AssertionError("the last attempt returns")
 
@@ -310,6 +312,13 @@ def index_files(path: Path) -> list[Path]:
     return [path, *(path.with_name(path.name + side) for side in SIDE_FILES)]
 
 
+def require_private_index(path: Path) -> None:
+    """Raise EnvironmentProblem or OSError if a file of the index is a link, or not private. SQLite follows links."""
+    for file in index_files(path):
+        if os.path.lexists(file):
+            os.close(open_private(file, os.O_RDWR))
+
+
 def remove_index(path: Path) -> None:
     """Raises OSError."""
     for file in index_files(path):
@@ -318,13 +327,20 @@ def remove_index(path: Path) -> None:
 
 
 def _copy_at_rest(path: Path, copy: Path) -> bool:
-    """Copy a database and its log. Return False if the database changed meanwhile; the log may grow. Raises OSError."""
-    before = os.stat(path)
-    shutil.copyfile(path, copy)
+    """Copy a database and its log. Return False if the database changed meanwhile; the log may grow. Raises OSError or
+    EnvironmentProblem."""
+    before = os.lstat(path)
+    _copy_private(path, copy)
     with suppress(FileNotFoundError):
-        shutil.copyfile(f"{path}{LOG}", f"{copy}{LOG}")
-    after = os.stat(path)
+        _copy_private(path.with_name(path.name + LOG), copy.with_name(copy.name + LOG))
+    after = os.lstat(path)
     return (before.st_ino, before.st_mtime_ns, before.st_size) == (after.st_ino, after.st_mtime_ns, after.st_size)
+
+
+def _copy_private(path: Path, copy: Path) -> None:
+    """Raises OSError or EnvironmentProblem."""
+    with open(open_private(path, os.O_RDONLY), "rb") as source, copy.open("wb") as target:
+        shutil.copyfileobj(source, target)
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:

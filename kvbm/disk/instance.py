@@ -41,7 +41,7 @@ from kvbm.disk.files import (
     require_usable_parent,
     sync_directory,
 )
-from kvbm.disk.index import BlockIndex, Recovered, index_files, is_damage, remove_index
+from kvbm.disk.index import BlockIndex, Recovered, is_damage, remove_index, require_private_index
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
@@ -365,9 +365,7 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
 def _open_index(path: Path) -> BlockIndex:
     """Raises sqlite3.Error or OSError."""
     os.close(open_private(path, os.O_RDWR | os.O_CREAT))
-    for side_file in index_files(path)[1:]:
-        if os.path.lexists(side_file):  # SQLite would follow a link
-            os.close(open_private(side_file, os.O_RDWR))
+    require_private_index(path)
     return BlockIndex.open(path)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvbm.disk.directory import ARENA, INDEX, LOCK
 from kvbm.disk.files import open_private
-from kvbm.disk.index import BlockIndex, Recovered, checksum
+from kvbm.disk.index import BlockIndex, Recovered, checksum, require_private_index
 from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
 from kvbm.host.processes import stat_of
@@ -60,7 +60,11 @@ def verify(instance: Path, superblock: Superblock, *, progress: Callable[[int, i
 
 
 def drop(instance: Path, slots: tuple[int, ...]) -> None:
-    """Delete the rows of these slots. The caller holds the lock. Raises sqlite3.Error."""
+    """Delete the rows of these slots. The caller holds the lock.
+
+    Raises OSError, EnvironmentProblem or sqlite3.Error.
+    """
+    require_private_index(instance / INDEX)
     index = BlockIndex.open(instance / INDEX)
     try:
         index.delete(slots)

@@ -160,15 +160,17 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
     parent = Path(disk.directory).expanduser()
     try:
         make_private_directories(parent)
-        holder = tempfile.TemporaryDirectory(prefix="bench-", dir=parent, ignore_cleanup_errors=True)
+        directory = tempfile.mkdtemp(prefix="bench-", dir=parent)
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot create a directory for this run in {parent}: {error.strerror or error}",
             hint="set `tiers.disk.directory`",
         ) from error
-    with holder as directory:
+    try:
         fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
         yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
+    finally:
+        remove_tree(Path(directory))
 
 
 @contextmanager

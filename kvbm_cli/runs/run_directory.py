@@ -21,7 +21,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
+from kvbm.host.tree import remove_tree
 from kvbm_cli.runs.locks import is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
@@ -169,7 +169,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Removes the directory of a run that has not begun."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_tree(self.path)
         self.close()
 
     def close(self) -> None:
@@ -303,7 +303,7 @@ class Runs:
         ended = [run.path for run in self.all() if not run.is_living]
         nameless = [path for path in self._paths() if not (path / FACTS).exists() and _age_s(path) > ABANDONED_AFTER_S]
         for path in (*ended[: max(0, len(ended) - KEPT_RUNS + 1)], *nameless):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
     def _paths(self) -> list[Path]:
         try:

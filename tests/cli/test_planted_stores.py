@@ -16,6 +16,9 @@ import pytest
 from shared.storage_rig import make_run, opened
 from terminal import Outcome, kvbm_here
 
+from kvbm.disk.directory import InstanceLock, remove_instance
+from kvbm.disk.superblock import Superblock, write_superblock
+from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
 from kvbm.shared.directory_access import DirectoryAccess
 from kvbm.shared.inventory import Inventory
@@ -395,3 +398,131 @@ def test_reading_stops_at_the_length_that_was_listed(store: Path) -> None:
     key = str(objects(store)[0].relative_to(store))
     assert len(access.read(key, 10)) == 10
     assert access.read(key) == (store / key).read_bytes()
+
+
+# -- directories of the disk tier --------------------------------------------------------------------------------------
+
+NAMESPACE, INSTANCE = "cc" * 16, "dd" * 8
+
+
+def make_instance(directory: Path, namespace: str = NAMESPACE, instance: str = INSTANCE) -> Path:
+    """An instance that was interrupted before its superblock: it has all that `clear` deletes."""
+    place = directory / namespace / instance
+    place.mkdir(parents=True, mode=0o700)
+    place.parent.chmod(0o700)
+    for name in ("lock", "arena", "index.sqlite"):
+        (place / name).touch(0o600)
+        (place / name).write_bytes(b"blocks")
+    return place
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> Path:
+    make_instance(tmp_path / "caches")
+    return tmp_path / "caches"
+
+
+CACHE_COMMANDS = ["ls", "verify", "clear --yes"]
+
+
+@pytest.mark.parametrize("command", CACHE_COMMANDS)
+@pytest.mark.parametrize("level", ["namespace", "instance", "self"])
+def test_link_in_a_cache_directory_is_named_and_left_and_the_rest_is_done(
+    caches: Path, tmp_path: Path, level: str, command: str
+) -> None:
+    elsewhere = make_instance(tmp_path / "elsewhere")
+    planted = caches / ("ee" * 16) if level != "instance" else caches / NAMESPACE / ("ff" * 8)
+    target = {"namespace": elsewhere.parent, "instance": elsewhere, "self": planted}[level]
+    link(planted, target)
+    before = content(tmp_path / "elsewhere")
+    outcome = kvbm_here("cache", *command.split(), "--dir", str(caches), home=tmp_path)
+    assert f"skipped {planted}: a link, or another file, in place of a directory" in outcome.stderr
+    assert os.path.lexists(planted)
+    assert content(tmp_path / "elsewhere") == before
+    assert (caches / NAMESPACE / INSTANCE).exists() == (not command.startswith("clear"))
+    assert outcome.exit_code == (1 if command == "verify" else 0), "its own cache is damaged"
+
+
+@pytest.mark.parametrize(("what", "exit_code"), [("foreign", 0), ("open", 1)])
+def test_clear_removes_its_own_caches_and_names_those_that_are_not(
+    caches: Path, tmp_path: Path, what: str, exit_code: int
+) -> None:
+    other = make_instance(caches, "ee" * 16)
+    if what == "foreign" and os.geteuid() != 0:
+        pytest.skip("requires the superuser, to give files away")
+    if what == "foreign":
+        for path in (other.parent, other, *other.iterdir()):
+            os.chown(path, 12345, 12345)
+    else:
+        (other / "lock").chmod(0o666)
+    outcome = kvbm_here("cache", "clear", "--yes", "--dir", str(caches), home=tmp_path)
+    assert outcome.exit_code == exit_code, outcome
+    assert outcome.stdout.startswith("removed 1 cache")
+    assert f"skipped {other}: " in outcome.stderr
+    assert ("belongs to user 12345" if what == "foreign" else "chmod go-rwx") in outcome.stderr
+    assert (other / "arena").exists()
+    assert not (caches / NAMESPACE).exists()
+
+
+@pytest.mark.usefixtures("way_to_open")
+@pytest.mark.parametrize("level", ["namespace", "instance"])
+def test_cache_that_becomes_a_link_after_it_was_locked_is_not_removed_elsewhere(
+    caches: Path, tmp_path: Path, level: str
+) -> None:
+    elsewhere = make_instance(tmp_path / "elsewhere")
+    lock = InstanceLock.take(caches / NAMESPACE / INSTANCE)
+    assert lock is not None
+    place = caches / NAMESPACE if level == "namespace" else caches / NAMESPACE / INSTANCE
+    place.rename(tmp_path / "moved")
+    link(place, elsewhere.parent if level == "namespace" else elsewhere)
+    before = content(tmp_path / "elsewhere")
+    with pytest.raises(EnvironmentProblem, match="cannot remove"):
+        remove_instance(lock)
+    lock.release()
+    assert content(tmp_path / "elsewhere") == before
+    with pytest.raises(EnvironmentProblem, match="cannot open"):
+        InstanceLock.take(caches / NAMESPACE / INSTANCE)
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+@pytest.mark.parametrize("command", ["verify", "clear --salt alice --yes"])
+def test_index_that_is_a_link_is_not_followed(caches: Path, tmp_path: Path, name: str, command: str) -> None:
+    (tmp_path / "somebodys").write_bytes(b"a database")
+    place = caches / NAMESPACE / INSTANCE
+    write_superblock(place / "superblock", Superblock(NAMESPACE, {}, 32, 4096, 4096, 1, 0.0))
+    (place / name).unlink(missing_ok=True)
+    link(place / name, tmp_path / "somebodys")
+    outcome = kvbm_here("cache", *command.split(), "--dir", str(caches), home=tmp_path)
+    assert outcome.exit_code == 1
+    assert (tmp_path / "somebodys").read_bytes() == b"a database"
+
+
+# -- trees that kvbm itself has made -----------------------------------------------------------------------------------
+
+
+def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path: Path, backup: Path) -> None:
+    (inner := tmp_path / "run" / "a" / "b").mkdir(parents=True)
+    (inner / "file").write_bytes(b"x")
+    link(inner / "link", backup)
+    link(tmp_path / "run" / "self", tmp_path / "run" / "self")
+    os.mkfifo(inner / "fifo")
+    assert tree.remove_tree(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_link_is_no_tree_to_remove(tmp_path: Path, backup: Path) -> None:
+    assert not tree.remove_tree(link(tmp_path / "run", backup))
+
+
+def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -> None:
+    (tmp_path / "try").mkdir()
+    if not can_mount(tmp_path / "try"):
+        pytest.skip("requires the right to mount")
+    (place := tmp_path / "run" / "mounted").mkdir(parents=True)
+    (tmp_path / "run" / "file").write_bytes(b"x")
+    subprocess.run(["mount", "--bind", backup, place], check=True)
+    try:
+        assert not tree.remove_tree(tmp_path / "run")
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert not (tmp_path / "run" / "file").exists()

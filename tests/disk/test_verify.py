@@ -19,7 +19,7 @@ def row(slot: int) -> IndexRow:
 
 def test_index_is_loaded_as_of_one_moment_while_rows_come_and_go(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
-    path.touch()
+    path.touch(0o600)
     writer = BlockIndex.open(path)
     writer.change([row(slot) for slot in range(5000)], ())
     is_over = threading.Event()

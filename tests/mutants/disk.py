@@ -6,6 +6,23 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="cache-of-somebody-ends-clear",
+        bug="a cache of another user keeps `kvbm cache clear` from removing the user's own",
+        file="kvbm_cli/cache.py",
+        old="    return why is None\n",
+        new="    return True\n",
+        fails="tests/cli/test_planted_stores.py -k names_those_that_are_not",
+    ),
+    Mutant(
+        name="cache-is-removed-by-its-path",
+        bug="a cache whose path has become a link since it was locked is removed where the link leads",
+        file="kvbm/disk/directory.py",
+        old="            if not _is_named(lock.directory, home, instance.name):\n"
+        '                raise OSError(errno.ESTALE, "another directory has its name")\n',
+        new="            for name in names:\n                os.unlink(instance / name)\n",
+        fails="tests/cli/test_planted_stores.py -k not_removed_elsewhere",
+    ),
+    Mutant(
         name="aio-does-not-wait-when-interrupted",
         bug="A batch that is interrupted leaves its I/O running into the buffers.",
         file="kvbm/disk/io/kernel_aio.py",
@@ -145,8 +162,8 @@ MUTANTS = (
         name="disk-follows-links",
         bug="A file of a cache may be a link to somewhere else.",
         file="kvbm/disk/files.py",
-        old="fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)",
-        new="fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)",
+        old="return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
+        new="return _private(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
         fails="tests/disk/test_directory.py -k link",
     ),
     Mutant(

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.index import BlockIndex
+from kvbm.disk.index import BlockIndex, require_private_index
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.messages import LOST_IO
 from kvbm.disk.wear import Wear
@@ -372,6 +372,7 @@ def _clear_closed(path: Path) -> None:
                 outcome[0] = "another process uses it"
                 return
             try:
+                require_private_index(path / INDEX)
                 index = BlockIndex.open(path / INDEX)
                 try:
                     index.clear(None)
