@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from kvbm.config.document import Source, located
-from kvbm.config.sizes import shortened
 from kvbm.config.spelling import WrittenValue, written_in_env_file
+from kvbm.text.outside import shortened
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})

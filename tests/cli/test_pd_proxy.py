@@ -11,8 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from kvbm_cli.disaggregated import proxy
-from kvbm_cli.disaggregated.proxy import SERVER_OPTIONS, is_one_answer, make_app, prefill_request
+from kvbm.embedded.http.connections import BoundedSite, front
+from kvbm_cli.disaggregated import client_request, proxy
+from kvbm_cli.disaggregated.client_request import is_one_answer, prefill_request
+from kvbm_cli.disaggregated.proxy import make_app
 
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
 
@@ -24,6 +26,7 @@ class Recorder:
         prefilled = [json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": BLOCKS}).encode()]
         self.pieces = pieces or (prefilled if kind == "prefill" else [b'{"choices": [', b'{"text": "answer"}]}'])
         self.status, self.breaks = status, breaks
+        self.content_type = "application/json"
         self.requests, self.headers, self.paths, self.gone = [], [], [], asyncio.Event()
         self.go_on = asyncio.Event()
         self.go_on.set()
@@ -32,7 +35,7 @@ class Recorder:
         self.paths.append(request.path)
         self.requests.append(await request.json() if request.can_read_body else None)
         self.headers.append(request.headers)
-        response = web.StreamResponse(status=self.status, headers={"Content-Type": "application/json"})
+        response = web.StreamResponse(status=self.status, headers={"Content-Type": self.content_type})
         await response.prepare(request)
         try:
             for piece in self.pieces:
@@ -61,11 +64,13 @@ class Rig:
     async def __aenter__(self):
         self.stack = contextlib.AsyncExitStack()
         urls = [[await engine.start(self.stack) for engine in engines] for engines in (self.prefill, self.decode)]
-        server = TestServer(make_app(*urls))
-        await server.start_server(**{**SERVER_OPTIONS, **self.options})
-        self.stack.push_async_callback(server.close)
+        runner = front(make_app(*urls), **self.options)
+        await runner.setup()
+        self.stack.push_async_callback(runner.cleanup)
+        await BoundedSite(runner, "127.0.0.1", 0).start()
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
-        self.url = str(server.make_url("/")).rstrip("/")
+        self.port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *ended):
@@ -97,7 +102,7 @@ def test_request_is_prefilled_for_one_token_and_decoded_with_the_address_of_its_
 
 
 def test_chat_request_asks_for_one_token_under_either_name():
-    asked = prefill_request({"messages": [], "max_completion_tokens": 50, "kv_transfer_params": {"max_load_tokens": 0}})
+    asked = prefill_request({"messages": [], "max_completion_tokens": 50}, {"max_load_tokens": 0})
     assert asked["max_tokens"] == 1
     assert "max_completion_tokens" not in asked
     assert asked["kv_transfer_params"]["max_load_tokens"] == 0
@@ -179,7 +184,7 @@ def test_answer_that_breaks_off_breaks_off_for_the_client_too():
 def test_client_that_leaves_ends_its_request_at_the_engine(during):
     async def scenario():
         engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-        engines[during].pieces = [b"data: 1\n\n"] * 1000
+        engines[during].pieces, engines[during].content_type = [b"data: 1\n\n"] * 1000, "text/event-stream"
         engines[during].go_on.clear()
         async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
             request = asyncio.create_task(rig.post({"prompt": "a", "stream": True}).__aenter__())
@@ -280,7 +285,7 @@ def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(more, p
         async with Rig([prefill], [decode]) as rig, rig.post(body) as answer:
             assert answer.status == 200
         expected = LIMITS if place == "kv_transfer_params" else {}
-        for engine, added in ((prefill, proxy._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
+        for engine, added in ((prefill, client_request._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
             for request in engine.requests:
                 assert request.get("kv_transfer_params", {}) == {**expected, **added}
                 assert "ec_transfer_params" not in request
@@ -383,10 +388,10 @@ def test_compressed_body_is_refused_and_not_decompressed():
     run(scenario)
 
 
-@pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_VALUES"])
-def test_body_that_is_too_long_is_refused(monkeypatch, limit):
+@pytest.mark.parametrize(("module", "limit"), [(proxy, "MAX_BODY_BYTES"), (client_request, "MAX_VALUES")])
+def test_body_that_is_too_long_is_refused(monkeypatch, module, limit):
     async def scenario():
-        monkeypatch.setattr(proxy, limit, 1000)
+        monkeypatch.setattr(module, limit, 1000)
         rig = Rig([Recorder("prefill")], [Recorder("decode")])
         async with rig, rig.post({"prompt": [1] * 1100}) as answer:
             assert answer.status == 413
@@ -428,7 +433,7 @@ def test_body_that_does_not_arrive_is_given_up(monkeypatch):
 
 def test_request_whose_headers_do_not_arrive_is_closed():
     async def scenario():
-        async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_timeout=0.2) as rig:
+        async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_s=0.2) as rig:
             assert await exchange(rig, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
 
     run(scenario)
@@ -465,3 +470,102 @@ def test_client_that_does_not_read_ends_its_request(monkeypatch):
             writer.close()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
+@pytest.mark.parametrize("value", ["5", -1, True, 1.5, {"a": 1}, [1], 10**30])
+def test_limit_that_is_no_number_of_tokens_is_refused_with_its_beginning(name, value):
+    async def scenario():
+        decode = Recorder("decode")
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+            async with rig.post({"prompt": "a", "kv_transfer_params": {name: value}}) as answer:
+                assert (answer.status, name in (await answer.json())["error"]["message"]) == (400, True)
+            async with rig.post({"prompt": "a", "kv_transfer_params": {name: "\n" * 50_000}}) as answer:
+                assert (answer.status, len(await answer.read()) < 600) == (400, True)
+        assert decode.requests == []
+
+    run(scenario)
+
+
+def test_large_body_is_parsed_in_another_process(monkeypatch):
+    monkeypatch.setattr(proxy, "engine_requests", lambda content: pytest.fail("it was parsed here"))
+    metadata = dict.fromkeys(map(str, range(50_000)), 1)
+
+    async def scenario():
+        prefill, decode = Recorder("prefill"), Recorder("decode")
+        async with Rig([prefill], [decode]) as rig:
+            for _ in range(2):
+                async with rig.post({"prompt": "a", "metadata": metadata}) as answer:
+                    assert answer.status == 200
+        assert prefill.requests[1]["metadata"] == decode.requests[1]["metadata"] == metadata
+
+    run(scenario)
+
+
+def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_nothing():
+    async def scenario():
+        decode = Recorder("decode")
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+            body = json.dumps({"prompt": [1] * 1_000_000}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+            writer.write(head + body)
+            await writer.drain()
+            writer.transport.abort()
+            prompt = "b" * 200_000
+            async with rig.post({"prompt": prompt}) as answer:
+                assert answer.status == 200
+        assert decode.requests[-1]["prompt"] == prompt
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("length", [10, 100_000], ids=["short", "long"])
+def test_client_that_ends_its_side_gets_its_answer(version, length):
+    async def scenario():
+        body = json.dumps({"prompt": "a" * length}).encode()
+        head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        decode = Recorder("decode")
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+            decode.go_on.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+            writer.write(head + body)
+            writer.write_eof()
+            while not decode.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            decode.go_on.set()
+            answer = await reader.read()
+            writer.close()
+        assert answer.count(b"100 Continue") == (0 if version == "1.0" else answer.count(b"HTTP/1.1") - 1)
+        assert b"200 OK" in answer
+        assert b'{"text": "answer"}]}' in answer
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
+        b"GET /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
+    ],
+)
+def test_odd_request_is_no_error_of_the_server_and_no_line_of_log(caplog, request_bytes):
+    async def scenario():
+        async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+                writer.write(request_bytes)
+                answer = await reader.read()
+                writer.close()
+                assert int(answer.split()[1]) < 500
+
+    run(scenario)
+    assert caplog.text == ""

@@ -23,11 +23,11 @@ from functools import cache
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from kvbm.embedded.http.completion import Served
-from kvbm.embedded.http.endpoints import create_runner
+from kvbm.embedded.http.connections import BoundedSite, front
+from kvbm.embedded.http.endpoints import create_app
 from kvbm.embedded.http.metrics import EngineMetrics
 from kvbm.embedded.http.service import Service
 from kvbm.embedded.http.text_codec import TextCodec
@@ -227,9 +227,9 @@ def events_of(content: bytes) -> list[dict[str, Any]]:
 async def serving(served: Served | None) -> AsyncIterator[Client]:
     """A server in this process, and a client of it."""
     service = Service(served=served, admin_token=ADMIN_TOKEN)
-    runner = create_runner(service)
+    runner = front(create_app(service))
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await BoundedSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

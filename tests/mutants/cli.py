@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         name="proxy-passes-every-transfer-parameter",
         bug="A client names the host from which a decode engine reads blocks.",
-        file="kvbm_cli/disaggregated/proxy.py",
-        old="{name: given[name] for name in CLIENT_PARAMS if name in given}",
+        file="kvbm_cli/disaggregated/client_request.py",
+        old="{name: _limit(name, given[name]) for name in CLIENT_PARAMS if given.get(name) is not None}",
         new="dict(given)",
         fails="tests/cli/test_pd_proxy.py -k cannot_name",
     ),

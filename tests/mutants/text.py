@@ -1,4 +1,4 @@
-"""Bugs in how text from outside reaches messages and logs."""
+"""Bugs in how text from outside reaches messages and logs, and in how servers treat clients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from mutant import Mutant
 
 OUTSIDE = "kvbm/text/outside.py"
 LIMIT = "kvbm/text/log_limit.py"
+CONNECTIONS = "kvbm/embedded/http/connections.py"
 
 MUTANTS = (
     Mutant(
@@ -39,5 +40,37 @@ MUTANTS = (
         old="            has_room = size <= self._left\n",
         new="            has_room = True\n",
         fails="tests/text/test_log_limit.py -k budget",
+    ),
+    Mutant(
+        name="client-that-left-is-not-noticed",
+        bug="A client that left looks like one that ended its side: its request is computed to the end.",
+        file=CONNECTIONS,
+        old="            self.transport.write(self._ignored_by_clients(request))\n",
+        new="",
+        fails="tests/engines/test_server_connections.py -k leaves",
+    ),
+    Mutant(
+        name="half-closed-client-gets-nothing",
+        bug="A client that ended its side is closed without its answer.",
+        file=CONNECTIONS,
+        old="        return True\n\n    def _has_whole_bodies",
+        new="        return False\n\n    def _has_whole_bodies",
+        fails="tests/engines/test_server_connections.py -k gets_its_answer",
+    ),
+    Mutant(
+        name="idle-clients-keep-others-out",
+        bug="Idle connections hold all descriptors, and no other client is answered.",
+        file=CONNECTIONS,
+        old="                connection.force_close()\n                return True\n",
+        new="                return False\n",
+        fails="tests/engines/test_server_connections.py -k descriptors",
+    ),
+    Mutant(
+        name="proxy-passes-any-limit",
+        bug="The proxy passes any object as a limit of tokens.",
+        file="kvbm_cli/disaggregated/client_request.py",
+        old="{name: _limit(name, given[name]) for",
+        new="{name: given[name] for",
+        fails="tests/cli/test_pd_proxy.py -k no_number_of_tokens",
     ),
 )

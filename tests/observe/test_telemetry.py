@@ -22,7 +22,7 @@ from kvbm.metrics import Counters
 from kvbm.observe import decision_trace
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.hit_rate_log import HitRateLog, hit_rates
-from kvbm.observe.metrics_server import MetricsServer
+from kvbm.observe.metrics_server import MAX_CLIENTS, MetricsServer
 from kvbm.observe.telemetry import Telemetry
 from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port
@@ -269,3 +269,27 @@ def test_nothing_is_opened_unless_it_is_configured():
     assert rig.leader.counters.hit_rate(Tier.HOST) == 0
     telemetry.close()
     rig.close()
+
+
+def test_clients_of_the_metrics_that_say_nothing_take_few_threads_and_write_nothing(capfd):
+    server = MetricsServer("127.0.0.1", 0)
+    threads = threading.active_count()
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    try:
+        for client in clients[:50]:
+            client.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
+        time.sleep(0.3)
+        assert threading.active_count() <= threads + MAX_CLIENTS
+    finally:
+        for client in clients:
+            client.close()
+    for _ in range(100):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10).close()
+            break
+        except OSError:  # the places of the others are not free yet
+            time.sleep(0.1)
+    else:
+        pytest.fail("the metrics are not served")
+    server.close()
+    assert capfd.readouterr().err == ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.admin import require_admin
@@ -76,31 +74,6 @@ def create_app(service: Service) -> web.Application:
         ]
     )
     return app
-
-
-def create_runner(service: Service, *, keepalive_s: float = 75.0, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
-    """Return the app with the server's options; the caller sets it up and adds a site.
-
-    handler_cancellation: a disconnected client cancels its handler, which aborts the request in the engine.
-    auto_decompress off: a compressed body is rejected, instead of being decompressed to any size.
-    """
-    log = logging.getLogger("kvbm.embedded.http")
-    log.addFilter(_is_worth_a_traceback)
-    return web.AppRunner(
-        create_app(service),
-        access_log=None,
-        handler_cancellation=True,
-        auto_decompress=False,
-        keepalive_timeout=keepalive_s,
-        shutdown_timeout=shutdown_timeout_s,
-        logger=log,
-    )
-
-
-def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
-    """Return False for input that is not HTTP: the client gets a 400, and nothing is logged."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 @web.middleware

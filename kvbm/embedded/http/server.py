@@ -27,13 +27,12 @@ from aiohttp import web
 
 from kvbm.embedded.http.admin import token_of_environment
 from kvbm.embedded.http.completion import Served
-from kvbm.embedded.http.endpoints import create_runner
+from kvbm.embedded.http.connections import BoundedSite, front
+from kvbm.embedded.http.endpoints import create_app
 from kvbm.embedded.http.service import Service
 from kvbm.errors import EngineError, EnvironmentProblem
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-BACKLOG = 1024
-KEEPALIVE_S = 75.0
 WATCH_S = 0.1
 FAREWELL_S = 2.0  # for responses that were just ended with an error
 
@@ -65,7 +64,7 @@ class Server:
 
     async def _run(self) -> int:
         self._take_signals()
-        runner = create_runner(self._service, keepalive_s=KEEPALIVE_S, shutdown_timeout_s=FAREWELL_S)
+        runner = front(create_app(self._service), shutdown_timeout_s=FAREWELL_S)
         await runner.setup()
         try:
             await self._listen(runner)
@@ -82,7 +81,7 @@ class Server:
     async def _listen(self, runner: web.AppRunner) -> None:
         host, port = self._settings.host, self._settings.port
         try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG, reuse_address=True).start()
+            await BoundedSite(runner, host, port).start()
         except OSError as error:
             reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
             raise EnvironmentProblem(

@@ -1,0 +1,121 @@
+"""Requests of clients as the engines get them: which fields pass, and as bytes, so that the proxy handles no values.
+
+Pure functions. `body_process.py` runs them for large bodies in another process.
+
+Clients are not trusted: only CLIENT_PARAMS of a client's `kv_transfer_params` pass. The others name the host and the
+blocks that an engine reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm.text.outside import shown_json
+
+MAX_VALUES = 1_200_000  # a prompt of a million token ids
+CLIENT_PARAMS = ("max_load_tokens", "max_offload_tokens")
+ENGINE_PARAMS = ("do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", "dcp_size", "transfer_mode")
+ENGINE_PREFIX = "remote_"
+PARAMS = ("kv_transfer_params", "ec_transfer_params")
+MAX_LIMIT = 2**62
+_ASK_FOR_BLOCKS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class WrongRequest(Exception):
+    """What a client sent is refused with this status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status, self.message = status, message
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequests:
+    """Bodies for the engines. `prefill` is None if a decode engine computes the request alone.
+
+    `limits` are the client's `kv_transfer_params`, which `rest` lacks.
+    """
+
+    prefill: bytes | None
+    rest: bytes
+    limits: Mapping[str, int]
+
+    def decode(self, blocks: Mapping[str, Any]) -> bytes:
+        """Return the body for a decode engine, with the address of its blocks as the prefill engine returned it."""
+        address = {
+            name: value for name, value in blocks.items() if name in ENGINE_PARAMS or name.startswith(ENGINE_PREFIX)
+        }
+        params = {**self.limits, **address}
+        if not params:
+            return self.rest
+        separator = b"" if self.rest == b"{}" else b", "
+        return b'%b%b"%b": %b}' % (self.rest[:-1], separator, PARAMS[0].encode(), json.dumps(params).encode())
+
+
+def engine_requests(content: bytes) -> EngineRequests:
+    """Return what the engines get for the body of a client. Raises WrongRequest."""
+    if content.count(b",") > MAX_VALUES:
+        raise WrongRequest(413, f"the body has more than {MAX_VALUES} commas")
+    try:
+        body = json.loads(content, parse_constant=_finite, parse_float=_finite)
+    except (ValueError, RecursionError):  # also for numbers that are not JSON (NaN) or not finite (1e999)
+        body = None
+    if not isinstance(body, dict):
+        raise WrongRequest(400, "the request is not a JSON object")
+    request, limits = client_request(body)
+    prefill = json.dumps(prefill_request(request, limits)).encode() if is_one_answer(request) else None
+    return EngineRequests(prefill, json.dumps(request).encode(), limits)
+
+
+def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what a client may send to an engine, and its limits. Raises WrongRequest.
+
+    vLLM merges `vllm_xargs` into the same arguments as `kv_transfer_params`.
+    """
+    request = {name: value for name, value in body.items() if name not in PARAMS}
+    given, others = body.get(PARAMS[0]) or {}, body.get("vllm_xargs")
+    if not isinstance(given, dict):
+        raise WrongRequest(400, f"`{PARAMS[0]}` is not an object")
+    limits = {name: _limit(name, given[name]) for name in CLIENT_PARAMS if given.get(name) is not None}
+    if isinstance(others, dict):
+        request["vllm_xargs"] = {name: value for name, value in others.items() if name not in PARAMS}
+    return request, limits
+
+
+def prefill_request(request: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return the request for one token, which is discarded, and for the address of its blocks."""
+    left_out = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
+    body = {name: value for name, value in request.items() if name not in left_out}
+    return {**body, "max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS}}
+
+
+def is_one_answer(request: Mapping[str, Any]) -> bool:
+    """Whether a request has one prompt and one answer, so that one address of blocks is sufficient."""
+    prompt = request.get("prompt")
+    several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt)
+    several_answers = any(request.get(name) not in (None, 1) for name in ("n", "best_of"))
+    return not several_prompts and not several_answers and not request.get("use_beam_search")
+
+
+def _limit(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LIMIT:
+        return value
+    raise WrongRequest(400, f"`{PARAMS[0]}.{name}` is {shown_json(value)}: it must be a number of tokens")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
