@@ -8,19 +8,23 @@ keys by `extends`). The reader continues after a mistake, so that it finds all o
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import yaml
 
 from kvbm.config.files import read_at_most
+from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, shown, without
 from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
 MAX_FILE_BYTES = 1 << 17  # so many unknown keys are reported within two seconds
+DESCRIPTION = "description"  # the key whose text is for people
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -51,7 +55,7 @@ class Source:
     def excerpt(self) -> str:
         """Formats the line with carets under the span, indented by two; a very long line is cut."""
         start = max(0, self.column - EXCERPT_WIDTH // 2) if self.column + self.width > EXCERPT_WIDTH else 0
-        text = _CONTROL.sub(" ", self.text)[start : start + EXCERPT_WIDTH].rstrip()
+        text = shown(_CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])).rstrip()
         column = self.column - start
         carets = "^" * max(1, min(self.width, len(text) - column))
         if self.line is None:
@@ -157,24 +161,58 @@ def _decoded(contents: bytes) -> str:
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:
-    """Returns the valid entries of YAML text and its mistakes; no entries if the text is not YAML."""
-    reader = _EntryReader(_LINE_BREAK.split(text.rstrip("\n")), label, [])
+    """Returns the valid entries of YAML text and its mistakes; no entries if the text is not YAML.
+
+    Lookalikes are mistakes, and the text is read as if it had none, so that their consequences are not reported.
+    """
+    if found := line_breaks(text):
+        return _read_without(found, text, label, noun)
+    reader = _EntryReader(text, label)
+    document, mistakes = _parsed(reader, noun)
+    if reader.found:
+        return _read_without(reader.found, text, label, noun)
+    if not document and mistakes and (found := anywhere(text)):
+        return _read_without(found, text, label, noun, quote='"')
+    return document, mistakes
+
+
+def _read_without(
+    found: list[Lookalike], text: str, label: str, noun: str, *, quote: str = ""
+) -> tuple[Document, list[ProfileError]]:
+    """Returns the entries of the text without these characters, and one mistake for each line that has some."""
+    places: dict[int | None, Mistake] = {}
+    reader = _EntryReader(text, label)
+    for one in found:
+        source = reader.character(one.index)
+        if source.line not in places:
+            places[source.line] = located(one.message, source, hint=one.hint)
+    document, mistakes = _parsed(_EntryReader(without(text, found, quote=quote), label), noun)
+    later = [one for one in mistakes if not (isinstance(one, Mistake) and _line_of(one) in places)]
+    return document, [*places.values(), *later]
+
+
+def _line_of(mistake: Mistake) -> int | None:
+    return None if mistake.source is None else mistake.source.line
+
+
+def _parsed(reader: _EntryReader, noun: str) -> tuple[Document, list[ProfileError]]:
+    text, label = reader.text, reader.label
     try:
-        return reader.read(text, noun), reader.mistakes
+        return reader.read(noun), reader.mistakes
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
         return {}, [reader.yaml_error(error, mark)]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
-        return {}, [located(message, reader.character(text, error.position))]
+        return {}, [located(message, reader.character(error.position))]
     except RecursionError:
         return {}, [Mistake("the YAML is nested too deeply", label)]
 
 
 def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
     """Parses a list or mapping in brackets on a command line. Returns the value and its mistakes."""
-    reader = _EntryReader([place.text], place.label, [], is_file=False)
+    reader = _EntryReader(place.text, place.label, is_file=False)
     try:
         node = yaml.compose(" " * place.column + text, Loader=_Loader)
         assert node is not None, "a bracket starts a node"
@@ -201,7 +239,7 @@ _PROBLEMS = {
     "expected '<document start>'": "text after the end of the document",
 }
 
-_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # the line breaks of YAML
+_LINE_BREAK = re.compile("\r\n|[\r\n]")
 
 
 class _Loader(yaml.SafeLoader):
@@ -221,17 +259,30 @@ class _Loader(yaml.SafeLoader):
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq")}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _EntryReader:
-    """Converts YAML nodes to entries. A mistake goes to `mistakes`, and reading continues without that node."""
+    """Converts YAML nodes to entries. A mistake goes to `mistakes`, and reading continues without that node.
 
-    lines: list[str]
+    Lookalikes in keys and in values without quotes go to `found`.
+    """
+
+    text: str
     label: str
-    mistakes: list[ProfileError]
     is_file: bool = True
+    mistakes: list[ProfileError] = field(default_factory=list)
+    found: list[Lookalike] = field(default_factory=list)
 
-    def read(self, text: str, noun: str) -> Document:
-        node = yaml.compose(text, Loader=_Loader)
+    @cached_property
+    def lines(self) -> list[str]:
+        return _LINE_BREAK.split(self.text.rstrip("\n"))
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Index of the first character of each line."""
+        return [0, *(found.end() for found in _LINE_BREAK.finditer(self.text))]
+
+    def read(self, noun: str) -> Document:
+        node = yaml.compose(self.text, Loader=_Loader)
         if isinstance(node, yaml.MappingNode) and node.tag in _TAGS:
             return self._section(node, "")
         if node is not None:
@@ -256,11 +307,13 @@ class _EntryReader:
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
         hint = f"write `{source.text.expandtabs(2)}`" if "\t" in source.text else None
+        if source.text[source.column : source.column + 1] == "\t" and source.text[: source.column].strip():
+            problem = "a tab between two words; use a space"
         return located(f"not valid YAML: {problem}", source, hint=hint)
 
-    def character(self, text: str, index: int) -> Source:
-        before = _LINE_BREAK.split(text[:index])
-        return Source(self.label, self.lines[len(before) - 1], len(before[-1]), 1, len(before))
+    def character(self, index: int) -> Source:
+        line = bisect.bisect_right(self.starts, index) - 1
+        return Source(self.label, self.lines[min(line, len(self.lines) - 1)], index - self.starts[line], 1, line + 1)
 
     def _section(self, node: yaml.MappingNode, prefix: str) -> Document:
         document: Document = {}
@@ -270,6 +323,7 @@ class _EntryReader:
                 self.mistakes.append(located("a key must be text", key, key=prefix.rstrip(".")))
                 continue
             name, path = key_node.value, f"{prefix}{key_node.value}"
+            self._look_into(key_node)
             if name in document:
                 message = f"`{name}` appears twice; the first is on line {document[name].key.line}"
                 self.mistakes.append(located(message, key, key=path))
@@ -286,9 +340,14 @@ class _EntryReader:
         if isinstance(node, yaml.SequenceNode):
             return [_plain(self.value(item, path)) for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
+        self._look_into(node, is_free=path == DESCRIPTION)
         if "\0" in node.value:
             self._refuse("a value must not contain a NUL character", node, path)
         return plain_scalar(node.value) if node.style is None else node.value
+
+    def _look_into(self, node: yaml.ScalarNode, *, is_free: bool = False) -> None:
+        if node.style is None:
+            self.found.extend(in_scalar(self.text, node.start_mark.index, node.end_mark.index, is_free=is_free))
 
     def _refuse(self, message: str, node: yaml.Node, path: str) -> None:
         self.mistakes.append(located(message, self.at(node.start_mark, node.end_mark), key=path))

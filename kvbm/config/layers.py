@@ -28,7 +28,9 @@ from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
 from kvbm.config.keys import keys
+from kvbm.config.lookalikes import in_scalar
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
+from kvbm.config.spelling import unquoted
 from kvbm.config.variables import drop_unused, overridden_values, put, read_variables, valid_variables
 from kvbm.errors import ProfileError
 
@@ -241,6 +243,8 @@ def _override(text: str) -> Document:
         raise located(
             f"`--set` requires KEY=VALUE, not `{text}`", source, hint="for example `--set tiers.host.capacity=2GB`"
         )
+    if (wrong := _lookalike(shown, raw.strip())) is not None:
+        raise wrong
     if names == ["extends"]:
         source = Source("--set", shown, len("--set "), len(path))
         hint = "write `extends` into a profile file"
@@ -250,6 +254,18 @@ def _override(text: str) -> Document:
     source = Source("--set", shown, len(shown) - len(raw), len(raw))
     put(document, names, Entry(key, source, _bracketed(raw, source) if raw[:1] in ("[", "{") else _typed(raw)))
     return document
+
+
+def _lookalike(shown: str, value: str) -> Mistake | None:
+    """Returns the mistake of a hidden character, or of typographic quotes around the value, which a shell keeps."""
+    place = Source("--set", shown, len(shown) - len(value), len(value))
+    if value[:1] in ("'", '"'):
+        return None
+    if (inner := unquoted(value)) is not None:
+        return located(f"typographic quotes around `{inner}`", place, hint=f"remove the quotes around `{inner}`")
+    for hidden in in_scalar(shown, 0, len(shown), is_free=False):
+        return located(hidden.message, replace(place, column=hidden.index, width=1), hint=hidden.hint)
+    return None
 
 
 def _bracketed(raw: str, source: Source) -> object:

@@ -176,6 +176,15 @@ PROFILE = {
     "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
     "profile_is_json_with_a_trailing_bracket": Row("profile check mine.yaml", {"mine.yaml": '{"engine": {}}}\n'}),
     "profile_tab": mine("\tport: 1\n"),
+    "profile_tab_after_a_colon": mine("server:\n  port:\t1\n"),
+    "profile_no_break_space_after_a_colon": mine("server:\n  host:\u00a0localhost\n  port: 1\n"),
+    "profile_no_break_spaces_in_the_indentation": mine("server:\n\u00a0 port: 1\n\u00a0 host: a\n"),
+    "profile_no_break_space_at_the_end": mine("server: {prt: 1}\n", base=MINE.replace("256MiB", "256MiB\u00a0")),
+    "profile_zero_width_space_in_a_key": mine("server: {po\u200brt: 1}\n"),
+    "profile_byte_order_mark_in_the_middle": mine("\ufeffserver: {port: 1}\n"),
+    "profile_line_separator": mine("server: {port: 1}\u2028metrics: {prt: 1}\n"),
+    "profile_typographic_quotes": mine("", base=MINE.replace("256MiB", "\u201c256MiB\u201d")),
+    "profile_typographic_quotes_around_a_colon": mine("server: {host: \u201ca: b\u201d}\nmetrics: {prt: 1}\n"),
     "profile_open_quote": mine('server: {host: "::1}\n'),
     "profile_colon_without_space": mine("server:\n  port:8000\n"),
     "profile_wrong_indentation": Row(
@@ -341,6 +350,7 @@ OVERRIDES = {
     "override_size_octal": override("tiers.host.capacity=010GB"),
     "override_size_in_exbibytes": override("tiers.host.capacity=1EiB"),
     "override_size_of_many_digits": override(f"tiers.host.capacity={'9' * 400}GB"),
+    "override_with_a_zero_width_space": override("tiers.host.capacity=1GiB\u200b"),
     "override_in_typographic_quotes": override("server.port=“8000” --set tiers.host.capacity=‘1GiB’"),
     "override_twice_wrong": override("server.port=a --set server.host="),
 }
