@@ -32,6 +32,7 @@ from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
 from kvbm.disk.orders import DiskResult, Read, Write
+from kvbm.leader.open_reads import OpenReads
 from kvbm.leader.rates import Rates, RatesFile
 from kvbm.types import Tier
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.leader.host_tier import HostTier, Reservation
+    from kvbm.leader.open_reads import OpenRead
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
 
@@ -59,6 +61,7 @@ class Fetch:
 
     source: PinnedBlocks
     target: Reservation
+    read: OpenRead
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
@@ -109,6 +112,7 @@ class DiskTier:
         self._unowned: set[bytes] = set()  # read from disk for an unknown tenant: not written until a request has them
         self._writes: dict[int, _Write] = {}
         self._fetches: dict[int, Fetch] = {}
+        self.reads = OpenReads("the disk tier", host, clock)
         self._tickets = itertools.count(1)
         self._rates_file = self._open_rates()
         known = None if self._rates_file is None else self._rates_file.read()
@@ -151,7 +155,7 @@ class DiskTier:
     @property
     def is_on(self) -> bool:
         """Whether blocks on disk are found, read and written."""
-        return self._is_filled and self._disk.is_on
+        return self._is_filled and self._disk.is_on and not self.reads.are_hung
 
     def refresh(self) -> None:
         """Detect a process that was replaced while the engine was idle. Call before a lookup."""
@@ -177,7 +181,7 @@ class DiskTier:
     def fetch(self, hashes: Sequence[bytes], tenant: bytes | None) -> Fetch | None:
         """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. The
         blocks must be on disk. None while there is no room or the disk is off."""
-        if not self.is_on or len(hashes) > self._host.store.available:
+        if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):
             return None
         self.evicting(len(hashes) - self._host.store.free)
         target = self._host.reserve(len(hashes))
@@ -190,7 +194,7 @@ class DiskTier:
         if tenant is None:
             self._unowned.update(hashes)
         self._host.unprove(target)
-        fetch = self._fetches[ticket] = Fetch(source, target)
+        fetch = self._fetches[ticket] = Fetch(source, target, self.reads.begin(ticket, len(hashes)))
         self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
         return fetch
 
@@ -216,9 +220,11 @@ class DiskTier:
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
+                self.reads.end(result.ticket)
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
+        self.reads.check(is_on=self._disk.is_on)
         self._follow_process()
         self._copy_counters()
         return ended
@@ -356,7 +362,7 @@ class DiskTier:
         counters.disk_checksum_failures = known.checksum_misses
         counters.disk_io_errors = known.io_errors.total()
         counters.disk_flushes = known.flushes
-        counters.disk_times_off = known.times_off
+        counters.disk_times_off = known.times_off + self.reads.times_hung
         counters.disk_restarts = self._disk.restarts
         counters.disk_dropped_rows = known.dropped_rows
         counters.disk_damaged_files = known.damaged_files

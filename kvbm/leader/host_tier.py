@@ -53,6 +53,7 @@ class HostTier:
         self.region = region
         self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events)
         self.capacity_blocks = region.slot_count
+        self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
         self._counters = counters
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._generation = 0

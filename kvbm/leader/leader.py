@@ -585,6 +585,8 @@ class Leader:
                 self._disk.refresh()
             if not request.has_probed:
                 self._slices.run(self._disk.hit, local())
+        if self._shared is not None:
+            self._shared.refresh()
         request.has_probed = True
         request.probed_blocks = max(request.probed_blocks, end - start)
         if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
@@ -597,6 +599,7 @@ class Leader:
             return None
         if request.is_waiting:
             request.is_waiting = False
+            request.may_read_disk &= not self._onboards.has_given_up(request.awaited)  # it has waited long enough
             self.counters.onboard_shared_requests += 1
         request.runs = []
         may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads

@@ -16,6 +16,10 @@ have arrived can still be found in host memory.
 The G1 blocks of a part are held from when it begins until nothing can write to them any more. Before that they belong
 to the waiting request; so if the request ends, its load begins no more parts. A load that is given up before its
 copiers have stopped is reported as failed at once, and its blocks stay held.
+
+No request waits for a lower tier that hangs. A load loses time while its first missing part makes no progress: its read
+(open_reads.py), or, while it waits for room, the reads of the loads before it. A load that has lost what a read may lose is cut, also
+if it lost them piece by piece.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from kvbm.leader.load_choice import LoadChoice
     from kvbm.leader.long_match import LongMatch
     from kvbm.leader.offloads import OffloadProgress
+    from kvbm.leader.open_reads import OpenRead, OpenReads
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.leader.shared_tier import Run, SharedTier
     from kvbm.leader.slices import Slices
@@ -47,6 +52,7 @@ FETCHES_AT_A_TIME = 32
 PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices
 SHARES_OF_G2 = 4  # one part takes at most this share of host memory
+REMEMBERED = 64  # loads that were given up
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +109,8 @@ class Load:
 
     `on_disk` and `in_shared` are the positions of the blocks that were there. `waiting` are parts of them that have not
     begun, those on disk pinned by `kept`; `slices` are parts in host memory that have not begun, with their pins.
-    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded.
+    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded. `idle_s`: how long its first missing
+    part has made no progress; `lost_s`: the sum of such times that are over.
     """
 
     number: int
@@ -124,6 +131,8 @@ class Load:
     is_failed_by_disk: bool = False
     is_reported: bool = False
     read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)  # until the first and the last read ended
+    idle_s: float = 0.0
+    lost_s: float = 0.0
     has_copies: bool = False  # which say nothing about the rate of the shared tier
 
     @property
@@ -139,6 +148,14 @@ class Load:
     def count_of(self, tier: Tier, end: int) -> int:
         """Return how many of its first `end` blocks come from this tier."""
         return bisect_left(self.on_disk if tier is Tier.DISK else self.in_shared, end)
+
+    def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
+        """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much
+        time. `reads` are those of its tier."""
+        if idle_s < self.idle_s and self.idle_s > reads.grace_s:
+            self.lost_s += self.idle_s
+        self.idle_s = idle_s
+        return self.lost_s + (idle_s if idle_s > reads.grace_s else 0.0) > reads.limit_s
 
     def note_read(self, tier: Tier, waited_s: float) -> None:
         """Note that a read from this tier has ended."""
@@ -197,6 +214,10 @@ class Onboards:
         self._reading: list[Load] = []  # loads with blocks from disk or from the shared tier
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
         self._arriving: dict[bytes, int] = {}
+        self._given_up: deque[int] = deque(maxlen=REMEMBERED)  # numbers of loads whose tier hung
+        self._has_moved = True  # a read or a copy of a load in `_reading` has ended, or a read has begun
+        self._idle_s = 0.0  # how long nothing has
+        self._checked_s = clock()
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
         self._ended: list[Load] = []
@@ -215,6 +236,10 @@ class Onboards:
     def arriving(self, sequence_hash: bytes) -> int | None:
         """Return the number of the load that brings this block, if there is one."""
         return self._arriving.get(sequence_hash)
+
+    def has_given_up(self, number: int) -> bool:
+        """Whether a recent load was cut because its tier hung."""
+        return number in self._given_up
 
     def begin(
         self,
@@ -357,6 +382,7 @@ class Onboards:
                     fetch.blocks.release()
                 continue
             load, part = self._fetches.pop(fetch)
+            self._has_moved = True
             load.note_read(Tier.DISK if part.run is None else Tier.SHARED, self._clock() - load.born_s)
             load.has_copies |= isinstance(fetch, RunFetch) and fetch.is_copy
             if fetch.blocks is not None:
@@ -476,7 +502,7 @@ class Onboards:
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
                 part = load.waiting[0]
-                if self._has_lost(part):
+                if self._has_lost(part) or len(part.hashes) > self._host.capacity_blocks:
                     self._cut(load, part.first)
                     self._end_if_over(load)
                     break
@@ -484,6 +510,7 @@ class Onboards:
                 if fetch is None:
                     return
                 load.waiting.popleft()
+                self._has_moved = True
                 self._fetches[fetch] = (load, part)
                 self._open(load, part.block_ids)
 
@@ -502,6 +529,7 @@ class Onboards:
         order, load = copy.order, copy.load
         del self.in_flight[order.generation]
         self._lanes.append(order.lane)
+        self._has_moved |= load in self._reading
         self._close(load, order.block_ids)
         if not is_ready:
             if not copy.is_void:
@@ -573,25 +601,44 @@ class Onboards:
             self._report(copy.load)
 
     def _give_up_hopeless(self) -> None:
-        """Cut the loads whose remaining blocks are computed faster than read, or whose disk does not answer."""
-        missing = {load.number: load.waiting[0] for load in self._reading if load.waiting}
-        for load, part in self._fetches.values():
-            if load.number not in missing or part.first < missing[load.number].first:
-                missing[load.number] = part
+        """Cut the loads whose remaining blocks are computed faster than read, or whose tier hangs."""
+        self._note_time()
+        missing: dict[int, tuple[_Part, OpenRead | None]] = {
+            load.number: (load.waiting[0], None) for load in self._reading if load.waiting
+        }
+        for fetch, (load, part) in self._fetches.items():
+            if load.number not in missing or part.first < missing[load.number][0].first:
+                missing[load.number] = part, fetch.read
         for load in [load for load in self._reading if load.number in missing]:
-            part = missing[load.number]
+            part, read = missing[load.number]
             tier = Tier.DISK if part.run is None else Tier.SHARED
             waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks + load.shared_blocks
             blocks = load.count_of(Tier.DISK, part.first) + load.count_of(Tier.SHARED, part.first)
-            is_late = waited_s > self._settings.disk.timeout_s or not self._is_on(tier)
-            if is_late or self._choice.is_hopeless(waited_s, blocks, all_blocks):
+            hangs = self._hangs(load, tier, read, waited_s)
+            if (
+                hangs
+                or waited_s > self._settings.disk.timeout_s
+                or self._choice.is_hopeless(waited_s, blocks, all_blocks)
+            ):
+                if hangs:
+                    self._given_up.append(load.number)
                 self._choice.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
                 self._cut(load, part.first)
                 self._end_if_over(load)
 
-    def _is_on(self, tier: Tier) -> bool:
+    def _note_time(self) -> None:
+        """Note for how long no load has made progress."""
+        now_s = self._clock()
+        self._idle_s = 0.0 if self._has_moved else self._idle_s + now_s - self._checked_s
+        self._has_moved, self._checked_s = False, now_s
+
+    def _hangs(self, load: Load, tier: Tier, read: OpenRead | None, waited_s: float) -> bool:
+        """Whether a load waits for a tier that is off, or has lost too much time. `read` is that of its first missing
+        part, None if that waits for room."""
         side = self._disk if tier is Tier.DISK else self._shared
-        return side is not None and side.is_on
+        if side is None or not side.is_on:
+            return True
+        return load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, side.reads)
 
 
 def _part(hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]) -> _Part:

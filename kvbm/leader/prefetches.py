@@ -69,17 +69,20 @@ class Prefetches:
 
     def step(self) -> None:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
-        while self._wanted and len(self._open) < READS_AT_A_TIME:
+        while self._wanted and self._may_read(self._disk, self._wanted[0][0]):
             batch, tenant = self._wanted.popleft()
             self._queued.difference_update(batch)
             if self._disk is not None:
                 due = [one for one in self._absent(batch) if self._disk.contains(one)]
                 self._add(self._disk.fetch(due, tenant) if due else None)
-        while self._runs and len(self._open) < READS_AT_A_TIME:
+        while self._runs and self._may_read(self._shared, self._runs[0][0].hashes):
             run, owner = self._runs.popleft()
             self._queued.discard(run.name)
             if self._shared is not None and (absent := self._absent(run.hashes)) and not self._shared.has_lost(run):
                 self._add(self._shared.fetch(run, absent, owner))
+
+    def _may_read(self, tier: DiskTier | SharedTier | None, hashes: Sequence[bytes]) -> bool:
+        return len(self._open) < READS_AT_A_TIME and (tier is None or tier.reads.has_room(len(hashes)))
 
     def _absent(self, hashes: Sequence[bytes]) -> list[bytes]:
         return [hashes[index] for index in self._host.store.missing(hashes)]
@@ -117,7 +120,7 @@ class Prefetches:
             return
         began_s = self._clock()
         self.want(newest[::-1], None)
-        while (self._wanted or self._open) and self._clock() - began_s < WARM_S:
+        while (self._wanted or self._open) and self._disk.is_on and self._clock() - began_s < WARM_S:
             self.step()
             time.sleep(POLL_S)
             self.settle(self._disk.settle())

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
+from kvbm.leader.open_reads import OpenReads
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
 from kvbm.shared.presence import Presence
 from kvbm.types import Tier
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvbm.leader.disk_tier import DiskTier
     from kvbm.leader.host_tier import HostTier, Reservation
     from kvbm.leader.load_choice import LoadChoice
+    from kvbm.leader.open_reads import OpenRead
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.shared.service.client import SharedClient
@@ -73,6 +75,7 @@ class RunFetch:
     hashes: tuple[bytes, ...]
     tenant: bytes
     target: Reservation
+    read: OpenRead
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
@@ -139,6 +142,7 @@ class SharedTier:
         self._writes: dict[int, _RunWrite] = {}
         self._departing: set[bytes] = set()  # names of runs that are being written
         self._fetches: dict[int, RunFetch] = {}
+        self.reads = OpenReads("the shared tier", host, clock)
         self._probes: dict[int, tuple[bytes, ...]] = {}
         self._asked: dict[str, _Asked] = {}
         self._results: list[ObjectResult] = []  # that have arrived and are not settled
@@ -154,9 +158,14 @@ class SharedTier:
     @property
     def is_on(self) -> bool:
         """Whether runs are found, read and written."""
-        return self._client.is_on and not self._has_ended
+        return self._client.is_on and not (self._has_ended or self.reads.are_hung)
 
     # -- what is in the store ------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Detect the end of reads that hung while the engine was idle. Call before a lookup."""
+        if not self.is_on and all(fetch.is_abandoned for fetch in self._fetches.values()):
+            self.settle()
 
     def receive(self) -> None:
         """Take what the process has sent, before a search in an engine that may not have settled for long. Results of
@@ -219,7 +228,7 @@ class SharedTier:
     def fetch(self, run: Run, hashes: Sequence[bytes], tenant: bytes) -> RunFetch | None:
         """Start to read blocks of a run into host memory; `settle` returns the end. None while there is no room or the
         tier is off."""
-        if not self.is_on or len(hashes) > self._host.store.available:
+        if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):
             return None
         if self._disk is not None:
             self._disk.evicting(len(hashes) - self._host.store.free)
@@ -229,7 +238,8 @@ class SharedTier:
         self._host.unprove(target)
         slots = dict(zip(hashes, target.slots, strict=True))
         ticket = next(self._tickets)
-        fetch = self._fetches[ticket] = RunFetch(run, tuple(hashes), tenant, target)
+        read = self.reads.begin(ticket, len(hashes))
+        fetch = self._fetches[ticket] = RunFetch(run, tuple(hashes), tenant, target, read)
         self._client.submit(Get(ticket, run.hashes, tuple(slots.get(one, NOT_WANTED) for one in run.hashes)))
         return fetch
 
@@ -261,9 +271,11 @@ class SharedTier:
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result)
             elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
+                self.reads.end(result.ticket)
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
+        self.reads.check(is_on=self._client.is_on)
         self._copy_counters()
         return ended
 
@@ -448,6 +460,6 @@ class SharedTier:
         counters.shared_saved_writes = known.writes_saved
         counters.shared_copies_read = known.copies_read
         counters.shared_probes = known.probes
-        counters.shared_times_off = known.times_off
+        counters.shared_times_off = known.times_off + self.reads.times_hung
         counters.shared_restarts = self._client.restarts
         counters.shared_off = int(not self.is_on)

@@ -6,7 +6,8 @@
 `fails`: open takes it, and every write through such a file is EINVAL.
 `drops`: open takes it, and what is written through such a file is never seen again.
 `obeys`: it does what the file `orders` beside DIRECTORY says: an errno's name, which reads, writes and fsync fail with;
-`short`, where the arena of a cache is read and written in part; `stall`, where nothing ends until it says otherwise.
+`short`, where the arena of a cache is read and written in part; `stall`, where no read, write, sync or stat ends until
+it says otherwise; `hang-reads` and `hang`, the same for reads alone, and for every call.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import errno
 import os
 import sys
 import time
+from functools import wraps
 
 import mfusepy
+
+HAS_LIMIT = (mfusepy.fuse_version_major, mfusepy.fuse_version_minor) >= (3, 12)
+MANY = {"max_threads": 200} if HAS_LIMIT else {}  # a call that hangs takes a thread
 
 
 class LyingFilesystem(mfusepy.Operations):
@@ -29,6 +34,19 @@ class LyingFilesystem(mfusepy.Operations):
 
     def _at(self, path: str) -> str:
         return os.path.join(self._root, path.lstrip("/"))
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name.startswith("_") or not callable(found):
+            return found
+
+        @wraps(found)  # also the mark of what is not implemented
+        def when_it_answers(*args, **keys):
+            while (order := self._order()) == "hang" or (order == "hang-reads" and name == "read"):
+                time.sleep(0.05)
+            return found(*args, **keys)
+
+        return when_it_answers
 
     def _obey(self, *, may_fail=True):
         while (order := self._order()) == "stall":
@@ -71,6 +89,9 @@ class LyingFilesystem(mfusepy.Operations):
 
     def rename(self, old, new):
         os.rename(self._at(old), self._at(new))
+
+    def link(self, target, source):
+        os.link(self._at(source), self._at(target))
 
     def chmod(self, path, mode):
         os.chmod(self._at(path), mode)
@@ -124,4 +145,6 @@ class LyingFilesystem(mfusepy.Operations):
 
 if __name__ == "__main__":
     lie, point, directory = sys.argv[1:]
-    mfusepy.FUSE(LyingFilesystem(lie, directory), point, foreground=True, nothreads=False, fsname=f"lying-{lie}")
+    mfusepy.FUSE(
+        LyingFilesystem(lie, directory), point, foreground=True, nothreads=False, fsname=f"lying-{lie}", **MANY
+    )

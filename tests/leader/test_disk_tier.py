@@ -269,7 +269,7 @@ def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
     rig = make(slots=16)
     hashes = rig.fill("a", 8)
     settled(rig)
-    for slots, sizes in ((16, [2] * 4), (8, [2] * 4), (2, [1, 1])):
+    for slots, sizes in ((16, [2] * 4), (8, [2] * 2), (2, [1])):
         rig = restarted(rig, slots=slots)
         rig.load("r", hashes)
         assert [len(order.hashes) for order in rig.disk.waiting if isinstance(order, Read)] == sizes
@@ -470,7 +470,7 @@ def test_a_load_whose_disk_has_ended_is_computed_at_once():
     rig = restarted(rig, slots=2)
     blocks = rig.load("r", hashes)
     rig.order()
-    assert len(rig.disk.waiting) == 2
+    assert len(rig.disk.waiting) == 1
     rig.disk.end()
     results = rig.settle() + settled(rig, 1)
     assert [(result.request_id, len(result.failed_block_ids)) for result in results] == [("r", 8)]
@@ -799,7 +799,10 @@ def test_of_a_load_of_several_groups_that_the_disk_fails_what_has_come_is_offere
     rig.ranks[0].copier.next("fail")
     assert [len(result.failed_block_ids) for result in settled(rig)] == [4]
     assert rig.leader.match_groups("r", chains, 0, 64) == 0, "it goes on without"
-    assert rig.leader.match_groups("other", chains, 0, 64) > 0
+    assert rig.leader.match_groups("other", chains, 0, 64) == 0, "a read still hangs"
+    rig.disk.is_hanging = False
+    settled(rig)
+    assert rig.leader.match_groups("third", chains, 0, 64) > 0
     rig.close()
 
 
@@ -834,10 +837,8 @@ def test_a_load_whose_blocks_are_lost_to_an_abandoned_read_is_computed(rig):
     settled(rig, 8)
     rig = restarted(rig, slots=8)
     late = rig.load("late", hashes)
-    rig.now_s = 11.0
-    rig.order()
-    assert [result.failed_block_ids for result in rig.settle()] == [tuple(late)]
     rig.finish("late", hashes, late)
+    rig.settle()
     blocks = rig.load("r", hashes)
     while rig.disk.run("read", "damage"):
         pass

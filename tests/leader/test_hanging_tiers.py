@@ -1,0 +1,238 @@
+"""Lower tiers that hang: no request waits longer than one deadline, whatever hangs and how often. With a manual clock.
+
+`onboard.policy: always` in all of them, because `auto` gives up earlier.
+"""
+
+from __future__ import annotations
+
+import pytest
+from bookkeeping import check_leader
+from fake_store import FakeStore
+from rig import Rig, chain
+
+from kvbm.leader import onboards
+from kvbm.leader.open_reads import HUNG_S
+from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.types import Tier
+
+STEP_S = 0.1
+LIMIT_S = 2.5
+RUN = 2
+
+
+@pytest.fixture(autouse=True)
+def _reads_of_two_blocks(monkeypatch):
+    monkeypatch.setattr(onboards, "PARTS", 1)
+
+
+def make(*, disk=None, store=None, slots=16, **options):
+    return Rig(
+        slots=slots,
+        blocks=64,
+        fake_disk=disk,
+        store=store,
+        disk=DiskPolicy(is_configured=disk is not None, to_disk="always", reads_always=True, batch_blocks=2),
+        shared=SharedPolicy(to_shared="always"),
+        **options,
+    )
+
+
+def full(tiers, *, names="ab", length=8, **options):
+    """A rig with an empty host memory whose lower tiers hold these chains, and the chains."""
+    first = make(disk=64 if "disk" in tiers else None, store=FakeStore(RUN) if "shared" in tiers else None, slots=64)
+    chains = [first.fill(name, length) for name in names]
+    first.settle_store()
+    first.close()
+    if first.disk is not None:
+        first.disk.waiting.clear()
+    rig = make(disk=first.disk, store=first.store, **options)
+    if rig.store is not None:
+        rig.store.list_all()
+        rig.step()
+    return rig, chains
+
+
+def step(rig):
+    """A step of the engine, and some time in which no tier does anything."""
+    rig.order()
+    rig.now_s += STEP_S
+    for rank in rig.ranks:
+        rank.run_all()
+    return rig.settle()
+
+
+def waits(rig, asked, limit_s=20.0, between=lambda: None):
+    """How long each of these requests waits. `asked`: a chain by name of the request."""
+    begun, ended = {}, {}
+    for name, hashes in asked.items():
+        begun[name] = rig.now_s
+        if not load(rig, name, hashes):
+            ended[name] = rig.now_s
+    while len(ended) < len(asked) and rig.now_s < limit_s:
+        between()
+        for result in step(rig):
+            ended[result.request_id] = rig.now_s
+    return {name: ended.get(name, float("inf")) - begun[name] for name in asked}
+
+
+def load(rig, name, hashes):
+    matched = rig.leader.match(name, hashes, 0)
+    if matched:
+        rig.leader.onboard(name, hashes, 0, rig.g1.allocate(matched))
+    return matched
+
+
+@pytest.mark.parametrize("tiers", ["disk", "shared"])
+def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
+    rig, (a, b) = full(tiers)
+    assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
+    side = rig.leader._disk if tiers == "disk" else rig.leader._shared
+    assert not side.is_on
+    for number in range(5):
+        assert rig.leader.match(f"later-{number}", a if number % 2 else b, 0) == 0, "nothing is promised of it"
+        step(rig)
+    rig.run_tiers()
+    step(rig)
+    assert side.is_on
+    assert load(rig, "last", a) == 8
+    for _ in range(10):
+        rig.step()
+    check_leader(rig.leader)
+    rig.close()
+
+
+@pytest.mark.parametrize("tiers", ["disk", "shared"])
+def test_an_idle_engine_finds_out_that_reads_have_ended_at_the_next_lookup(tiers):
+    rig, (a, _) = full(tiers)
+    assert waits(rig, {"r": a})["r"] < LIMIT_S
+    rig.leader.finish("r", a)
+    rig.run_tiers()
+    assert rig.leader.match("next", a, 0) == 8
+    rig.close()
+
+
+@pytest.mark.parametrize("tiers", ["disk", "shared", "disk and shared"])
+def test_reads_that_hang_leave_a_part_of_host_memory(tiers):
+    rig, (*chains,) = full(tiers, names="abcdef", slots=16)
+    waits(rig, {f"r{number}": one for number, one in enumerate(chains)})
+    share = 3 / 4 if "and" in tiers else 1 / 2
+    assert 0 < rig.leader.blocks()[Tier.HOST]["moving"] <= share * 16
+    hashes = rig.fill("new", 4)
+    assert rig.leader.match("new-again", hashes, 0) == 4
+    rig.close()
+
+
+def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
+    """Its own tier works; what hangs is the disk, whose reads have the room."""
+    rig, (a, b) = full("disk", slots=4)
+    rig.leader._shared = rig.leader._onboards._shared = None
+    assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
+    rig.close()
+
+
+def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
+    rig, (a, b) = full("disk", slots=4)
+    taken = rig.leader._host.reserve(4)
+    is_released = []
+
+    def between():
+        if rig.now_s > 1.8 and not is_released:
+            is_released.append(taken.release())
+
+    assert max(waits(rig, {"r1": a, "r2": b}, between=between).values()) < LIMIT_S
+    assert is_released
+    rig.close()
+
+
+def test_a_load_that_loses_time_piece_by_piece_is_cut_too():
+    """Each read ends just before it would count as hung."""
+    rig, (a, _) = full("disk", slots=4)
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > HUNG_S - 2 * STEP_S:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    assert waits(rig, {"r": a}, between=between)["r"] < LIMIT_S + STEP_S
+    rig.close()
+
+
+def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
+    rig, (a, b) = full("disk", names="ab", slots=4)
+    rig.leader._disk.reads.usual_s = 1.5
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > 1.5:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    assert waits(rig, {"r": a}, between=between)["r"] > 4 * 1.5
+    assert rig.leader.counters.onboard_disk_blocks == 8
+    rig.close()
+
+
+def test_a_request_that_waited_for_a_load_that_was_cut_is_not_promised_the_disk_again():
+    rig, (a, _) = full("disk", slots=8)
+    assert load(rig, "first", a) == 8
+    assert rig.leader.match("second", a, 0) is None, "the first one brings it"
+    while not step(rig):
+        pass
+    assert rig.now_s < LIMIT_S + 2
+    rig.run_tiers()
+    rig.leader._disk.settle()
+    assert rig.leader._disk.is_on
+    assert rig.leader.match("second", chain("a", 16), 0) in (0, 4), "what has arrived in host memory, and not the disk"
+    assert rig.leader.match("third", a, 0) == 8
+    rig.close()
+
+
+def test_a_busy_disk_whose_reads_end_one_after_the_other_is_not_given_up():
+    """The last of many reads waits for longer than the deadline, but those before it end."""
+    rig, chains = full("disk", names="abcdef", slots=64)
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > 0.35:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    found = waits(rig, {f"r{number}": one for number, one in enumerate(chains)}, between=between)
+    assert HUNG_S < max(found.values()) < 20.0
+    assert rig.leader.counters.onboard_disk_blocks == 48
+    rig.close()
+
+
+def test_one_read_that_hangs_is_noticed_although_later_ones_end():
+    rig, (a, b) = full("shared", slots=64)
+    hung = []
+
+    def between():
+        if not hung:
+            hung.append(rig.store.waiting.pop(0))
+        rig.store.run()
+
+    found = waits(rig, {"r1": a, "r2": b}, between=between)
+    assert found["r1"] < LIMIT_S
+    assert not rig.leader._shared.is_on
+    rig.store.waiting.append(hung[0])
+    rig.run_tiers()
+    step(rig)
+    assert rig.leader._shared.is_on
+    rig.close()
+
+
+def test_long_steps_of_the_engine_are_no_time_in_which_a_tier_hangs():
+    rig, (a, _) = full("disk", slots=4)
+    load(rig, "r", a)
+    results = []
+    for _ in range(12):
+        rig.order()
+        rig.now_s += 3.0
+        rig.disk.run_all()
+        for rank in rig.ranks:
+            rank.run_all()
+        results += rig.settle()
+    assert [result.failed_block_ids for result in results] == [()]
+    rig.close()
