@@ -200,7 +200,7 @@ MUTANTS = (
         name="disk-side-counts-drops-without-room",
         bug="A read that waits for room counts blocks as dropped that stay in host memory.",
         file="kvbm/leader/disk_tier.py",
-        old="if not self.is_on or len(hashes) > self._host.store.available:",
+        old="if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):",
         new="if not self.is_on:",
         fails="tests/leader/test_disk_tier.py -k waits_for_room_drops",
     ),
