@@ -18,8 +18,8 @@ to the waiting request; so if the request ends, its load begins no more parts. A
 copiers have stopped is reported as failed at once, and its blocks stay held.
 
 No request waits for a lower tier that hangs. A load loses time while its first missing part makes no progress: its read
-(open_reads.py), or, while it waits for room, the reads of the loads before it. A load that has lost what a read may lose is cut, also
-if it lost them piece by piece.
+(open_reads.py), or, while it waits for room, the reads of the loads before it. A load is cut when it has lost as much
+time as one read may lose, also if it lost that piece by piece.
 """
 
 from __future__ import annotations

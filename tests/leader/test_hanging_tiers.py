@@ -159,7 +159,7 @@ def test_a_load_that_loses_time_piece_by_piece_is_cut_too():
 
 
 def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
-    rig, (a, b) = full("disk", names="ab", slots=4)
+    rig, (a, _) = full("disk", slots=4)
     rig.leader._disk.reads.usual_s = 1.5
     last_s = [rig.now_s]
 
