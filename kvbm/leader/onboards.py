@@ -151,7 +151,7 @@ class Load:
 
     def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
         """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much
-        time. `reads` are those of its tier."""
+        time. `reads`: of its tier."""
         if idle_s < self.idle_s and self.idle_s > reads.grace_s:
             self.lost_s += self.idle_s
         self.idle_s = idle_s
@@ -633,7 +633,7 @@ class Onboards:
         self._has_moved, self._checked_s = False, now_s
 
     def _hangs(self, load: Load, tier: Tier, read: OpenRead | None, waited_s: float) -> bool:
-        """Whether a load waits for a tier that is off, or has lost too much time. `read` is that of its first missing
+        """Whether a load waits for a tier that is off, or has lost too much time. `read`: of its first missing
         part, None if that waits for room."""
         side = self._disk if tier is Tier.DISK else self._shared
         if side is None or not side.is_on:
