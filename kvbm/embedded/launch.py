@@ -16,7 +16,7 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     argv = [engine.python or sys.executable, "-m", "kvbm.embedded", "--model", engine.model]
     argv += ["--host", host, "--port", str(port), *_flags(engine.arguments)]
     if connector:
-        argv += ["--connector", profile.model_dump_json()]
+        argv += ["--connector", _without_environment(profile).model_dump_json()]
     base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=tuple(argv),
@@ -28,6 +28,12 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         install="pip install 'kvbm-cli[embedded]'",
         has_admin_token=True,
     )
+
+
+def _without_environment(profile: Profile) -> Profile:
+    """Return what the connector reads. The engine's variables may hold secrets, and every user can read an argument."""
+    engine = profile.engine.model_copy(update={"environment": {}})
+    return profile.model_copy(update={"engine": engine})
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 MAX_SHOWN = 200
@@ -64,9 +64,21 @@ def one_line(text: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Return the text with `***` for credentials and signatures in URLs, and for values of secret variables."""
-    if "://" in text:
-        text = _QUERY_SECRET.sub(rf"\1={HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
-    return _VARIABLE.sub(rf"\1\2{HIDDEN}", text)
+    return _VARIABLE.sub(rf"\1\2{HIDDEN}", without_url_secrets(text))
+
+
+def without_url_secrets(text: str) -> str:
+    if "://" not in text:
+        return text
+    return _QUERY_SECRET.sub(rf"\1={HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
+
+
+def without_secret_values(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for display."""
+    return {
+        name: without_secrets(f"{name}={value}").removeprefix(f"{name}=") if value else value
+        for name, value in variables.items()
+    }
 
 
 def fit_for_message(text: str) -> str:

@@ -31,6 +31,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # Exceptions: flags without a `--no-` form, flags repeated per list item, and flags with a list as one JSON text.
 ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
 REPEATED = frozenset({"middleware"})
+SECRET_FLAGS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 
 
@@ -50,7 +51,8 @@ def plan(
     engine, host = profile.engine, profile.server.host
     assert isinstance(engine, VllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), "--host", host, "--port", str(port), "--enable-prompt-tokens-details"]
-    argv += _flags(engine.arguments, profile.tiers.drain_s if connector else 0.0)
+    secrets, arguments = _secret_variables(engine.arguments)
+    argv += _flags(arguments, profile.tiers.drain_s if connector else 0.0)
     transfer = transfer_config(profile, engine.arguments) if connector else other_connector(engine.arguments)
     if transfer is not None:
         argv += ["--kv-transfer-config", _compact(transfer)]
@@ -59,7 +61,7 @@ def plan(
     added = {name: value for name, value in defaults.items() if name not in (environment or {})}
     return LaunchPlan(
         argv=tuple(argv),
-        environment={**added, **engine.environment},
+        environment={**added, **engine.environment, **secrets},
         base_url=base_url,
         health_url=f"{base_url}/health",
         model=engine.served_name,
@@ -109,6 +111,18 @@ def _default_variables(arguments: VllmArguments, installation: VllmInstallation 
         ranks = (arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1)
         variables["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(ranks)
     return variables
+
+
+def _secret_variables(arguments: VllmArguments) -> tuple[dict[str, str], VllmArguments]:
+    """Move secrets from the flags, which every user can read, to variables. vLLM reads one key from a variable."""
+    given, moved = arguments.model_dump(mode="json", exclude_none=True), {}
+    for name in SECRET_FLAGS:
+        value = given.get(name)
+        (value,) = value if isinstance(value, list) and len(value) == 1 else (value,)
+        if isinstance(value, str):
+            moved[name] = value
+    rest = arguments.model_copy(update=dict.fromkeys(moved))
+    return {SECRET_FLAGS[name]: value for name, value in moved.items()}, rest
 
 
 def _flags(arguments: VllmArguments, drain_s: float) -> list[str]:

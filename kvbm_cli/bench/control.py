@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbm.errors import EngineError
+from kvbm.text.outside import shown_json
 from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.system.http_client import HttpAnswer, request
 
@@ -15,6 +16,9 @@ RESET = "/reset_prefix_cache?reset_external=true"
 RESET_TIMEOUT_S = 30.0
 RESET_INTERVAL_S = 0.02
 IN_USE = 409
+CHARACTERS_PER_TOKEN = 64  # far more than words have
+LONGEST_PAGE = 8 << 20  # characters of metrics
+MOST_TOKENS = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,17 @@ class Control:
         self._headers = headers
 
     def tokenize(self, text: str) -> list[int]:
+        """EngineError if the answer is not that of a tokenizer: callers repeat with longer text to get more tokens."""
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        return [int(token) for token in self._call("POST", "/tokenize", content=content).fields()["tokens"]]
+        tokens = self._call("POST", "/tokenize", content=content).fields().get("tokens")
+        if not isinstance(tokens, list) or not all(type(one) is int for one in tokens):
+            raise EngineError(f"{self._base_url}/tokenize returned {shown_json(tokens)} instead of a list of token ids")
+        if len(tokens) * CHARACTERS_PER_TOKEN < len(text):
+            raise EngineError(
+                f"{self._base_url}/tokenize returned {len(tokens)} tokens for {len(text)} characters of English words, "
+                f"which is less than one per {CHARACTERS_PER_TOKEN} characters: it is not the tokenizer of a model"
+            )
+        return tokens
 
     def try_tokenize(self, text: str) -> list[int] | None:
         """`None` if the server has no `/tokenize` that answers like vLLM's."""
@@ -83,12 +96,15 @@ class Control:
         answer = request("GET", f"{self._base_url}/metrics", headers=self._headers, timeout_s=TIMEOUT_S)
         if not answer.is_ok:
             return None
-        found = ScrapedMetrics.parse(answer.text())
+        try:
+            found = ScrapedMetrics.parse(answer.text()[:LONGEST_PAGE])
+        except (ValueError, OverflowError):  # not metrics
+            return None
         labels = found.labels_of("vllm:cache_config_info")
         if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
             return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
         held = found.total("sglang:max_total_num_tokens")
-        return None if held is None else int(held)
+        return None if held is None or not 0 <= held <= MOST_TOKENS else int(held)
 
     def reset_cache(self) -> None:
         """Remove every block from G1 and from the connector; waits until no copy uses one."""

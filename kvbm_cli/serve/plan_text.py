@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX, STORE_VARIABLES
+from kvbm.text.outside import without_secret_values, without_secrets
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.engines import how_to_make_model
 from kvbm_cli.engine.process import additions
@@ -46,7 +47,8 @@ def print_dry_run(served: ServedProfile, plan: LaunchPlan | DisaggregatedPlan, *
 
 def _as_data(plan: LaunchPlan) -> dict[str, object]:
     files = {"files": dict(plan.files)} if plan.files else {}
-    return {"url": plan.base_url, "argv": list(plan.argv), "environment": additions(plan), **files}
+    shown = without_secret_values(additions(plan))
+    return {"url": plan.base_url, "argv": list(map(without_secrets, plan.argv)), "environment": shown, **files}
 
 
 def _sizes(served: ServedProfile) -> Mapping[str, object]:
@@ -56,11 +58,12 @@ def _sizes(served: ServedProfile) -> Mapping[str, object]:
 
 
 def _command(plan: LaunchPlan) -> str:
-    """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory."""
+    """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory. `***` stands
+    for secrets."""
     names = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in STORE_VARIABLES]
     unset = [word for name in names for word in ("-u", name)]
-    assignments = [f"{name}={value}" for name, value in additions(plan).items()]
-    return shlex.join(["env", *unset, *assignments, *plan.argv])
+    assignments = [f"{name}={value}" for name, value in without_secret_values(additions(plan)).items()]
+    return shlex.join(["env", *unset, *assignments, *map(without_secrets, plan.argv)])
 
 
 def _creation(name: str, text: str) -> str:

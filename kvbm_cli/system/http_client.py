@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-LONGEST_ERROR = 300
+from kvbm.text.outside import shown, without_secrets
+
+LONGEST_READ = 20_000  # of an error: it is shown in one line and shortened
 MAX_BODY_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
 BAD_LENGTH = (ValueError, OverflowError, MemoryError)  # what http.client raises for a body or chunk of absurd length
@@ -50,8 +52,8 @@ class HttpAnswer:
         fields = self.fields()
         error = fields.get("error", fields)
         message = error.get("message") if isinstance(error, dict) else error
-        text = message if isinstance(message, str) else self.body[:LONGEST_ERROR].decode(errors="replace")
-        return " ".join(text.split())[:LONGEST_ERROR]
+        text = message if isinstance(message, str) else self.body[:LONGEST_READ].decode(errors="replace")
+        return shown(" ".join(text[:LONGEST_READ].split()))
 
 
 def get(url: str, *, timeout_s: float) -> HttpAnswer:
@@ -72,7 +74,7 @@ def request(
     try:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            return HttpAnswer(failure=f"`{url}` is not an http:// address")
+            return HttpAnswer(failure=f"`{without_secrets(shown(url))}` is not an http:// address")
         connection = _TimedConnection(parts.netloc, timeout_s)
         body = None if content is None else json.dumps(content).encode()
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
@@ -82,7 +84,7 @@ def request(
     except TimeoutError:
         return HttpAnswer(failure=f"no complete answer within {timeout_s:g} s")
     except (OSError, *BAD_LENGTH, http.client.HTTPException) as error:
-        return HttpAnswer(failure=str(error) or type(error).__name__)
+        return HttpAnswer(failure=shown(str(error)) or type(error).__name__)
     finally:
         if connection is not None:
             connection.end()

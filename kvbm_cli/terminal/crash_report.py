@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.host.directories import make_private_directories
+from kvbm.text.outside import without_secrets
 from kvbm_cli.terminal.show_error import show_error
 
 A_BUG = 70  # exit code EX_SOFTWARE of sysexits.h
 KEPT_REPORTS = 20
+LONGEST_REPORT = 200_000
 
 
 def show_bug(error: Exception, arguments: Sequence[str]) -> int:
@@ -44,7 +46,7 @@ def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
             make_private_directories(directory)
             path = directory / name
             path.touch(mode=0o600)
-            path.write_text(text, encoding="utf-8", errors="replace")
+            path.write_text(without_secrets(text[:LONGEST_REPORT]), encoding="utf-8", errors="replace")
             _prune(directory)
             return path
     return None

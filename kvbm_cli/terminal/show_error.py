@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
+from kvbm.text.outside import fit_for_message
 from kvbm_cli.terminal.printable import printable
 
 MOST_SHOWN = 50
@@ -16,10 +17,10 @@ RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
-    lines = [f"{coloured('error:', RED)} {printable(message)}"]
-    lines += [f"  caused by: {printable(text)}" for text in _causes(cause)]
+    lines = [f"{coloured('error:', RED)} {_fit(message)}"]
+    lines += [f"  caused by: {_fit(text)}" for text in _causes(cause)]
     if hint:
-        lines += ["", f"{coloured('hint:', CYAN)} {printable(hint)}"]
+        lines += ["", f"{coloured('hint:', CYAN)} {_fit(hint)}"]
     print("\n".join(lines), file=sys.stderr)
 
 
@@ -28,7 +29,11 @@ def show_warning(message: str) -> None:
 
 
 def warning_text(message: str) -> str:
-    return f"{coloured('warning:', YELLOW)} {printable(message)}"
+    return f"{coloured('warning:', YELLOW)} {_fit(message)}"
+
+
+def _fit(text: str) -> str:
+    return printable(fit_for_message(text))
 
 
 def show_kvbm_error(error: KvbmError) -> None:

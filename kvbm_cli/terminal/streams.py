@@ -13,6 +13,7 @@ import sys
 from typing import TextIO
 
 from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.text.outside import without_url_secrets
 from kvbm_cli.terminal.printable import without_commands
 
 BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
@@ -47,10 +48,11 @@ def _on(stream: TextIO | None, kind: type[io.FileIO]) -> TextIO:
 
 
 class _SafeText(io.TextIOWrapper):
-    """Escapes commands to the terminal in text of any origin: tracebacks, warnings, log lines of libraries."""
+    """Escapes commands to the terminal in text of any origin: tracebacks, warnings, log lines of libraries. Hides the
+    credentials of URLs."""
 
     def write(self, text: str) -> int:
-        super().write(without_commands(text))
+        super().write(without_commands(without_url_secrets(text)))
         return len(text)
 
 

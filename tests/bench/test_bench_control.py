@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
+
 import pytest
 from mock_engine import MockEngine, Model, Options
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench import control
 from kvbm_cli.bench.control import Control, ScrapedMetrics, served_model
+from kvbm_cli.bench.workload.content import random_tokens
+from kvbm_cli.system.http_client import HttpAnswer
 
 BEFORE = """
 # TYPE vllm:prompt_tokens_by_source counter
@@ -96,3 +101,27 @@ def test_the_model_of_a_server_is_the_first_that_it_lists():
         assert served_model(engine.base_url, {}) == "theirs"
         with pytest.raises(EngineError, match=r"refused GET http.*/metrics/v1/models: HTTP 404"):
             served_model(engine.base_url + "/metrics", {})
+
+
+@pytest.mark.parametrize("tokens", [[1] * 10, [], None, ["a"], "x" * 10_000, {"a": 1}])
+def test_an_answer_that_is_not_of_a_tokenizer_is_an_error_that_names_server_and_value(monkeypatch, tokens):
+    body = json.dumps({"tokens": tokens}).encode()
+    monkeypatch.setattr(control, "request", lambda *_, **__: HttpAnswer(200, body))
+    client = Control("http://there", "mock", headers={})
+    with pytest.raises(EngineError, match="http://there/tokenize returned") as caught:
+        random_tokens(random.Random(0), 8192, client.tokenize)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_tokenizer_that_returns_too_few_tokens_ends_the_search():
+    texts = []
+    with pytest.raises(EngineError, match="makes 10 tokens of"):
+        random_tokens(random.Random(0), 1000, lambda text: texts.append(len(text)) or [1] * 10)
+    assert max(texts) < 100_000
+
+
+def test_a_page_of_metrics_that_is_none_is_no_information(monkeypatch):
+    client = Control("http://there", "mock", headers={})
+    for page in (b"\xff{" * 1000, b"sglang:max_total_num_tokens inf\n", b"a" * (64 << 20)):
+        monkeypatch.setattr(control, "request", lambda *_, page=page, **__: HttpAnswer(200, page))
+        assert client.g1_tokens() is None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvbm_cli.bench.client.events import LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
+from kvbm_cli.bench.client.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 
@@ -162,3 +162,10 @@ def test_a_long_answer_is_parsed_in_parts():
 def test_what_is_no_number_makes_an_answer_unreadable(choice, usage, message):
     with pytest.raises(ValueError, match=message):
         read_answer(completion("a", **choice), {"choices": [], "usage": usage})
+
+
+def test_an_event_without_an_end_is_a_failure_and_takes_no_memory_without_limit():
+    splitter = EventSplitter()
+    splitter.feed(b"x" * LARGEST_EVENT_BYTES)
+    with pytest.raises(ValueError, match="an event is longer than"):
+        splitter.feed(b"x")

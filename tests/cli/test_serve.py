@@ -67,6 +67,16 @@ def test_dry_run_prints_the_plan_and_starts_nothing(home: Path) -> None:
     assert not (home / ".local").exists()
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_dry_run_shows_no_secret(home: Path, form: list[str]) -> None:
+    outcome = kvbm(
+        *("serve", "--profile", "./mine.yaml", "--dry-run", "--set", "engine.environment.HF_TOKEN=hf_abc", *form),
+        home=home,
+    )
+    assert "hf_abc" not in outcome.stdout + outcome.stderr
+    assert "HF_TOKEN" in outcome.stdout
+
+
 def test_dry_run_as_json_has_everything(home: Path) -> None:
     outcome = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
     plan = json.loads(outcome.stdout)

@@ -73,3 +73,10 @@ def test_every_argument_becomes_a_flag() -> None:
 )
 def test_url_is_one_that_a_client_can_reach(host: str, url: str) -> None:
     assert plan(profile(server={"host": host}), connector=False, port=5).base_url == url
+
+
+def test_no_argument_of_a_process_has_the_variables_of_the_engine() -> None:
+    chosen = profile({"environment": {"HF_TOKEN": "hf_secret", "OTHER": "also"}})
+    made = plan(chosen, connector=True, port=1)
+    assert dict(made.environment) == {"HF_TOKEN": "hf_secret", "OTHER": "also"}
+    assert not {"hf_secret", "also"} & set("\0".join(made.argv).replace('"', "\0").split("\0"))

@@ -274,3 +274,10 @@ def test_versions_that_kvbm_knows(version: str, known: bool) -> None:
 def test_release_is_its_first_two_numbers() -> None:
     assert release_of("v0.31.2rc1") == (0, 31)
     assert release_of("unknown") is None
+
+
+@pytest.mark.parametrize("key", ["a-secret", ["a-secret"]])
+def test_keys_are_no_arguments_that_every_user_can_read(key: object) -> None:
+    made = plan(profile({"api_key": key, "hf_token": "hf_secret"}), connector=True, port=1)
+    assert not [word for word in made.argv if "secret" in word or word in ("--api-key", "--hf-token")]
+    assert (made.environment["VLLM_API_KEY"], made.environment["HF_TOKEN"]) == ("a-secret", "hf_secret")

@@ -163,7 +163,7 @@ MUTANTS = (
         name="file-names-command-the-terminal",
         bug="An error message with a file name moves the cursor.",
         file="kvbm_cli/terminal/show_error.py",
-        old="{coloured('error:', RED)} {printable(message)}",
+        old="{coloured('error:', RED)} {_fit(message)}",
         new="{coloured('error:', RED)} {message}",
         fails="tests/cli/test_printable.py -k profile_with_commands",
     ),

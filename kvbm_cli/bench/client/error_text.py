@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from kvbm.errors import UsageError
+from kvbm.text.outside import shown
 
 API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
-LONGEST_ERROR = 300
+LONGEST_READ = 20_000  # a key that a message has further on is not shown
 
 
 def api_key() -> str | None:
@@ -20,5 +21,5 @@ def api_key() -> str | None:
 
 def error_text(text: str) -> str:
     """The beginning of the text, without the key: servers may repeat the headers of a request in an error."""
-    key = os.environ.get(API_KEY_VARIABLE)
-    return (text.replace(key, "***") if key else text)[:LONGEST_ERROR]
+    key, text = os.environ.get(API_KEY_VARIABLE), text[:LONGEST_READ]
+    return shown(text.replace(key, "***") if key else text)

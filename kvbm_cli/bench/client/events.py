@@ -17,6 +17,8 @@ from kvbm_cli.bench.records.request_record import RequestRecord
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 
 DONE = b"[DONE]"
+LARGEST_EVENT_BYTES = 4 << 20
+LARGEST_ANSWER_BYTES = 256 << 20
 LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which all other streams wait
 
 
@@ -32,6 +34,8 @@ class EventSplitter:
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
+        if len(self._rest) > LARGEST_EVENT_BYTES:
+            raise ValueError(f"an event is longer than {LARGEST_EVENT_BYTES} bytes")
         payloads = []
         for event in events:
             if event.startswith(b"data: ") and b"\n" not in event:
@@ -53,7 +57,7 @@ class StreamedAnswer:
         self._start_ns = start_ns
         self._splitter = EventSplitter()
         self._reads: list[Read] = []
-        self._unparsed_bytes = 0
+        self._unparsed_bytes = self._bytes = 0
         self.token_count = 0
         self._texts: list[str] = []
         self._usage: dict[str, Any] | None = None
@@ -62,6 +66,9 @@ class StreamedAnswer:
     def take(self, stamp_ns: int, data: bytes) -> None:
         self._reads.append((stamp_ns, data))
         self._unparsed_bytes += len(data)
+        self._bytes += len(data)
+        if self._bytes > LARGEST_ANSWER_BYTES:
+            raise ValueError(f"it is longer than {LARGEST_ANSWER_BYTES} bytes")
         if self._unparsed_bytes > LARGEST_UNPARSED_BYTES:
             self._parse()
 

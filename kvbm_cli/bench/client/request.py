@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0  # uvicorn closes idle connections after 5 s; a request on a closed one would fail
 LARGEST_SINGLE_WRITE_BYTES = 1 << 20
+LONGEST_REFUSAL_BYTES = 20_000
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
@@ -128,7 +129,7 @@ class Exchange:
         async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as response:
             record.http_status = response.status
             if response.status != 200:
-                text = (await response.text(errors="replace")).strip()
+                text = (await response.content.read(LONGEST_REFUSAL_BYTES)).decode(errors="replace").strip()
                 record.error = error_text(f"HTTP {response.status}: {text}")
                 return
             readany, take, clock = response.content.readany, answer.take, time.perf_counter_ns

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvbm.errors import EngineError
+
 Content = tuple[int, ...] | str
 Tokenize = Callable[[str], list[int]]
 LETTERS = string.ascii_letters + string.digits
@@ -35,14 +37,18 @@ def random_text(generator: random.Random, characters: int) -> str:
     return " ".join(words)
 
 
+MOST_DOUBLINGS = 6
+
+
 def random_tokens(generator: random.Random, count: int, tokenize: Tokenize) -> tuple[int, ...]:
-    """Exactly `count` tokens of random text. The text is doubled until it has enough tokens."""
+    """Exactly `count` tokens of random text. The text is doubled until it has enough tokens, MOST_DOUBLINGS times."""
     if count == 0:
         return ()
-    characters = count + 16
-    while len(tokens := tokenize(random_text(generator, characters))) < count:
-        characters *= 2
-    return tuple(tokens[:count])
+    for doublings in range(MOST_DOUBLINGS + 1):
+        characters = (count + 16) << doublings
+        if len(tokens := tokenize(random_text(generator, characters))) >= count:
+            return tuple(tokens[:count])
+    raise EngineError(f"the engine's tokenizer makes {len(tokens)} tokens of {characters} characters of English words")
 
 
 LARGEST_POOL = 8192
