@@ -32,14 +32,19 @@ def locked_file(path: Path) -> BinaryIO:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process, also in another container, holds the lock of `locked_file`."""
+    """Whether a process, also in another container, holds the lock of `locked_file`. False if that is unknown."""
+    return holder_state(path) is True
+
+
+def holder_state(path: Path) -> bool | None:
+    """Returns whether a process holds the lock; None if the file cannot be opened, or on a filesystem without locks."""
     try:
         with open(open_regular(path), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False
+        return None
     return False
 
 

@@ -5,7 +5,7 @@
       profile.yaml   the resolved profile, valid for `kvbm serve --profile`
       engine.log     output of the engine; further files if there are several engines
       kvbm.log       output of the launcher of a detached run after the start
-      lock           held by the launcher while it lives; visible to other containers that share the directory
+      lock           held by the launcher while it lives, and names it; other containers that share the directory see it
       stop.json      timeout that `kvbm stop --timeout` requested
       admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
@@ -25,16 +25,16 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
 from kvbm.host.tree import remove_tree
-from kvbm_cli.runs.locks import is_locked, locked, locked_file, open_regular
-from kvbm_cli.runs.run_facts import RunFacts, RunState
+from kvbm_cli.runs.locks import holder_state, is_locked, locked, locked_file, open_regular
+from kvbm_cli.runs.run_facts import RunFacts, RunState, UnreadableFacts
 from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.printable import commentable
@@ -83,20 +83,41 @@ class EngineRun:
         return max((path.stat().st_mtime for path in written if path.exists()), default=self.facts.started_s)
 
     def again(self) -> EngineRun:
-        return _read(self.path) or replace(self, is_living=False)
+        found = _read(self.path)
+        return found if isinstance(found, EngineRun) else replace(self, is_living=False)
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRun:
-    """A directory whose run.json cannot be read. `is_locked`: its launcher is alive."""
+    """A directory whose run.json cannot be read, and why. `has_launcher`: whether its launcher is alive, None if
+    unknown. `launcher` is what its lock says; None for a run of an earlier version or another user."""
 
     path: Path
-    is_locked: bool
+    why: str
+    has_launcher: bool | None
+    launcher: ProcessIdentity | None
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def problem(self) -> str:
+        """Returns what is wrong, and whether an engine runs."""
+        certainty = {
+            True: "an engine is running there",
+            False: "its engine has ended",
+            None: "an engine may be running there",
+        }
+        return f"`{self.path / FACTS}` {self.why}; {certainty[self.has_launcher]}"
+
+    def again(self) -> EngineRun | UnreadableRun | None:
+        """Returns None if it was removed."""
+        return None if is_missing(self.path / FACTS) else _read(self.path)
 
 
-def write_stop_timeout(run: EngineRun, timeout_s: float) -> None:
-    """Sets the stop timeout that the launcher uses when it is signalled."""
-    _write(run.path / STOP, json.dumps({"timeout_s": timeout_s}))
+def write_stop_timeout(path: Path, timeout_s: float) -> None:
+    """Sets the stop timeout that the launcher of this run directory uses when it is signalled."""
+    _write(path / STOP, json.dumps({"timeout_s": timeout_s}))
 
 
 class RunDirectory:
@@ -106,7 +127,7 @@ class RunDirectory:
         self.path = path
         self.problem: str | None = None  # why run.json could not be written
         self._facts: RunFacts | None = None
-        self._lock = locked_file(path / LOCK)  # until the process ends
+        self._lock = _locked(path)  # until the process ends
 
     @property
     def name(self) -> str:
@@ -183,7 +204,7 @@ class RunDirectory:
             if not self.path.is_dir():
                 self.path.mkdir(mode=0o700, parents=True)
                 self._lock.close()
-                self._lock = locked_file(self.path / LOCK)
+                self._lock = _locked(self.path)
             _write_without_space(self.path / FACTS, self._facts.to_json())
             self.problem = None
         except OSError as error:
@@ -260,13 +281,13 @@ class Runs:
 
     def all(self) -> list[EngineRun]:
         """Returns every readable run, by start time."""
-        found = [run for run in map(_read, self._paths()) if run is not None]
+        found = [run for run in map(_read, self._paths()) if isinstance(run, EngineRun)]
         return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
 
     def unreadable(self) -> list[UnreadableRun]:
         """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
-        found = [path for path in sorted(self._paths()) if not is_missing(path / FACTS) and _read(path) is None]
-        return [UnreadableRun(path, is_locked=is_locked(path / LOCK)) for path in found]
+        paths = [path for path in sorted(self._paths()) if not is_missing(path / FACTS)]
+        return [run for run in map(_read, paths) if isinstance(run, UnreadableRun)]
 
     def living(self) -> list[EngineRun]:
         return [run for run in self.all() if run.is_living]
@@ -290,7 +311,9 @@ class Runs:
         ]
 
     def one(self, reference: str | None) -> EngineRun:
-        """Returns the one run that `reference` names, living or ended. Raises UsageError if it is none, or several."""
+        """Returns the one run that `reference` names, living or ended. Raises UsageError if it is none, or several, and
+        EnvironmentProblem if it cannot be read."""
+        self.require_readable(reference)
         found = self.find(reference, ended=True)
         if not found:
             raise UsageError("there are no runs yet", hint="start one with `kvbm serve --profile demo`")
@@ -298,6 +321,14 @@ class Runs:
             names = ", ".join(f"`{run.facts.name}`" for run in found)
             raise UsageError(f"several engines are running: {names}", hint="name one of them")
         return found[0]
+
+    def require_readable(self, reference: str | None) -> None:
+        """Raises EnvironmentProblem if this run, or without a reference one whose launcher is alive, cannot be read."""
+        for run in self.unreadable():
+            if reference == run.name or (reference is None and run.has_launcher):
+                stops = run.has_launcher and run.launcher is not None
+                hint = f"`kvbm stop {run.name}` stops it; the" if stops else "the"
+                raise EnvironmentProblem(run.problem(), hint=f"{hint} log of an engine is `{run.path / ENGINE_LOG}`")
 
     def _prune(self) -> None:
         ended = [run.path for run in self.all() if not run.is_living]
@@ -326,17 +357,48 @@ def _number(name: str, stem: str) -> int:
     return int(found[2]) if found is not None and found[1] == stem else 0
 
 
-def _read(path: Path) -> EngineRun | None:
-    """Returns None without a readable run.json, which is also the case while a run is being created."""
+def _read(path: Path) -> EngineRun | UnreadableRun:
+    """Reads a run. Without run.json, which is also the case while a run is being created, it is unreadable."""
     try:
-        with open(open_regular(path / FACTS), encoding="utf-8") as file:
-            facts = RunFacts.from_json(file.read(MOST_BYTES))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+        with open(open_regular(path / FACTS), encoding="utf-8", errors="replace") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UnreadableFacts(f"is larger than {MOST_BYTES} bytes")
+        facts = RunFacts.from_json(text)
+    except OSError as error:
+        return _unreadable(path, f"cannot be read ({reason_of(error)}{_owner(path)})")
+    except UnreadableFacts as error:
+        return _unreadable(path, str(error))
     has_ended = facts.state is RunState.ENDED
     return EngineRun(
         path, facts, is_living=not has_ended and (facts.launcher.is_alive() or _is_locked_elsewhere(path, facts))
     )
+
+
+def _unreadable(path: Path, why: str) -> UnreadableRun:
+    launcher = None
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        with open(open_regular(path / LOCK), encoding="utf-8") as file:
+            named = ProcessIdentity(**json.loads(file.read(MOST_BYTES)))
+        launcher = named if named.is_valid() else None
+    return UnreadableRun(path, why, holder_state(path / LOCK), launcher)
+
+
+def _owner(path: Path) -> str:
+    """Returns whose directory it is, if it belongs to another user."""
+    with contextlib.suppress(OSError):
+        if (owner := path.lstat().st_uid) != os.geteuid():
+            return f"; it belongs to user {owner}"
+    return ""
+
+
+def _locked(path: Path) -> BinaryIO:
+    """Locks a run directory, and names this process in its lock, so that it can be stopped without run.json."""
+    lock = locked_file(path / LOCK)
+    own = ProcessIdentity.of(os.getpid())
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(lock.fileno(), b"" if own is None else json.dumps(asdict(own)).encode())
+    return lock
 
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:

@@ -6,12 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 FORMAT = 1
 LATEST_S = 1e11  # in the year 5138
+
+
+class UnreadableFacts(ValueError):
+    """The content of a run.json cannot be used; the message says why."""
 
 
 class RunState(StrEnum):
@@ -58,11 +63,19 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, text: str) -> RunFacts:
-        """Raises ValueError, TypeError or KeyError for invalid content. Ignores keys of later versions."""
+        """Raises UnreadableFacts for invalid content. Ignores keys of later versions."""
+        later = False
         try:
             content = json.loads(text)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+            later = isinstance(content, dict) and content.get("format", FORMAT) != FORMAT
+            return cls._from_content(content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            why = "has the format of another version" if later else "is damaged" if text else "is empty"
+            raise UnreadableFacts(why) from None
+
+    @classmethod
+    def _from_content(cls, content: Any) -> RunFacts:
+        """Raises ValueError, TypeError, KeyError or AttributeError for invalid content."""
         known = {name: content[name] for name in (one.name for one in fields(cls)) if name in content}
         known["launcher"] = ProcessIdentity(**known["launcher"])
         known["processes"] = {name: ProcessIdentity(**one) for name, one in known.get("processes", {}).items()}
@@ -85,7 +98,7 @@ class RunFacts:
             all(isinstance(text, str) and "\0" not in text for text in texts)
             and all(0 <= moment < LATEST_S for moment in times)
             and all(isinstance(number, int) for number in numbers)
-            and all(isinstance(one.pid, int) and one.pid > 0 for one in processes)
+            and all(one.is_valid() for one in processes)
             and all(isinstance(flag, bool) for flag in (self.is_detached, self.is_baseline))
             and bool(self.logs and address.hostname and address.port is not None)
         )

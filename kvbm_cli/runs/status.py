@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.runs.run_directory import FACTS, PROFILE, EngineRun, Runs, UnreadableRun
+from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
@@ -82,8 +82,10 @@ class RunStatus:
 def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> None:
     runs = Runs.of_user()
     every = runs.all()
-    unreadable = [run for run in warn_of_unreadable(runs) if reference is None and (run.is_locked or with_ended)]
+    found_unreadable = [] if reference is not None else warn_of_unreadable(runs)
+    unreadable = [run for run in found_unreadable if run.has_launcher is not False or with_ended]
     if reference is not None:
+        runs.require_readable(reference)
         found = runs.find(reference, ended=True)
     else:
         found = [run for run in every if run.is_living or with_ended]
@@ -131,8 +133,7 @@ def warn_of_unreadable(runs: Runs) -> list[UnreadableRun]:
     """Returns the runs that cannot be read, after a warning for each."""
     found = runs.unreadable()
     for run in found:
-        where = "an engine is running there" if run.is_locked else "an engine may be running there"
-        show_warning(f"`{run.path / FACTS}` is damaged or has the format of another version; {where}")
+        show_warning(run.problem())
     return found
 
 
@@ -153,12 +154,18 @@ def _probe(run: EngineRun) -> RunStatus:
 
 
 def _unreadable_data(run: UnreadableRun) -> dict[str, Any]:
-    return {"run": run.path.name, "state": UNREADABLE, "is_locked": run.is_locked, "directory": str(run.path)}
+    return {
+        "run": run.name,
+        "state": UNREADABLE,
+        "is_locked": run.has_launcher is True,
+        "problem": run.problem(),
+        "directory": str(run.path),
+    }
 
 
 def _table(status: Sequence[RunStatus], unreadable: Sequence[UnreadableRun], *, with_start: bool) -> str:
     rows = [("run", "state", "launcher", "up", "address", "used"), *map(_row, status)]
-    rows += [(run.path.name, UNREADABLE, *"----") for run in unreadable]
+    rows += [(run.name, UNREADABLE, *"----") for run in unreadable]
     if with_start:
         starts = ["started", *(_when(one.run.facts.started_s) for one in status), *("-" for _ in unreadable)]
         rows = [(*row, start) for row, start in zip(rows, starts, strict=True)]

@@ -3,7 +3,10 @@
 The launcher gets SIGTERM, waits for the engine and kills it at the deadline. If the launcher hangs, `kvbm stop` kills
 it; then its guard process removes what is left. Processes that were stopped (SIGSTOP, Ctrl-Z) are continued.
 
-Exit codes: 0 if all have ended, KILLED if one had to be killed at its deadline, STILL_RUNNING if one still runs.
+A run whose run.json cannot be read is stopped too, by the process that holds and names its lock.
+
+Exit codes: 0 if all have ended, KILLED if one had to be killed at its deadline, STILL_RUNNING if one still runs, or may
+still run.
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm.errors import EnvironmentProblem, EnvironmentProblems, UsageError, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.locks import locked
-from kvbm_cli.runs.run_directory import EngineRun, Runs, write_stop_timeout
+from kvbm_cli.runs.run_directory import EngineRun, Runs, UnreadableRun, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.runs.status import log_paths, names, warn_of_unreadable
+from kvbm_cli.runs.status import log_paths, names
+from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
 from kvbm_cli.terminal.progress import ProgressDisplay
-from kvbm_cli.terminal.show_error import show_warning
+from kvbm_cli.terminal.show_error import show_kvbm_error, show_warning
+
+Problems = dict[str, EnvironmentProblem]  # by the name of a run: why it cannot be stopped
 
 KILLED = 3
 STILL_RUNNING = 1
@@ -31,12 +38,13 @@ POLL_S = 0.1
 NOTE_TIMEOUT_S = 1.0  # for a launcher to record that it was signalled
 RUNNING = (RunState.STARTING, RunState.HEALTHY)
 LINGER_S = 3.0  # for a launcher that has ended its engine to write to a slow terminal
+UNKNOWN_TIMEOUT_S = 60.0  # for the engine of a run whose description cannot be read
 GRACE_S = 15.0  # after the deadline, for the launcher and its guard to kill and to remove
 
 
 @dataclass(frozen=True, slots=True)
 class StoppedRun:
-    run: EngineRun
+    name: str
     took_s: float
     has_ended: bool
     exit_code: int | None
@@ -46,14 +54,13 @@ class StoppedRun:
         return self.exit_code is None or self.exit_code == 128 + signal.SIGKILL
 
     def text(self) -> str:
-        name = self.run.facts.name
         if not self.has_ended:
-            return f"{name} is still running after {self.took_s:.1f} s"
-        return stopped_text(name, self.took_s, was_killed=self.was_killed)
+            return f"{self.name} is still running after {self.took_s:.1f} s"
+        return stopped_text(self.name, self.took_s, was_killed=self.was_killed)
 
     def as_data(self) -> dict[str, Any]:
         return {
-            "run": self.run.facts.name,
+            "run": self.name,
             "has_ended": self.has_ended,
             "was_killed": self.was_killed,
             "exit_code": self.exit_code,
@@ -62,51 +69,132 @@ class StoppedRun:
 
 
 def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as_json: bool) -> int:
-    """Returns the exit code. Raises UsageError if `reference` is ambiguous, EnvironmentProblem if it cannot signal."""
-    every_run = Runs.of_user()
-    warn_of_unreadable(every_run)
-    runs = _select(every_run, reference, every=every)
-    _require_visible(runs)
-    stopped = _stop(runs, timeout_s)
+    """Returns the exit code. What cannot be stopped is named, and the rest is stopped. Raises UsageError if `reference`
+    is ambiguous."""
+    runs, unreadable = _select(Runs.of_user(), reference, every=every)
+    problems: Problems = {}
+    visible = [run for run in runs if _is_visible(run, problems)]
+    found = [run for run in unreadable if _is_stoppable(run, problems)]
+    stopped = _stop(visible, found, timeout_s, problems)
     if as_json:
         print_json([one.as_data() for one in stopped])
     else:
         for one in stopped:
             print_data(one.text())
-    if not all(one.has_ended for one in stopped):
+    found_problems = list(problems.values())
+    if problems:
+        show_kvbm_error(found_problems[0] if len(problems) == 1 else EnvironmentProblems(found_problems))
+    if problems or not all(one.has_ended for one in stopped):
         return STILL_RUNNING
     return KILLED if any(one.was_killed for one in stopped) else 0
 
 
-def _select(runs: Runs, reference: str | None, *, every: bool) -> list[EngineRun]:
+def _select(runs: Runs, reference: str | None, *, every: bool) -> tuple[list[EngineRun], list[UnreadableRun]]:
+    """Returns the runs to stop, and those of which the description cannot be read."""
     if every and reference is not None:
         raise UsageError("`--all` stops every engine and cannot be combined with a name", hint="omit one of them")
-    found = runs.find(reference, ended=False) or runs.with_leftovers(reference)
-    if len(found) > 1 and not every:
-        listed = ", ".join(f"`{name}`" for name in names(found))
+    unreadable = [run for run in runs.unreadable() if reference in (None, run.name, run.name.rpartition("-")[0])]
+    for run in unreadable:
+        if run.has_launcher is False:
+            show_warning(run.problem())
+    alive = [run for run in unreadable if run.has_launcher is not False]
+    try:
+        found = runs.find(reference, ended=False) or runs.with_leftovers(reference)
+    except UsageError:
+        if not unreadable:
+            raise
+        found = []
+    every_name = [*names(found), *(run.name for run in alive)]
+    if len(every_name) > 1 and not every:
+        listed = ", ".join(f"`{name}`" for name in every_name)
         raise UsageError(f"several engines are running: {listed}", hint="name one of them, or use `kvbm stop --all`")
-    if not found:
+    if not every_name:
         print_note(f"{reference} has already ended" if reference is not None else "no engine is running")
-    return found
+    return found, alive
 
 
-def _require_visible(runs: Sequence[EngineRun]) -> None:
-    for run in runs:
-        if run.is_elsewhere:
-            facts = run.facts
-            message = f"`{facts.name}` runs on {facts.launcher.host} or in another container"
-            raise EnvironmentProblem(message, hint=f"run `kvbm stop {facts.name}` there")
+def _is_visible(run: EngineRun, problems: Problems) -> bool:
+    if run.is_elsewhere:
+        problems[run.facts.name] = _elsewhere(run.facts.name, run.facts.launcher)
+    return not run.is_elsewhere
 
 
-def _stop(runs: Sequence[EngineRun], timeout_s: float | None) -> list[StoppedRun]:
+def _elsewhere(name: str, launcher: ProcessIdentity) -> EnvironmentProblem:
+    message = f"`{name}` runs on {launcher.host} or in another container"
+    return EnvironmentProblem(message, hint=f"run `kvbm stop {name}` there")
+
+
+def _is_stoppable(run: UnreadableRun, problems: Problems) -> bool:
+    """Whether its launcher is known: it holds the lock that names it. Otherwise notes why it is not."""
+    if run.has_launcher and run.launcher is not None and run.launcher.is_alive():
+        return True
+    if run.launcher is not None and not run.launcher.is_here():
+        problems[run.name] = _elsewhere(run.name, run.launcher)
+    else:
+        hint = "find its launcher with `pgrep -af 'kvbm serve'`, and stop it with `kill PID`"
+        problems[run.name] = EnvironmentProblem(f"cannot stop `{run.name}`: {run.problem()}", hint=hint)
+    return False
+
+
+def _stop(
+    runs: Sequence[EngineRun],
+    unreadable: Sequence[UnreadableRun],
+    timeout_s: float | None,
+    problems: Problems,
+) -> list[StoppedRun]:
     """Stops all in parallel. Does not signal a run that is already stopping: a second signal would kill it."""
     started = time.monotonic()
     with ProgressDisplay("stopping") as display:
-        signalled = _signal_all(runs, started, timeout_s)
-        return [_wait(run, started, timeout_s, display, is_signalled=run in signalled) for run in runs]
+        signalled = _signal_all(runs, started, timeout_s, problems)
+        found = [run for run in unreadable if _is_signalled(run, timeout_s, problems)]
+        stopped = [
+            _wait(run, started, timeout_s, display, is_signalled=run in signalled)
+            for run in runs
+            if run.facts.name not in problems
+        ]
+        return [*stopped, *(_wait_unreadable(run, started, timeout_s, display) for run in found)]
 
 
-def _signal_all(runs: Sequence[EngineRun], started: float, timeout_s: float | None) -> list[EngineRun]:
+def _is_signalled(run: UnreadableRun, timeout_s: float | None, problems: Problems) -> bool:
+    assert run.launcher is not None, f"{run.name} has no known launcher"
+    if timeout_s is not None:
+        _request_timeout(run.name, run.path, timeout_s)
+    try:
+        run.launcher.signal(signal.SIGTERM)
+        run.launcher.signal(signal.SIGCONT)
+    except PermissionError:
+        problems[run.name] = _of_another_user(run.name)
+        return False
+    return True
+
+
+def _wait_unreadable(
+    run: UnreadableRun, started: float, timeout_s: float | None, display: ProgressDisplay
+) -> StoppedRun:
+    """Waits like `_wait` once the launcher, which was signalled, has written the description of the run again. If it
+    does not, kills it after the deadline; its guard then ends the engine."""
+    assert run.launcher is not None, f"{run.name} has no known launcher"
+    deadline = started + (UNKNOWN_TIMEOUT_S if timeout_s is None else timeout_s) + GRACE_S
+    is_killed = False
+    while run.launcher.is_alive():
+        if isinstance(now := run.again(), EngineRun):
+            return _wait(now, started, timeout_s, display, is_signalled=True)
+        if time.monotonic() > deadline and is_killed:
+            break
+        if time.monotonic() > deadline:
+            run.launcher.signal(signal.SIGKILL)
+            is_killed, deadline = True, time.monotonic() + GRACE_S
+        display.report(run.name)
+        time.sleep(POLL_S)
+    if isinstance(now := run.again(), EngineRun):
+        return _wait(now, started, timeout_s, display, is_signalled=True)
+    has_ended = not run.launcher.is_alive()
+    return StoppedRun(run.name, time.monotonic() - started, has_ended, None if is_killed else 0)
+
+
+def _signal_all(
+    runs: Sequence[EngineRun], started: float, timeout_s: float | None, problems: Problems
+) -> list[EngineRun]:
     """Signals the launchers that are not stopping yet. Returns their runs when they have recorded it."""
     with contextlib.ExitStack() as locks:
         for run in runs:
@@ -118,29 +206,36 @@ def _signal_all(runs: Sequence[EngineRun], started: float, timeout_s: float | No
         running = [run for run in runs if run.again().state in RUNNING]
         for run in running:
             if timeout_s is not None:
-                _request_timeout(run, timeout_s)
-            _signal(run, signal.SIGTERM)
-            _signal(run, signal.SIGCONT)  # a stopped launcher handles no signal
+                _request_timeout(run.facts.name, run.path, timeout_s)
+            try:
+                _signal(run, signal.SIGTERM)
+                _signal(run, signal.SIGCONT)  # a stopped launcher handles no signal
+            except EnvironmentProblem as problem:
+                problems[run.facts.name] = problem
+        running = [run for run in running if run.facts.name not in problems]
         while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + NOTE_TIMEOUT_S:
             time.sleep(POLL_S / 4)
     return running
 
 
-def _request_timeout(run: EngineRun, timeout_s: float) -> None:
+def _request_timeout(name: str, path: Path, timeout_s: float) -> None:
     """Only warns if the disk is full: the engine must still be stopped."""
     try:
-        write_stop_timeout(run, timeout_s)
+        write_stop_timeout(path, timeout_s)
     except OSError as error:
         reason = reason_of(error)
-        show_warning(f"cannot pass `--timeout` to `{run.facts.name}`: {reason}; the timeout of its profile applies")
+        show_warning(f"cannot pass `--timeout` to `{name}`: {reason}; the timeout of its profile applies")
 
 
 def _signal(run: EngineRun, number: signal.Signals) -> None:
     try:
         run.facts.launcher.signal(number)
     except PermissionError:
-        hint = "stop it as the user who started it"
-        raise EnvironmentProblem(f"`{run.facts.name}` belongs to another user", hint=hint) from None
+        raise _of_another_user(run.facts.name) from None
+
+
+def _of_another_user(name: str) -> EnvironmentProblem:
+    return EnvironmentProblem(f"`{name}` belongs to another user", hint="stop it as the user who started it")
 
 
 def _wait(
@@ -169,7 +264,7 @@ def _wait(
         display.report(": ".join(filter(None, (run.facts.name, log.phase()))))
         time.sleep(POLL_S)
     now = run.again()
-    return StoppedRun(now, time.monotonic() - started, now.has_ended(), now.facts.exit_code)
+    return StoppedRun(now.facts.name, time.monotonic() - started, now.has_ended(), now.facts.exit_code)
 
 
 def _continue_processes(run: EngineRun) -> None:

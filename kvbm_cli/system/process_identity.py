@@ -35,6 +35,13 @@ class ProcessIdentity:
         found = stat_of(pid)
         return None if found is None else cls(pid, found.started, *_surroundings())
 
+    def is_valid(self) -> bool:
+        """Whether the values, which may come from a file, have the right types."""
+        texts = (self.boot, self.namespace, self.host)
+        return (
+            type(self.pid) is type(self.started) is int and self.pid > 0 and all(isinstance(one, str) for one in texts)
+        )
+
     def is_here(self) -> bool:
         """Whether it runs or ran on this machine and in this container, since the last boot."""
         return (self.boot, self.namespace, self.host) == _surroundings()

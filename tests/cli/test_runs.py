@@ -19,7 +19,7 @@ import pytest
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.runs import run_directory as module
-from kvbm_cli.runs.run_directory import FACTS, EngineRun, RunDirectory, Runs
+from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.process_identity import ProcessIdentity
 
@@ -245,7 +245,7 @@ def test_any_name_of_a_profile_makes_a_name_of_a_run(runs: Runs, profile: str) -
 def test_what_stop_asks_for_wins_over_the_profile(runs: Runs) -> None:
     run = begin(runs, "demo")
     assert run.stop_timeout_s() == 30.0
-    module.write_stop_timeout(EngineRun(run.path, facts("demo-1"), is_living=True), 2.5)
+    module.write_stop_timeout(run.path, 2.5)
     assert run.stop_timeout_s() == 2.5
     (run.path / module.STOP).write_text("{")
     assert run.stop_timeout_s() == 30.0

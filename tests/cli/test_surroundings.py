@@ -357,10 +357,11 @@ def test_a_run_that_cannot_be_read_is_told_of(
     file = written_run(tmp_path, monkeypatch)
     damaged = DAMAGED[what](json.loads(file.read_text()))
     file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
-    for command, exit_code in (("status --all", 0), ("stop --all", 0), ("status demo-1", 2), ("logs", 2)):
+    why = {"nothing": "is empty", "a state of a later version": "has the format of another version"}
+    expected = f"`{file}` {why.get(what, 'is damaged')}; its engine has ended"
+    for command, exit_code in (("status --all", 0), ("stop --all", 0), ("status demo-1", 1), ("logs demo-1", 1)):
         assert run(command.split()) == exit_code
-        err = capsys.readouterr().err
-        assert (f"warning: `{file}` is damaged or has the format of another version" in err) == (command != "logs")
+        assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
@@ -374,10 +375,13 @@ def test_a_run_that_cannot_be_read_is_listed(
         assert run(command.split()) == 0
         seen = capsys.readouterr()
         assert (["demo-1", "unreadable"] in [line.split()[:2] for line in seen.out.splitlines()]) == is_listed
-        assert ("an engine is running there" in seen.err) == is_alive
+        engine = "an engine is running there" if is_alive else "its engine has ended"
+        problem = f"`{file}` is damaged; {engine}"
+        assert f"warning: {problem}\n" in seen.err
         assert run([*command.split(), "--json"]) == 0
-        listed = {"run": "demo-1", "state": "unreadable", "is_locked": is_alive, "directory": str(file.parent)}
-        assert json.loads(capsys.readouterr().out) == ([listed] if is_listed else [])
+        listed = {"run": "demo-1", "state": "unreadable", "is_locked": is_alive, "problem": problem}
+        found = [{**listed, "directory": str(file.parent)}] if is_listed else []
+        assert json.loads(capsys.readouterr().out) == found
     if launcher is not None:
         launcher.close()
 
@@ -422,7 +426,7 @@ def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(
     file.unlink()
     os.mkfifo(file)
     assert run(["status"]) == 0
-    assert "is damaged" in capsys.readouterr().err
+    assert "cannot be read (not a regular file)" in capsys.readouterr().err
 
 
 def test_a_clock_that_went_back_is_no_bug(

@@ -6,6 +6,22 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="stop-passes-over-unreadable-runs",
+        bug="`kvbm stop --all` says that no engine is running while one with a damaged description does",
+        file="kvbm_cli/runs/stop.py",
+        old="    alive = [run for run in unreadable if run.has_launcher is not False]\n",
+        new="    alive: list[UnreadableRun] = []\n",
+        fails="tests/cli/test_stop_unreadable.py",
+    ),
+    Mutant(
+        name="stop-succeeds-although-one-remains",
+        bug="`kvbm stop --all` exits with 0 although it could not stop one engine",
+        file="kvbm_cli/runs/stop.py",
+        old="    if problems or not all(one.has_ended for one in stopped):\n",
+        new="    if not all(one.has_ended for one in stopped):\n",
+        fails="tests/cli/test_stop_unreadable.py -k all_others",
+    ),
+    Mutant(
         name="guard-removes-nothing",
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",
