@@ -9,10 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_cli.engine.refused_flag import without_usage
 from kvbm_cli.terminal.printable import without_colours
 
 TAIL_LINES = 12
-TAIL_BYTES = 16384
+TAIL_BYTES = 32768
 LONGEST_LINE = 300
 
 
@@ -56,14 +57,15 @@ class EngineLog:
 
         Omits the lines in `without`, which are already part of the error.
         """
-        lines = [line for line in self.lines() if line not in without]
-        shown = lines[-TAIL_LINES:]
-        error = next(filter(_ERROR.search, lines[:-TAIL_LINES]), None)
+        lines = [line for line in without_usage(self.lines()) if line not in without]
+        shown, before = lines[-TAIL_LINES:], lines[:-TAIL_LINES]
+        error = next(filter(_EXCEPTION.search, before), None) or next(filter(_ERROR.search, before), None)
         report = [f"  {self.path}, last lines:" if lines else f"  {self.path} is empty"]
         report += [f"    {line}" for line in shown]
         return "\n".join(report + ([f"  first error before them:\n    {error[:LONGEST_LINE]}"] if error else []))
 
 
+_EXCEPTION = re.compile(r"\bERROR\b.*\] ?([A-Za-z_]+\.)*[A-Za-z_]+(Error|Exception): ")
 _ERROR = re.compile(r"\bERROR\b|^([A-Za-z_]+\.)*[A-Za-z_]+(Error|Exception): ")
 _LOG_PREFIX = re.compile(
     r"(\(\S+ pid=\d+\) )?((DEBUG|INFO) [\d-]+ [\d:.]+ \[[^\]]*:\d+\] ?)?(\d\d:\d\d:\d\d )?(kvbm: )?"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm_cli.engine.refused_flag import refusal
+
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -35,7 +37,7 @@ def failure_reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: i
     kills during the run."""
     if oom_kill_count and exit_code != 0:
         return FailureReason("out of memory: the kernel's OOM killer killed a process", LESS_MEMORY)
-    return _own_error(lines) or _known(lines) or _signal(exit_code)
+    return _own_error(lines) or _refused(lines) or _known(lines) or _signal(exit_code)
 
 
 LESS_MEMORY = "lower `tiers.host.capacity`; `kvbm status` lists the running engines"
@@ -50,6 +52,11 @@ def _own_error(lines: Sequence[str]) -> FailureReason | None:
             hints = filter(None, map(_HINT.match, lines[index + 1 :]))
             return FailureReason(found[1], next((hint[1] for hint in hints), None))
     return None
+
+
+def _refused(lines: Sequence[str]) -> FailureReason | None:
+    found = refusal(lines)
+    return None if found is None else FailureReason(*found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,11 @@ _PATTERNS = (
         r"Free memory on device.*is less than desired GPU memory utilization",
         "another program uses the GPU's memory",
         "check `nvidia-smi`, or lower `engine.arguments.gpu_memory_utilization`",
+    ),
+    _pattern(
+        r"Available memory on node.*is less than desired CPU memory utilization",
+        "the machine has less free memory than the engine reserves for G1",
+        "lower `engine.arguments.gpu_memory_utilization`, or set `VLLM_CPU_KVCACHE_SPACE` in `engine.environment`",
     ),
     _pattern(
         r"No available memory for the cache blocks|larger than the available KV cache memory"
@@ -117,12 +129,6 @@ _PATTERNS = (
     _pattern(
         r"Model architectures \[?'?([\w]+)'?\]? .*not supported", "the engine does not support the architecture `{0}`"
     ),
-    _pattern(
-        r"error: unrecognized arguments: (.+)",
-        "unknown arguments: {0}",
-        "check `engine.arguments`: its keys are flags of the engine",
-    ),
-    _pattern(r"error: argument (\S+): (.+)", "{0}: {1}", "check `engine.arguments`: its keys are flags of the engine"),
     _pattern(r"PermissionError: .*: '([^']+)'", "no permission to use `{0}`", "check its owner with `ls -ld`"),
 )
 
