@@ -3,8 +3,10 @@ several worker processes (pytest-xdist).
 """
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 WORKERS = 4  # on two cores, because many tests wait for programs
 WITH_DEADLINES = ("bench", "cli", "doctor")  # folders whose tests start programs and limit their time
 os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported, here and in every child process
+STATE = tempfile.mkdtemp(prefix="kvbm-tests-")  # of this process: the runs of its user change what commands print
+os.environ["XDG_STATE_HOME"] = STATE
 hypothesis.settings.register_profile("no_clock", deadline=None)  # an example is not wrong because a machine is busy
 hypothesis.settings.load_profile("no_clock")
 sys.path.insert(0, str(Path(__file__).parent))
@@ -24,6 +28,10 @@ def pytest_sessionstart(session):
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers(config):

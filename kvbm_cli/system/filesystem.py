@@ -70,6 +70,7 @@ def state_directory() -> Path:
         raise RuntimeError(NO_HOME) from None
 
 
+DRAFT_ATTEMPTS = 5
 HINTS = {
     errno.ENOSPC: "check `df -h` and `df -i`",
     errno.EDQUOT: "check `quota`",
@@ -134,9 +135,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replaces a file atomically: writes a temporary file and renames it. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
-        with open(
-            os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8", errors="surrogateescape"
-        ) as file:
+        with open(_new_file(draft, mode), "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
         draft.replace(path)
     except OSError as error:
@@ -144,6 +143,17 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
+
+
+def _new_file(path: Path, mode: int) -> int:
+    """Creates a file, in place of one with this name: that may be a link, or another name of somebody's file. Raises
+    OSError."""
+    for _ in range(DRAFT_ATTEMPTS):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        with contextlib.suppress(FileExistsError):  # another process writes the same file
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
 def write_new(file: Path, text: str) -> None:

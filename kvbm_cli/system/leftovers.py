@@ -132,14 +132,29 @@ class Leftovers:
     def _remove_directories(self) -> bool:
         """Retries: FUSE keeps files that a dying process still has open, under other names."""
         deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-        shutil.rmtree(self.directory, ignore_errors=True)
+        _remove_tree(self.directory)
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove_tree(self.directory)
         for parent in self.parents:
             with contextlib.suppress(OSError):  # in use by another process
                 os.rmdir(parent)
         return not is_there
+
+
+def _remove_tree(directory: str) -> None:
+    """Removes a directory, as far as that is possible. Leaves it while something is mounted in it: `shutil.rmtree`
+    follows no link, but would delete what is mounted."""
+    inside = os.path.realpath(directory) + "/"
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table,
+    ):
+        for line in table:
+            mounted = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), line.split()[4])
+            if mounted.startswith(inside):
+                return
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def shared_files() -> dict[int, str]:

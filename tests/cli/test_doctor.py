@@ -28,6 +28,7 @@ from kvbm_cli.doctor.quota import Quota
 from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.runs.run_directory import Runs
+from kvbm_cli.system.filesystem import state_directory
 from kvbm_cli.system.mounts import Mount
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal import progress
@@ -121,6 +122,11 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> 
 
 
 AFTER_A_PATH = re.compile(r"`\[PYTHON\]`:(?:\s+\S+)+? 'kvbm'")  # how long it is decides where the line breaks
+
+
+def test_runs_of_the_user_who_runs_the_tests_are_not_seen() -> None:
+    """They use memory and ports, so that an engine that runs would change the reports below."""
+    assert not state_directory().is_relative_to(Path.home())
 
 
 @pytest.mark.parametrize("name", MACHINES)

@@ -24,6 +24,8 @@ from kvbm.shared.directory_access import DirectoryAccess
 from kvbm.shared.inventory import Inventory
 from kvbm_cli.doctor.store_probe import probe
 from kvbm_cli.doctor.store_report import PREFIX
+from kvbm_cli.system import leftovers
+from kvbm_cli.system.filesystem import write_atomically
 
 OWN, OTHER = bytes.fromhex("aa" * 16), bytes.fromhex("bb" * 16)
 COMMANDS = {
@@ -526,3 +528,32 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -
     finally:
         subprocess.run(["umount", place], check=True)
     assert not (tmp_path / "run" / "file").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
+def test_file_that_is_replaced_has_no_planted_draft(tmp_path: Path, backup: Path, kind: str) -> None:
+    """A draft that is opened as it is would truncate somebody's file."""
+    draft, file = tmp_path / ".report.json", backup / "data" / "namespace.json"
+    if kind == "fifo":
+        os.mkfifo(draft)
+    else:
+        os.link(file, draft) if kind == "hard link" else link(draft, file)
+    write_atomically(tmp_path / "report.json", "new")
+    assert (tmp_path / "report.json").read_text() == "new"
+    assert not (tmp_path / "report.json").is_symlink()
+    assert not os.path.lexists(draft)
+
+
+def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path: Path, backup: Path) -> None:
+    (tmp_path / "try").mkdir()
+    if not can_mount(tmp_path / "try"):
+        pytest.skip("requires the right to mount")
+    (place := tmp_path / "engine tmpdir" / "mounted").mkdir(parents=True)
+    subprocess.run(["mount", "--bind", backup, place], check=True)
+    try:
+        leftovers._remove_tree(str(place.parent))
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert place.is_dir()
+    leftovers._remove_tree(str(place.parent))
+    assert not place.parent.exists()
