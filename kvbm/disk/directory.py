@@ -295,6 +295,16 @@ def _is_named(directory: Tree, home: Tree, name: str) -> bool:
     return os.path.samestat(os.fstat(directory.descriptor), home.about(name))
 
 
+def device_of(directory: Path) -> int:
+    """Return the device of the file system of `directory`, or of its nearest existing parent."""
+    for path in (directory, *directory.parents):
+        try:
+            return os.stat(path).st_dev
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+    raise EnvironmentProblem(f"cannot find the file system of {directory}")
+
+
 def _instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
     """Return the instances of all namespaces, least recently used first."""
     found: list[Path] = []

@@ -158,7 +158,7 @@ class TransferThreads:
             self._reads.clear()
             self._writes.clear()
         for piece in pieces:
-            self._end(piece, why)
+            self._end(piece, why, has_run=False)
 
     def busy_since(self) -> float | None:
         """Return the start time of the oldest running piece."""
@@ -257,12 +257,12 @@ class TransferThreads:
             self._running[me] = piece, time.monotonic()
             return piece
 
-    def _end(self, piece: Piece, why: str | None) -> None:
+    def _end(self, piece: Piece, why: str | None, *, has_run: bool = True) -> None:
         transfer, positions = piece
         with self._changed:
             if not isinstance(transfer, WriteTransfer):
                 self._open_reads -= 1
-                self._moved_s = time.monotonic()
+                self._moved_s = time.monotonic() if has_run else self._moved_s
             if why is not None:
                 transfer.error = transfer.error or why
                 for position in positions:

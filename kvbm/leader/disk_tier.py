@@ -117,6 +117,7 @@ class DiskTier:
         self._rates_file = self._open_rates()
         known = None if self._rates_file is None else self._rates_file.read()
         self.rates = Rates(block_tokens=engine.block_tokens, clock=clock, known=known)
+        self._copy_counters()
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 

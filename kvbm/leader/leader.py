@@ -126,8 +126,6 @@ class Leader:
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._promises = 0  # requests with a promise: each needs a lane
-        self._lacks_disk = settings.disk.is_configured and disk is None  # it did not answer at start-up
-        self.counters.disk_off = self.counters.disk_times_off = int(self._lacks_disk)
         self._step = 0
         self._has_computed = False  # in the last step
 
@@ -480,11 +478,11 @@ class Leader:
         state are not offloaded any more. With `ends_persistence`, no block that is stored later outlives this engine:
         use it if the weights may differ from those that the identity of the disk cache describes.
 
-        False if the disk could not forget its blocks durably, or did not answer at start-up. This engine serves none of
-        them, but an engine that starts before they are forgotten may.
+        False if the disk could not forget its blocks durably, or has not answered since the start. This engine serves
+        none of them, but an engine that starts before they are forgotten may.
         """
         self._forget_all()
-        is_forgotten = not self._lacks_disk
+        is_forgotten = True
         if self._disk is not None:
             try:
                 self._disk.reset(ends_persistence=ends_persistence)

@@ -32,6 +32,7 @@ GRACE_S = 0.005  # or by this time, which is too short to notice
 BLIND_S = 0.2  # limit of a read while the rate of computing is unknown
 KNOWN_S = 0.1  # weight of an earlier engine's rates, in seconds of work
 
+READ_LIMIT_S = 1.0
 WRITE_INTERVAL_S = 10.0
 WORTH_WRITING = 1.2  # a rate that changed by a smaller factor is not written
 MAX_FILE_BYTES = 4096
@@ -188,7 +189,17 @@ class RatesFile:
         self._thread: threading.Thread | None = None
 
     def read(self) -> KnownRates | None:
-        """Return what an earlier engine wrote, if it is valid."""
+        """Return what an earlier engine wrote, if it is valid and the disk answers within READ_LIMIT_S."""
+        found: list[KnownRates | None] = []
+        thread = threading.Thread(target=lambda: found.append(self._read()), name="kvbm-rates", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread available
+            return None
+        thread.join(READ_LIMIT_S)
+        return found[0] if found else None
+
+    def _read(self) -> KnownRates | None:
         try:
             with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)

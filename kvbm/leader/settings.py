@@ -194,7 +194,7 @@ def open_disk(
     hash_bytes: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> DiskSupervisor | None:
-    """Open the disk of an engine; None if none is configured, or if it does not answer. Raises EnvironmentProblem.
+    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
 
     If the identity is not known yet, the disk is opened when it is, and blocks stay in host memory until then. Blocks
     in doubt are not kept for the next start.
@@ -202,7 +202,6 @@ def open_disk(
     section = config.tiers.disk
     if section is None:
         return None
-    from kvbm.disk.service.client import UnresponsiveDisk
     from kvbm.disk.service.supervisor import DiskSupervisor
 
     if not identity.done():
@@ -211,12 +210,9 @@ def open_disk(
             _then(identity, partial(_disk_settings, config, segments)), segments, hash_bytes=hash_bytes
         )
     settings, name = _disk_settings(config, segments, identity.result())
-    try:
-        disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    except UnresponsiveDisk as error:
-        log.error("kvbm: %s; the engine runs without the disk tier until it is restarted", error.message)
-        return None
-    log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
+    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
+    if disk.slot_count:
+        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
     return disk
 
 
@@ -289,13 +285,14 @@ def open_shared(
     if name is None:
         return None
     shared = SharedClient.open(shared_settings, *name, segments, **shape)
-    log.info(
-        "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
-        section.url,
-        shared.engine_name,
-        shared.run_blocks,
-        shared.run_bytes / 2**20,
-    )
+    if shared.run_blocks:
+        log.info(
+            "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
+            section.url,
+            shared.engine_name,
+            shared.run_blocks,
+            shared.run_bytes / 2**20,
+        )
     return shared
 
 

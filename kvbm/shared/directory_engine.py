@@ -40,6 +40,7 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o666  # less the umask
 REMAINS = re.compile("[0-9a-f]+#[0-9]+")  # a file that is being written, by this version or by obstore
 REMAINS_S = 3600.0
+CHECKED_BYTES = 1 << 20  # of one read of an object that is only checked
 MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one write
 OF_ONE_FILE = (
     *NOT_ENTERED,
@@ -131,12 +132,16 @@ class DirectoryEngine:
             with suppress(OSError):
                 yield [f"{prefix}/{directory}/{name}" for name in self._files_of(f"{prefix}/{directory}")]
 
-    def check(self) -> str | None:
+    def check(self, key: str | None) -> str | None:
+        if not self._is_mounted():
+            return f"{self._root} is not the directory that was opened: its file system is not mounted"
         try:
-            with os.scandir(self._root) as entries:
-                next(entries, None)
+            with Tree.open(self._root) as root:
+                if key is not None:
+                    _read_all(root.open_file(key))
         except OSError as error:
-            return str(error)
+            if error.errno not in (errno.ENOENT, *OF_ONE_FILE):  # says nothing about the others
+                return str(error)
         return None
 
     def close(self) -> None:
@@ -227,6 +232,15 @@ def read_file(descriptor: int, one: Incoming) -> StoreAnswer:
                     return StoreAnswer(Outcome.BAD, f"{at} bytes, not {one.length}")
                 left, at = left[size:], at + size
         return StoreAnswer(Outcome.GOOD, age_s=max(0.0, time.time() - about.st_mtime))
+    finally:
+        os.close(descriptor)
+
+
+def _read_all(descriptor: int) -> None:
+    """Read a file to its end: a part of it may be on a server that hangs. *Consumes* the descriptor. Raises OSError."""
+    try:
+        while os.read(descriptor, CHECKED_BYTES):
+            pass
     finally:
         os.close(descriptor)
 

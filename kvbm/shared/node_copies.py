@@ -107,8 +107,8 @@ class NodeCopies:
         self._purge()  # called at intervals, also while nothing is read
         yield from self._engine.keys(prefix)
 
-    def check(self) -> str | None:
-        return self._engine.check()
+    def check(self, key: str | None) -> str | None:
+        return self._engine.check(key)
 
     def close(self) -> None:
         self._purge()

@@ -121,8 +121,9 @@ class ObjectEngine(Protocol):
         """Yield the keys of all objects below a prefix. Raises OSError."""
         ...
 
-    def check(self) -> str | None:
-        """Try whether the store answers; return why it does not. For the breaker."""
+    def check(self, key: str | None) -> str | None:
+        """Try whether the store answers, and reads the object `key` if one is known; return why it does not. For the
+        breaker."""
         ...
 
     def close(self) -> None: ...

@@ -31,6 +31,7 @@ from kvbm.shared.request_limit import FIRST_LIMIT_S, RequestLimit
 from kvbm.shared.settings import directory_of
 
 CONNECT_S = 1.0
+CHECKED_BYTES = 4096  # of an object, to find out whether the store answers
 PROBES_AT_A_TIME = 16
 LIST_PAGE = 1000
 CHUNK_BYTES = 64 << 10  # parts smaller than this are joined; a part comes as it was received, without another copy
@@ -105,12 +106,15 @@ class ObstoreEngine:
         except (BaseError, OSError) as error:
             raise OSError(_reason(error)) from error
 
-    def check(self) -> str | None:
+    def check(self, key: str | None) -> str | None:
         import obstore
         from obstore.exceptions import BaseError
 
         try:
-            obstore.head(self._store, "kvbm-check")
+            if key is None:
+                obstore.head(self._store, "kvbm-check")
+            else:
+                obstore.get_range(self._store, key, start=0, length=CHECKED_BYTES)
         except FileNotFoundError:
             return None
         except (BaseError, OSError) as error:

@@ -92,6 +92,8 @@ class SharedStorage:
         self._reads: deque[Order] = deque()
         self._writes: deque[Order] = deque()
         self._running: dict[int, tuple[float, bool]] = {}
+        self._reading: dict[int, str] = {}  # an object of each call that reads, oldest first
+        self._last_read: str | None = None
         self._is_closed = threading.Event()
         self._has_listed = threading.Event()
         engine.use_memory(geometry.shards)
@@ -201,7 +203,7 @@ class SharedStorage:
                     self._has_order.wait(IDLE_S)
                 if self._is_closed.is_set():
                     return []
-            self._breaker.tried(self.engine.check())
+            self._breaker.tried(self.engine.check(self._doubtful()))
 
     def _next_orders(self) -> list[Order]:
         """Return the orders that run next, if there are any. Call under the lock."""
@@ -220,9 +222,22 @@ class SharedStorage:
             return self._get([order for order in orders if isinstance(order, Get)])
         return self._put([order for order in orders if isinstance(order, Put)])
 
+    def _doubtful(self) -> str | None:
+        """Return the object whose read has lasted longest, or the one that was read last: if the store reads that, it
+        works again."""
+        with self._has_order:
+            return next(iter(self._reading.values()), self._last_read)
+
     def _get(self, orders: Sequence[Get]) -> list[Result]:
         arrivals = [self._arrival(order) for order in orders]
-        answers = self.engine.get([arrival.incoming for arrival in arrivals])
+        me = threading.get_ident()
+        with self._has_order:
+            self._reading[me] = self._last_read = arrivals[0].incoming.key
+        try:
+            answers = self.engine.get([arrival.incoming for arrival in arrivals])
+        finally:
+            with self._has_order:
+                del self._reading[me]
         results: list[Result] = []
         for order, arrival, answer in zip(orders, arrivals, answers, strict=True):
             result = self._geometry.received(order, answer, arrival, aging_s=self._aging_s)

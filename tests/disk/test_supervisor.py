@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -319,11 +320,11 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
     with lasting(tmp_path) as rig:
         open_next = rig.tier._open_next
 
-        def slowly(path: Path, uses_threads: bool) -> DiskClient:
+        def slowly(path: Path, uses_threads: bool, is_cancelled: Callable[[], bool]) -> DiskClient:
             assert goes_on.wait(LIMIT_S)
             if (error := next(outcomes, None)) is not None:
                 raise error
-            return open_next(path, uses_threads)
+            return open_next(path, uses_threads, is_cancelled)
 
         rig.tier._open_next = slowly
         rig.write([1], [0])
@@ -428,9 +429,9 @@ def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
         rig.write([1, 2], [0, 1])
         pid, chosen, open_next = rig.tier.pid, [], rig.tier._open_next
 
-        def note(path: Path, uses_threads: bool) -> DiskClient:
+        def note(path: Path, uses_threads: bool, is_cancelled: Callable[[], bool]) -> DiskClient:
             chosen.append(uses_threads)
-            return open_next(path, uses_threads)
+            return open_next(path, uses_threads, is_cancelled)
 
         rig.tier._open_next = note
         orders.write_text('{"error": "lost", "for": "read"}')
@@ -512,7 +513,7 @@ def test_a_clear_before_the_name_is_known_is_done_before_any_block_is_served(tmp
     with opened(tmp_path) as rig:
         rig.write([1], [0])
     with later(tmp_path) as (rig, name):
-        with pytest.raises(EnvironmentProblem, match="not known yet"):
+        with pytest.raises(EnvironmentProblem, match="has not started yet"):
             rig.tier.clear()
         name()
         rig.wait_until(lambda: rig.tier.is_on)

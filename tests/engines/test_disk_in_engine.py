@@ -23,6 +23,7 @@ from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
 from kvbm.disk.service import client
+from kvbm.process import first_opening
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -39,6 +40,7 @@ MIXTURES = [
 ]
 LENGTH = 200
 LONGEST_STEP_S = 5.0  # of a busy machine; a step that waits for a process takes much longer
+LONGEST_STOP_S = 10.0
 LOADABLE = 192  # whole blocks before the last token
 USERS = 4
 ANSWER = 20
@@ -710,27 +712,54 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
         assert steps.longest_s < LONGEST_STEP_S
 
 
-def test_an_engine_starts_without_a_disk_that_does_not_answer(written, monkeypatch, caplog):
-    start = client.start_child
+@contextmanager
+def started_without_disk(directory, monkeypatch):
+    """An engine whose disk process has been stopped since before it opened its files, and the process."""
+    start, stopped = client.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
         os.kill(child.pid, signal.SIGSTOP)
+        stopped.append(child.pid)
         return child, channel
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "BEAT_LIMIT_S", 0.5)
+        patch.setattr(first_opening, "START_LIMIT_S", 0.5)
         patch.setattr(client, "start_child", start_and_stop)
-        with engine_on(written) as engine:
-            assert "does not answer for 0.5 s; the engine runs without the disk tier" in caplog.text
-            engine.ask(prompt(2, LENGTH))
-            engine.settle()
-            engine.forget_g1()
-            assert engine.ask(prompt(2, LENGTH)).last.num_external_tokens == LOADABLE, "host memory is used"
-            assert engine.counters.disk_off == engine.counters.disk_times_off == 1
-            assert not engine.engine.reset_prefix_cache(), "the blocks on disk are still there"
+        with engine_on(directory) as engine:
+            yield engine, stopped[0]
+
+
+def test_an_engine_starts_without_a_disk_that_does_not_answer(written, monkeypatch, caplog):
+    with started_without_disk(written, monkeypatch) as (engine, pid):
+        assert "starting without the disk tier" in caplog.text
+        engine.ask(prompt(2, LENGTH))
+        engine.settle()
+        engine.forget_g1()
+        assert engine.ask(prompt(2, LENGTH)).last.num_external_tokens == LOADABLE, "host memory is used"
+        assert engine.counters.disk_off == 1
+        stopped_s = time.monotonic()
+    assert time.monotonic() - stopped_s < LONGEST_STOP_S
+    assert not Path(f"/proc/{pid}").exists()
     with engine_on(written) as engine:
         assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == LOADABLE
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_disk_that_answers_after_the_start_is_used(written, monkeypatch, expected, is_reset):
+    """Unless the cache was reset meanwhile: what is on disk is forgotten first."""
+    with started_without_disk(written, monkeypatch) as (engine, pid):
+        if is_reset:
+            assert not engine.engine.reset_prefix_cache(), "the blocks on disk are still there"
+        os.kill(pid, signal.SIGCONT)
+        wait_until(engine, lambda: not engine.counters.disk_off)
+        answer = engine.ask(prompt(1, LENGTH))
+        assert_same([answer.said()], [expected[1]])
+        assert answer.last.num_external_tokens == (0 if is_reset else LOADABLE)
+        engine.ask(prompt(2, LENGTH))
+        rest(engine)
+        assert engine.counters.disk_offload_blocks > 0
+        check_leader(engine.leader)
 
 
 def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected):

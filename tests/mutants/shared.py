@@ -285,4 +285,28 @@ MUTANTS = (
         new='f"{key}"',
         fails=f"{COPIES} -k not_confused",
     ),
+    Mutant(
+        name="shared-probe-reads-nothing",
+        bug="a store whose reads hang counts as working, because its directory can be listed",
+        file="kvbm/shared/directory_engine.py",
+        old="                    _read_all(root.open_file(key))\n",
+        new="                    pass\n",
+        fails="tests/shared/test_store_breaks.py",
+    ),
+    Mutant(
+        name="shared-probe-likes-a-bare-mount-point",
+        bug="the empty directory below a file system that is gone counts as a store that works",
+        file="kvbm/shared/directory_engine.py",
+        old="        if not self._is_mounted():\n            return f",
+        new="        if False:\n            return f",
+        fails="tests/shared/test_store_breaks.py",
+    ),
+    Mutant(
+        name="shared-process-with-a-hung-read-stays",
+        bug="a process whose read never ends keeps its host memory for good",
+        file="kvbm/shared/service/client.py",
+        old="if max(quiet_s, stuck_s) > REPLACE_AFTER_S:",
+        new="if quiet_s > REPLACE_AFTER_S:",
+        fails="tests/shared/test_shared_service.py -k never_ends",
+    ),
 )

@@ -215,7 +215,7 @@ def test_nothing_is_written_to_host_memory_after_an_order_has_ended(faulty):
     for shard in rig.shards:
         shard[:] = 7
     pool.resume(pool.owner)
-    wait_until(lambda: rig.engine.check() is None, "the master answers")
+    wait_until(lambda: rig.engine.check(None) is None, "the master answers")
     time.sleep(1.0)  # bytes on their way would arrive now
     assert all((shard == 7).all() for shard in rig.shards)
 

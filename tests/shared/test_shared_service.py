@@ -20,10 +20,12 @@ from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region, Segment
+from kvbm.process import first_opening
 from kvbm.process.channel import Channel
-from kvbm.process.child import IDLE_INTERVAL_S
+from kvbm.process.child import IDLE_INTERVAL_S, Opening
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
+from kvbm.shared.service import client as client_module
 from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
 from kvbm.shared.settings import SharedSettings
 from kvbm.types import SlotState
@@ -295,6 +297,55 @@ def test_a_store_that_does_not_answer_at_the_start_is_an_error_that_names_it(mon
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{servers.free_port()}")
     with pytest.raises(EnvironmentProblem, match="s3://kv-cache/team"), opened("s3://kv-cache/team"):
         pass
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Processes that are stopped before they open their store."""
+    start, pids = client_module.start_child, []
+
+    def start_and_stop(module, what):
+        child, channel = start(module, what)
+        os.kill(child.pid, signal.SIGSTOP)
+        pids.append(child.pid)
+        return child, channel
+
+    monkeypatch.setattr(first_opening, "START_LIMIT_S", 0.5)
+    monkeypatch.setattr(client_module, "start_child", start_and_stop)
+    return pids
+
+
+def test_an_engine_starts_without_a_store_that_hangs_and_uses_it_when_it_answers(url, stopped, caplog):
+    with opened(url) as rig:
+        assert f"{url} does not answer: starting without the shared tier" in caplog.text
+        assert not rig.client.is_on
+        os.kill(stopped[0], signal.SIGCONT)
+        rig.await_that(lambda: rig.client.is_on)
+        assert rig.put(1).outcome is Outcome.GOOD
+        assert rig.client.restarts == 0
+
+
+def test_an_engine_ends_at_once_although_its_store_has_not_answered_since_the_start(url, stopped):
+    with opened(url):
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 5.0
+    assert not is_running(stopped[0])
+
+
+def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
+    """A stopped process stands for one with a call that never returns."""
+    monkeypatch.setattr(client_module, "REPLACE_AFTER_S", 1.0)
+    with opened(url) as rig:
+        rig.put(0)
+        pid = rig.client.pid
+        os.kill(pid, signal.SIGSTOP)
+        receive = rig.client._process.channel.receive
+        heartbeats = lambda: [Opening()] if is_running(pid) else receive()  # noqa: E731
+        monkeypatch.setattr(rig.client._process.channel, "receive", heartbeats)
+        assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
+        assert not is_running(pid)
+        rig.await_that(lambda: rig.client.is_on)
+        assert rig.get(0).is_good == (True,)
 
 
 def test_credentials_are_neither_in_arguments_nor_in_messages_nor_in_the_log(server_of, monkeypatch, caplog):

@@ -10,7 +10,7 @@ from storage_rig import make_run, opened
 
 from kvbm.process import channel as channel_module
 from kvbm.process.channel import Channel
-from kvbm.shared import breaker, storage
+from kvbm.shared import breaker, directory_engine, storage
 from kvbm.shared.breaker import WritePause
 from kvbm.shared.object_engine import StoreAnswer
 from kvbm.shared.orders import Outcome
@@ -142,6 +142,40 @@ def test_one_call_that_never_returns_turns_the_tier_off_once(rig, monkeypatch):
         assert rig.storage.counters.times_off == 1
     finally:
         hangs.set()
+
+
+def test_a_store_whose_reads_hang_stays_off_although_its_directory_can_be_listed(rig, monkeypatch):
+    monkeypatch.setattr(storage, "STALL", 0.2)
+    rig.put(RUNS[0])
+    hangs, tried, read_all = threading.Event(), threading.Event(), directory_engine._read_all
+
+    def hang(descriptor):
+        tried.set()
+        hangs.wait(60)
+        read_all(descriptor)
+
+    monkeypatch.setattr(rig.engine, "_get", lambda one: hangs.wait(60) and StoreAnswer(Outcome.FAILED, "late"))
+    monkeypatch.setattr(directory_engine, "_read_all", hang)
+    try:
+        rig.submit(storage.Get, RUNS[0], tuple(range(4)))
+        await_that(lambda: rig.storage.poll() or rig.storage.off_because)
+        await_that(tried.is_set)
+        time.sleep(0.5)
+        rig.storage.poll()
+        assert rig.storage.off_because is not None
+    finally:
+        hangs.set()
+    await_that(lambda: rig.storage.poll() or rig.storage.off_because is None)
+
+
+def test_a_bare_mount_point_is_not_taken_for_a_store_that_answers(rig, root):
+    rig.put(RUNS[0])
+    assert rig.engine.check(rig.key(RUNS[0])) is None
+    assert rig.engine.check("no/such/object") is None, "that says nothing about the others"
+    rig.engine._device = -1  # of the file system that was mounted there
+    assert rig.engine.check(None) is None, "mounted again, with the description of the namespace"
+    rig.engine._facts.unlink()
+    assert "is not mounted" in rig.engine.check(None)
 
 
 def await_that(is_so):

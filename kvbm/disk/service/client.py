@@ -25,13 +25,15 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Opening
+from kvbm.process.first_opening import FirstOpening
 from kvbm.process.parent import has_ended, is_gone, log_for, start_child
 from kvbm.types import SegmentInfo
 
 ANSWER_LIMIT_S = 2.0  # without progress; 4 beats
-REPLACE_AFTER_S = 60.0  # without any message
+REPLACE_AFTER_S = 60.0
 BEAT_LIMIT_S = 20.0  # without any message while the storage is opened; a busy machine starts a process in seconds
 OPEN_LIMIT_S = 300.0  # without any message but heartbeats
+OPENING_CHECK_S = 0.2
 GRACE_S = 1.0
 EXIT_S = 1.0
 FOUND_BATCH_BLOCKS = 1024
@@ -75,18 +77,22 @@ class DiskClient:
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
         instance: Path | None = None,
+        first: FirstOpening | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> DiskClient:
-        """Start a process and open its storage. Raises EnvironmentProblem, UnresponsiveDisk if it does not answer.
+        """Start a process and open its storage. Raises EnvironmentProblem, UnresponsiveDisk if it does not answer or is
+        cancelled.
 
         `progress(done_bytes, total_bytes)` is called while space is allocated. `instance`: this one, or a new one if it
-        is not available.
+        is not available. `first` hears the messages of the process.
         """
         client = cls(*start_child("kvbm.disk.service.server", "a disk process"))
         try:
             cores = frozenset(allowed_cores())
             client._send(messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance))
-            opened = client._wait_until_open(progress)
-        except BaseException:
+            opened = client._wait_until_open(progress, first, is_cancelled)
+        except BaseException as error:
+            client.is_silent = isinstance(error, UnresponsiveDisk)
             client._end()
             raise
         client._take_over(opened)
@@ -204,14 +210,23 @@ class DiskClient:
         self._channel.close()
         self.is_alive = False
 
-    def _wait_until_open(self, progress: Callable[[int, int], None] | None) -> messages.Opened:
+    def _wait_until_open(
+        self,
+        progress: Callable[[int, int], None] | None,
+        first: FirstOpening | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> messages.Opened:
         self._heard_s = moved_s = time.monotonic()
         while self.is_alive:
-            self._channel.wait(BEAT_LIMIT_S)
+            self._channel.wait(min(BEAT_LIMIT_S, OPENING_CHECK_S))
             received = self._messages()
             now = time.monotonic()
-            if any(not isinstance(message, Opening) for message in received):
-                moved_s = now
+            has_moved = any(not isinstance(message, Opening) for message in received)
+            moved_s = now if has_moved else moved_s
+            if received and first is not None:
+                first.heard(has_moved=has_moved)
+            if is_cancelled():
+                raise UnresponsiveDisk("closed")
             if now - self._heard_s >= BEAT_LIMIT_S:
                 raise UnresponsiveDisk(f"disk process {self.pid} does not answer for {BEAT_LIMIT_S:g} s")
             if now - moved_s >= OPEN_LIMIT_S:
@@ -233,6 +248,7 @@ class DiskClient:
         self.io_name = opened.io_name
         self.path = opened.path
         self.counters = opened.counters
+        self.device = opened.device
         self._wear = WearMeter(opened.path)
 
     def _send(self, message: object) -> None:
@@ -297,7 +313,8 @@ class DiskClient:
         """Turn the disk off while the process does not answer, and on again when it does. Call after `_receive`.
 
         The process reports every BEAT_S until when its reads have made progress, so a process that is stopped or hangs
-        and a disk that hangs or is much too slow are noticed alike. A process that sends nothing at all is replaced.
+        and a disk that hangs or is much too slow are noticed alike. After REPLACE_AFTER_S the process is replaced, so
+        that the host memory of its reads is free again.
         """
         was_silent, now = self.is_silent, time.monotonic()
         self.is_silent = self.is_alive and self._is_awaited() and now - self._moved_s > ANSWER_LIMIT_S
@@ -307,9 +324,9 @@ class DiskClient:
             log.warning("the disk tier is off until disk process %d answers or its reads make progress", self.pid)
         elif was_silent and not self.is_silent and self.is_alive:
             log.warning("disk process %d answers again", self.pid)
-        if self.is_silent and now - self._heard_s > REPLACE_AFTER_S:
-            log.error("disk process %d has not answered for %g s: killing it", self.pid, REPLACE_AFTER_S)
-            self._heard_s = now
+        if self.is_silent and now - min(self._heard_s, self._moved_s) > REPLACE_AFTER_S:
+            log.error("disk process %d has made no progress for %g s: killing it", self.pid, REPLACE_AFTER_S)
+            self._heard_s = self._moved_s = now
             self._child.kill()
 
     def _handle_exit(self, *, is_expected: bool = False) -> None:

@@ -60,10 +60,13 @@ class Problem(NamedTuple):
 
 
 class Opened(NamedTuple):
+    """`device`: number of the file system."""
+
     path: Path
     slot_count: int
     io_name: str
     counters: DiskCounters
+    device: int
 
 
 class Status(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from kvbm.disk.directory import await_predecessor
+from kvbm.disk.directory import await_predecessor, device_of
 from kvbm.disk.index_thread import PendingClear
 from kvbm.disk.orders import DiskResult, Forget, Read, Write
 from kvbm.disk.service import messages
@@ -107,12 +107,12 @@ def main() -> int:
         os.sched_setaffinity(0, order.cores)
         try:
             with beating(channel) as send:
-                storage = _open(order, send, log)
+                storage, opened = _open(order, send, log)
         except EnvironmentProblem as error:
             channel.send(messages.Problem(error.message, error.hint))
             send_all(channel)
             return 1
-        channel.send(messages.Opened(storage.path, storage.slot_count, storage.io_name, storage.counters))
+        channel.send(opened)
         _Child(channel, storage, log).serve()
         send_all(channel)
     except ChannelClosed:
@@ -120,13 +120,13 @@ def main() -> int:
     return 0
 
 
-def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -> DiskStorage:
+def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
     """Raises EnvironmentProblem."""
     region = Region.map(order.segments)
     if order.settings.persist and order.instance is None:
         name = order.namespace.digest.hex()
         await_predecessor(order.settings.directory, name, on_wait=partial(log.send, send))
-    return DiskStorage.open(
+    storage = DiskStorage.open(
         order.settings,
         order.namespace,
         region.shards,
@@ -135,6 +135,8 @@ def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -
         instance=order.instance,
         progress=lambda done, total: send(messages.SpaceTaken(done, total)),
     )
+    device = device_of(order.settings.directory)
+    return storage, messages.Opened(storage.path, storage.slot_count, storage.io_name, storage.counters, device)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ any block is served.
 
 While the process does not answer (`DiskClient.is_silent`), `is_on` is False and nothing is sent to it.
 
-The first process can start later than the engine (`open_later`): the name of the blocks may depend on the content of
-many files. Until then `is_on` is False, and the thread takes the same path as after the end of a process.
+The first process can start later than the engine: the name of the blocks may depend on the content of many files
+(`open_later`), or the disk hangs. Until then `is_on` is False, and the thread takes the same path as after the end of a
+process.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.disk.directory import INDEX, InstanceLock
+from kvbm.disk.directory import INDEX, InstanceLock, device_of
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.index import BlockIndex, require_private_index
 from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.messages import LOST_IO
 from kvbm.disk.wear import Wear
 from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.process.first_opening import FirstOpening
 from kvbm.process.parent import how_it_ended
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from kvbm.disk.settings import DiskSettings, Namespace
     from kvbm.types import SegmentInfo
 
-    OpenNext = Callable[[Path | None, bool], DiskClient]
+    OpenNext = Callable[[Path | None, bool, Callable[[], bool]], DiskClient]
     Named = Future[tuple[DiskSettings, Namespace]]
 
 FIRST_PAUSE_S = 0.5
@@ -54,7 +55,7 @@ LONGEST_PAUSE_S = 60.0  # also the lifetime of a process that resets the pause
 JOIN_S = 2.0
 CHECK_INTERVAL_S = 0.01
 NAME_INTERVAL_S = 0.2  # between looks whether a tier that waits for its name is closed
-WAITS = "the content of the model's files is not known yet"
+WAITS = "the disk tier has not started yet"
 
 log = logging.getLogger(__name__)
 
@@ -62,15 +63,15 @@ log = logging.getLogger(__name__)
 class DiskSupervisor:
     """A disk process and its successors. Only the leader's thread uses it."""
 
-    def __init__(self, process: DiskClient | None, open_next: OpenNext, named: Named | None = None) -> None:
-        """*Consumes* the process. `open_next(path, uses_threads)` opens another, in the instance at `path` if that is
-        available; with `uses_threads`, its I/O is done by threads whatever is configured. Without a process, the first
-        one is opened when `named` is done."""
+    def __init__(self, open_next: OpenNext, named: Named, first: FirstOpening | None = None) -> None:
+        """`open_next(path, uses_threads, is_cancelled)` opens a process, in the instance at `path` if that is
+        available; with `uses_threads`, its I/O is done by threads whatever is configured. The first one is opened when
+        `named` is done; `first` may wait for that."""
         self.losses = 0
         self.restarts = 0
         self._open_next = open_next
-        self._process: DiskClient | _NoProcess = process or _NoProcess()
-        self._is_lost = process is None
+        self._process: DiskClient | _NoProcess = _NoProcess()
+        self._is_lost = True
         self._results: list[DiskResult] = []  # not yet returned by `poll`
         self._uncleared: Path | None = None  # instance with a clear that is not durable yet
         self._is_clear_sent = self._is_clear_impossible = False
@@ -82,11 +83,11 @@ class DiskSupervisor:
         self._lock = threading.Lock()
         self._next: DiskClient | None = None
         # Owned by the thread.
-        self._path = None if process is None else process.path
+        self._path: Path | None = None
         self._last_error = ""
         self._uses_threads = False  # NIXL has lost I/O
-        start = (process, named)
-        self._thread = threading.Thread(target=self._supervise, args=start, name="kvbm-disk-keeper", daemon=True)
+        self._first = first
+        self._thread = threading.Thread(target=self._supervise, args=(named,), name="kvbm-disk-keeper", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -99,24 +100,61 @@ class DiskSupervisor:
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> DiskSupervisor:
-        """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem."""
-        first = DiskClient.open(settings, namespace, segments, hash_bytes=hash_bytes, progress=progress)
-        device = _device_of(settings.directory)
-        return cls(first, partial(_open_next, device, (settings, namespace), segments, hash_bytes))
+        """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem.
+
+        A disk that hangs is left out, see FirstOpening, and used when it answers.
+        """
+        named: Named = Future()
+        named.set_result((settings, namespace))
+        first = FirstOpening()
+        supervisor = cls._begin(named, segments, hash_bytes, progress, first)
+        try:
+            if first.wait():
+                supervisor._advance()
+            else:
+                log.warning(
+                    "kvbm: %s does not answer: starting without the disk tier, until it does", settings.directory
+                )
+        except BaseException:
+            supervisor._is_closing.set()
+            raise
+        return supervisor
 
     @classmethod
     def open_later(cls, named: Named, segments: Sequence[SegmentInfo], *, hash_bytes: int) -> DiskSupervisor:
         """Open the first process when `named` is done, without waiting for it."""
+        return cls._begin(named, segments, hash_bytes, None, None)
+
+    @classmethod
+    def _begin(
+        cls,
+        named: Named,
+        segments: Sequence[SegmentInfo],
+        hash_bytes: int,
+        progress: Callable[[int, int], None] | None,
+        first: FirstOpening | None,
+    ) -> DiskSupervisor:
         device: list[int] = []  # of the first process that could be opened
 
-        def open_next(path: Path | None, uses_threads: bool) -> DiskClient:
+        def open_next(path: Path | None, uses_threads: bool, is_cancelled: Callable[[], bool]) -> DiskClient:
             settings, namespace = named.result()
-            found = device or [_device_of(settings.directory)]
-            opened = _open_next(found[0], (settings, namespace), segments, hash_bytes, path, uses_threads)
-            device[:] = found
+            _require_there(segments)
+            if device and device_of(settings.directory) != device[0]:
+                raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
+            opened = DiskClient.open(
+                replace(settings, io="threads") if uses_threads else settings,
+                namespace,
+                segments,
+                hash_bytes=hash_bytes,
+                instance=path if settings.persist else None,
+                progress=progress if not device else None,
+                first=first,
+                is_cancelled=is_cancelled,
+            )
+            device[:] = device or [opened.device]
             return opened
 
-        return cls(None, open_next, named)
+        return cls(open_next, named, first)
 
     @property
     def is_on(self) -> bool:
@@ -196,13 +234,13 @@ class DiskSupervisor:
         self._is_closing.set()
         self._advance()
         self._process.close(timeout_s)
-        if self._lock.acquire(timeout=timeout_s):  # otherwise the thread closes what it is opening
+        if self._lock.acquire(timeout=JOIN_S):  # otherwise the thread closes what it is opening
             try:
                 if self._next is not None:
                     self._next.close(timeout_s)
             finally:
                 self._lock.release()
-        self._thread.join(JOIN_S)
+            self._thread.join(JOIN_S)
         if self._uncleared is not None and self.home is not None:
             _clear_closed(self._uncleared)
 
@@ -245,9 +283,8 @@ class DiskSupervisor:
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    def _supervise(self, process: DiskClient | None, named: Named | None) -> None:
-        if process is None and named is not None:
-            process = self._open_first(named)
+    def _supervise(self, named: Named) -> None:
+        process = self._open_first(named)
         pause_s = FIRST_PAUSE_S / 2
         while process is not None:
             began_s = time.monotonic()
@@ -267,7 +304,10 @@ class DiskSupervisor:
             wait_for([named], NAME_INTERVAL_S)
             if self._is_closing.is_set():
                 return None
-        return self._open() or self._open_after(FIRST_PAUSE_S)[0]
+        opened, first = self._open(), self._first
+        if opened is not None and first is not None:
+            first.succeed()
+        return opened or self._open_after(FIRST_PAUSE_S)[0]
 
     def _open_after(self, pause_s: float) -> tuple[DiskClient | None, float]:
         """Open a process after a pause, again and again; None if the tier is closed. Return the last pause too."""
@@ -281,14 +321,17 @@ class DiskSupervisor:
         """Open the next process and hand it to the leader's thread."""
         with self._lock:
             try:
-                opened = self._open_next(self._path, self._uses_threads)
+                opened = self._open_next(self._path, self._uses_threads, self._is_closing.is_set)
                 try:
                     self._require_fit(opened)
                 except BaseException:
                     opened.close(0)
                     raise
             except (EnvironmentProblem, OSError) as error:
-                if str(error) != self._last_error:
+                first, self._first = self._first, None
+                if first is not None and first.fail(error):
+                    self._is_closing.set()
+                elif str(error) != self._last_error and not self._is_closing.is_set():
                     self._last_error = str(error)
                     log.warning("the disk tier stays off: %s", error)
                 return None
@@ -344,23 +387,6 @@ class _NoProcess:
         """Do nothing."""
 
 
-def _open_next(
-    device: int,
-    named: tuple[DiskSettings, Namespace],
-    segments: Sequence[SegmentInfo],
-    hash_bytes: int,
-    path: Path | None,
-    uses_threads: bool,
-) -> DiskClient:
-    settings, namespace = named
-    _require_there(segments)
-    if _device_of(settings.directory) != device:
-        raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
-    chosen = replace(settings, io="threads") if uses_threads else settings
-    instance = path if settings.persist else None
-    return DiskClient.open(chosen, namespace, segments, hash_bytes=hash_bytes, instance=instance)
-
-
 def _clear_closed(path: Path) -> None:
     """Clear the index of an instance whose process has ended. Waits at most JOIN_S, also if the disk hangs."""
     outcome = ["the disk does not answer"]
@@ -404,13 +430,3 @@ def _require_there(segments: Sequence[SegmentInfo]) -> None:
 
 def _longer(pause_s: float) -> float:
     return min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _device_of(directory: Path) -> int:
-    """Return the device of the file system of `directory`, or of its nearest existing parent."""
-    for path in (directory, *directory.parents):
-        try:
-            return os.stat(path).st_dev
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-    raise EnvironmentProblem(f"cannot find the file system of {directory}")

@@ -2,9 +2,11 @@
 
 Calls send a message and do not block, except `open` and `close`. If the process exits, all orders in flight fail; a
 thread starts the next one after a pause. The process holds no state that a leader needs. If it does not answer for
-ANSWER_LIMIT_S, the tier is off until it does; its orders stay open, because it may still write into host memory.
+ANSWER_LIMIT_S, the tier is off until it does; its orders stay open, because it may still write into host memory. If it
+does not answer, or ends no read, for REPLACE_AFTER_S, it is killed, which ends its orders.
 
-The first process can start later than the engine (`open_later`), on the path of a process that is restarted.
+The first process can start later than the engine (`open_later`, or a store that hangs), on the path of a process that
+is restarted.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Opening
+from kvbm.process.first_opening import FirstOpening
 from kvbm.process.parent import has_ended, how_it_ended, is_gone, log_for, start_child
-from kvbm.shared.orders import Listing, ObjectResult, Order, Probe, ProbeResult, Result
+from kvbm.shared.orders import Get, Listing, ObjectResult, Order, Probe, ProbeResult, Result
 from kvbm.shared.protection import protection_of
 from kvbm.shared.service import messages
 from kvbm.shared.settings import SharedSettings
@@ -33,9 +36,11 @@ from kvbm.types import SegmentInfo
 MODULE = "kvbm.shared.service.server"
 ANSWER_LIMIT_S = 2.0  # without any message; 4 beats
 REPLACE_AFTER_S = 60.0
-OPEN_LIMIT_S = 30.0
+OPEN_LIMIT_S = 300.0  # the engine does not wait for it
+OPENING_CHECK_S = 0.2
 GRACE_S = 1.0
 EXIT_S = 1.0
+JOIN_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 NAME_INTERVAL_S = 0.2  # between looks whether a tier that waits for its name is closed
 
@@ -50,34 +55,32 @@ class SharedClient:
 
     def __init__(
         self,
-        process: OpenProcess | None,
-        open_next: Callable[[], OpenProcess],
-        named: Future[Named | None] | None = None,
+        open_next: Callable[[Callable[[], bool]], OpenProcess],
+        named: Future[Named | None],
+        first: FirstOpening | None = None,
     ) -> None:
-        """*Consumes* the process. Without one, `open_next` starts the first when `named` is done."""
+        """`open_next(is_cancelled)` starts a process, the first one when `named` is done; `first` may wait for that."""
         self.run_blocks = self.run_bytes = 0
         self.engine_name = ""
         self.counters = SharedCounters()
         self.restarts = 0
         self.off_because: str | None = None
         self.is_silent = False
-        self._process = process
-        self._is_lost = process is None
+        self._process: OpenProcess | None = None
+        self._is_lost = True
         self._in_flight: dict[int, Order] = {}
         self._results: list[Result] = []
         self._listings: list[Listing] = []
         self._heard_s = 0.0
+        self._moved_s = 0.0  # when a read last ended, or the first of those in flight was sent
         self._silences = 0
         self._earlier_counters = SharedCounters()
         self._is_closing = threading.Event()
         self._next: OpenProcess | None = None  # written by the thread, taken by the leader
         self._open_next = open_next
-        self._thread = threading.Thread(
-            target=self._keep, args=(process, named), name="kvbm-shared-keeper", daemon=True
-        )
+        self._first = first
+        self._thread = threading.Thread(target=self._keep, args=(named,), name="kvbm-shared-keeper", daemon=True)
         self._thread.start()
-        if process is not None:
-            self._take(process)
 
     @classmethod
     def open(
@@ -94,14 +97,24 @@ class SharedClient:
         """Start a process and connect to the store. `digest` names the blocks, 16 bytes. `has_runs`: an object may hold
         several blocks of a chain.
 
-        Raises EnvironmentProblem if the store does not exist or does not answer, or the secret is missing.
+        Raises EnvironmentProblem if the store does not exist, or the secret is missing. A store that hangs is left out,
+        see FirstOpening, and used when it answers.
         """
         order = _order(settings, (digest, facts), segments, hash_bytes, block_tokens, has_runs)
-
-        def open_next() -> OpenProcess:
-            return OpenProcess.start(order)
-
-        return cls(open_next(), open_next)
+        named: Future[Named | None] = Future()
+        named.set_result((digest, facts))
+        first = FirstOpening()
+        client = cls(lambda is_cancelled: OpenProcess.start(order, first, is_cancelled), named, first)
+        try:
+            if first.wait():
+                client._take_next()
+            else:
+                url = settings.url
+                log.warning("kvbm: %s does not answer: starting without the shared tier, until it does", url)
+        except BaseException:
+            client._is_closing.set()
+            raise
+        return client
 
     @classmethod
     def open_later(
@@ -120,12 +133,13 @@ class SharedClient:
         """
         protection_of(settings.protection, settings.key_file)
 
-        def open_next() -> OpenProcess:
+        def open_next(is_cancelled: Callable[[], bool]) -> OpenProcess:
             name = named.result()
             assert name is not None, "a tier that stays off starts no process"
-            return OpenProcess.start(_order(settings, name, segments, hash_bytes, block_tokens, has_runs))
+            order = _order(settings, name, segments, hash_bytes, block_tokens, has_runs)
+            return OpenProcess.start(order, None, is_cancelled)
 
-        return cls(None, open_next, named)
+        return cls(open_next, named)
 
     @property
     def is_on(self) -> bool:
@@ -140,6 +154,8 @@ class SharedClient:
         """Send an order. `poll` returns its result."""
         if not self._in_flight:
             self._heard_s = time.monotonic()
+        if isinstance(order, Get) and not self._has_reads():
+            self._moved_s = time.monotonic()
         self._in_flight[order.ticket] = order
         self._send(order)
 
@@ -151,7 +167,8 @@ class SharedClient:
         self._watch()
         results, self._results = self._results, []
         for result in results:
-            self._in_flight.pop(result.ticket, None)
+            if isinstance(self._in_flight.pop(result.ticket, None), Get):
+                self._moved_s = time.monotonic()
         return results
 
     def take_listing(self) -> Listing | None:
@@ -183,6 +200,7 @@ class SharedClient:
                 self._receive(is_closing=True)
         if process is not None:
             process.end(EXIT_S)
+        self._thread.join(JOIN_S)
         if self._next is not None:
             self._next.end(EXIT_S)
 
@@ -260,11 +278,16 @@ class SharedClient:
             log.warning("kvbm: the shared tier is off until its process %d answers: %s", self.pid, why)
         elif was_silent and not self.is_silent and not self._is_lost:
             log.warning("kvbm: the process %d of the shared tier answers again", self.pid)
-        if self.is_silent and quiet_s > REPLACE_AFTER_S:
-            log.error("kvbm: the process %d of the shared tier sent nothing for %g s: killing it", self.pid, quiet_s)
-            self._heard_s = now
+        stuck_s = now - self._moved_s if self._has_reads() and not self._is_lost else 0.0
+        if max(quiet_s, stuck_s) > REPLACE_AFTER_S:
+            why = "sent nothing" if quiet_s > REPLACE_AFTER_S else "has ended no read"
+            log.error("kvbm: the process %d of the shared tier %s for %g s: killing it", self.pid, why, REPLACE_AFTER_S)
+            self._heard_s = self._moved_s = now
             if self._process is not None:
                 self._process.child.kill()
+
+    def _has_reads(self) -> bool:
+        return any(isinstance(order, Get) for order in self._in_flight.values())
 
     def _take_next(self) -> None:
         """Continue with the next process, if it has started."""
@@ -284,10 +307,11 @@ class SharedClient:
         self.run_blocks, self.run_bytes, self.engine_name = opened.run_blocks, opened.run_bytes, opened.engine_name
         self._handle(process.received_early)
 
-    def _keep(self, process: OpenProcess | None, named: Future[Named | None] | None) -> None:
+    def _keep(self, named: Future[Named | None]) -> None:
         """Start the first process when its name is known. Wait for the end of each process, and start the next one."""
-        if process is None and named is not None and self._await(named):
-            process = self._open_after(0.0)[0]
+        process = self._open_after(0.0)[0] if self._await(named) else None
+        if process is not None and self._first is not None:
+            self._first.succeed()
         pause_s = FIRST_PAUSE_S
         while process is not None:
             began_s = time.monotonic()
@@ -311,8 +335,11 @@ class SharedClient:
         """Open a process after a pause, again and again; None if the tier is closed. Return the last pause too."""
         while not self._is_closing.wait(pause_s):
             try:
-                opened = self._open_next()
+                opened = self._open_next(self._is_closing.is_set)
             except (EnvironmentProblem, OSError) as error:
+                first, self._first = self._first, None
+                if self._is_closing.is_set() or (first is not None and first.fail(error)):
+                    break
                 log.warning("kvbm: the shared tier stays off: %s", error)
                 pause_s = min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)
                 continue
@@ -352,17 +379,22 @@ class OpenProcess:
         self.received_early: list[object] = []
 
     @classmethod
-    def start(cls, order: messages.OpenStore) -> OpenProcess:
-        """Raises EnvironmentProblem."""
+    def start(
+        cls,
+        order: messages.OpenStore,
+        first: FirstOpening | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> OpenProcess:
+        """Raises EnvironmentProblem. `first` hears the messages of the process."""
         process = cls(*start_child(MODULE, "the process of the shared tier"))
         try:
             process.channel.send(order)
-            process.opened = process._wait_until_open(order.settings.url)
+            process.opened = process._wait_until_open(order.settings.url, first, is_cancelled)
         except ChannelClosed:
             process.end(EXIT_S)
             raise EnvironmentProblem("the process of the shared tier exited while it connected to the store") from None
         except BaseException:
-            process.end(EXIT_S)
+            process.end(0.0)
             raise
         return process
 
@@ -371,13 +403,19 @@ class OpenProcess:
         self.channel.close()
         if not has_ended(self.child, timeout_s):
             self.child.kill()
-            has_ended(self.child, timeout_s)
+            has_ended(self.child, EXIT_S)
 
-    def _wait_until_open(self, url: str) -> messages.StoreOpened:
+    def _wait_until_open(
+        self, url: str, first: FirstOpening | None, is_cancelled: Callable[[], bool]
+    ) -> messages.StoreOpened:
         deadline_s = time.monotonic() + OPEN_LIMIT_S
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self.channel.wait(left_s)
+        while time.monotonic() < deadline_s:
+            self.channel.wait(OPENING_CHECK_S)
             received = self.channel.receive()
+            if received and first is not None:
+                first.heard(has_moved=False)
+            if is_cancelled():
+                raise EnvironmentProblem("closed")
             for position, message in enumerate(received):
                 match message:
                     case messages.StoreOpened():

@@ -1,0 +1,57 @@
+"""FirstOpening: how long the start of an engine waits until the child process of a tier has opened its files or store.
+
+A thread opens the tier. The engine waits for it as long as there is progress, and starts without a tier that hangs: the
+thread goes on, so that a tier that answers later is used later. A problem that is found in time ends the start.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+
+START_LIMIT_S = 8.0  # until the first message of a child, on a busy machine
+PROGRESS_LIMIT_S = 4.0  # without any message but heartbeats; two tiers together must not delay a start by 10 s
+CHECK_S = 0.05
+
+
+class FirstOpening:
+    """The thread that opens calls `heard`, `succeed` and `fail`, the thread that starts the engine `wait`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._end: Future[None] = Future()
+        self._until_s = time.monotonic() + START_LIMIT_S
+        self._has_begun = False
+        self._is_awaited = True
+
+    def heard(self, *, has_moved: bool) -> None:
+        """Note messages of the child. Without `has_moved` they were heartbeats."""
+        if has_moved or not self._has_begun:
+            self._has_begun = True
+            self._until_s = time.monotonic() + PROGRESS_LIMIT_S
+
+    def succeed(self) -> None:
+        with self._lock:
+            self._is_awaited = False
+            self._end.set_result(None)
+
+    def fail(self, error: Exception) -> bool:
+        """Return whether the start of the engine ends with this error. Otherwise the opening is tried again."""
+        with self._lock:
+            is_awaited, self._is_awaited = self._is_awaited, False
+            if is_awaited:
+                self._end.set_exception(error)
+            return is_awaited
+
+    def wait(self) -> bool:
+        """Return whether it is open, False if it takes too long. Raises the error of `fail`."""
+        while not self._end.done():
+            wait_for([self._end], CHECK_S)
+            with self._lock:
+                if time.monotonic() > self._until_s and not self._end.done():
+                    self._is_awaited = False
+                    return False
+        self._end.result()
+        return True
