@@ -1,7 +1,7 @@
 """FirstOpening: how long the start of an engine waits until the child process of a tier has opened its files or store.
 
 A thread opens the tier. The engine waits for it as long as there is progress, and starts without a tier that hangs: the
-thread goes on, so that a tier that answers later is used later. A problem that is found in time ends the start.
+thread continues, so that a tier that answers later is used later. A problem that is found in time ends the start.
 """
 
 from __future__ import annotations
