@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import shlex
 import sqlite3
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -189,7 +190,9 @@ def _require_outside(place: Path) -> None:
     if around is not None:
         models = {str(cache.facts.get("model")) for cache in _caches(around, []) if cache.path.is_relative_to(place)}
         of_models = f" of {', '.join(sorted(models))}" if models else ""
-        raise UsageError(f"`--dir {place}` is inside a cache{of_models}", hint=f"use `--dir {around}`")
+        raise UsageError(
+            f"`--dir {place}` is inside a cache{of_models}", hint=f"use `--dir {shlex.quote(str(around))}`"
+        )
 
 
 def _caches(place: Path, skipped: list[Skipped]) -> list[CacheFacts]:

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,7 @@ class DirectoryEngine:
             only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
             raise EnvironmentProblem(
                 f"cannot use the directory {root} of `tiers.shared.url`: {_reason(error)}",
-                hint=f"check its permissions with `ls -ld {root}`{only_reads}",
+                hint=f"check its permissions with `ls -ld {shlex.quote(str(root))}`{only_reads}",
             ) from error
         if writes and not creates_once:
             log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
@@ -304,7 +305,7 @@ def require_directory(root: Path) -> None:
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
-            hint=f"mount its file system, or run `mkdir -p {root}`",
+            hint=f"mount its file system, or run `mkdir -p {shlex.quote(str(root))}`",
         ) from error
 
 

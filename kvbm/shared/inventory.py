@@ -7,6 +7,7 @@ Reads run on threads, and none is repeated.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Inventory:
                 count += len(listed.runs)
         except OSError as error:
             raise EnvironmentProblem(
-                f"cannot list {self.url}: {_reason(error)}", hint=f"run `kvbm doctor --url {self.url}`"
+                f"cannot list {self.url}: {_reason(error)}", hint=f"run `kvbm doctor --url {shlex.quote(self.url)}`"
             ) from None
         return found
 
@@ -167,7 +168,7 @@ class Inventory:
         except OSError as error:
             raise EnvironmentProblem(
                 f"cannot delete objects in {self.url}: {_reason(error)}",
-                hint=f"run `kvbm doctor --url {self.url}`",
+                hint=f"run `kvbm doctor --url {shlex.quote(self.url)}`",
             ) from None
 
 

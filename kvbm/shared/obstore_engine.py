@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -214,7 +215,8 @@ class ObstoreEngine:
                     obstore.put(self._store, facts_key, facts, use_multipart=False)
         except (BaseError, OSError) as error:
             raise EnvironmentProblem(
-                f"cannot use `tiers.shared.url` {url}: {_reason(error)}", hint=f"run `kvbm doctor --url {url}`"
+                f"cannot use `tiers.shared.url` {url}: {_reason(error)}",
+                hint=f"run `kvbm doctor --url {shlex.quote(url)}`",
             ) from None
         if not self.creates_once:
             log.info("kvbm: %s overwrites objects: engines that compute the same blocks may write them twice", url)

@@ -8,6 +8,7 @@ exit code. It is 12 if the verdict of one of the two was `wrong`.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ class Experiment:
         directory = BenchDirectory.open(path)
         results = Results.read(directory)
         if not (path / SUMMARY).exists():
-            raise UsageError(f"{path} has no {SUMMARY}", hint=f"`kvbm bench report {path}` writes it")
+            raise UsageError(f"{path} has no {SUMMARY}", hint=f"`kvbm bench report {shlex.quote(str(path))}` writes it")
         return cls(path, directory, results, directory.read_json(SUMMARY))
 
     @property

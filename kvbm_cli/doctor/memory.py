@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 
 from kvbm.config.sizes import format_size
@@ -74,7 +75,7 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
 
 def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
     largest = largest_run(living)
-    stop = f"run `kvbm stop {largest.facts.name}`" if largest is not None else None
+    stop = f"run `kvbm stop {shlex.quote(largest.facts.name)}`" if largest is not None else None
     fitting = left_bytes * 9 // 10 // _copies(context)
     if fitting < LEAST_CAPACITY and stop is not None:
         return stop

@@ -16,6 +16,7 @@ import importlib.util
 import os
 import random
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -181,7 +182,7 @@ class EngineProcess:
         tail = self._log.tail(without=reported)
         return EngineError(
             f"{message}, with exit code {code} after {self.elapsed_s:.1f} s{reason_line}\n{tail}",
-            hint=(reason and reason.hint) or f"see the whole log with `less {self.log_path}`",
+            hint=(reason and reason.hint) or f"see the whole log with `less {shlex.quote(str(self.log_path))}`",
             exit_code=code or 1,
         )
 

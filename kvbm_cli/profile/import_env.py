@@ -6,6 +6,7 @@ anything is written. A variable without effect becomes a comment with the reason
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -63,9 +64,9 @@ def import_env(
         print_data(text.rstrip("\n"))
     else:
         if output.suffix not in (".yaml", ".yml"):
-            raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {output}.yaml`")
+            raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {shlex.quote(f'{output}.yaml')}`")
         write_new(output, text)
-        print_note(f"{output}: written; `kvbm doctor --profile {output}` checks it on this machine")
+        print_note(f"{output}: written; `kvbm doctor --profile {shlex.quote(str(output))}` checks it on this machine")
         replaced = [name for name in variable_names(environment) if name not in STORE_VARIABLES]
         if replaced:
             print_note(f"the variables override it while they are set: `unset {' '.join(replaced)}`")

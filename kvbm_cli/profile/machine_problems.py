@@ -8,6 +8,7 @@ come first (preflight.py): a profile with mistakes is not examined here.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +229,7 @@ def _memory(
     if largest is None:
         error = _at(resolved, key, f"{demand}, but {available}", hint)
     else:
-        hint = f"run `kvbm stop {largest.facts.name}`, or {hint}"
+        hint = f"run `kvbm stop {shlex.quote(largest.facts.name)}`, or {hint}"
         error = EnvironmentProblem("\n".join([f"{demand}, but {available}", *lines]), hint=hint)
     yield MachineProblem(error, can_be_forced=True)
 

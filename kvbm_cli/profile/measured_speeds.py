@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,9 @@ class MeasuredSpeeds:
         except OSError as error:
             raise UsageError(f"cannot read `{path}`: {reason_of(error)}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UsageError(f"`{path}` is not a result of doctor", hint=f"run `kvbm doctor --json > {path}`") from None
+            raise UsageError(
+                f"`{path}` is not a result of doctor", hint=f"run `kvbm doctor --json > {shlex.quote(str(path))}`"
+            ) from None
         return cls(_rate(facts, "allocation rate", "bytes_per_s"), _rate(facts, "sequential", "write_bytes_per_s"))
 
     def times(self, sizing: Sizing) -> Mapping[str, float | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -75,13 +76,15 @@ def new_profile(
     reference = _reference(parent, file) if parent is not None else None
     _write(file, _text(written, expected, reference), expected, is_forced=is_forced)
     print_data(str(file))
-    print_note(f"`kvbm serve --profile {file}` starts the engine")
+    print_note(f"`kvbm serve --profile {shlex.quote(str(file))}` starts the engine")
 
 
 def _require_place(file: Path, *, is_forced: bool) -> None:
     if file.suffix not in (".yaml", ".yml"):
         name = f"{file}.yaml" if file.name not in (".yaml", ".yml") else file.with_name("mine.yaml")
-        raise UsageError(f"`{file}` must be a name that ends in `.yaml`", hint=f"run `kvbm profile new {name}`")
+        raise UsageError(
+            f"`{file}` must be a name that ends in `.yaml`", hint=f"run `kvbm profile new {shlex.quote(str(name))}`"
+        )
     if os.path.isdir(file):
         raise UsageError(f"`{file}` is a directory")
     if os.path.lexists(file) and not is_forced:

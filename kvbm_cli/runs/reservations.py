@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,7 +27,8 @@ def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
     """Raises EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
         if holds_port(run, host, port):
-            hint = f"choose a free port with `--port 0`, or stop the other engine with `kvbm stop {run.facts.name}`"
+            stop = f"`kvbm stop {shlex.quote(run.facts.name)}`"
+            hint = f"choose a free port with `--port 0`, or stop the other engine with {stop}"
             raise EnvironmentProblem(f"port {port} is used by `{run.facts.name}` ({run.state})", hint=hint)
 
 

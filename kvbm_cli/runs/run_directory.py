@@ -21,6 +21,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -327,7 +328,7 @@ class Runs:
         for run in self.unreadable():
             if reference == run.name or (reference is None and run.has_launcher):
                 stops = run.has_launcher and run.launcher is not None
-                hint = f"`kvbm stop {run.name}` stops it; the" if stops else "the"
+                hint = f"`kvbm stop {shlex.quote(run.name)}` stops it; the" if stops else "the"
                 raise EnvironmentProblem(run.problem(), hint=f"{hint} log of an engine is `{run.path / ENGINE_LOG}`")
 
     def _prune(self) -> None:

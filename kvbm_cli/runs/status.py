@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,12 +104,12 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
     for one in status if not as_json else ():
         if one.is_shared_off:
             name = one.run.facts.name
-            print_note(f"the shared tier (G4) of {name} is off; the reason is in `kvbm logs {name}`")
+            print_note(f"the shared tier (G4) of {name} is off; the reason is in `kvbm logs {shlex.quote(name)}`")
     if reference is None and not as_json and not with_ended:
         last = {(run.facts.profile, run.facts.is_baseline): run for run in every}
         for run in last.values():
             if (end := _failure(run)) is not None:
-                print_note(f"{run.facts.name} {end}; `kvbm logs {run.facts.name}`")
+                print_note(f"{run.facts.name} {end}; `kvbm logs {shlex.quote(run.facts.name)}`")
 
 
 def _failure(run: EngineRun) -> str | None:
@@ -121,7 +122,7 @@ def _failure(run: EngineRun) -> str | None:
 
 
 def _death(run: EngineRun) -> str:
-    rest = f"; `kvbm stop {run.facts.name}` ends its remaining processes" if run.has_leftovers() else ""
+    rest = f"; `kvbm stop {shlex.quote(run.facts.name)}` ends its remaining processes" if run.has_leftovers() else ""
     return f"last seen at {_when(run.last_sign_s())}: its launcher was killed or the machine was restarted{rest}"
 
 

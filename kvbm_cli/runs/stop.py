@@ -12,6 +12,7 @@ still run.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -121,7 +122,7 @@ def _is_visible(run: EngineRun, problems: Problems) -> bool:
 
 def _elsewhere(name: str, launcher: ProcessIdentity) -> EnvironmentProblem:
     message = f"`{name}` runs on {launcher.host} or in another container"
-    return EnvironmentProblem(message, hint=f"run `kvbm stop {name}` there")
+    return EnvironmentProblem(message, hint=f"run `kvbm stop {shlex.quote(name)}` there")
 
 
 def _is_stoppable(run: UnreadableRun, problems: Problems) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http
 import os
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def wait_first_token(
             return f"{answer.status}: {answer.error()}"
         if answer is not None:
             said = f"{answer.status}: {answer.error()}"
-            hint = f"see the whole log with `less {engine.log_path}`"
+            hint = f"see the whole log with `less {shlex.quote(str(engine.log_path))}`"
             raise engine.late_error(f"the engine is healthy, but its first answer is an error\n  {said}", hint=hint)
         if engine.elapsed_s > timeout_s:
             raise engine.late_error(f"the engine was not ready after {timeout_s:g} s\n  {token.waited_for()}")

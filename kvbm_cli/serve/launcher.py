@@ -257,7 +257,7 @@ def _print_ready(
     body = f'{{"model": "{endpoint.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{endpoint.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
-    ending = f"stop it with `kvbm stop {run.name}`" if options.is_detached else "press Ctrl-C to stop it"
+    ending = f"stop it with `kvbm stop {shlex.quote(run.name)}`" if options.is_detached else "press Ctrl-C to stop it"
     display.note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
     display.data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
@@ -109,7 +110,7 @@ def problem_of(error: BaseException) -> EnvironmentProblem | None:
     if isinstance(file, bytes):
         file = os.fsdecode(file)
     if file and number in (errno.EACCES, errno.EPERM):
-        hint = f"check the permissions with `namei -l {file}`"
+        hint = f"check the permissions with `namei -l {shlex.quote(str(file))}`"
     return EnvironmentProblem(
         f"cannot use `{file}`: {reason}" if file else f"the operating system reports: {reason}", hint=hint
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Sequence
 
 import typer
@@ -32,7 +33,7 @@ def show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> i
     message, _, suggested = text.replace("'", "`").rstrip(".?").partition(". Did you mean ")
     nearest = f"`{possible[0]}`" if possible else _if_near(message, suggested)
     if message.startswith("Missing option `--profile`") and arguments[1:2] and arguments[1][:1] not in ("", "-"):
-        nearest = f"`kvbm {arguments[0]} --profile {arguments[1]}`"
+        nearest = f"`kvbm {arguments[0]} --profile {shlex.quote(arguments[1])}`"
     command = context.command_path if context is not None else "kvbm"
     show_error(
         message[0].lower() + message[1:], hint=f"did you mean {nearest}?" if nearest else f"see `{command} --help`"

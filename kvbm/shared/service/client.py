@@ -12,6 +12,7 @@ is restarted.
 from __future__ import annotations
 
 import logging
+import shlex
 import subprocess
 import threading
 import time
@@ -429,5 +430,5 @@ class OpenProcess:
                         pass
         raise EnvironmentProblem(
             f"`tiers.shared.url` {url}: the store did not answer for {OPEN_LIMIT_S:g} s",
-            hint=f"run `kvbm doctor --url {url}`",
+            hint=f"run `kvbm doctor --url {shlex.quote(url)}`",
         )

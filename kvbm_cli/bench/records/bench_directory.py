@@ -14,6 +14,7 @@ The name of a cell is its workload, with the pressure if there is one; the name 
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -53,7 +54,7 @@ class BenchDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if any(path.iterdir()):
-                hint = f"`--resume {path}` continues it" if (path / PLAN).exists() else None
+                hint = f"`--resume {shlex.quote(str(path))}` continues it" if (path / PLAN).exists() else None
                 raise UsageError(f"`--output {path}` is not empty: name a new or empty directory", hint=hint)
             return cls(path)
         except OSError as error:
