@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -371,19 +374,37 @@ def test_caches_that_are_there_count_as_space(
     assert sorted(path.name for path in instance.iterdir()) == ["arena"]
 
 
+class Screen(io.StringIO):
+    """Reports when a text is written."""
+
+    def __init__(self, awaited: str) -> None:
+        super().__init__()
+        self._awaited = awaited
+        self.is_shown = threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self._awaited in text:
+            self.is_shown.set()
+        return count
+
+
 def test_what_takes_long_is_named_on_stderr(
     tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0.2)
     monkeypatch.setattr(progress, "REDRAW_S", 0.05)
 
+    screen = Screen("random reads")
+    monkeypatch.setattr(sys, "stderr", screen)
+
     def slow(directory: Path, *, on_phase: Callable[[str], None], **ignored: object) -> DiskReport:
         on_phase("random reads")
-        time.sleep(2)  # a busy machine may show it late
+        assert screen.is_shown.wait(60)
         return GOOD
 
-    outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
-    lines = [line for line in outcome.stderr.splitlines() if line.endswith(" s  random reads")]
+    run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
+    lines = [line for line in screen.getvalue().splitlines() if line.endswith(" s  random reads")]
     assert lines  # on a busy machine other phases take long too
     assert all(line.startswith("checking    ") for line in lines)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm
 from test_process import eventually, is_gone
-from test_runs import NOBODY, facts
+from test_runs import NOBODY, facts, states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 
@@ -161,8 +161,8 @@ def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: 
     override = ("--set", f"engine.environment.FAKE={mode}") if mode else ()
     with serving(home, *override) as program:
         for _ in range(1 + bool(mode)):
-            program.send_signal(signal.SIGINT)
-            time.sleep(0.5)
+            program.send_signal(signal.SIGINT)  # a second one counts only when the first was handled
+            eventually(lambda: states(home, with_ended=True) in (["stopping"], ["ended"]))
         assert program.stderr is not None
         told = program.stderr.read().splitlines()
         assert program.wait(timeout=60) == code

@@ -257,6 +257,7 @@ def test_kill_leaves_nothing_where_files_have_names(delay_s: float, tmp_path: Pa
         time.sleep(delay_s)
         child.kill()
         child.wait()
+        deadline = time.monotonic() + 60
         while os.listdir(point):
             assert time.monotonic() < deadline
             time.sleep(0.01)
