@@ -35,6 +35,7 @@ from kvbm.vllm_integration.placement import require_parent, require_role
 from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
+from kvbm.vllm_integration.waiting_requests import preempt_before_resets
 from kvbm.vllm_integration.weight_updates import watch
 from kvbm.vllm_integration.worker_side import NOTHING, WorkerSide
 
@@ -93,6 +94,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 engine=_engine_index(vllm_config),
             )
             watch(self._scheduler)
+            preempt_before_resets(DynamoConnector)
         else:
             self._worker = self.worker_side_class()(
                 config,
