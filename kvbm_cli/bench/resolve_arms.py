@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 _URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
+_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(?:/\S*)?")
 BASELINE_OF = f"{BASELINE}:"
 
 
@@ -117,6 +118,8 @@ def _profile_to_compare(compare: str) -> ResolvedProfile:
         find(compare, directories=[profiles_directory()])
     except ProfileError as error:
         hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
+        if _ADDRESS.fullmatch(compare):
+            hint = f"for a server, write `http://{compare}`"
         message = f"--compare takes `{BASELINE}`, a profile or a URL: {error.message}"
         raise UsageError(message, hint=hint) from None
     return resolve_to_start(compare)

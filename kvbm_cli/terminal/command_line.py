@@ -7,6 +7,8 @@ an empty path would mean the current directory. `~` is expanded in paths, becaus
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from kvbm.errors import UsageError
+from kvbm.text.outside import shortened, without_secrets
 
 
 class Command(TyperCommand):
@@ -40,6 +43,10 @@ def _check(command: TyperCommand | TyperGroup, ctx: typer.Context, args: list[st
         values, order = _parsed(command, ctx, args)
         for problem in _problems(values, order):
             raise UsageError(problem, hint=f"see `{ctx.command_path} --help`")
+        for parameter in dict.fromkeys(order):
+            given = values.get(parameter.name)
+            for value in given if isinstance(given, list) else [given]:
+                _require_no_url(parameter, value, command)
 
 
 def _parsed(
@@ -62,6 +69,29 @@ def _problems(values: dict[str, Any], order: list[Any]) -> Iterator[str]:
         is_single = isinstance(parameter, TyperOption) and not parameter.multiple and not parameter.is_flag
         if is_single and order.count(parameter) > 1:
             yield f"{name} is given {order.count(parameter)} times, the last time as `{value}`"
+
+
+def _require_no_url(parameter: Any, value: object, command: TyperCommand | TyperGroup) -> None:
+    """UsageError for a URL in place of a path: as a path, it would name a directory such as `./s3:/bucket`."""
+    words = set(re.split("[^A-Z]+", str(parameter.metavar)))
+    if not isinstance(value, str) or not words & _PATHS or "URL" in words or (found := _URL.match(value)) is None:
+        return
+    from kvbm.config.values import SHARED_SCHEMES  # only here, because it imports pydantic
+
+    scheme, rest = found["scheme"].lower(), value[found.end() :]
+    kind = "a directory" if "DIR" in words else "a file"
+    takes_url = any("--url" in other.opts for other in command.params)
+    if scheme == "file":
+        hint = f"write the path: `{shlex.quote('/' + rest.lstrip('/'))}`"
+    elif takes_url and scheme in SHARED_SCHEMES:
+        hint = f"for a store, use `--url {shlex.quote(without_secrets(shortened(value)))}`"
+    else:
+        hint = f"give the path of {kind} on this machine"
+    raise UsageError(f"{_shown(parameter)} takes {kind}, not the URL `{without_secrets(shortened(value))}`", hint=hint)
+
+
+_PATHS = {"DIR", "FILE", "PATH", "A", "B"}
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):/{2}")
 
 
 def _shown(parameter: Any) -> str:
