@@ -245,7 +245,7 @@ class SchedulerSide:
     def add_request(self, request: Request) -> None:
         adapter = request.lora_request
         if adapter is not None and self._adapters.use(adapter):
-            self._forget(f"adapter `{adapter.lora_name}` changed")
+            self._forget(f"adapter `{shown(adapter.lora_name)}` changed")
         if adapter is not None and not self._adapters.is_certain(adapter):
             return
         params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
@@ -490,7 +490,7 @@ class SchedulerSide:
     @hook(when_off=True)
     def adapter_is_loaded(self, adapter: LoRARequest) -> None:
         if self._adapters.load(adapter):
-            self._forget(f"adapter `{adapter.lora_name}` was loaded again")
+            self._forget(f"adapter `{shown(adapter.lora_name)}` was loaded again")
 
     def _forget(self, why: str) -> bool:
         """Forget every block in every tier and in vLLM's prefix cache; keep no later one for the next start.

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvbm.text.outside import shown
+
 CORE = "vllm.v1.engine.core"
 HARMLESS = frozenset(  # RPCs that leave the weights alone
     {"check_health", "compute_weight_checksums", "execute_dummy_batch", "get_model_inspection", "get_supported_tasks"}
@@ -74,7 +76,7 @@ def _note_rpc(method: Any, *_: Any, **__: Any) -> None:
     name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
     if not isinstance(method, str) or name not in HARMLESS:
         for listener in list(_LISTENERS):
-            listener.weights_may_change(f"the RPC `{name}`")
+            listener.weights_may_change(f"the RPC `{shown(name)}`")
 
 
 def _note_sleep(level: int = 1, *_: Any, **__: Any) -> None:

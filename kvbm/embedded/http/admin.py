@@ -20,6 +20,7 @@ from aiohttp import web
 
 from kvbm.config.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.embedded.http.request_fields import RequestError
+from kvbm.text.outside import shown
 
 BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")
 
@@ -41,7 +42,7 @@ def require_admin(request: web.Request, token: str | None) -> None:
         ),
     ):
         if is_refused:
-            raise RequestError(f"{request.path} is refused: {reason}", status=403, code="not_allowed")
+            raise RequestError(f"{shown(request.path)} is refused: {reason}", status=403, code="not_allowed")
 
 
 def _is_loopback(host: str | None) -> bool:

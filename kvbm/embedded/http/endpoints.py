@@ -43,13 +43,14 @@ from kvbm.embedded.http.request_fields import RequestError, wrong
 from kvbm.embedded.http.response_writer import stream_response, whole_body
 from kvbm.embedded.http.service import Service
 from kvbm.errors import EngineError
+from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
 SPARE_VALUES = 20_000
 VALUES_PER_TOKEN = 2  # a prompt of token ids has one, other requests have fewer
-MAX_REQUEST_ID_CHARACTERS = 256
+MAX_REQUEST_ID_CHARACTERS = 200
 REQUEST_ID = "X-Request-Id"
 
 Parsed = TypeVar("Parsed")
@@ -84,7 +85,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         body = error_body(error.message, status=error.status, param=error.param, code=error.code)
         return _json(body, status=error.status)
     except web.RequestPayloadError as error:
-        return _json(error_body(f"the body cannot be read: {error}", status=400), status=400)
+        return _json(error_body(f"the body cannot be read: {shown(error)}", status=400), status=400)
     except CompletionFailed as error:
         return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
     except web.HTTPException as error:
@@ -96,12 +97,13 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
     match error:
         case web.HTTPMethodNotAllowed():
-            return f"{request.path} accepts {' or '.join(sorted(error.allowed_methods))}, not {request.method}"
+            allowed = " or ".join(sorted(error.allowed_methods))
+            return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
         case web.HTTPRequestEntityTooLarge():
             return f"the body is longer than {MAX_BODY_BYTES} bytes"
         case web.HTTPNotFound():
-            return f"unknown endpoint {request.path}"
-    return error.text or error.reason
+            return f"unknown endpoint {shown(request.path)}"
+    return shown(error.text or error.reason)
 
 
 class _Endpoints:
@@ -218,7 +220,9 @@ async def _body(request: web.Request) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise RequestError(
-            f"the body has Content-Encoding {encoding}: send it uncompressed", param="Content-Encoding", status=415
+            f"the body has Content-Encoding {shown(encoding)}: send it uncompressed",
+            param="Content-Encoding",
+            status=415,
         )
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

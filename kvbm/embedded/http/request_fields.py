@@ -13,7 +13,8 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from kvbm.text.outside import shown_json
+from kvbm.text.outside import fit_for_message, shown_json
+from kvbm.text.outside import shown as shown_text
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 SHOWN_CHARACTERS = 80
@@ -23,8 +24,8 @@ class RequestError(Exception):
     """An invalid request: becomes a response with `status` and OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = fit_for_message(message)
+        super().__init__(self.message)
         self.param = param
         self.code = code
         self.status = status
@@ -108,12 +109,10 @@ class Fields:
     def finish(self) -> None:
         """Reject all fields that were not taken."""
         for left in self._left:
-            name = left[:SHOWN_CHARACTERS]
+            name = shown_text(left, SHOWN_CHARACTERS)
             near = get_close_matches(name, self._known, n=1)
             hint = f"; did you mean `{self._path}{near[0]}`?" if near else ""
-            raise RequestError(
-                f"`{self._path}{name[:SHOWN_CHARACTERS]}` is not a field of this endpoint{hint}", param=name
-            )
+            raise RequestError(f"`{self._path}{name}` is not a field of this endpoint{hint}", param=name)
 
 
 def wrong(name: str, value: object, right: str) -> RequestError:

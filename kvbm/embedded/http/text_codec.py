@@ -14,6 +14,7 @@ from kvbm.embedded.engine.tokenizer import letters_of_bytes
 from kvbm.embedded.http.openai_requests import ChatPrompt
 from kvbm.embedded.http.request_fields import RequestError
 from kvbm.embedded.http.text_stream import REPLACEMENT
+from kvbm.text.outside import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ class TextCodec:
         for name in conversation.variables:
             if name in reserved or name == "messages":
                 raise RequestError(
-                    f"`chat_template_kwargs.{name}` is reserved: a request cannot set it",
+                    f"`chat_template_kwargs.{shown(name)}` is reserved: a request cannot set it",
                     param="chat_template_kwargs",
                 )
         try:
@@ -89,7 +90,9 @@ class TextCodec:
                 **conversation.variables,
             )
         except (TemplateError, *TEMPLATE_ERRORS) as error:
-            raise RequestError(f"the model's chat template rejects the messages: {error}", param="messages") from error
+            raise RequestError(
+                f"the model's chat template rejects the messages: {shown(error)}", param="messages"
+            ) from error
         return str(text)
 
     def _require(self, param: str) -> PreTrainedTokenizerBase:
