@@ -16,6 +16,9 @@ quotes are shortened, and secrets are hidden.
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
 from collections.abc import Sequence
 
 from kvbm.text.outside import fit_for_message
@@ -84,3 +87,24 @@ class InvariantError(KvbmError):
 def reason_of(error: OSError) -> str:
     """Return the reason in lower case, for the end of a message."""
     return (error.strerror or str(error)).lower()
+
+
+# What to do about an error that a path gives. `{path}` is the path, quoted for a shell.
+PATH_HINTS = {
+    errno.ENOSPC: "check free space with `df -h {path}` and `df -i {path}`",
+    errno.EDQUOT: "check the quota with `quota -s`",
+    errno.EROFS: "its file system is mounted read-only: mount it writable",
+    errno.ELOOP: "its symbolic links form a loop: check them with `ls -ld {path}`",
+    errno.ENAMETOOLONG: "use a shorter path: a name has at most 255 bytes, a path 4095",
+    errno.EACCES: "check the permissions with `namei -l {path}`",
+    errno.EPERM: "check the permissions with `namei -l {path}`",
+    errno.ENOTDIR: "a part of the path is not a directory: check it with `namei -l {path}`",
+    errno.ESTALE: "its network file system has lost it: mount it again",
+    errno.EIO: "the disk or its connection fails: check the kernel log with `dmesg`",
+}
+
+
+def path_hint(error: OSError, path: os.PathLike[str]) -> str | None:
+    """Return what to do about the error that this path gave, None if only another path helps."""
+    hint = PATH_HINTS.get(error.errno or 0)
+    return None if hint is None else hint.format(path=shlex.quote(os.fspath(path)))

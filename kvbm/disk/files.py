@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.disk.settings import Progress
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, path_hint
 from kvbm.host.directories import make_private_directories
 from kvbm.host.libc import LIBC, last_error
 from kvbm.host.tree import Tree
 
 PAGE_BYTES = 4096
+MAX_DIRECTORY_BYTES = 440  # SQLite opens no file whose path has more than 504 bytes; its index is 64 bytes longer
 FALLOCATE_BYTES = 1 << 30
 ZERO_BYTES = 4 << 20
 ZERO_FLUSH_BYTES = 256 << 20
@@ -102,12 +103,19 @@ def require_usable_parent(directory: Path) -> None:
 
     It may belong to another user, but other users must not be able to rename our directories in it.
     """
+    if (length := len(os.fsencode(directory))) > MAX_DIRECTORY_BYTES:
+        raise EnvironmentProblem(
+            f"the path of the directory has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}",
+            hint="set `tiers.disk.directory` to a shorter path",
+        )
     try:
         if not directory.exists():
             make_private_directories(directory)
         found = os.lstat(directory)
     except OSError as error:
-        raise problem(f"cannot create directory {directory}", error, hint="set `tiers.disk.directory`") from error
+        cause = path_hint(error, directory)
+        hint = f"{cause}, or set another `tiers.disk.directory`" if cause else "set `tiers.disk.directory`"
+        raise problem(f"cannot create directory {directory}", error, hint=hint) from error
     if not stat.S_ISDIR(found.st_mode):
         raise EnvironmentProblem(
             f"{directory} is not a directory (links are not followed)",

@@ -18,6 +18,7 @@ def make_private_directories(directory: Path) -> None:
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
+            os.stat(path)  # raises the cause for a link that forms a loop or that leads nowhere
             if not path.is_dir():
                 raise
 

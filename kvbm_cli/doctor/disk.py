@@ -5,6 +5,7 @@ disk_features.py checks what the filesystem supports.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from kvbm.config.sizes import format_size
 from kvbm.disk.directory import CacheFacts, list_caches
-from kvbm.disk.files import PAGE_BYTES, require_usable_parent
-from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
+from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
@@ -54,14 +55,17 @@ def checks(context: DoctorContext) -> Found:
         return None
     if (reason := missing_mount(directory)) is not None:
         yield warning("mount", reason, f"mount it, or {OTHER_DIRECTORY}")
+    if (length := len(os.fsencode(directory))) > MAX_DIRECTORY_BYTES:
+        finding = f"its path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
+        yield failure("directory", finding, OTHER_DIRECTORY)
+        return None
     try:
         yield from _leftovers(context, directory)
         with scratch_directory(directory) as place:
             require_usable_parent(directory)
             report = _probe(context, place)
     except OSError as error:
-        reason = reason_of(error)
-        yield failure("directory", f"not writable: {reason}", _remedy_for(directory))
+        yield failure("directory", f"not writable: {reason_of(error)}", _remedy_for(directory, error))
         return None
     except EnvironmentProblem as error:
         yield failure("directory", error.message, error.hint or OTHER_DIRECTORY)
@@ -78,8 +82,12 @@ def checks(context: DoctorContext) -> Found:
     return report.settings
 
 
-def _remedy_for(directory: Path) -> str:
-    """Suggests to change only `directory` itself, and only if this user owns it: other programs need its parents."""
+def _remedy_for(directory: Path, error: OSError) -> str:
+    """Suggests what removes the cause. The mode is changed only of `directory` itself, and only if this user owns it:
+    other programs need its parents."""
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        cause = path_hint(error, directory)
+        return OTHER_DIRECTORY if cause is None else f"{cause}, or {OTHER_DIRECTORY}"
     with suppress(OSError):
         facts = os.stat(directory)
         is_own_directory = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()

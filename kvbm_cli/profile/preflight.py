@@ -17,6 +17,7 @@ from kvbm.config.document import together
 from kvbm.config.engine import VllmArguments
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.config.values import count_of
+from kvbm.disk.files import MAX_DIRECTORY_BYTES
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
@@ -104,6 +105,8 @@ def _reason_not_writable(path: Path) -> str | None:
         holder = nearest_existing(Path(os.path.abspath(path)).parent)
         if not os.path.isdir(holder):
             return f"{holder} is not a directory"
+        if os.statvfs(holder).f_flag & os.ST_RDONLY:
+            return "read-only file system"
         return None if os.access(holder, os.W_OK | os.X_OK) else "permission denied"
     except NotADirectoryError:
         return f"{nearest_existing(Path(os.path.abspath(path)))} is not a directory"
@@ -202,7 +205,7 @@ def _require_directory(resolved: ResolvedProfile) -> None:
     disk, metrics = resolved.profile.tiers.disk, resolved.profile.metrics
     if disk is not None:
         directory = expanded(disk.directory)
-        reason = _reason_not_private(directory) or _reason_not_usable(directory)
+        reason = _reason_not_private(directory) or _reason_too_long(directory) or _reason_not_usable(directory)
         _require_none(resolved, "tiers.disk.directory", reason)
     if metrics.record:
         _require_none(resolved, "metrics.record_directory", _reason_not_usable(expanded(metrics.record_directory)))
@@ -227,6 +230,13 @@ def _reason_not_private(directory: Path) -> str | None:
     return None
 
 
+def _reason_too_long(directory: Path) -> str | None:
+    length = len(os.fsencode(directory))
+    if length <= MAX_DIRECTORY_BYTES:
+        return None
+    return f"the path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
+
+
 def _reason_not_usable(directory: Path) -> str | None:
     """Returns why files cannot be created in the directory, None if they can."""
     holder = nearest_existing(directory)
@@ -236,6 +246,8 @@ def _reason_not_usable(directory: Path) -> str | None:
         return f"cannot use {holder}: {reason_of(error)}"
     if not stat.S_ISDIR(mode):
         return f"{holder} is not a directory"
+    if os.statvfs(holder).f_flag & os.ST_RDONLY:
+        return f"{holder} is on a read-only file system"
     if not os.access(holder, os.W_OK | os.X_OK):
         return f"{holder} is not writable"
     try:

@@ -8,7 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
-from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm.errors import PATH_HINTS, EnvironmentProblem, UsageError, reason_of
 
 
 def nearest_existing(directory: Path) -> Path:
@@ -73,8 +73,6 @@ def state_directory() -> Path:
 
 DRAFT_ATTEMPTS = 5
 HINTS = {
-    errno.ENOSPC: "check `df -h` and `df -i`",
-    errno.EDQUOT: "check `quota`",
     errno.EFBIG: "check the maximum file size with `ulimit -f`",
     errno.EMFILE: "check the limit of open files with `ulimit -n`",
     errno.ENFILE: "close files of other processes: the machine's limit is reached",
@@ -83,8 +81,8 @@ HINTS = {
 }
 TRANSLATED = {
     *HINTS,
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE),
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *PATH_HINTS,
+    *(errno.ENOENT, errno.EISDIR),
 }
 NO_THREAD, NO_HOME = "can't start new thread", "Could not determine home directory"
 NO_TEMPORARY = "No usable temporary directory"
@@ -109,8 +107,8 @@ def problem_of(error: BaseException) -> EnvironmentProblem | None:
     reason, file = os.strerror(number).lower(), getattr(error, "filename", None)
     if isinstance(file, bytes):
         file = os.fsdecode(file)
-    if file and number in (errno.EACCES, errno.EPERM):
-        hint = f"check the permissions with `namei -l {shlex.quote(str(file))}`"
+    if number in PATH_HINTS:
+        hint = PATH_HINTS[number].format(path=shlex.quote(str(file))) if file else "check `df -h` and `dmesg`"
     return EnvironmentProblem(
         f"cannot use `{file}`: {reason}" if file else f"the operating system reports: {reason}", hint=hint
     )

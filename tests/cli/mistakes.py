@@ -499,11 +499,14 @@ NEW = {
     "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
 }
 
+LONG_PATH = f"/{'d' * 200}" * 17
 MACHINE_STATE = {
     "machine_no_interpreter": engine("python: /opt/none/bin/python"),
     "machine_directory_is_a_file": mine("  disk: {capacity: 1GiB, directory: ~/mine.yaml}\n"),
     "machine_directory_of_recordings_is_a_file": mine("metrics: {record: true, record_directory: ~/mine.yaml}\n"),
     "machine_directory_with_a_name_too_long": mine(f"  disk: {{capacity: 1GiB, directory: ~/{'a' * 300}}}\n"),
+    "machine_directory_below_a_loop": mine("  disk: {capacity: 1GiB, directory: ~/loop/a}\n", prepare=LOOP),
+    "machine_directory_with_a_long_path": mine(f"  disk: {{capacity: 1GiB, directory: {LONG_PATH}}}\n"),
     "machine_directory_for_everyone": mine("  disk: {capacity: 1GiB, directory: ~/all}\n", prepare=for_everyone),
     "machine_address_of_another": mine("server: {host: 192.0.2.1}\n"),
     "machine_port_taken": mine(
