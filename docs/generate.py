@@ -239,7 +239,7 @@ EXIT_CODES = """\
 | --- | --- |
 | 0 | success; for `kvbm bench`, the verdict is `faster` or `same` |
 | 1 | a problem with the machine; `kvbm doctor`: a check failed; `kvbm profile diff`: the profiles differ; \
-`kvbm cache verify`: a cache is damaged |
+`kvbm cache verify`: a cache or an object is damaged; `kvbm cache`: something cannot be read or deleted |
 | 2 | a mistake in a profile, an override, a variable or the command line |
 | 3 | `kvbm stop`: an engine was killed because it did not stop in time |
 | 10 | `kvbm bench`: `slower` |

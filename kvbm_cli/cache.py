@@ -34,11 +34,11 @@ from kvbm.disk.superblock import OtherFormat, read_superblock
 from kvbm.disk.verify import drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
+from kvbm.text.outside import shown
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
-from kvbm_cli.terminal.printable import shown_name
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 from kvbm_cli.terminal.read_progress import ReadProgress
 
@@ -210,7 +210,7 @@ def _is_own(cache: CacheFacts, skipped: list[Skipped]) -> bool:
 def _note_skipped(skipped: Sequence[Skipped]) -> int:
     """Names what was not touched. Returns 1 if there may be caches of this user."""
     for one in skipped[:SHOWN_SKIPPED]:
-        print_note(f"skipped {shown_name(str(one.path))}: {one.why}")
+        print_note(f"skipped {shown(str(one.path))}: {one.why}")
     if len(skipped) > SHOWN_SKIPPED:
         print_note(f"skipped {len(skipped) - SHOWN_SKIPPED:,} more")
     return 1 if any(one.is_failure for one in skipped) else 0

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvbm.text.outside import shown
 from kvbm_cli.store.selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
-from kvbm_cli.terminal.printable import shown_name
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 
@@ -59,10 +59,10 @@ def purge(request: StoreRequest, *, is_sure: bool, is_dry_run: bool) -> int:
 
 def note_left_out(inventory: Inventory) -> int:
     """Names what was not touched. Returns INCOMPLETE if objects may be there, or should have been deleted."""
-    shown = sorted(inventory.left_out, key=lambda one: not one.is_failure)[:SHOWN_LEFT_OUT]
-    for one in shown:
-        print_note(f"skipped {shown_name(one.key)}: {one.why}")
-    if (more := inventory.left_out_count - len(shown)) > 0:
+    named = sorted(inventory.left_out, key=lambda one: not one.is_failure)[:SHOWN_LEFT_OUT]
+    for one in named:
+        print_note(f"skipped {shown(one.key)}: {one.why}")
+    if (more := inventory.left_out_count - len(named)) > 0:
         print_note(f"skipped {more:,} more")
     return INCOMPLETE if inventory.failure_count else 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-LONGEST_NAME = 200  # characters of a name that others chose
 # C0 without tab and newline, DEL, C1, marks and overrides of text direction, and further ends of a line.
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"
 _UNSAFE = re.compile(f"[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f{_BIDI}]")
@@ -26,14 +25,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Like `printable`, with escapes for tabs and newlines too."""
     return _UNSAFE_IN_LINE.sub(_escape, text)
-
-
-def shown_name(name: str) -> str:
-    """Returns a name from a directory or a store in one line: bytes that are no text as `\\xff`, and the middle of a
-    long name as dots."""
-    text = one_line("".join(f"\\x{ord(one) & 0xFF:02x}" if "\udc80" <= one <= "\udcff" else one for one in name))
-    half = (LONGEST_NAME - 3) // 2
-    return text if len(text) <= LONGEST_NAME else f"{text[:half]}...{text[-half:]}"
 
 
 def without_commands(text: str) -> str:

@@ -557,3 +557,31 @@ def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path: Path, 
     assert place.is_dir()
     leftovers._remove_tree(str(place.parent))
     assert not place.parent.exists()
+
+
+# -- the listing of an engine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("way_to_open")
+def test_engine_lists_nothing_behind_a_link_and_deletes_no_remains_there(tmp_path: Path) -> None:
+    """Remains of a killed engine are deleted after an hour, in the store only."""
+    outside, remains = tmp_path / "outside", f"{NAME}#12345"
+    outside.mkdir()
+    with opened(f"file://{tmp_path}/store") as rig:
+        rig.put(one := make_run(0))
+        home = (tmp_path / "store" / rig.key(one)).parent.parent
+        for place in (outside, (tmp_path / "store" / rig.key(one)).parent):
+            (place / NAME).write_bytes(b"x")
+            (place / remains).write_bytes(b"x")
+            os.utime(place / remains, (0, 0))
+        link(home / "ab", outside)
+        link(home / "self", Path("self"))
+        prefix = rig.key(one).rpartition("/")[0].rpartition("/")[0]
+        listed = {key for page in rig.engine.keys(prefix) for key in page}
+        assert listed == {rig.key(one), f"{rig.key(one).rpartition('/')[0]}/{NAME}"}
+        assert not (tmp_path / "store" / rig.key(one)).with_name(remains).exists()
+        assert (outside / remains).exists()
+        home.rename(tmp_path / "moved")
+        link(home, tmp_path / "moved")
+        assert list(rig.engine.keys(prefix)) == []
+        assert rig.storage.off_because is None

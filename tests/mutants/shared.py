@@ -29,6 +29,14 @@ MUTANTS = (
         fails=f"{PLANTED} -k becomes_a_link",
     ),
     Mutant(
+        name="engine-reads-through-links",
+        bug="an engine loads an object from behind a link that somebody has put into the store",
+        file="kvbm/shared/directory_engine.py",
+        old="read_file(root.open_file(one.key), one)",
+        new="read_file(os.open(self._root / one.key, os.O_RDONLY), one)",
+        fails=f"{PLANTED} -k neither_reads",
+    ),
+    Mutant(
         name="store-deletes-by-path",
         bug="a directory that became a link after the listing is entered: a purge deletes somebody's files",
         file="kvbm/shared/directory_access.py",
