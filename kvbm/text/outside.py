@@ -36,7 +36,7 @@ _VARIABLE = re.compile(
     r"\b([A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|SECRET_KEY)(?:_ID)?[\"']?)(\s*[:=]\s*[\"']?)"
     r"(?![\"'\s*])[^\s\"',}]+"
 )
-_QUOTED = re.compile(rf"`([^`\n]{{{MAX_SHOWN + 1},}})`")
+_QUOTED = re.compile(r"`([^`\n]*)(`|$)")
 HIDDEN = "***"
 
 
@@ -89,7 +89,7 @@ def fit_for_message(text: str) -> str:
 
 
 def _shortened_value(found: re.Match[str]) -> str:
-    return f"`{shortened(found[1])}`"
+    return f"`{shortened(found[1])}`" if len(found[1]) > MAX_SHOWN else found[0]
 
 
 def _beginning(value: object, limit: int, depth: int) -> str:

@@ -76,3 +76,9 @@ def test_an_error_shortens_what_it_quotes_and_keeps_the_rest() -> None:
     assert str(error) == error.message == f"`key` must be a number, not `{'x' * (MAX_SHOWN - 3)}...`\n  in line 7"
     assert error.hint == "see http://***@c"
     assert len(fit_for_message("y" * 10_000_000)) == MAX_LINE
+
+
+def test_only_what_is_quoted_is_shortened() -> None:
+    ours = "these are words of kvbm " * 12
+    assert fit_for_message(f"`a` is wrong: {ours} `b`") == f"`a` is wrong: {ours} `b`"
+    assert len(fit_for_message("`" + "x" * 10_000_000)) < 2 * MAX_SHOWN
