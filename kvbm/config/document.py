@@ -19,6 +19,7 @@ from pathlib import Path
 import yaml
 
 from kvbm.config.files import read_at_most
+from kvbm.config.foreign import hint_for_text
 from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, shown, without
 from kvbm.errors import ProfileError, ProfileMistakes
 
@@ -286,7 +287,9 @@ class _EntryReader:
         if isinstance(node, yaml.MappingNode) and node.tag in _TAGS:
             return self._section(node, "")
         if node is not None:
-            self._refuse(f"a {noun} must be a mapping of keys", node, "")
+            hint = hint_for_text(self.text) if noun == "profile" else None
+            place = self.at(node.start_mark, node.end_mark)
+            self.mistakes.append(located(f"a {noun} must be a mapping of keys", place, hint=hint))
         return {}
 
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:

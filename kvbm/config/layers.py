@@ -27,6 +27,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
+from kvbm.config.foreign import foreign_file
 from kvbm.config.keys import keys
 from kvbm.config.lookalikes import in_scalar
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
@@ -159,6 +160,8 @@ def _can_be_a_path(text: str) -> bool:
 
 def _file(path: Path, findings: Findings) -> Document:
     document, mistakes = parse_file(path, noun="profile")
+    if (found := foreign_file(document)) is not None:
+        raise ProfileError(f"`{path}` is {found[0]}, not a profile", hint=found[1])
     findings.labels.append(str(path))
     findings.mistakes += mistakes
     findings.is_incomplete |= bool(mistakes) and not document

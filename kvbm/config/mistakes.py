@@ -129,7 +129,7 @@ def not_sections(document: Document, sections: Collection[str], prefix: str = ""
             yield from not_sections(dict(entry.section), sections, f"{path}.")
         elif path in sections and entry.value is not None:
             message = f"`{path}` must be a section with keys{_but_got(entry.value)}"
-            yield located(message, entry.source, hint=_missing_space(entry.value), key=path)
+            yield located(message, entry.source, hint=_section_meant(entry.value), key=path)
 
 
 def mistakes_in(
@@ -234,6 +234,17 @@ def _boolean_meant(value: object) -> str | None:
     return f"write `{meant[text]}`" if text in meant else None
 
 
+def _section_meant(value: object) -> str | None:
+    """Returns how to write a list or a text as a section."""
+    text = value[0] if isinstance(value, list) and value else value
+    if isinstance(text, str) and (flag := _FLAG.match(text)) is not None:
+        return f"write each flag as a key, without hyphens: `{snake_case(flag[1])}: {flag[2] or 'true'}`"
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return "remove the `- ` in front of its keys"
+    return _missing_space(value)
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?:[= ]([^\s-]\S*))?")
 _GLUED = re.compile(r"[a-z_]+:\S+")
 
 
