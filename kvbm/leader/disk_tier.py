@@ -49,6 +49,8 @@ TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host mem
 PINNED_SHARE = 4  # writes pin at most this part of G2
 CLEANED_AHEAD = 256  # `on_evict` keeps this many of the next evicted blocks written
 FILL_S = 0.002  # time per step to register what the next process found
+DRAIN_HUNG_S = 1.5
+CLOSE_S = 1.0  # for the disk process to end what it does
 LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
 
@@ -275,26 +277,38 @@ class DiskTier:
         self._disk.clear(ends_persistence=ends_persistence)
 
     def close(self) -> None:
-        """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close."""
-        deadline_s = self._clock() + self._policy.drain_s
+        """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close.
+
+        A disk that confirms nothing for DRAIN_HUNG_S is not waited for.
+        """
+        began_s = self._clock()
+        deadline_s = began_s + self._policy.drain_s
         counts = self._host.store.counts()
         newest_first = self._host.store.oldest(counts.inactive)[::-1]
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
+        due = [one for one in absent if one not in self._departing and one not in self._unowned]
         self._queue.clear()
-        self._queue.update(dict.fromkeys(h for h in absent if h not in self._departing and h not in self._unowned))
-        logged_s = self._clock()
-        while self.is_writing() and self._clock() < deadline_s:
+        self._queue.update(dict.fromkeys(due))
+        in_flight = sum(len(write.source.hashes) for write in self._writes.values())
+        before, confirmed = self._counters.disk_offload_blocks, 0
+        logged_s = moved_s = began_s
+        while self.is_writing() and self._clock() < deadline_s and self._clock() - moved_s < DRAIN_HUNG_S:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
+            if self._counters.disk_offload_blocks - before > confirmed:
+                confirmed, moved_s = self._counters.disk_offload_blocks - before, self._clock()
             if self._clock() - logged_s > LOG_INTERVAL_S:
                 logged_s = self._clock()
-                done = len(absent) - len(self._queue)
-                log.info("kvbm: writing host memory to disk, %d of %d blocks", done, len(absent))
-        left = len(self._queue)
-        done = len(absent) - left
-        log.info("kvbm: wrote %d blocks of host memory to disk before exit; %d were not written", done, left)
-        self._disk.close(max(0.1, deadline_s - self._clock()))
+                log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, len(due) + in_flight)
+        is_hung = bool(self._writes or self.reads.are_hung) and self._clock() - moved_s >= DRAIN_HUNG_S
+        self._disk.close(0.0 if is_hung or not self.is_on else CLOSE_S)
+        for result in self._disk.poll():
+            if (write := self._writes.pop(result.ticket, None)) is not None:
+                self._end_write(write, result.is_good)
+        done = self._counters.disk_offload_blocks - before
+        left = max(0, len(due) + in_flight - done)
+        log.info("kvbm: the disk confirmed %d blocks of host memory before exit; %d may not be there", done, left)
 
     def _follow_process(self) -> None:
         """Drop all metadata when the process has ended, and register what the next one found."""

@@ -51,6 +51,8 @@ WAIT_S = 0.1  # and not longer than this
 WAIT_SHARE = 0.25  # nor longer than this part of the time to compute what it looks for
 JITTER_S = 0.2  # engines that compute the same blocks at the same time do not write them at the same time
 REPEAT_S = 0.2
+DRAIN_HUNG_S = 1.5
+CLOSE_S = 1.0  # for the process to end what it does
 
 log = logging.getLogger(__name__)
 
@@ -299,13 +301,19 @@ class SharedTier:
             fetch.is_void = True
 
     def close(self) -> None:
-        """Write what is due, for at most `drain_s`; then end the process."""
-        deadline_s = self._clock() + self._policy.drain_s
-        while self.is_busy() and self._clock() < deadline_s:
+        """Write what is due, for at most `drain_s`; then end the process. A store that ends nothing for DRAIN_HUNG_S is
+        not waited for."""
+        began_s = moved_s = self._clock()
+        deadline_s, open_before = began_s + self._policy.drain_s, 0
+        while self.is_busy() and self._clock() < deadline_s and self._clock() - moved_s < DRAIN_HUNG_S:
             self.step(computes=False)
             time.sleep(0.001)
             self.settle()
-        self._client.close(max(0.1, deadline_s - self._clock()))
+            left = len(self._writes) + len(self._queue) + len(self._used) + len(self._probes)
+            if left != open_before:
+                open_before, moved_s = left, self._clock()
+        is_hung = self._clock() - moved_s >= DRAIN_HUNG_S or not self.is_on
+        self._client.close(0.0 if is_hung else CLOSE_S)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
 START_LIMIT_S = 8.0  # until the first message of a child, on a busy machine
-PROGRESS_LIMIT_S = 4.0  # without any message but heartbeats; two tiers together must not delay a start by 10 s
+PROGRESS_LIMIT_S = 3.0  # without any message but heartbeats; two tiers together must not delay a start by 10 s
 CHECK_S = 0.05
 
 

@@ -173,6 +173,30 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
     rig.close()
 
 
+@pytest.mark.parametrize(("hangs", "said"), [(False, "confirmed 4 blocks"), (True, "confirmed 0 blocks")])
+def test_the_end_reports_what_the_disk_has_confirmed(monkeypatch, caplog, hangs, said):
+    """Not what it was sent: the next engine would not find that."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(disk_tier, "DRAIN_HUNG_S", 0.1)
+    rig = make(8, to_disk="frequency", policy={"drain_s": 20.0})
+    rig.fill("a", 4)
+    rig.disk.is_hanging = hangs
+    run = rig.disk.poll
+
+    def poll():
+        rig.disk.run_all()
+        return run()
+
+    rig.disk.poll = poll
+    rig.leader._disk._clock = time.monotonic
+    began_s = time.monotonic()
+    rig.leader.close()
+    assert time.monotonic() - began_s < 10.0, "it does not use up the time to drain"
+    assert said in caplog.text
+    assert f"{4 if hangs else 0} may not be there" in caplog.text
+    rig.close()
+
+
 def test_memory_that_a_rank_has_given_back_is_not_written_as_blocks(rig):
     rig.fill("a", 4)
     rig.order()

@@ -212,4 +212,20 @@ MUTANTS = (
         new="return False",
         fails="tests/leader/test_disk_tier.py -k lost_to_an_abandoned",
     ),
+    Mutant(
+        name="disk-side-reports-what-it-has-sent",
+        bug="the last line of an engine counts blocks that the disk has not confirmed",
+        file="kvbm/leader/disk_tier.py",
+        old="        done = self._counters.disk_offload_blocks - before\n",
+        new="        done = len(due)\n",
+        fails="tests/leader/test_disk_tier.py -k confirmed",
+    ),
+    Mutant(
+        name="disk-side-drains-into-a-disk-that-hangs",
+        bug="a stop waits for a disk that confirms nothing until its time to drain is over",
+        file="kvbm/leader/disk_tier.py",
+        old="while self.is_writing() and self._clock() < deadline_s and self._clock() - moved_s < DRAIN_HUNG_S:",
+        new="while self.is_writing() and self._clock() < deadline_s:",
+        fails="tests/leader/test_disk_tier.py -k confirmed",
+    ),
 )

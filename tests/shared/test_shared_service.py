@@ -23,6 +23,7 @@ from kvbm.host.region import Region, Segment
 from kvbm.process import first_opening
 from kvbm.process.channel import Channel
 from kvbm.process.child import IDLE_INTERVAL_S, Opening
+from kvbm.process.parent import is_gone
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.service import client as client_module
@@ -340,7 +341,7 @@ def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
         pid = rig.client.pid
         os.kill(pid, signal.SIGSTOP)
         receive = rig.client._process.channel.receive
-        heartbeats = lambda: [Opening()] if is_running(pid) else receive()  # noqa: E731
+        heartbeats = lambda: receive() if is_gone(pid) else [Opening()]  # noqa: E731
         monkeypatch.setattr(rig.client._process.channel, "receive", heartbeats)
         assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
         assert not is_running(pid)

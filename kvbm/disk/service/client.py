@@ -59,6 +59,7 @@ class DiskClient:
         self._silences = 0
         self.is_silent = False  # expected to answer, and has made no progress for ANSWER_LIMIT_S
         self.off_because: str | None = None
+        self.is_blocked = False  # it was killed, and its I/O has not ended
         self.pid = child.pid
         self.is_alive = True  # until the end of the process is noticed
         self._has_exited = False  # set by `wait_for_end`, before the channel reports it
@@ -188,9 +189,12 @@ class DiskClient:
     def close(self, timeout_s: float) -> None:
         """Fail what has not started, wait at most `timeout_s` for running I/O, and end the process.
 
-        A process that does not answer is killed.
+        A process that does not answer is killed, and so is each if `timeout_s` is 0. `poll` still returns what was
+        reported before.
         """
-        self.poll()
+        self._receive()
+        self._watch()
+        self.is_silent |= timeout_s <= 0
         if not self.is_silent:
             self._send(messages.Close(timeout_s))
             deadline_s = time.monotonic() + timeout_s + GRACE_S
@@ -358,5 +362,6 @@ class DiskClient:
         if not self.is_silent and has_ended(self._child, EXIT_S):
             return
         self._child.kill()
-        if not has_ended(self._child, EXIT_S):
+        self.is_blocked = not has_ended(self._child, EXIT_S)
+        if self.is_blocked:
             log.warning("disk process %d is blocked in I/O: the cache stays locked until it exits", self.pid)

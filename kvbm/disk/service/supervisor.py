@@ -240,7 +240,7 @@ class DiskSupervisor:
                     self._next.close(timeout_s)
             finally:
                 self._lock.release()
-            self._thread.join(JOIN_S)
+            self._thread.join(0.0 if self._process.is_blocked else JOIN_S)
         if self._uncleared is not None and self.home is not None:
             _clear_closed(self._uncleared)
 
@@ -351,7 +351,7 @@ class DiskSupervisor:
 class _NoProcess:
     """Stands for the DiskClient until the first process has started."""
 
-    is_on = is_alive = is_silent = is_clearing = False
+    is_on = is_alive = is_silent = is_clearing = is_blocked = False
     slot_count = pid = 0
     io_name = ""
     off_because = WAITS

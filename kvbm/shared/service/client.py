@@ -189,19 +189,21 @@ class SharedClient:
             self._process.channel.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Finish writes within `timeout_s`, and end the process. One that does not answer is killed."""
+        """Finish writes within `timeout_s`, and end the process. One that does not answer is killed, and so is each if
+        `timeout_s` is 0."""
         self._is_closing.set()
         self.poll()
         process = self._process
-        if process is not None and not self._is_lost and not self.is_silent:
+        if process is not None and not self._is_lost and not self.is_silent and timeout_s > 0:
             self._send(messages.CloseStore(timeout_s))
             deadline_s = time.monotonic() + timeout_s + GRACE_S
             while not self._is_lost and time.monotonic() < deadline_s:
                 process.channel.wait(max(0.0, deadline_s - time.monotonic()))
                 self._receive(is_closing=True)
         if process is not None:
-            process.end(EXIT_S)
-        self._thread.join(JOIN_S)
+            process.end(EXIT_S if timeout_s > 0 else 0.0)
+        if process is None or process.child.returncode is not None:  # else it is blocked in I/O
+            self._thread.join(JOIN_S)
         if self._next is not None:
             self._next.end(EXIT_S)
 
