@@ -54,6 +54,15 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
     raise OSError(errno.EFBIG, f"it is larger than {byte_count >> 10} KiB")
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS left a pointer in place of this file."""
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
+
+
 def _is_readable(descriptor: int, timeout_s: float) -> bool:
     """Whether there is something to read, or an end of file, within the timeout. `select` fails beyond 1023."""
     poll = select.poll()

@@ -1,7 +1,7 @@
 """The type of the KV cache that a quantized checkpoint asks for, as vLLM 0.32 reads it.
 
     ModelOpt             `kv_cache_scheme` or `kv_cache_quant_algo`
-    compressed-tensors   any `kv_cache_scheme` means 8 bits
+    compressed-tensors   `kv_cache_scheme` of floats in 8 bits; vLLM refuses every other one
 
 vLLM ignores such settings of all other methods.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.text.outside import shown
 
 _MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
+_SCHEME: Mapping[str, tuple[object, ...]] = {"type": ("float",), "num_bits": (8,), "strategy": ("tensor", "attn_head")}
 _NAMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
@@ -21,16 +23,31 @@ def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bo
 
     `has_plain_attention`: all layers keep keys and values, with or without a window.
     """
-    outer = _section(model_config, "quantization_config")
-    quantization = outer or _section(_section(model_config, "text_config"), "quantization_config")
-    quantization = quantization or _section(model_config, "compression_config")
+    quantization = _quantization(model_config)
     if _is_modelopt(quantization):
-        return _type_of_modelopt(outer)
-    if _method(quantization) != "compressed-tensors" or quantization.get("kv_cache_scheme") is None:
+        return _type_of_modelopt(_section(model_config, "quantization_config"))
+    if not _has_scheme(quantization):
         return None
     if not has_plain_attention:
         raise SizeUnknown("with a `kv_cache_scheme` of compressed-tensors, only vLLM knows the size of a block")
     return "fp8"
+
+
+def require_scheme_of_vllm(model_config: Mapping[str, object]) -> None:
+    """SizeUnknown for a `kv_cache_scheme` that vLLM 0.32 refuses when it loads the model, whatever its arguments."""
+    quantization = _quantization(model_config)
+    if not _has_scheme(quantization):
+        return
+    given = _section(quantization, "kv_cache_scheme")
+    wrong = next((name for name, accepted in _SCHEME.items() if given.get(name) not in accepted), None)
+    if wrong is None and given.get("symmetric"):
+        return
+    name = wrong or "symmetric"
+    accepted = " or ".join(f"`{one}`" for one in _SCHEME.get(name, ("true",)))
+    raise SizeUnknown(
+        f"vLLM refuses this checkpoint: `kv_cache_scheme.{name}` is `{shown(given.get(name))}`, and vLLM "
+        f"accepts {accepted}"
+    )
 
 
 def is_quantized(model_config: Mapping[str, object]) -> bool:
@@ -38,6 +55,17 @@ def is_quantized(model_config: Mapping[str, object]) -> bool:
     text = _section(model_config, "text_config")
     names = ("quantization_config", "compression_config")
     return any(facts.get(name) is not None for facts in (model_config, text) for name in names)
+
+
+def _quantization(model_config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the section about quantization that vLLM reads, empty if there is none."""
+    outer = _section(model_config, "quantization_config")
+    inner = _section(_section(model_config, "text_config"), "quantization_config")
+    return outer or inner or _section(model_config, "compression_config")
+
+
+def _has_scheme(quantization: Mapping[str, object]) -> bool:
+    return _method(quantization) == "compressed-tensors" and quantization.get("kv_cache_scheme") is not None
 
 
 def _section(facts: Mapping[str, object], name: str) -> Mapping[str, object]:

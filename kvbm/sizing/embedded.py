@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbm.config.engine import EmbeddedArguments
-from kvbm.sizing.families.facts import count, text_facts
+from kvbm.sizing.families.facts import count, positions, text_facts
 from kvbm.sizing.tiers import Device
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,9 +19,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def device(
     arguments: EmbeddedArguments, model_config: Mapping[str, object], *, sequence_tokens: int | None = None
 ) -> Device:
-    positions = model_config.get("max_position_embeddings")
-    longest = arguments.max_model_len or (positions if isinstance(positions, int) else 0)
-    length = sequence_tokens or int(longest)
+    length = sequence_tokens or arguments.max_model_len or positions(model_config) or 0
     token_bytes = bytes_per_token(model_config, element_bytes=ELEMENT_BYTES[arguments.dtype])
     return Device(
         block_tokens=arguments.block_size,

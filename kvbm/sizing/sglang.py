@@ -15,7 +15,7 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import is_quantized
 from kvbm.sizing.families import layer_specs
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import LayerKind, Ranks
 from kvbm.sizing.tiers import Device
 
@@ -49,8 +49,7 @@ def device(
     is_latent = any(spec.kind is LayerKind.LATENT for spec in specs)
     token_bytes = sum(spec.token_bytes for spec in specs)
     page = arguments.block_size or PAGE_TOKENS
-    positions = ModelFacts.of(model_config).get("max_position_embeddings")
-    length = sequence_tokens or count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else 0)
+    length = sequence_tokens or count_of(arguments.max_model_len) or positions(model_config) or 0
     note = f"the attention backend may choose another page than {page} token{'s' * (page != 1)}; set `--block-size`"
     return Device(
         block_tokens=page,

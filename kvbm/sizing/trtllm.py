@@ -13,7 +13,7 @@ from kvbm.config.engine import TrtllmArguments
 from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
 from kvbm.sizing.checkpoint import is_quantized
 from kvbm.sizing.families import layer_specs
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec, Ranks
 from kvbm.sizing.tiers import Device
 
@@ -29,8 +29,7 @@ def device(
     tokens = int(arguments.cache.get("tokens_per_block") or DEFAULT_BLOCK_TOKENS)
     ranks = arguments.tensor_parallel_size or 1
     token_bytes = sum(spec.token_bytes for spec in specs(arguments, model_config))
-    positions = ModelFacts.of(model_config).get("max_position_embeddings")
-    longest = arguments.max_seq_len or (positions if isinstance(positions, int) else 0)
+    longest = arguments.max_seq_len or positions(model_config) or 0
     length = sequence_tokens or longest
     max_tokens = arguments.cache.get("max_tokens")
     return Device(

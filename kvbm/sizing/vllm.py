@@ -18,10 +18,10 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.sizing.checkpoint import cache_type_of
+from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
 from kvbm.sizing.cpu import PLAIN, Cpu, LatentAttention
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import (
@@ -272,6 +272,7 @@ def _cache_bytes(
     arguments: VllmArguments, model_config: Mapping[str, object], model_bytes: int, kinds: set[LayerKind]
 ) -> int:
     """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
+    require_scheme_of_vllm(model_config)
     named = arguments.kv_cache_dtype
     kept, source = named, "kv_cache_dtype"
     if named in (None, "auto"):
@@ -414,8 +415,7 @@ def _snapshot_notes(arguments: VllmArguments, plan: VllmPlan, length: int) -> It
 
 def longest_tokens(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
     """The maximum length of a sequence, None if unknown."""
-    positions = ModelFacts.of(model_config).get("max_position_embeddings")
-    return count_of(arguments.max_model_len) or (positions if isinstance(positions, int) else None)
+    return count_of(arguments.max_model_len) or positions(model_config)
 
 
 def _in_flight(arguments: VllmArguments) -> int:

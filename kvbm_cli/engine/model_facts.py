@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvbm.config.files import read_at_most
+from kvbm.config.files import LFS_HINT, is_lfs_pointer, read_at_most
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
+from kvbm_cli.engine.near_models import suggestion
 from kvbm_cli.make_model import MODELS
 
 SYNTHETIC_PREFIX = "synthetic:"
@@ -71,7 +72,8 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
         raise _no_directory(model, hint)
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
-        hint="`kvbm size --list` lists the models that require no download; for other models, download "
+        hint=suggestion(model, catalogue())
+        or "`kvbm size --list` lists the models that require no download; for other models, download "
         "`config.json` and give its directory, or start the model once: the engine downloads it",
     )
 
@@ -137,6 +139,9 @@ def read_config(path: Path) -> Mapping[str, object]:
         reason = reason_of(error)
         raise ProfileError(f"`engine.model`: cannot read `{path}`: {reason}", hint=_CONTENTS) from None
     except (ValueError, RecursionError) as error:
+        if is_lfs_pointer(path):
+            what = "is a Git LFS pointer, not the file that it stands for"
+            raise ProfileError(f"`engine.model`: `{path}` {what}", hint=LFS_HINT) from None
         raise ProfileError(f"`engine.model`: `{path}` is not JSON: {error}", hint=_CONTENTS) from None
     if not isinstance(facts, dict):
         raise ProfileError(f"`engine.model`: `{path}` is not a model configuration", hint=_CONTENTS)

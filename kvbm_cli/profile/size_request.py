@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
-from kvbm.config.sizes import parse_size
+from kvbm.config.sizes import MAX_BYTES, parse_size
 from kvbm.config.values import count_of, count_value
-from kvbm.errors import UsageError
+from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import Wanted
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
 from kvbm.sizing.vllm import LAYOUT_VARIABLE
@@ -171,7 +170,11 @@ def _weight_bytes(model: str) -> int | None:
     index = directory / "model.safetensors.index.json"
     if index.is_file() and index.stat().st_size <= MAX_CONFIG_BYTES:
         try:
-            return int(json.loads(index.read_bytes())["metadata"]["total_size"])
-        except (ValueError, KeyError, TypeError):
+            metadata = read_config(index).get("metadata")
+        except ProfileError:
             return None
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if not isinstance(total, int | float) or isinstance(total, bool) or not 1 <= total <= MAX_BYTES:
+            return None
+        return int(total)
     return sum(file.stat().st_size for file in directory.glob("*.safetensors")) or None

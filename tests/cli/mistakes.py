@@ -7,6 +7,7 @@ answered by words of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -591,6 +592,42 @@ def trace(contents: str | bytes, name: str = "t.jsonl") -> Row:
     return Row(f"bench trace {name}", {name: contents})
 
 
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def config(**changes: object) -> Row:
+    """A configuration of a model with other facts."""
+    return Row("size ./config.json", {"config.json": json.dumps({**QWEN3, **changes})})
+
+
+def scheme(**given: object) -> Row:
+    """A checkpoint of compressed-tensors whose KV cache is quantized."""
+    quantization = {"quant_method": "compressed-tensors", "kv_cache_scheme": given}
+    return replace(config(quantization_config=quantization), exit_code=MACHINE)
+
+
+SIZE = {
+    "size_layers_without_end": config(num_hidden_layers=10**12),
+    "size_layers_negative": config(num_hidden_layers=-1),
+    "size_heads_in_quotes": config(num_key_value_heads="8"),
+    "size_number_of_many_digits": config(head_dim=10**400),
+    "size_scheme_of_integers": scheme(type="int", num_bits=8, strategy="tensor", symmetric=True),
+    "size_scheme_of_channels": scheme(type="float", num_bits=8, strategy="channel", symmetric=True),
+    "size_scheme_not_symmetric": scheme(type="float", num_bits=8, strategy="tensor", symmetric=False),
+    "size_name_in_small_letters": Row("size qwen/qwen3-8b", exit_code=MACHINE),
+    "size_name_of_a_quantized_variant": Row("size Qwen3-8B-AWQ", exit_code=MACHINE),
+    "size_name_nearly_right": Row("size Qwen/Qwen3-8b-Bas", exit_code=MACHINE),
+    "size_name_like_no_other": Row("size zzz/zzz", exit_code=MACHINE),
+    "size_config_is_an_lfs_pointer": Row("size ./config.json", {"config.json": LFS_POINTER}),
+}
+
 TRACE = {
     "trace_azure": trace(AZURE, "azure.csv"),
     "trace_burst_gpt": trace(BURST_GPT, "burst.csv"),
@@ -621,6 +658,7 @@ AREAS: dict[str, dict[str, Row]] = {
     "new": NEW,
     "machine": MACHINE_STATE,
     "trace": TRACE,
+    "size": SIZE,
 }
 ROWS = {name: row for rows in AREAS.values() for name, row in rows.items()}
 AREA_OF = {name: area for area, rows in AREAS.items() for name in rows}

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -309,7 +310,7 @@ def test_what_only_vllm_knows_is_said_to_be_unknown(name: str) -> None:
         sized(facts, arguments)
 
 
-SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 CHECKPOINTS = {
     "compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}},
     "an old name": {"compression_config": {"quant_method": "compressed_tensors", "kv_cache_scheme": SCHEME}},
@@ -334,6 +335,51 @@ def test_a_checkpoint_asks_for_a_cache_of_8_bits(name: str) -> None:
     """As vLLM 0.32 decided for such models, with its own classes on a CPU."""
     assert sized({**QWEN3_81M, **CHECKPOINTS[name]}).block_bytes == 786_432
     assert sized({**QWEN3_81M, **CHECKPOINTS[name]}, {"kv_cache_dtype": "bfloat16"}).block_bytes == 1_572_864
+
+
+REFUSED = {
+    "type": ({"type": "int"}, "`kv_cache_scheme.type` is `int`, and vLLM accepts `float`"),
+    "num_bits": ({"num_bits": 4}, "`kv_cache_scheme.num_bits` is `4`, and vLLM accepts `8`"),
+    "strategy": (
+        {"strategy": "channel"},
+        "`kv_cache_scheme.strategy` is `channel`, and vLLM accepts `tensor` or `attn",
+    ),
+    "symmetric": ({"symmetric": False}, "`kv_cache_scheme.symmetric` is `false`, and vLLM accepts `true`"),
+}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"kv_cache_dtype": "bfloat16"}], ids=["auto", "bfloat16"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_scheme_that_vllm_refuses_is_refused(name: str, arguments: dict[str, Any]) -> None:
+    change, message = REFUSED[name]
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {**SCHEME, **change}}
+    with pytest.raises(SizeUnknown, match=re.escape(f"vLLM refuses this checkpoint: {message}")):
+        sized({**QWEN3_81M, "quantization_config": scheme}, arguments)
+    accepted = {**scheme, "kv_cache_scheme": {**SCHEME, "strategy": "attn_head"}}
+    assert sized({**QWEN3_81M, "quantization_config": accepted}).block_bytes == 786_432
+
+
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M*",
+    "num_hidden_layers": 4,
+    "n_groups": 8,
+    "mamba_hidden_act": "silu",
+}
+
+
+def test_names_of_nemotron_h_are_read_as_transformers_reads_them() -> None:
+    usual = sized(NEMOTRON_H)
+    assert sized({**NEMOTRON_H, "mamba_num_groups": 2}).device == usual.device, "vLLM reads `n_groups` alone"
+    assert sized({**NEMOTRON_H, "n_groups": 2, "mamba_n_groups": 8}).device == usual.device
+    assert sized({**NEMOTRON_H, "conv_kernel": 2, "mamba_d_conv": 4}).device == usual.device
+    kinds = {"layers_block_type": ["mamba", "mlp", "mamba", "attention"]}
+    listed = {name: value for name, value in NEMOTRON_H.items() if name != "hybrid_override_pattern"}
+    assert sized({**listed, **kinds}).device == usual.device
+    assert sized({**listed, "layer_types": kinds["layers_block_type"]}).device == usual.device
+    with pytest.raises(SizeUnknown, match="two lists of layers"):
+        sized({**listed, **kinds, "layer_types": kinds["layers_block_type"]})
 
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "modelopt", "awq", "fp8"])

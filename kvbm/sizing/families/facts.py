@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbm.errors import KvbmError, ProfileError
+from kvbm.text.outside import shown_json
 
 # Facts that describe caches. A configuration that has one which its reader does not know is refused.
 _CACHE_FACTS = re.compile(
@@ -77,6 +78,11 @@ class ModelFacts(Mapping[str, object]):
         name = next((name for name in names if self.get(name) is not None), names[0])
         return count(self, name, default=default)
 
+    def either(self, alias: str, name: str) -> int:
+        """Return a positive whole number; transformers stores `alias`, if it is given, as `name`."""
+        self.get(name)
+        return self.number(alias if self.get(alias) is not None else name)
+
     def texts(self, name: str) -> list[str] | None:
         """Return a list of words, None if there is none."""
         value = self.get(name)
@@ -105,15 +111,24 @@ def text_facts(model_config: Mapping[str, object]) -> Mapping[str, object]:
     return text_config if isinstance(text_config, Mapping) else model_config
 
 
+# A list of layers is made from these numbers, so a huge one would fill the memory. Models have at most a few hundred.
+_LAYER_COUNTS = frozenset({"num_hidden_layers", "n_layers", "n_layer"})
+MAX_LAYERS, MAX_NUMBER = 4096, 2**31 - 1
+
+
 def count(facts: Mapping[str, object], name: str, *, default: int | None = None) -> int:
-    """Returns a positive whole number. ProfileError if the configuration has none of that name."""
+    """Returns a positive whole number within its limit. ProfileError if the configuration has none of that name."""
     value = facts.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-        raise ProfileError(
-            f"the model's configuration has no valid `{name}`: {'it is missing' if value is None else repr(value)}"
-        )
+    limit = MAX_LAYERS if name in _LAYER_COUNTS else MAX_NUMBER
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        wanted = f"it must be a whole number from 1 to {limit}, not `{shown_json(value)}`"
+        found = "it is missing" if value is None else wanted
+        raise ProfileError(f"the model's configuration has no valid `{name}`: {found}")
     return value
 
 
-_LARGEST = 1 << 40
+def positions(model_config: Mapping[str, object]) -> int | None:
+    """Returns `max_position_embeddings`, None if the configuration has none. ProfileError like `count`."""
+    facts = ModelFacts.of(model_config)
+    return None if facts.get("max_position_embeddings") is None else count(facts, "max_position_embeddings")

@@ -15,6 +15,13 @@ MAMBA2_CHECKPOINTS = 1  # `num_prefill_checkpoint_blocks` of vLLM 0.32
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+# Facts of Nemotron-H that transformers keeps under another name, or that vLLM ignores: the groups are `n_groups`.
+_WITHOUT_EFFECT_ON_NEMOTRON_H = (
+    *("mamba_num_groups", "mamba_proj_bias", "mamba_expand", "mamba_conv_bias", "mamba_chunk_size", "mamba_dt_min"),
+    *("mamba_dt_max", "mamba_dt_limit", "mamba_dt_init_floor"),
+)
+
+
 def gdn(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Qwen3-Next and Qwen 3.5: gated delta nets, and full attention in every fourth layer."""
     kinds, layers = facts.texts("layer_types"), facts.number("num_hidden_layers")
@@ -31,19 +38,25 @@ def gdn(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     kinds, pattern = facts.texts("layers_block_type"), facts.get("hybrid_override_pattern")
+    if kinds is None and pattern is None:
+        kinds = facts.texts("layer_types")  # transformers reads both names as one
+    elif facts.get("layer_types") is not None:
+        raise SizeUnknown("a Nemotron-H model with two lists of layers has a cache that only the engine knows")
     if kinds is None and isinstance(pattern, str):
         kinds = list(pattern)
     if kinds is None:
         raise SizeUnknown("a Nemotron-H model without a pattern of layers has a cache that only the engine knows")
-    facts.get("mamba_proj_bias")
-    if facts.get("layer_types") is not None or facts.get("sliding_window") is not None:
-        raise SizeUnknown("a Nemotron-H model with `layer_types` or a window has a cache that only the engine knows")
+    for name in _WITHOUT_EFFECT_ON_NEMOTRON_H:
+        facts.get(name)
+    if facts.get("sliding_window") is not None:
+        raise SizeUnknown("a Nemotron-H model with a window has a cache that only the engine knows")
     if facts.get("attention_head_dim") not in (None, facts.get("head_dim")):
         raise SizeUnknown(f"vLLM ignores `attention_head_dim: {facts['attention_head_dim']}` for this model")
     inner = facts.number("mamba_num_heads") * facts.number("mamba_head_dim")
     size = facts.number("ssm_state_size")
     element_bytes = _state_bytes(facts, ranks, "mamba_ssm_cache_dtype", default=FLOAT32_BYTES)
-    bytes_of_state = _mamba2(ranks, inner, facts.number("n_groups"), size, facts.number("conv_kernel"), element_bytes)
+    groups, kernel = facts.either("mamba_n_groups", "n_groups"), facts.either("mamba_d_conv", "conv_kernel")
+    bytes_of_state = _mamba2(ranks, inner, groups, size, kernel, element_bytes)
     names = _NAMES_OF_TRANSFORMERS_5 | {"mamba": "state", "M": "state", "attention": "attention", "*": "attention"}
     names |= dict.fromkeys(("mlp", "moe", "-", "E"), "none")
     return _mixed(facts, ranks, kinds, names, bytes_of_state, checkpoint_blocks=MAMBA2_CHECKPOINTS)

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 from kvbm.config.files import LFS_POINTER, is_missing, reason_not_readable
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
@@ -30,7 +30,7 @@ class TraceLines:
             raise UsageError(f"cannot read the trace `{path}`: {reason}")
         self.path = path
         self.byte_count = 0
-        self._raw: BinaryIO | None = None
+        self._raw: io.BufferedReader | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -54,7 +54,7 @@ class TraceLines:
         finally:
             self._raw = None
 
-    def _lines(self, raw: BinaryIO) -> Iterator[bytes]:
+    def _lines(self, raw: io.BufferedReader) -> Iterator[bytes]:
         is_compressed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         if not is_compressed and self.path.suffix == ".gz" and not raw.peek().startswith(LFS_POINTER):
@@ -62,8 +62,8 @@ class TraceLines:
                 f"{self.path}: the name ends in `.gz`, and the file is not compressed with gzip",
                 hint="rename a plain file so that its name ends in `.jsonl`",
             )
-        opened = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw)), HEAD_BYTES) if is_compressed else raw
-        if (other := other_format(cast(io.BufferedReader, opened).peek(HEAD_BYTES)[:HEAD_BYTES])) is not None:
+        opened = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw))) if is_compressed else raw
+        if (other := other_format(opened.peek(HEAD_BYTES)[:HEAD_BYTES])) is not None:
             raise ProfileError(f"{self.path} {other.what}", hint=other.hint)
         number = 0
         while line := opened.readline(MAX_LINE_BYTES + 1):
