@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 MODEL = "Qwen/Qwen3-8B"
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
+OF_LMCACHE = {
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": "DYN_KVBM_CPU_CACHE_GB",
+    "LMCACHE_MAX_LOCAL_DISK_SIZE": "DYN_KVBM_DISK_CACHE_GB",
+    "LMCACHE_LOCAL_DISK": "DYN_KVBM_DISK_CACHE_DIR",
+}
 HEAD = """\
 # Written by `kvbm profile import-env` from the DYN_KVBM_* variables. `unset` the variables now: a variable that is
 # still set overrides this file.
@@ -56,6 +61,8 @@ def import_env(
         raise UsageError(f"`--engine {engine}` is not a kind of engines", hint=f"kinds are {kinds}")
     if not variable_names(environment):
         hint = "run it in the environment of the engine; `kvbm profile new` writes a profile without variables"
+        if found := [name for name in OF_LMCACHE if name in environment]:
+            hint = "; ".join(f"set `{OF_LMCACHE[name]}` instead of `{name}`" for name in found)
         raise UsageError("no DYN_KVBM_* variable is set", hint=hint)
     if model is not None:  # the file may be in another directory
         model = absolute_path("engine.model", model, Source("--model", model))

@@ -13,6 +13,8 @@ from kvbm_cli.terminal.show_error import show_error
 
 NUMBERS = {  # by option, or else by metavar
     "SECONDS": f"a number of seconds from 0 to {MAX_SECONDS}, such as `30`",
+    "--prefill-tokens-per-s": "a number of tokens per second above 0, such as `5000`",
+    "--sample": "a whole number of objects of at least 1, such as `100`",
     "--lines": "a number of lines, such as `20`",
     "--rate": "a number of requests per second above 0, such as `2`",
     "--concurrency": "a whole number of sessions from 1 to 100000, such as `8`",

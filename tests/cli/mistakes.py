@@ -412,6 +412,9 @@ VARIABLES = {
     "variables_that_disagree": variable("DYN_KVBM_ENABLE_NUMA", "1", DYN_MEMORY_DISABLE_NUMA="1"),
     "variables_all_wrong": variable("DYN_KVBM_CPU_CACHE_GBS", "1", DYN_KVBM_METRICS="2", DYN_KVBM_DISK_CACHE_GB="x"),
     "import_env_of_nothing": Row("profile import-env"),
+    "import_env_of_lmcache": Row(
+        "profile import-env", variables={"LMCACHE_MAX_LOCAL_CPU_SIZE": "5.0", "LMCACHE_LOCAL_DISK": "file:///mnt/a"}
+    ),
     "import_env_of_wrong_ones": Row(
         "profile import-env", variables={"DYN_KVBM_CPU_CACHE_GB": "10GiB", "DYN_KVBM_METRIC": "1"}
     ),
@@ -457,6 +460,8 @@ COMMAND_LINE = {
     "command_directory_of_doctor_empty": Row("doctor --quick --dir="),
     "command_option_of_another_name": Row("doctor --directory /tmp"),
     "command_log_empty": Row("serve --dry-run --profile demo --log ''"),
+    "command_rate_that_is_no_number": Row("doctor --prefill-tokens-per-s fast"),
+    "command_sample_of_nothing": Row("cache verify --url s3://bucket --sample 0"),
     "command_port_empty": Row("serve --dry-run --profile demo --port ''"),
     "command_url_for_a_directory_of_doctor": Row("doctor --dir s3://bucket/prefix"),
     "command_url_of_a_file_for_a_directory": Row("doctor --dir=file:///mnt/cache"),
