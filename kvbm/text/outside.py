@@ -75,10 +75,12 @@ def without_url_secrets(text: str) -> str:
 
 def without_secret_values(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables for display."""
-    return {
-        name: without_secrets(f"{name}={value}").removeprefix(f"{name}=") if value else value
-        for name, value in variables.items()
-    }
+    return {name: str(without_secret_value(name, value)) for name, value in variables.items()}
+
+
+def without_secret_value(name: str, value: object) -> object:
+    """Return the value of a variable, or of a key that ends with its name, for display."""
+    return without_secrets(f"{name}={value}").removeprefix(f"{name}=") if isinstance(value, str) else value
 
 
 def fit_for_message(text: str) -> str:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from kvbm.errors import KvbmError, UsageError
+from kvbm.text.outside import without_secret_values
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.caveats import caveats_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
@@ -245,5 +246,7 @@ def _surroundings(comparison: Comparison) -> Mapping[str, Any]:
     measured = comparison.measured.resolved
     if measured is not None:
         found["profile"] = {"name": measured.name, **measured.profile.model_dump(mode="json")}
+        engine = found["profile"]["engine"]
+        engine["environment"] = without_secret_values(engine["environment"])  # results are passed on
         found["versions"] |= engine_version(measured.profile)
     return found

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
+from kvbm.text.outside import without_secret_value
 
 RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
@@ -52,7 +53,9 @@ class Arm:
             "kind": self.kind,
             "profile": self.resolved.name if self.resolved else None,
             "url": self.url,
-            "differences": {key: list(values) for key, values in self.differences.items()},
+            "differences": {
+                key: [without_secret_value(key, value) for value in values] for key, values in self.differences.items()
+            },
         }
 
 

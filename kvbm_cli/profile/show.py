@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from kvbm.config.layers import shipped
 from kvbm.config.load import ResolvedProfile, load
+from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.terminal.console import labelled, noted, print_data, print_json
@@ -33,9 +34,9 @@ def _listed(resolved: ResolvedProfile) -> dict[str, str]:
 
 
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Prints every key with its value and origin."""
+    """Prints every key with its value and origin, and `***` for secrets among the engine's variables."""
     resolved = resolve(reference, overrides)
-    values = resolved.values
+    values = {key: without_secret_value(key, value) for key, value in resolved.values.items()}
     if as_json:
         shown_keys = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
         for parent in resolved.extends[:1]:

@@ -18,6 +18,8 @@ from kvbm.shared.keys import KeySpace
 from kvbm.shared.obstore_engine import connection
 from kvbm_cli.bench import arms
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_reset, with_room
+from kvbm_cli.bench.command import _surroundings
+from kvbm_cli.bench.comparison import Arm, Comparison
 from kvbm_cli.bench.resolve_arms import comparison_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
@@ -203,3 +205,14 @@ def test_a_server_that_is_not_there_is_an_error_that_names_its_address():
         address = server.base_url
     with pytest.raises(EngineError, match=f"no server answers at {address}/v1/models: .*refused"):
         running_server(address)
+
+
+def test_results_hold_no_secret_of_the_engine():
+    one, other = (resolve("demo", [f"engine.environment.HF_TOKEN={token}"]) for token in ("hf_abc", "hf_xyz"))
+    differences = {"engine.environment.HF_TOKEN": ("hf_abc", "hf_xyz")}
+    arms = [Arm("kvbm", "kvbm", one), Arm("other", "profile", other, differences=differences)]
+    surroundings = _surroundings(Comparison(arms[0], (arms[1],), None))
+    written = json.dumps([*(arm.to_json() for arm in arms), surroundings["profile"]])
+    assert "hf_abc" not in written
+    assert "hf_xyz" not in written
+    assert written.count("***") == 3

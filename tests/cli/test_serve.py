@@ -68,11 +68,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(home: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_dry_run_shows_no_secret(home: Path, form: list[str]) -> None:
-    outcome = kvbm(
-        *("serve", "--profile", "./mine.yaml", "--dry-run", "--set", "engine.environment.HF_TOKEN=hf_abc", *form),
-        home=home,
-    )
+@pytest.mark.parametrize("command", [["serve", "--dry-run", "--profile"], ["profile", "show"]], ids=["serve", "show"])
+def test_what_is_shown_of_a_profile_has_no_secret(home: Path, command: list[str], form: list[str]) -> None:
+    outcome = kvbm(*command, "./mine.yaml", "--set", "engine.environment.HF_TOKEN=hf_abc", *form, home=home)
     assert "hf_abc" not in outcome.stdout + outcome.stderr
     assert "HF_TOKEN" in outcome.stdout
 
