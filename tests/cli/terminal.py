@@ -25,6 +25,7 @@ from kvbm_cli.app import run
 ROOT = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
+HANGS_S = 240  # of a program that hangs; a busy machine takes a quarter of it for a start and a stop
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
 # What differs between machines and runs, in the order in which it is replaced.
@@ -65,7 +66,7 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     return {**kept, "HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1", **extra}
 
 
-def kvbm(*arguments: str, home: Path, timeout_s: float = 60, **extra: str) -> Outcome:
+def kvbm(*arguments: str, home: Path, timeout_s: float = HANGS_S, **extra: str) -> Outcome:
     done = subprocess.run(
         [*PROGRAM, *arguments],
         cwd=home,

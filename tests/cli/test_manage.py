@@ -97,7 +97,7 @@ def test_detached_engine_outlives_its_terminal(detached: Path) -> None:
 
 def test_json_of_a_detached_start_can_be_captured(home: Path) -> None:
     """Nobody keeps the pipe open: whoever captures the output gets its end."""
-    outcome = kvbm(*SERVE, "--json", home=home, timeout_s=20)
+    outcome = kvbm(*SERVE, "--json", home=home)
     ready = json.loads(outcome.stdout)
     assert ready["run"] == "mine-1"
     assert kvbm("stop", ready["run"], home=home).exit_code == 0

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
-from terminal import FAKE_ENGINE
+from terminal import FAKE_ENGINE, HANGS_S
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
@@ -33,7 +33,7 @@ from kvbm_cli.engine.process import (
 from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
 
-DEADLINE_S = 60
+DEADLINE_S = HANGS_S
 
 
 def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:

@@ -33,6 +33,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", DAMAGED)
 @pytest.mark.parametrize("options", [("--all",), ("mine",)], ids=" ".join)
 def test_engine_whose_description_is_damaged_is_stopped(home: Path, what: str, options: tuple[str, ...]) -> None:
