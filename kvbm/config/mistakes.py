@@ -196,6 +196,8 @@ def _hint(detail: ErrorDetails) -> str | None:
         return f"remove the quotes around `{shortened(inner)}`"
     if detail["type"] in ("int_type", "int_from_float", "float_type"):
         return _number_meant(value)
+    if detail["type"] == "dict_type":
+        return _section_meant(value)
     if detail["type"] == "bool_type":
         return _boolean_meant(value)
     if detail["type"] != "literal_error":
@@ -236,6 +238,8 @@ def _boolean_meant(value: object) -> str | None:
 
 def _section_meant(value: object) -> str | None:
     """Returns how to write a list or a text as a section."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return "drop the quotes: JSON in braces is a section"
     text = value[0] if isinstance(value, list) and value else value
     if isinstance(text, str) and (flag := _FLAG.match(text)) is not None:
         return f"write each flag as a key, without hyphens: `{snake_case(flag[1])}: {flag[2] or 'true'}`"

@@ -151,8 +151,18 @@ def _require_connector(resolved: ResolvedProfile) -> None:
         value = transfer.get(name, ours)
         if value != ours:
             message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{value}`"
-            hint = "remove it; to use another connector, start vLLM without kvbm: `kvbm serve --baseline`"
+            hint = _CONNECTOR_HINTS.get(str(transfer.get("kv_connector")), _OTHER_CONNECTOR)
             raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
+
+
+_OTHER_CONNECTOR = "remove it; to use another connector, start vLLM without kvbm: `kvbm serve --baseline`"
+_PD_HINT = "remove it; `disaggregated: {prefill: 1, decode: 1}` starts engines with `PdConnector` and `NixlConnector`"
+_CONNECTOR_HINTS = {
+    "PdConnector": _PD_HINT,
+    "NixlConnector": _PD_HINT,
+    "MultiConnector": "a profile has one connector; `MultiConnector` with `DynamoConnector` works with vLLM's own "
+    "command line: `vllm serve MODEL --kv-transfer-config JSON`, see docs/guide/vllm.md",
+}
 
 
 def _require_address(resolved: ResolvedProfile) -> None:

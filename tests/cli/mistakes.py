@@ -226,6 +226,15 @@ PROFILE = {
     "profile_flag_negated": engine("arguments: {no-enforce-eager: true}", base=VLLM),
     "profile_flag_twice": engine("arguments: {a-b: 1, a_b: 2}", base=VLLM),
     "profile_flag_without_a_value": engine("arguments: {enforce_eager: }", base=VLLM),
+    "profile_connector_of_disaggregation": engine(
+        "arguments: {kv_transfer_config: {kv_connector: PdConnector, kv_role: kv_both}}", base=VLLM
+    ),
+    "profile_connector_of_several": engine(
+        "arguments: {kv_transfer_config: {kv_connector: MultiConnector, kv_role: kv_both}}", base=VLLM
+    ),
+    "profile_connector_in_quotes": engine(
+        """arguments: {kv-transfer-config: '{"kv_connector": "PdConnector"}'}""", base=VLLM
+    ),
     "profile_another_connector": engine("arguments: {kv_transfer_config: {kv_connector: LMCache}}", base=VLLM),
     "profile_no_model": Row(
         "profile check mine.yaml", {"mine.yaml": "engine: {kind: vllm}\ntiers: {host: {blocks: 9}}\n"}
@@ -618,6 +627,20 @@ def scheme(**given: object) -> Row:
     return replace(config(quantization_config=quantization), exit_code=MACHINE)
 
 
+VLLM_BENCH = '{"backend": "vllm", "num_prompts": 9, "request_throughput": 1.5, "mean_ttft_ms": 30.1}'
+AIPERF = '{"time_to_first_token": {"unit": "ms", "avg": 30.1}, "request_count": {"avg": 9}}'
+GUIDELLM = '{"metadata": {}, "benchmarks": [{"metrics": {}}]}'
+LMBENCHMARK = "prompt_tokens,generation_tokens,ttft,generation_time,user_id\n1,2,3,4,5\n"
+RESULTS = {
+    "result_of_vllm_bench": Row("bench report ./vllm.json", {"vllm.json": VLLM_BENCH}),
+    "result_of_aiperf": Row("bench diff ./a.json ./b.json", {"a.json": AIPERF, "b.json": AIPERF}),
+    "result_of_guidellm": Row("bench report ./g.json", {"g.json": GUIDELLM}),
+    "result_of_lmbenchmark": Row("bench report ./summary.csv", {"summary.csv": LMBENCHMARK}),
+    "result_in_a_directory": Row("bench report .", {"profile_export_aiperf.json": AIPERF}),
+    "result_of_nobody_known": Row("bench report ./x.json", {"x.json": "{}"}),
+    "result_file_of_a_run": Row("bench report ./summary.json", {"summary.json": "{}", "plan.json": "{}"}),
+}
+
 SIZE = {
     "size_layers_without_end": config(num_hidden_layers=10**12),
     "size_layers_negative": config(num_hidden_layers=-1),
@@ -664,6 +687,7 @@ AREAS: dict[str, dict[str, Row]] = {
     "machine": MACHINE_STATE,
     "trace": TRACE,
     "size": SIZE,
+    "result": RESULTS,
 }
 ROWS = {name: row for rows in AREAS.values() for name, row in rows.items()}
 AREA_OF = {name: area for area, rows in AREAS.items() for name in rows}

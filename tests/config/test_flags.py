@@ -157,7 +157,7 @@ MISTAKES = {
         "    kv_transfer_config: '{}'\n",
         "`engine.arguments.kv_transfer_config` must be a section with keys, not the text `{}`",
         "5:25",
-        None,
+        "drop the quotes: JSON in braces is a section",
     ),
     "shutdown at once": (
         "    shutdown_timeout: 0\n",

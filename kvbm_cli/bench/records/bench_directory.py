@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm_cli.bench.records.other_results import reader_of
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.system.filesystem import write_atomically
 
@@ -68,7 +69,7 @@ class BenchDirectory:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
         if not is_run:
-            raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}")
+            raise UsageError(f"{path} is not the directory of a run: it has no {PLAN}", hint=reader_of(path))
         return cls(path)
 
     def lock(self) -> None:
