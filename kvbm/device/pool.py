@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from kvbm.errors import TransferError
 from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import start
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class TransferPool:
     def _start_thread(self, index: int) -> threading.Thread:
         share = index % len(self._shares)
         thread = threading.Thread(target=self._work, args=(share,), name=self._name, daemon=True)
-        thread.start()
+        start(thread)
         return thread
 
     def _work(self, share: int) -> None:

@@ -27,6 +27,7 @@ from kvbm.disk.index import checksum
 from kvbm.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun
 from kvbm.disk.orders import Read, Write
 from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import start
 
 
 class Transfer:
@@ -208,7 +209,7 @@ class TransferThreads:
 
     def _start_thread(self) -> threading.Thread:
         thread = threading.Thread(target=self._work, name="kvbm-disk", daemon=True)
-        thread.start()
+        start(thread)
         return thread
 
     def _work(self) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm.host.log_queue import use_queued_stderr
+from kvbm.host.threads import started_pool
 from kvbm.text.log_limit import LogLimit
 from kvbm.types import MAX_SECONDS
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m kvbm.embedded"
 MEBIBYTE = 2**20
+HELPERS = 4  # threads for long prompts and bodies
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +49,7 @@ def _serve(flags: argparse.Namespace) -> int:
     except ImportError as error:
         raise _missing(error) from error
     settings = ServerSettings(host=flags.host, port=flags.port, drain_timeout_s=flags.drain_timeout)
-    return Server(settings, lambda report: _load(flags, report)).run()
+    return Server(settings, lambda report: _load(flags, report), started_pool(HELPERS, "kvbm-http")).run()
 
 
 def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:

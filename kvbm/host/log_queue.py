@@ -17,10 +17,12 @@ import select
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from kvbm.host.threads import start
 from kvbm.text.log_limit import LogLimit
 
 CAPACITY = 1000  # log lines or records
@@ -52,7 +54,8 @@ class LogQueue(Generic[T]):
         self._entries.put(entry)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="kvbm-log", daemon=True)
-            self._thread.start()
+            with suppress(RuntimeError):  # no thread available: the next entry tries again
+                start(self._thread)
 
     def drain(self, timeout_s: float = DRAIN_S) -> None:
         """Wait until everything queued so far is written, for at most `timeout_s` seconds."""

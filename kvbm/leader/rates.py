@@ -22,6 +22,7 @@ from pathlib import Path
 
 from kvbm.disk.files import open_private
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.threads import start
 from kvbm.types import Tier
 
 MIN_STEP_TOKENS = 64  # the duration of a step with fewer tokens is a fixed cost
@@ -193,7 +194,7 @@ class RatesFile:
         found: list[KnownRates | None] = []
         thread = threading.Thread(target=lambda: found.append(self._read()), name="kvbm-rates", daemon=True)
         try:
-            thread.start()
+            start(thread)
         except RuntimeError:  # no thread available
             return None
         thread.join(READ_LIMIT_S)
@@ -220,7 +221,7 @@ class RatesFile:
         if self._written is None or known.differ(self._written):
             thread = threading.Thread(target=self._write, args=(known,), name="kvbm-rates", daemon=True)
             try:
-                thread.start()
+                start(thread)
             except RuntimeError:  # no thread available; tried again after WRITE_INTERVAL_S
                 return
             self._written, self._thread = known, thread

@@ -35,9 +35,10 @@ def start_child(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channe
                 env={**os.environ, "PYTHONPATH": paths},
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             ours.close()
-            raise EnvironmentProblem(f"cannot start {what}: {error.strerror}") from error
+            why = error.strerror if isinstance(error, OSError) else "no memory"
+            raise EnvironmentProblem(f"cannot start {what}: {why}") from error
     channel = Channel(ours)
     _OPEN.add(channel)
     return child, channel

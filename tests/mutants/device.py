@@ -206,4 +206,12 @@ MUTANTS = (
         new="            heartbeats=rows[:, LANES - 1 : LANES],",
         fails="tests/host/test_region.py",
     ),
+    Mutant(
+        name="thread-that-dies-is-waited-for",
+        bug="an engine waits for ever for the first step of a thread whose memory has run out",
+        file="kvbm/host/threads.py",
+        old='    vars(thread)["_started"] = _LimitedEvent()',
+        new="    _ = _LimitedEvent()",
+        fails="tests/host/test_threads.py --timeout 20",
+    ),
 )

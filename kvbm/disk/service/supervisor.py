@@ -39,6 +39,7 @@ from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.messages import LOST_IO
 from kvbm.disk.wear import Wear
 from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.host.threads import start
 from kvbm.process.first_opening import FirstOpening
 from kvbm.process.parent import how_it_ended
 
@@ -88,7 +89,7 @@ class DiskSupervisor:
         self._uses_threads = False  # NIXL has lost I/O
         self._first = first
         self._thread = threading.Thread(target=self._supervise, args=(named,), name="kvbm-disk-keeper", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     @classmethod
     def open(
@@ -327,7 +328,7 @@ class DiskSupervisor:
                 except BaseException:
                     opened.close(0)
                     raise
-            except (EnvironmentProblem, OSError) as error:
+            except (EnvironmentProblem, OSError, RuntimeError, MemoryError) as error:
                 first, self._first = self._first, None
                 if first is not None and first.fail(error):
                     self._is_closing.set()
@@ -411,8 +412,12 @@ def _clear_closed(path: Path) -> None:
             outcome[0] = str(error)
 
     thread = threading.Thread(target=clear, name="kvbm-disk-clear", daemon=True)
-    thread.start()
-    thread.join(JOIN_S)
+    try:
+        start(thread)
+    except RuntimeError as error:
+        outcome[0] = str(error)
+    else:
+        thread.join(JOIN_S)
     if outcome:
         log.error("the disk cache %s was not cleared: %s; remove it before the next start", path, outcome[0])
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,9 +49,11 @@ class ServerSettings:
 
 
 class Server:
-    """One engine behind one socket. `load` runs in a separate thread and returns a started engine."""
+    """One engine behind one socket. `load` runs in a separate thread and returns a started engine. `helpers` run what
+    takes long; asyncio's own pool starts its threads while it serves, which can fail."""
 
-    def __init__(self, settings: ServerSettings, load: Load) -> None:
+    def __init__(self, settings: ServerSettings, load: Load, helpers: ThreadPoolExecutor | None = None) -> None:
+        self._helpers = helpers
         self._settings = settings
         self._load = load
         self._service = Service(admin_token=token_of_environment())
@@ -64,6 +67,8 @@ class Server:
 
     async def _run(self) -> int:
         self._take_signals()
+        if self._helpers is not None:
+            asyncio.get_running_loop().set_default_executor(self._helpers)
         runner = front(create_app(self._service), shutdown_timeout_s=FAREWELL_S)
         await runner.setup()
         try:

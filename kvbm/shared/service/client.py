@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import start
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Opening
 from kvbm.process.first_opening import FirstOpening
@@ -81,7 +82,7 @@ class SharedClient:
         self._open_next = open_next
         self._first = first
         self._thread = threading.Thread(target=self._keep, args=(named,), name="kvbm-shared-keeper", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     @classmethod
     def open(
@@ -339,7 +340,7 @@ class SharedClient:
         while not self._is_closing.wait(pause_s):
             try:
                 opened = self._open_next(self._is_closing.is_set)
-            except (EnvironmentProblem, OSError) as error:
+            except (EnvironmentProblem, OSError, RuntimeError, MemoryError) as error:
                 first, self._first = self._first, None
                 if self._is_closing.is_set() or (first is not None and first.fail(error)):
                     break

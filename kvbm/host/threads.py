@@ -1,0 +1,39 @@
+"""Starting threads when memory is short.
+
+`Thread.start` waits for the first step of the new thread. If memory runs out there, the thread is gone and the wait
+never ends: an engine would stop in the middle of a step. `start` raises RuntimeError instead, as `Thread.start` does if
+no thread can be created.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+START_LIMIT_S = 5.0  # of a busy machine
+
+
+class _LimitedEvent(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(START_LIMIT_S if timeout is None else timeout):
+            raise RuntimeError("cannot start a thread: it has ended before its first step")
+        return True
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread. Raises RuntimeError if it does not run, also if memory runs out while it starts."""
+    vars(thread)["_started"] = _LimitedEvent()  # private to Thread, and what its `start` waits for
+    try:
+        thread.start()
+    except MemoryError as error:
+        raise RuntimeError("cannot start a thread: no memory") from error
+
+
+def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads run already: it starts none while it is used. Raises RuntimeError."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    meeting = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(meeting.wait)
+    meeting.wait(START_LIMIT_S * threads)
+    return pool
