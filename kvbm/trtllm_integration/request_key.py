@@ -1,9 +1,12 @@
 """Request key: what besides the tokens decides the KV of a request, or that the request must bypass the cache.
 
-Two requests share blocks only if their keys are equal. The key covers the salt of a tenant, the LoRA adapter and the
-digests of images or other media, whose tokens are all alike. Requests are objects of C++ or of Python, and versions
-differ in what can be read. If a feature is on and a request does not have its attribute, the request bypasses the cache
-for loads and saves.
+Two requests share blocks only if their keys are equal. The key covers the salt of a tenant and the LoRA adapter.
+Requests are objects of C++ or of Python, and versions differ in what can be read. If a feature is on and a request does
+not have its attribute, the request bypasses the cache for loads and saves.
+
+So does every request with images or other media, whose tokens are all alike. The content is not there in every version,
+and the hashes of TensorRT-LLM do not replace it: in some versions they leave out the shape and the kind of a medium,
+and images of equal bytes and other shapes have the same one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _SALTS = ("cache_salt", "cache_salt_id")
-_MEDIA = ("multimodal_positions", "multimodal_lengths", "multimodal_embedding", "mrope_rotary_cos_sin")
+_MEDIA = (
+    *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_embedding"),
+    "mrope_rotary_cos_sin",
+)
 _MEDIA_DATA = "py_multimodal_data"  # of the PyTorch backend, also for media that it could not hash
 _FROM_TOKENS = "mrope_config"  # in the data of each request, also of text
 _UNKNOWN_INPUT = ("prompt_embedding_table", "encoder_tokens", "encoder_input_features")
@@ -37,14 +43,11 @@ def request_key(request: Any, *, has_adapters: bool, has_salts: bool) -> Request
         return None
     if any(_is_given(getattr(request, name, None)) for name in _UNKNOWN_INPUT):
         return None
-    digests: Any = getattr(request, "multimodal_hashes", None)
-    if _has_media(request) and not (_is_given(digests) and all(map(_is_given, digests))):
+    if _has_media(request):
         return None
     facts = {
         "salt": None if salt is _MISSING else salt,
         "adapter": None if adapter is _MISSING else adapter,
-        "media": _plain(digests) if _is_given(digests) else None,
-        "positions": _plain(getattr(request, "multimodal_positions", None)),
     }
     tenant = None if facts["salt"] is None else str(facts["salt"])
     given = {name: value for name, value in facts.items() if value is not None}
@@ -65,11 +68,3 @@ def _has_media(request: Any) -> bool:
 def _is_given(value: Any) -> bool:
     """Whether a request has this input. An object without a length counts, a tensor by its length."""
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (str, int, float)) or value is None:
-        return value
-    if isinstance(value, bytes):
-        return value.hex()
-    return [_plain(one) for one in value]

@@ -66,7 +66,7 @@ def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
         doubt = "vLLM computes the scales of the KV cache from the first requests of each start"
     elif vllm_config.lora_config is not None:
         doubt = "a block's hash covers the name of an adapter, not its content"
-    elif _takes_encodings(getattr(vllm_config, "ec_transfer_config", None)):
+    elif takes_encodings(vllm_config):
         doubt = "another engine encodes images and audio, and its weights are unknown"
     elif not reports_weight_updates():
         doubt = "this version of vLLM does not report changes of the weights in memory"
@@ -79,7 +79,9 @@ def _sizes(parallel: Any) -> dict[str, int]:
     return {name: int(getattr(parallel, f"{name}_parallel_size", 1)) for name in names}
 
 
-def _takes_encodings(transfer: Any) -> bool:
+def takes_encodings(vllm_config: VllmConfig) -> bool:
+    """Return whether other engines encode media for this one."""
+    transfer = getattr(vllm_config, "ec_transfer_config", None)
     return transfer is not None and getattr(transfer, "ec_role", None) != "ec_producer"
 
 

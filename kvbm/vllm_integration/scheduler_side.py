@@ -7,7 +7,6 @@ segments and vLLM has bound its block pool; until then every hook does nothing.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.cache_groups import boot_id
+from kvbm.vllm_integration.media import Media, RequestMedia
 from kvbm.vllm_integration.progress import progress_log
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -56,7 +56,6 @@ UNLIMITED = 1 << 62
 RESET_PATIENCE_S = 2.0
 RESET_POLL_S = 0.0005
 BYPASS = {"max_load_tokens": 0, "max_offload_tokens": 0}
-CONTENT_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")  # blake3, sha256 or sha512 of a medium
 
 log = logging.getLogger(__name__)
 
@@ -65,17 +64,24 @@ log = logging.getLogger(__name__)
 class _Tracked:
     """A live request of vLLM: its block table per group as the workers have it, and the client's limits.
 
-    `snapshot_tokens`: the last position at which vLLM has a snapshot of it, in a model with states.
+    `snapshot_tokens`: the last position at which vLLM has a snapshot of it, in a model with states. `start`: its tokens
+    in G1 at its last lookup; `loaded`: those that kvbm loads after it.
     """
 
     request: Request
     max_load_tokens: int
     max_offload_tokens: int
+    media: RequestMedia | None = None
     block_ids: list[list[int]] = field(default_factory=list)
     chains: list[list[bytes]] = field(default_factory=list)
     start: int = 0
+    loaded: int = 0
     snapshot_tokens: int = 0
     described: list[int] = field(default_factory=list)  # blocks per group, if KV events are published
+
+    def named_tokens(self, limit: int) -> int:
+        """Return how many of the first `limit` tokens can be kept or looked up."""
+        return limit if self.media is None else min(limit, self.media.certain_tokens())
 
 
 class SchedulerSide:
@@ -84,7 +90,8 @@ class SchedulerSide:
     `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
     token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
     what blocks on disk must match, and why they must not outlive the engine, empty if they may. `publishes_events`:
-    whether vLLM publishes KV events. `engine`: its number in a data-parallel server.
+    whether vLLM publishes KV events. `engine`: its number in a data-parallel server. `encodes_here`: whether it encodes
+    all media itself.
     """
 
     def __init__(
@@ -99,6 +106,7 @@ class SchedulerSide:
         identity: Callable[[], tuple[dict[str, object], str]],
         publishes_events: bool = False,
         engine: int = 0,
+        encodes_here: bool = True,
     ) -> None:
         self._config = config
         self._telemetry = Telemetry(config.metrics, engine=engine)
@@ -124,6 +132,7 @@ class SchedulerSide:
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
+        self._media = Media(hash_bytes, encodes_here=encodes_here)
         self._keeps_blocks = False  # for the next start, or for other engines
         self._description: Future[Identity] | None = None
         self._stale: set[str] = set()  # requests with KV of former weights
@@ -243,6 +252,7 @@ class SchedulerSide:
 
     @hook()
     def add_request(self, request: Request) -> None:
+        media = self._media.add(request)
         adapter = request.lora_request
         if adapter is not None and self._adapters.use(adapter):
             self._forget(f"adapter `{shown(adapter.lora_name)}` changed")
@@ -250,13 +260,14 @@ class SchedulerSide:
             return
         params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
         limits = params if isinstance(params, dict) else {}
-        if not _is_named(request) or (self._keeps_blocks and not _names_media_by_content(request)):
+        if not _is_named(request):
             limits = BYPASS
         self._due_tokens[request.request_id] = 0
         self._requests[request.request_id] = _Tracked(
             request,
             max_load_tokens=_limit(limits, "max_load_tokens"),
             max_offload_tokens=_limit(limits, "max_offload_tokens"),
+            media=media,
         )
 
     @hook((0, False))
@@ -264,10 +275,12 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
+        tracked.start, tracked.loaded = local_tokens, 0
+        if tracked.media is not None and tracked.media.is_waiting(self._media.now_s()):
+            return None, False
         # After a hit of the whole prompt vLLM computes the last token again; its window may start in an evicted block.
-        end = min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens)
+        end = tracked.named_tokens(min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens))
         chains = self._chains(tracked)
-        tracked.start = local_tokens
         if self._is_plain:
             size = self._groups[0].group.block_tokens
             blocks = self.leader.match(request.request_id, chains[0], local_tokens // size, end // size)
@@ -313,7 +326,8 @@ class SchedulerSide:
 
     def _offload_snapshot(self, tracked: _Tracked, snapshot: Snapshot) -> None:
         is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
-        may_offload = snapshot.tokens <= tracked.max_offload_tokens and snapshot.request_id not in self._stale
+        may_offload = snapshot.tokens <= tracked.named_tokens(tracked.max_offload_tokens)
+        may_offload &= snapshot.request_id not in self._stale
         if not may_offload or (is_generated and not self._config.offload.generated):
             return
         assert self.leader is not None
@@ -355,6 +369,7 @@ class SchedulerSide:
             self._describe(tracked, position, chain, end // size, begin=tracked.start // size)
         self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
         self._loading.add(request.request_id)
+        tracked.loaded = external_tokens
         tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
         return True
 
@@ -365,6 +380,7 @@ class SchedulerSide:
 
     @hook(when_off=True)
     def end_request(self, request: Request) -> None:
+        self._media.end(request)
         tracked = self._requests.pop(request.request_id, None)
         self._due_tokens.pop(request.request_id, None)
         if request.request_id in self._stale and tracked is not None:
@@ -389,10 +405,12 @@ class SchedulerSide:
             self._forget_progress(request_id)
             self._stale.discard(request_id)
         self._loading.clear()
+        self._media.look_again()
         for snapshot in self._snapshots.handed_over(output) if self._snapshots is not None else ():
             if (tracked := self._requests.get(snapshot.request_id)) is not None:
                 self._offload_snapshot(tracked, snapshot)
         requests, cached = self._requests, output.scheduled_cached_reqs
+        self._note_origins(output)
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables(new.block_ids)
@@ -453,6 +471,20 @@ class SchedulerSide:
         """Whether a step is needed to publish events: vLLM takes them in steps only."""
         assert self.leader is not None
         return self._announcer is not None and (self._announcer.has_work() or self.leader.has_events())
+
+    def _note_origins(self, output: SchedulerOutput) -> None:
+        """Notice requests with media that start with KV of another connector: it may be the KV of other contents."""
+        cached = output.scheduled_cached_reqs
+        begun = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        if cached.resumed_req_ids:
+            known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            begun += [(request_id, tokens) for request_id, tokens in known if request_id in cached.resumed_req_ids]
+        for request_id, tokens in begun:
+            tracked = self._requests.get(request_id)
+            if tracked is None or tracked.media is None:
+                continue
+            if tokens >= tracked.start + tracked.loaded + max(group.group.block_tokens for group in self._groups):
+                tracked.media.distrust()
 
     def _describe(
         self, tracked: _Tracked, position: int, chain: Sequence[bytes], end: int, *, begin: int | None = None
@@ -518,6 +550,7 @@ class SchedulerSide:
         if self.leader is not None:
             self.leader.close()
         self._close_reports()
+        self._media.close()
         self._unmap()
 
     @contained()
@@ -570,15 +603,25 @@ class SchedulerSide:
         return null_block_id
 
     def _chains(self, tracked: _Tracked) -> Sequence[list[bytes]]:
-        """Return the hashes of a request's blocks per group: vLLM's hash, followed by the group index unless plain."""
-        if self._is_plain:  # each hash covers one block
+        """Return the hashes of a request's blocks per group: vLLM's hash, followed by the group index unless plain.
+
+        With media, each list ends where blocks have no name, and what is behind the first medium has another hash.
+        """
+        if self._is_plain and tracked.media is None:  # each hash covers one block
             return (tracked.request.block_hashes,)
         if not tracked.chains:
             tracked.chains = [[] for _ in self._groups]
-        hashes = tracked.request.block_hashes
+        hashes, media = tracked.request.block_hashes, tracked.media
+        named = tracked.named_tokens(len(hashes) * self._hash_tokens) // self._hash_tokens
         for cache_group, chain in zip(self._groups, tracked.chains, strict=True):
-            suffix, span = bytes((cache_group.index,)), cache_group.group.block_tokens // self._hash_tokens
-            chain += [bytes(hashes[end]) + suffix for end in range(span * (len(chain) + 1) - 1, len(hashes), span)]
+            suffix = b"" if self._is_plain else bytes((cache_group.index,))
+            size = cache_group.group.block_tokens
+            span = size // self._hash_tokens
+            begin = len(chain) + 1
+            more = [bytes(one) for one in hashes[span * begin - 1 : named : span]]
+            if media is not None:
+                more = [media.name(one, (begin + index) * size) for index, one in enumerate(more)]
+            chain += [one + suffix for one in more] if suffix else more
         return tracked.chains
 
     def _forget_progress(self, request_id: str) -> None:
@@ -619,14 +662,15 @@ class SchedulerSide:
             request = tracked.request
             blocks = self._tokens_after(tracked, computed_tokens, output) // size
             prompt_blocks = request.num_prompt_tokens // size
-            completed.append((request.request_id, request.block_hashes, tracked.block_ids[0], blocks, prompt_blocks))
+            chain = self._chains(tracked)[0]
+            completed.append((request.request_id, chain, tracked.block_ids[0], blocks, prompt_blocks))
         due_tokens = self._due_tokens
         ends = self.leader.offload_all(completed)
         for entry, considered in zip(completed, ends, strict=False):
             due_tokens[entry[0]] = (considered + 1) * size
         if self._announcer is not None:
             for (tracked, _), considered in zip(due, ends, strict=False):
-                self._describe(tracked, 0, tracked.request.block_hashes, considered)
+                self._describe(tracked, 0, self._chains(tracked)[0], considered)
 
     def _tokens_after(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
@@ -634,7 +678,7 @@ class SchedulerSide:
         tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
         if output.scheduled_spec_decode_tokens:
             tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        return min(tokens, tracked.max_offload_tokens)
+        return tracked.named_tokens(min(tokens, tracked.max_offload_tokens))
 
     def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
         """Like `_offload_plain`, for one request of a model with several KV cache groups or with states."""
@@ -672,15 +716,6 @@ def _is_named(request: Request) -> bool:
     - A prompt of tokens and embeddings: the hashes do not cover which positions are tokens.
     """
     return not request.resumable and request.prompt_is_token_ids is None
-
-
-def _names_media_by_content(request: Request) -> bool:
-    """Return whether the names of a request's media, which its block hashes cover, hold for later starts too.
-
-    A name can be a UUID from the client. Without a prefix cache and a processor cache, vLLM uses a number that starts
-    again with each engine.
-    """
-    return all(CONTENT_HASH.fullmatch(str(medium.identifier)) for medium in request.mm_features)
 
 
 def _is_doubtful(identity: Future[Identity]) -> bool:

@@ -269,6 +269,9 @@ def test_pickled_hashes_depend_on_the_version_of_python(monkeypatch):
 
 
 def test_media_that_another_engine_encodes_are_in_doubt():
-    assert not identity._takes_encodings(None)
-    assert not identity._takes_encodings(SimpleNamespace(ec_role="ec_producer"))
-    assert identity._takes_encodings(SimpleNamespace(ec_role="ec_consumer"))
+    def config(transfer):
+        return SimpleNamespace(ec_transfer_config=transfer)
+
+    assert not identity.takes_encodings(config(None))
+    assert not identity.takes_encodings(config(SimpleNamespace(ec_role="ec_producer")))
+    assert identity.takes_encodings(config(SimpleNamespace(ec_role="ec_consumer")))

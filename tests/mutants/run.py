@@ -41,6 +41,7 @@ import disk
 import disk_tier
 import identity
 import leader
+import media
 import onboards
 import replicas
 import shared
@@ -67,6 +68,7 @@ CACHE = (
     cuda,
     worker,
     replicas,
+    media,
     trtllm,
 )
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)

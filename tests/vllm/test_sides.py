@@ -16,7 +16,13 @@ from manual_pool import ManualPool
 pytest.importorskip("vllm")
 
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
@@ -42,7 +48,7 @@ from kvbm.vllm_integration.cache_groups import (
     cache_groups,
     decline_reason,
 )
-from kvbm.vllm_integration.scheduler_side import CONTENT_HASH, UNLIMITED, SchedulerSide, _limit
+from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
@@ -1023,22 +1029,6 @@ def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
     assert limits(scheduler_side([]), prompt_is_token_ids=[True, False]) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["renderer0-mm-1-image-0", "my picture", "0" * 63, "", None])
-def test_media_with_other_names_than_their_content_are_not_kept_for_the_next_start(name):
-    side = scheduler_side([])
-    media = [SimpleNamespace(identifier="0a" * 32), SimpleNamespace(identifier=name)]
-    assert limits(side, mm_features=media) == (UNLIMITED, UNLIMITED)
-    side._keeps_blocks = True
-    assert limits(side, mm_features=media) == (0, 0)
-    assert limits(side, mm_features=media[:1]) == (UNLIMITED, UNLIMITED)
-
-
-def test_vllm_names_media_by_their_content_in_the_form_that_is_known():
-    takes_algorithm = "algorithm" in inspect.signature(MultiModalHasher.hash_kwargs).parameters
-    for algorithm in (("blake3",), ("sha256",), ("sha512",)) if takes_algorithm else ((),):
-        assert CONTENT_HASH.fullmatch(MultiModalHasher.hash_kwargs(*algorithm, image=b"1"))
-
-
 @pytest.mark.parametrize(("own", "doubt"), [("", ""), ("other weights", "other weights")])
 def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, tmp_path):
     tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
@@ -1051,3 +1041,171 @@ def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, 
     side._open_disk([])
     assert seen == [doubt]
     assert side._keeps_blocks == (not doubt)
+
+
+# -- media -------------------------------------------------------------------------------------------------------------
+
+
+class MediaLeader:
+    """A leader that finds every block, and notes which names it is asked for and given."""
+
+    def __init__(self):
+        self.lookups, self.offloads = [], []
+
+    def match(self, request_id, hashes, start, end):
+        self.lookups.append(list(hashes[start:end]))
+        return end - start
+
+    def match_groups(self, request_id, chains, start, end):
+        self.lookups += [list(chain[: end // 16]) for chain in chains]
+        return end // 16 * 16
+
+    def offload_all(self, completed):
+        self.offloads += [list(hashes[:blocks]) for _, hashes, _, blocks, _ in completed]
+        return [blocks for _, _, _, blocks, _ in completed]
+
+    def offload(self, request_id, hashes, table, *, computed_blocks, prompt_blocks, group):
+        self.offloads.append(list(hashes[:computed_blocks]))
+        return computed_blocks
+
+    def finish(self, *_):
+        pass
+
+    def close(self):
+        pass
+
+
+HASHES = [bytes([index]) * 32 for index in range(8)]
+
+
+def image(value, identifier="picture", offset=40):
+    """Without a value, one whose data is not there."""
+    pixels = MultiModalFieldElem(data=torch.full((2, 3), value or 0.0), field=MultiModalBatchedField())
+    return MultiModalFeatureSpec(
+        data=None if value is None else MultiModalKwargsItem({"pixel_values": pixels}),
+        modality="image",
+        identifier=identifier,
+        mm_position=PlaceholderRange(offset=offset, length=20),
+    )
+
+
+class MediaEngine:
+    """The scheduler of an engine whose requests have 8 blocks."""
+
+    def __init__(self, *specs):
+        self.side = scheduler_side(cache_groups(cache(*specs)), publishes_events=False)
+        self.side._hash_tokens = 16
+        self.side._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
+        self.leader = self.side.leader = MediaLeader()
+        self._count = len(specs)
+
+    def add(self, name, *features, **facts):
+        request = SimpleNamespace(
+            request_id=name,
+            num_tokens=130,
+            num_prompt_tokens=130,
+            block_hashes=HASHES,
+            **PLAIN | {"mm_features": list(features)} | facts,
+        )
+        self.side.add_request(request)
+        return request
+
+    def match(self, request):
+        """Asks until the digests are known, as vLLM does."""
+        deadline_s = time.monotonic() + 60
+        while (found := self.side.match(request, 0)) == (None, False):
+            assert time.monotonic() < deadline_s
+        return found
+
+    def schedule(self, request, computed=0, tokens=128):
+        new = SimpleNamespace(
+            req_id=request.request_id, num_computed_tokens=computed, block_ids=[[*range(1, 9)]] * self._count
+        )
+        cached = SimpleNamespace(
+            req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set(), num_output_tokens=[]
+        )
+        output = SimpleNamespace(
+            preempted_req_ids=None,
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={request.request_id: tokens - computed},
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=tokens - computed,
+        )
+        before = len(self.leader.offloads)
+        self.side._finish_and_offload(output)
+        assert not self.side.boundary.is_off
+        return self.leader.offloads[before:]
+
+    def names(self, request):
+        """What is kept of a request: the names of its blocks, by group."""
+        self.match(request)
+        return self.schedule(request)
+
+
+@pytest.fixture(params=["plain", "groups"])
+def media_engine(request):
+    engine = MediaEngine(*((FULL,) if request.param == "plain" else (FULL, WINDOW)))
+    yield engine
+    engine.side.close()
+
+
+def suffixes(engine):
+    return [b""] if len(engine.side._groups) == 1 else [bytes([group.index]) for group in engine.side._groups]
+
+
+def test_blocks_behind_an_image_are_kept_under_its_content_and_looked_up_under_the_same_names(media_engine):
+    first = media_engine.names(media_engine.add("a", image(1.0)))
+    assert [len(names) for names in first] == [8] * len(suffixes(media_engine))
+    for names, suffix in zip(first, suffixes(media_engine), strict=True):
+        assert names[:2] == [one + suffix for one in HASHES[:2]], "text in front of the image has its own names"
+        assert not {one[:32] for one in names[2:]} & set(HASHES)
+        assert {len(one) for one in names} == {32 + len(suffix)}
+    media_engine.leader.lookups.clear()
+    assert media_engine.names(media_engine.add("b", image(1.0))) == first
+    assert media_engine.leader.lookups == first
+
+
+def test_another_image_under_the_same_identifier_is_neither_looked_up_nor_kept(media_engine):
+    media_engine.names(media_engine.add("a", image(1.0)))
+    media_engine.leader.lookups.clear()
+    for value in (2.0, 1.0):
+        kept = media_engine.names(media_engine.add(f"{value}", image(value)))
+        assert [len(names) for names in kept] == [2] * len(kept)
+    assert {len(names) for names in media_engine.leader.lookups} == {2}
+
+
+def test_an_image_without_data_is_neither_looked_up_nor_kept(media_engine):
+    request = media_engine.add("a", image(None, "0a" * 32))
+    assert media_engine.side.match(request, 0) == (32, True)
+    assert [len(names) for names in media_engine.schedule(request)] == [2] * len(suffixes(media_engine))
+
+
+def test_blocks_that_were_named_are_not_kept_once_their_image_is_in_doubt(media_engine):
+    """Another image came while the request was computed: vLLM may have taken the encoding of that one."""
+    request = media_engine.add("a", image(1.0))
+    assert media_engine.match(request) == (128, True)
+    media_engine.add("b", image(2.0), resumable=True)
+    media_engine.match(media_engine.add("c", image(1.0)))
+    assert [len(names) for names in media_engine.schedule(request)] == [2] * len(suffixes(media_engine))
+
+
+def test_kv_that_another_connector_has_loaded_is_not_kept_behind_an_image(media_engine):
+    request = media_engine.add("a", image(1.0))
+    media_engine.match(request)
+    assert [len(names) for names in media_engine.schedule(request, computed=64)] == [2] * len(suffixes(media_engine))
+    text = media_engine.add("text")
+    media_engine.match(text)
+    assert [len(names) for names in media_engine.schedule(text, computed=64)] == [8] * len(suffixes(media_engine))
+
+
+def test_a_request_that_is_not_cached_still_counts_for_its_identifiers(media_engine, tmp_path):
+    adapter = LoRARequest("a", 1, str(tmp_path), load_inplace=True)
+    media_engine.add("a", image(1.0), lora_request=adapter)
+    media_engine.match(media_engine.add("b", image(2.0)))
+    assert media_engine.side._requests["b"].named_tokens(UNLIMITED) == 40
+
+
+def test_without_media_nothing_is_named_anew(media_engine):
+    kept = media_engine.names(media_engine.add("a"))
+    assert kept == [[one + suffix for one in HASHES] for suffix in suffixes(media_engine)]
