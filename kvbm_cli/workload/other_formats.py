@@ -24,6 +24,11 @@ _MAGIC = {
     b"BZh": ("compressed with bzip2", "decompress it with `bzip2 -d`"),
     b"<": ("a web page or XML", "download the raw file"),
 }
+_NAMED_LINES = {  # a key that only this format has
+    b'"hash_id_scope"': "a list of sessions, as kv-cache-tester has them",
+    b'"conversations"': "ShareGPT",
+    b'"custom_id"': "the input of OpenAI's batch API",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,9 @@ def other_format(head: bytes) -> ForeignFile | None:
     first = text.partition(b"\n")[0].strip().lower()
     for header, name in _NAMED_CSV.items():
         if first.startswith(header):
+            return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
+    for key, name in _NAMED_LINES.items():
+        if first.startswith(b"{") and key in first:
             return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
     if b"," in first and first[:1] not in b"[{":
         return ForeignFile("seems to be CSV, and this format is not read yet", LINES_HINT)

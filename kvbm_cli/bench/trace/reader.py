@@ -125,9 +125,10 @@ class _Line:
     def require_fields(self, known: frozenset[str]) -> None:
         if self.values and self.values.keys().isdisjoint(known):
             names = ", ".join(_shown(name) for name in list(self.values)[:5])
+            column = "text_input=prompt" if isinstance(self.values.get("prompt"), str) else "input_length=NAME"
             self._refuse(
                 f"the line has no field of a trace; its first fields are {names}",
-                hint="`--column input_length=NAME`, or `columns` in the workload, reads a field with another name",
+                hint=f"`--column {column}`, or `columns` in the workload, reads a field with another name",
             )
 
     def length_of_zero(self) -> str | None:
