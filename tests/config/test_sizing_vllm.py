@@ -359,6 +359,16 @@ def test_a_scheme_that_vllm_refuses_is_refused(name: str, arguments: dict[str, A
     assert sized({**QWEN3_81M, "quantization_config": accepted}).block_bytes == 786_432
 
 
+def test_a_pattern_beside_the_list_of_layers_does_not_count() -> None:
+    """EXAONE 4.0 32B has both."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    exaone = {**QWEN3_81M, "architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "layer_types": kinds * 3}
+    exaone |= {"sliding_window": 4096, "num_hidden_layers": 12}
+    assert sized({**exaone, "sliding_window_pattern": "LLLG"}).device == sized(exaone).device
+    with pytest.raises(SizeUnknown, match="sliding_window_pattern"):
+        sized({**exaone, "layer_types": None, "sliding_window_pattern": "LLLG"})
+
+
 NEMOTRON_H = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",

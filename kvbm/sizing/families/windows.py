@@ -71,7 +71,8 @@ def every(interval: int, *, can_change: bool = False, more_reach: int = 0) -> Re
     def read(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
         step = facts.number("sliding_window_pattern", default=interval) if can_change else interval
         if facts.texts("layer_types") is not None:
-            facts.get("_sliding_window_pattern")  # written beside the list that was made from it
+            for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+                facts.get(name)  # written beside the list that was made from it
             return by_layer_types(facts, ranks, more_reach=more_reach)
         has_window = lambda layer: (layer + 1) % step != 0  # noqa: E731
         return with_windows(all_layers(facts, ranks), facts, has_window, more_reach=more_reach)
