@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbm.errors import EngineError
-from kvbm.text.outside import shown_json
+from kvbm.text.outside import shown, shown_json
 from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.system.http_client import HttpAnswer, request
 
@@ -19,6 +19,7 @@ IN_USE = 409
 CHARACTERS_PER_TOKEN = 64  # far more than words have
 LONGEST_PAGE = 8 << 20  # characters of metrics
 MOST_TOKENS = 1e15
+LONGEST_MODEL = 4096  # it may be a path
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,12 @@ def served_model(base_url: str, headers: Mapping[str, str]) -> str:
         raise EngineError(f"the server refused GET {url}: HTTP {answer.status}: {error_text(answer.error())}")
     models = answer.fields().get("data")
     first = models[0] if isinstance(models, list) and models else None
-    if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+    name = first.get("id") if isinstance(first, dict) else None
+    if not isinstance(name, str):
         raise EngineError(f"GET {url} lists no model: it is not an OpenAI server")
-    return str(first["id"])
+    if len(name) > LONGEST_MODEL:
+        raise EngineError(f"GET {url} lists a model with a name of {len(name)} characters: `{shown(name)}`")
+    return name
 
 
 def _has_reset(answer: HttpAnswer) -> bool:
