@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -14,9 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, serve
 
-from kvbm.embedded.http.connections import INTERIM
+from kvbm.embedded.http.connections import INTERIM, BoundedSite, front
 
 pytest.importorskip("transformers")
 
@@ -95,6 +97,43 @@ def test_an_unknown_expectation_is_ignored(path: str, caplog: pytest.LogCaptureF
 
     serve(WrittenEngine(), use)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("addresses", "error"),
+    [
+        (["127.0.0.1", "192.0.2.1"], None),  # the second is not of this machine
+        (["192.0.2.1", "127.0.0.1"], None),
+        (["192.0.2.1"], errno.EADDRNOTAVAIL),
+        (["192.0.2.1", "used"], errno.EADDRINUSE),
+    ],
+)
+def test_a_name_with_an_address_that_is_not_here_is_served_on_the_others(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], error: int | None
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+
+        async def scenario() -> None:
+            found = [("127.0.0.1", used.getsockname()[1]) if one == "used" else (one, 0) for one in addresses]
+
+            async def getaddrinfo(*_: object, **__: object) -> list[tuple[object, ...]]:
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", one) for one in found]
+
+            monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+            runner = front(web.Application())
+            await runner.setup()
+            try:
+                await BoundedSite(runner, "a-name", 0).start()
+                assert [one[0] for one in runner.addresses] == ["127.0.0.1"]
+            finally:
+                await runner.cleanup()
+
+        if error is None:
+            asyncio.run(scenario())
+        else:
+            with pytest.raises(OSError) as caught:
+                asyncio.run(scenario())
+            assert caught.value.errno == error
 
 
 def cpu_s(pid: int) -> float:

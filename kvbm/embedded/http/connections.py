@@ -37,7 +37,7 @@ PAUSE_S = 0.1  # without room for a client, and nobody idle
 FIRST_PROBE_S, LAST_PROBE_S = 0.05, 2.0
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 COMMENT = b":\n\n"
-OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +148,17 @@ class BoundedSite(web.BaseSite):
         loop, server = asyncio.get_running_loop(), self._runner.server
         assert server is not None, "the runner is set up"
         infos = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        acceptor = _Acceptor(server, loop, self._descriptors)
-        try:
-            for family, _, _, _, address in dict.fromkeys(infos):
+        acceptor, failure = _Acceptor(server, loop, self._descriptors), None
+        for family, _, _, _, address in dict.fromkeys(infos):
+            try:
                 acceptor.listen(family, address)
-        except OSError:
+            except OSError as error:  # `localhost` may have an address of IPv6 on a machine without it
+                failure = error
+                if error.errno not in NOT_HERE:
+                    break
+        if failure is not None and (failure.errno not in NOT_HERE or not acceptor.sockets):
             acceptor.close()
-            raise
+            raise failure
         await super().start()
         self._server = acceptor  # type: ignore[assignment]  # a runner uses `sockets` and `close`
 
@@ -173,13 +177,17 @@ class _Acceptor:
         if self.sockets and address[1] == 0:
             address = (address[0], self.sockets[0].getsockname()[1], *address[2:])
         listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.setblocking(False)
+            listening.bind(address)
+            listening.listen(BACKLOG)
+        except OSError:
+            listening.close()
+            raise
         self.sockets.append(listening)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.setblocking(False)
-        listening.bind(address)
-        listening.listen(BACKLOG)
         self._loop.add_reader(listening.fileno(), self._accept, listening)
 
     def close(self) -> None:
