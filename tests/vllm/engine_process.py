@@ -40,7 +40,13 @@ class EngineProcess:
     """Methods of `SteppedEngine`, executed in the child process. `faults` gives orders to the copier."""
 
     def __init__(
-        self, directory: Path, faults: Path, *, core: str = CORE, environment: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        faults: Path,
+        *,
+        core: str = CORE,
+        environment: Mapping[str, str] | None = None,
+        kind: type[SteppedEngine] | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = directory / "log"
@@ -51,7 +57,7 @@ class EngineProcess:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **(environment or {}),
         }
-        self._process = context.Process(target=_serve, args=(theirs, self._log, variables, os.getpid()))
+        self._process = context.Process(target=_serve, args=(theirs, self._log, variables, os.getpid(), kind))
         self._process.start()
         theirs.close()
 
@@ -84,7 +90,9 @@ class EngineProcess:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-40:])
 
 
-def _serve(pipe: Any, log: Path, variables: Mapping[str, str], parent: int) -> None:
+def _serve(
+    pipe: Any, log: Path, variables: Mapping[str, str], parent: int, kind: type[SteppedEngine] | None = None
+) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
@@ -94,7 +102,7 @@ def _serve(pipe: Any, log: Path, variables: Mapping[str, str], parent: int) -> N
     os.dup2(descriptor, 2)
     os.environ.clear()
     os.environ.update(variables)
-    engine = SteppedEngine()
+    engine = (kind or SteppedEngine)()
     while True:
         try:
             name, arguments, keywords = pipe.recv()
@@ -123,15 +131,20 @@ class SteppedEngine:
         if connector is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector, kv_connector_extra_config={"kvbm": cache})
         settings = EngineArgs(
-            model=str(materialise(preset)),
+            model=str(self.model(preset)),
             enforce_eager=True,
-            skip_tokenizer_init=True,
-            **arguments,
+            **{"skip_tokenizer_init": True} | arguments,
         )
         self._statistics: list[Any] = []
         self._engine = LLMEngine.from_engine_args(settings, stat_loggers=[self._watch])
         self._core = self._engine.engine_core.engine_core
         self._number = 0
+
+    def model(self, preset: str) -> Path:
+        return materialise(preset)
+
+    def prompt(self, request: Request) -> dict[str, Any]:
+        return {"prompt_token_ids": list(request.prompt)}
 
     def _watch(self, vllm_config: Any, engine_index: int = 0) -> Any:
         self._statistics.append(_totals_class()(vllm_config, engine_index))
@@ -176,7 +189,7 @@ class SteppedEngine:
             detokenize=False,
             extra_args={"follow": list(follow)} if follow else None,
         )
-        self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+        self._engine.add_request(name, self.prompt(request), params)
         return name
 
     def step(self, count: int) -> None:

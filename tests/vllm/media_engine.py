@@ -1,0 +1,72 @@
+"""Engines of models that see or hear, in one child process, and requests with media for them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_process import SteppedEngine
+from media_models import PLACE, media_model
+
+SAMPLING_RATE = 16_000
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRequest:
+    """A prompt of text with media in it: `media` are seeds of contents, `names` what a client calls them, if it does.
+
+    `text` is a seed too: requests with the same one have the same tokens, apart from the number of media. `tail` is the
+    number of words behind each medium.
+    """
+
+    text: int
+    media: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    modality: str = "image"
+    tail: int = 20
+    max_tokens: int = 6
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """What the report of a wrong answer counts."""
+        return (self.text, *self.media)
+
+
+class MediaEngine(SteppedEngine):
+    """`start` takes `image` or `audio` for a model."""
+
+    def model(self, preset: str) -> Path:
+        return media_model(preset)
+
+    def start(self, preset: str, **arguments: Any) -> None:
+        super().start(preset, **{"skip_tokenizer_init": False, "limit_mm_per_prompt": {preset: 4}} | arguments)
+
+    def prompt(self, request: MediaRequest) -> dict[str, Any]:
+        source = random.Random(f"text {request.text}")
+        parts = [_words(source, 40)]
+        for _ in request.media:
+            parts += [PLACE[request.modality], _words(source, request.tail)]
+        prompt: dict[str, Any] = {"prompt": " ".join(parts)}
+        if request.media:
+            prompt["multi_modal_data"] = {request.modality: [_medium(request.modality, seed) for seed in request.media]}
+        if request.names:
+            prompt["multi_modal_uuids"] = {request.modality: list(request.names)}
+        return prompt
+
+
+def _words(source: random.Random, count: int) -> str:
+    return " ".join("".join(source.choices("bdfgklmnprst", k=1) + source.choices("aeiou", k=1)) for _ in range(count))
+
+
+def _medium(modality: str, seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    source = np.random.default_rng(seed)
+    if modality == "image":
+        return Image.fromarray(source.integers(0, 255, (60, 60, 3), dtype=np.uint8))
+    times = np.arange(2 * SAMPLING_RATE) / SAMPLING_RATE
+    tones = sum(np.sin(6.283 * source.uniform(80, 4000) * times + source.uniform(0, 6)) for _ in range(5))
+    return (tones * source.uniform(0.05, 0.2)).astype(np.float32), SAMPLING_RATE
