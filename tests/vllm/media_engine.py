@@ -18,7 +18,7 @@ class MediaRequest:
     """A prompt of text with media in it: `media` are seeds of contents, `names` what a client calls them, if it does.
 
     `text` is a seed too: requests with the same one have the same tokens, apart from the number of media. `tail` is the
-    number of words behind each medium.
+    number of words behind each medium. `has_options`: whether it is read with options, which vLLM hashes with its name.
     """
 
     text: int
@@ -26,6 +26,7 @@ class MediaRequest:
     names: tuple[str, ...] = ()
     modality: str = "image"
     tail: int = 20
+    has_options: bool = False
     max_tokens: int = 6
 
     @property
@@ -51,6 +52,8 @@ class MediaEngine(SteppedEngine):
         prompt: dict[str, Any] = {"prompt": " ".join(parts)}
         if request.media:
             prompt["multi_modal_data"] = {request.modality: [_medium(request.modality, seed) for seed in request.media]}
+        if request.has_options:  # as the chat endpoint passes `--media-io-kwargs` on
+            prompt["media_io_kwargs"] = {"image": {"rgba_background_color": [255, 255, 255]}}
         if request.names:
             prompt["multi_modal_uuids"] = {request.modality: list(request.names)}
         return prompt
