@@ -36,6 +36,7 @@ from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
 from kvbm.text.outside import shown
 from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.system.answering import require_answering
 from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
@@ -168,6 +169,7 @@ def _place(directory: Path | None, profile: str | None) -> Path:
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
+        require_answering(directory)
         try:
             is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
         except OSError as error:
@@ -177,11 +179,16 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         _require_outside(directory)
         return directory
     if profile is None:
-        return expanded(DiskTierSection.model_fields["directory"].default)
+        return _answering(expanded(DiskTierSection.model_fields["directory"].default))
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
-    return expanded(disk.directory)
+    return _answering(expanded(disk.directory))
+
+
+def _answering(directory: Path) -> Path:
+    require_answering(directory)
+    return directory
 
 
 def _require_outside(place: Path) -> None:

@@ -26,6 +26,7 @@ from kvbm_cli.profile.size import size_key, tier_warnings
 from kvbm_cli.profile.state_check import state_warnings
 from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_bytes, require_port
 from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
 from kvbm_cli.system.filesystem import expanded, missing_mount, nearest_existing
 from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
 from kvbm_cli.terminal.show_error import show_warning
@@ -71,7 +72,7 @@ def problems_here(
     resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
 ) -> list[MachineProblem]:
     """Returns all problems. Without `has_cache`, only those of the engine itself."""
-    disk = (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing)) if has_cache else ()
+    disk = _disk(resolved, sizing) if has_cache else ()
     states = state_warnings(resolved) if has_cache else []
     return [
         *_engine(resolved, has_cache=has_cache),
@@ -123,6 +124,16 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
             require_nixl(resolved.profile)
         except EnvironmentProblem as error:
             yield MachineProblem(error)
+
+
+def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[MachineProblem, ...]:
+    """A directory that hangs is a risk only: the engine starts without the tier, and uses it when it answers."""
+    disk = resolved.profile.tiers.disk
+    if disk is not None and not answers(expanded(disk.directory)):
+        message = f"`{DIRECTORY_KEY}`: {disk.directory} does not answer within {ANSWER_LIMIT_S:g} s"
+        hint = "mount its file system again; until it answers, the engine runs without the disk tier"
+        return (MachineProblem(_at(resolved, DIRECTORY_KEY, message, hint), is_risk=True),)
+    return (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing))
 
 
 def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:

@@ -26,6 +26,7 @@ from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.state_check import state_mistakes
+from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
 from kvbm_cli.workload.load import load_workload
 
@@ -213,8 +214,7 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
 def _require_directory(resolved: ResolvedProfile) -> None:
     """ProfileError for a directory that cannot be used; else it would fail only after the model is loaded."""
     disk, metrics = resolved.profile.tiers.disk, resolved.profile.metrics
-    if disk is not None:
-        directory = expanded(disk.directory)
+    if disk is not None and answers(directory := expanded(disk.directory)):  # else problems_here says so
         reason = _reason_not_private(directory) or _reason_too_long(directory) or _reason_not_usable(directory)
         _require_none(resolved, "tiers.disk.directory", reason)
     if metrics.record:

@@ -13,6 +13,7 @@ from kvbm.config.values import shared_url
 from kvbm.errors import UsageError
 from kvbm.hashing import tenant
 from kvbm.shared.settings import directory_of
+from kvbm_cli.system.answering import require_answering
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ def opened(request: StoreRequest) -> Inventory:
         raise UsageError(
             f"`--url {request.url}`: the objects of Mooncake Store cannot be listed; it removes old ones itself"
         )
-    if (directory := directory_of(url)) is not None and not directory.is_dir():
+    if (directory := directory_of(url)) is not None:
+        require_answering(directory)
+    if directory is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
     from kvbm.shared.inventory import Inventory
 
