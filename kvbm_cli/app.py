@@ -60,15 +60,10 @@ def _option(names: str, metavar: str, help_: str, completer: Any = None, **limit
     return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
 
 
-def path(text: str) -> Path:
-    """Convert an argument; the help shows the name of this function."""
-    return Path(text)
-
-
 def _path_option(names: str, metavar: str, help_: str) -> Any:
     """Declares an option with a path. The parser does not touch the file, whose file system may hang: each command
     reports what is wrong with it."""
-    return _option(names, metavar, help_, FILES, parser=path)
+    return _option(names, metavar, help_, FILES, parser=Path)
 
 
 def _flag(names: str, help_: str) -> Any:
@@ -81,7 +76,7 @@ def _argument(metavar: str, help_: str, completer: Any, **how: Any) -> Any:
 
 def _path_argument(metavar: str, help_: str) -> Any:
     """Declares an argument with a path, as `_path_option`."""
-    return _argument(metavar, help_, FILES, parser=path)
+    return _argument(metavar, help_, FILES, parser=Path)
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
