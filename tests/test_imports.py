@@ -82,7 +82,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.config"),
     Rule(
         "kvbm.identity",
-        ("kvbm.host.libc", "kvbm.host.processes", "kvbm.host.directories"),
+        ("kvbm.host", "kvbm.process"),
         never=("pydantic", *ENGINES),
     ),
     Rule("kvbm.sizing", ("kvbm.config",)),

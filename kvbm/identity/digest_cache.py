@@ -1,9 +1,11 @@
 """DigestCache: digests of files that were read before, so that an unchanged file is not read again at each start.
 
 One small JSON file in the user's state directory. An entry counts only if device, inode, size, mtime and ctime of the
-file are the same. No entry is made for a file that changed within the last seconds: a later change within the same tick
-of the file system's clock would not show. Files of images and of other file systems without a ctime of their own
-(`content.shows_changes`) get no entry. A damaged, foreign or too large file is ignored, and replaced.
+file are the same, and if its file system shows each change there (`content.shows_changes`): not on tmpfs, in images,
+and on read-only mounts, also if the entry was made while the mount was writable. No entry is made for a file that
+changed within the last minute before it was read: a later change within the same tick of the file system's clock would
+not show, and a machine whose clock differs may have written it. A damaged, foreign or too large file is ignored, and
+replaced.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ import os
 import re
 import secrets
 import stat
-import time
 from pathlib import Path
 
 from kvbm.host.directories import make_private_directories
-from kvbm.identity.content import METHOD, Signature
+from kvbm.identity.content import METHOD, Signature, shows_changes
 
 NAME = "file-digests.json"
 MAX_BYTES = 16 << 20
 MAX_ENTRIES = 20_000
-RACY_NS = 2_000_000_000
+QUIET_NS = 60_000_000_000
 DIGEST = re.compile(r"[0-9a-f]{32}")
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def default_path() -> Path | None:
 
 
 class DigestCache:
-    """Entries by absolute path. `get` and `put` may be called by several threads; `save` by one, after them."""
+    """Entries by absolute path. One thread uses it."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -48,18 +49,19 @@ class DigestCache:
         self._used: dict[str, Entry] = {}
         self._is_changed = False
 
-    def get(self, path: str, signature: Signature) -> str | None:
-        """Return the digest of an unchanged file."""
-        entry = self._entries.get(path)
-        if entry is None or entry[0] != signature:
+    def get(self, path: Path, signature: Signature) -> str | None:
+        """Return the digest of an unchanged file. Raises OSError."""
+        entry = self._entries.get(str(path))
+        if entry is None or entry[0] != signature or not shows_changes(path):
             return None
-        self._used[path] = entry
+        self._used[str(path)] = entry
         return entry[1]
 
-    def put(self, path: str, signature: Signature, digest: str) -> None:
-        """Keep the digest of a file, unless it changed less than RACY_NS ago or in the future."""
-        if time.time_ns() - max(signature.mtime_ns, signature.ctime_ns) > RACY_NS:
-            self._used[path] = signature, digest
+    def put(self, path: Path, signature: Signature, digest: str, began_ns: int) -> None:
+        """Keep the digest of a file that was read from `began_ns` on, unless it had not been quiet for a minute."""
+        is_quiet = began_ns - max(signature.mtime_ns, signature.ctime_ns) > QUIET_NS
+        if is_quiet and shows_changes(path):
+            self._used[str(path)] = signature, digest
             self._is_changed = True
 
     def save(self) -> None:

@@ -14,7 +14,6 @@ A field that is not known here counts: an option that a later version adds costs
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Set
@@ -23,8 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvbm.identity.content import digest_file
-from kvbm.identity.fingerprint import CLOCK_SLACK_NS, fingerprint, process_start_ns
+from kvbm.identity.description import Hashed, digest, settled
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.loading import FileContent, loaded
 
 # Of a configuration of Hugging Face: where it came from, what wrote it, and what an engine notes in it.
 NOT_OF_A_MODEL = frozenset(
@@ -34,10 +34,6 @@ ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})  # their angles depen
 MODELS_BY_LENGTH = ("llama4",)  # scales queries if the longest sequence allowed exceeds a limit
 MAX_LEVELS = 32  # of nesting
 MODEL_PLACE = "<model>"
-
-
-class Unidentified(Exception):
-    """Why the weights or the options of an engine cannot be identified."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,13 +46,12 @@ class Options:
     model: Path | None = None
     omitted: Mapping[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
-    def digest(self, value: object) -> str:
-        """Return a digest of a value. Raises Unidentified or OSError."""
-        text = json.dumps(self._plain(value), sort_keys=True)
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    def digest(self, value: object) -> str | Hashed:
+        """Return a digest of a value, or what it will be a digest of. Raises Unidentified or OSError."""
+        return digest(self._plain(value))
 
     def _plain(self, value: object, level: int = 0) -> object:
-        """Return a value that JSON can represent."""
+        """Return a value that JSON can represent, except the contents of files."""
         if level > MAX_LEVELS:
             raise Unidentified("an option is nested too deeply")
         if isinstance(value, Enum):
@@ -66,7 +61,7 @@ class Options:
         if isinstance(value, str | os.PathLike):
             return self._of_text(os.fspath(value))
         if isinstance(value, Set):
-            return sorted(json.dumps(self._plain(item, level + 1), sort_keys=True) for item in value)
+            return sorted(json.dumps(settled(self._plain(item, level + 1)), sort_keys=True) for item in value)
         if isinstance(value, list | tuple):
             return [self._plain(item, level + 1) for item in value]
         if (named := self._named(value)) is not None:
@@ -87,7 +82,7 @@ class Options:
             return dict(dump())
         return vars(value) if isinstance(value, SimpleNamespace) else None
 
-    def _of_text(self, text: str) -> str:
+    def _of_text(self, text: str) -> str | FileContent:
         """Return a text, or what it stands for if it is a path."""
         if os.sep not in text or "\0" in text:
             return text
@@ -98,7 +93,7 @@ class Options:
                     return MODEL_PLACE + path[len(root) :]
         if path == os.sep or not os.path.exists(path):
             return text
-        return f"content {_content_of(Path(path))}"
+        return _content_of(Path(path))
 
 
 def without_places(configuration: Mapping[str, object]) -> dict[str, object]:
@@ -126,16 +121,8 @@ def _represented(value: object) -> str:
     return text
 
 
-def _content_of(path: Path) -> str:
+def _content_of(path: Path) -> FileContent:
     """Return the content of a file or of a model directory that an option names. Raises Unidentified or OSError."""
-    if path.is_file():
-        signature, digest = digest_file(path, is_sampled=False)
-        if signature.ctime_ns > process_start_ns() - CLOCK_SLACK_NS:
-            raise Unidentified(f"`{path}` changed after the engine was started")
-        return digest
-    if not (path / "config.json").is_file():
+    if not (path.is_file() or (path / "config.json").is_file()):
         raise Unidentified(f"an option names the directory {path}, whose files kvbm does not know")
-    found = fingerprint(path)
-    if (changed := found.changed_since(process_start_ns())) is not None:
-        raise Unidentified(f"`{changed}` in {path} changed after the engine was started")
-    return found.content
+    return loaded(path)

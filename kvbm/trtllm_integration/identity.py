@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbm.identity.fingerprint import fingerprint, process_start_ns
+from kvbm.identity.description import Hashed
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.loading import FileContent, loaded
 from kvbm.identity.machine import cpu_features, precision_variables
-from kvbm.identity.options import Options, Unidentified, depends_on_length
+from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.versions import release_of, version_of
 
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
@@ -36,7 +38,7 @@ _NOT_KV_OF_CACHE = frozenset(
 
 
 def identity(arguments: Any) -> tuple[dict[str, object], str]:
-    """Return values that JSON can represent, and why blocks must not outlive the engine, empty if they may."""
+    """Return values for `describe`, and why blocks must not outlive the engine, empty if they may."""
     facts: dict[str, object] = {
         "engine": "tensorrt-llm",
         "versions": [release_of(version_of(name)) for name in DISTRIBUTIONS],
@@ -58,17 +60,15 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
     return facts, ""
 
 
-def _content(arguments: Any, directory: Path) -> str:
+def _content(arguments: Any, directory: Path) -> FileContent:
     """Return the content of the model's files. Raises Unidentified or OSError."""
     load_format = str(getattr(arguments, "load_format", "auto"))
     if load_format not in LOAD_FORMATS:
         raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
-    found = fingerprint(directory)
-    if not found.weights:
+    found = loaded(directory)
+    if not found.look.weights:
         raise Unidentified(f"{directory} has no weight files of a known format")
-    if (changed := found.changed_since(process_start_ns())) is not None:
-        raise Unidentified(f"`{changed}` in {directory} changed after the engine was started")
-    return found.content
+    return found
 
 
 def _directory(model: str, revision: str | None) -> Path:
@@ -83,7 +83,7 @@ def _directory(model: str, revision: str | None) -> Path:
         raise Unidentified(f"`{model}` has no local files") from error
 
 
-def _digest(arguments: Any, directory: Path) -> str:
+def _digest(arguments: Any, directory: Path) -> str | Hashed:
     """Return a digest of all arguments that may change KV. Raises Unidentified or OSError."""
     dump = getattr(arguments, "model_dump", None)
     if dump is None:

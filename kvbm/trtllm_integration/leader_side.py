@@ -28,8 +28,8 @@ from kvbm.boundary import Boundary, contained, hook
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.host.region import Region
+from kvbm.identity.description import Description, describe
 from kvbm.leader.guarded import GuardedLeader
-from kvbm.leader.namespace import Identity, known
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
@@ -95,7 +95,7 @@ class LeaderSide:
         self._group_count = 1
         self._is_closed = False
         self._region: Region | None = None
-        self._identity: Future[Identity] | None = None
+        self._identity: Future[Description] | None = None
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -131,12 +131,12 @@ class LeaderSide:
             return None
         return open_shared(self._config, segments, settings, identity=self._described())
 
-    def _described(self) -> Future[Identity]:
+    def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
         if self._identity is None:
             facts, doubt = identity(self._arguments)
             layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
-            self._identity = known({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
+            self._identity = describe({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
         return self._identity
 
     # -- requests ------------------------------------------------------------------------------------------------------

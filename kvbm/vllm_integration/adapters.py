@@ -2,21 +2,26 @@
 
 vLLM's block hash covers the name of an adapter (from 0.32 on its path too), never its content. An adapter can be
 exchanged by loading another one under its name, by loading it again in place, or by changing its files: vLLM then reads
-them when the adapter next has to be loaded, at a time that it does not report.
+them when the adapter next has to be loaded, at a time that it does not report. Metadata of the files tell a change, so
+blocks of an adapter on tmpfs are not cached: a store through a mapping moves no time there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.identity.content import Signature
+from kvbm.identity.content import Signature, hides_changes, signature_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+log = logging.getLogger(__name__)
 
 Facts = tuple[int, str, tuple[Signature | None, ...]]  # id, path, files
 
@@ -27,9 +32,12 @@ class Adapters:
     def __init__(self) -> None:
         self._known: dict[str, Facts] = {}
         self._doubtful: set[str] = set()
+        self._silent: dict[str, bool] = {}  # by path: whether changes of its files leave no trace
 
     def load(self, adapter: LoRARequest) -> bool:
         """Note that vLLM loads an adapter now. Return whether its name may have stood for other weights."""
+        self._silent.pop(str(adapter.lora_path), None)
+        self._is_silent(adapter)
         facts, known = _facts(adapter), self._known.get(adapter.lora_name)
         if known is not None and known[0] == facts[0] and not _is_in_place(adapter):
             return self.use(adapter)  # vLLM keeps the one that it has
@@ -52,12 +60,34 @@ class Adapters:
 
     def is_certain(self, adapter: LoRARequest) -> bool:
         """Return whether blocks of this adapter may be cached."""
-        return adapter.lora_name not in self._doubtful and not _is_in_place(adapter)
+        return adapter.lora_name not in self._doubtful and not _is_in_place(adapter) and not self._is_silent(adapter)
+
+    def _is_silent(self, adapter: LoRARequest) -> bool:
+        """Return whether the files of an adapter can change without a trace. Before, write back what is dirty."""
+        path = str(adapter.lora_path)
+        if path not in self._silent:
+            self._silent[path] = any(_write_back(os.path.join(path, name)) for name in FILES)
+            if self._silent[path]:
+                log.warning(
+                    "kvbm: blocks of adapter `%s` are not cached: changes of %s leave no trace on tmpfs; copy it "
+                    "to a disk",
+                    adapter.lora_name,
+                    path,
+                )
+        return self._silent[path]
 
 
 def _is_in_place(adapter: LoRARequest) -> bool:
     """Return whether vLLM reads the files again with every request."""
     return bool(getattr(adapter, "load_inplace", False))
+
+
+def _write_back(path: str) -> bool:
+    """Write dirty pages of a file back, so that later stores move its times. Return whether they never do."""
+    with suppress(OSError):
+        signature_of(Path(path))
+        return hides_changes(Path(path))
+    return False
 
 
 def _facts(adapter: LoRARequest) -> Facts:

@@ -4,9 +4,8 @@ Other engines, on this machine or on others, load blocks of an engine with the s
 (options.py), the Hugging Face configuration after all overrides, the content of the model's files and of a draft
 model's, versions, and the root of the hashes. It contains no path and nothing in which replicas of one model differ.
 
-The connector is created after vLLM has loaded the weights, so the files are read after loading. They describe the
-loaded weights only if nothing has changed them, a link or a directory since this process started: it starts before
-loading does. Whatever is in doubt is not kept for the next start.
+The connector is created after vLLM has loaded the weights. The files describe them only if nothing has changed a file,
+a link or a directory on the way since before: loads.py compares. Whatever is in doubt is not kept for the next start.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbm.identity.content import digest_file
-from kvbm.identity.fingerprint import fingerprint, process_start_ns
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.loading import FileContent, loaded
 from kvbm.identity.machine import cpu_features
-from kvbm.identity.options import Options, Unidentified
+from kvbm.identity.options import Options
 from kvbm.identity.versions import release_of, version_of
+from kvbm.vllm_integration.loads import content_of
+from kvbm.vllm_integration.model_files import directory_of, models_of
 from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
@@ -37,7 +38,7 @@ DISTRIBUTIONS = ("torch", "transformers")
 
 
 def identity(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
-    """Return values that JSON can represent, and why blocks must not outlive the engine, empty if they may."""
+    """Return values for `describe`, and why blocks must not outlive the engine, empty if they may."""
     import vllm
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -97,7 +98,7 @@ def _plugins() -> list[str]:
         f"{point.group} {point.value} {_version(point.value, distribution.version)}"
         for distribution in metadata.distributions()
         for point in distribution.entry_points
-        if point.group.startswith("vllm.")
+        if point.group.startswith("vllm.") and not point.value.startswith("kvbm.")
     )
 
 
@@ -116,8 +117,8 @@ def _model(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
 
 
 def _identified(vllm_config: VllmConfig) -> dict[str, object]:
-    models = _models(vllm_config)
-    options = Options(_directory(*models[0]), OMITTED)
+    models = models_of(vllm_config)
+    options = Options(directory_of(*models[0]), OMITTED)
     return {
         "weights": [
             text
@@ -131,28 +132,17 @@ def _identified(vllm_config: VllmConfig) -> dict[str, object]:
     }
 
 
-def _models(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
-    """Return the configuration of each model, and how its files are loaded: of the target first, then of a draft."""
-    speculative = vllm_config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    models = [(vllm_config.model_config, vllm_config.load_config)]
-    if draft is not None and draft.model != vllm_config.model_config.model:
-        models.append((draft, draft_load))
-    return models
-
-
 def _load_format(load: Any) -> str:
     return str(getattr(load.load_format, "value", load.load_format))
 
 
-def _encoder_scales(model: Any) -> str:
-    """Return a digest of the file of scales that an encoder of media uses. Raises OSError."""
+def _encoder_scales(model: Any) -> FileContent | str:
+    """Return the content of the file of scales that an encoder of media uses. Raises Unidentified or OSError."""
     path = getattr(getattr(model, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
-    return digest_file(Path(path), is_sampled=False)[1] if path else ""
+    return loaded(Path(path)) if path else ""
 
 
-def _content(model: Any, load: Any) -> str:
+def _content(model: Any, load: Any) -> FileContent:
     """Return the content of a model's files. Raises Unidentified or OSError."""
     load_format = _load_format(load)
     if load_format not in LOAD_FORMATS:
@@ -167,36 +157,11 @@ def _content(model: Any, load: Any) -> str:
         raise Unidentified(f"the code of the model has a revision of its own, `{code_revision}`")
     if getattr(model, "model_class_overrides", None):
         raise Unidentified("`model_class_overrides` replaces the code of the model")
-    directory = _directory(model, load)
-    found = fingerprint(directory)
-    if not found.weights:
+    directory = directory_of(model, load)
+    found = content_of(directory)
+    if not found.look.weights:
         raise Unidentified(f"{directory} has no weight files of a known format")
-    if (changed := found.changed_since(process_start_ns())) is not None:
-        raise Unidentified(f"`{changed}` in {directory} changed after vLLM was started")
-    return found.content
-
-
-def _directory(model: Any, load: Any) -> Path:
-    """Return the local directory of a model: its own, or its snapshot in the cache of the hub. Raises Unidentified."""
-    path = Path(str(model.model))
-    if path.is_dir():
-        return path
-    if path.is_file():
-        return path.parent
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
-        raise Unidentified("models of ModelScope are not supported")
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            str(model.model), revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise Unidentified(f"`{model.model}` has no local files") from error
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit and Path(found).name != commit:
-        raise Unidentified(f"`{model.model}` has files of commit {Path(found).name}, and a configuration of {commit}")
-    return Path(found)
+    return found
 
 
 def _instruction_set() -> str:

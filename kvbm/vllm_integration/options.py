@@ -11,6 +11,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvbm.identity.description import Hashed
 from kvbm.identity.machine import precision_variables
 from kvbm.identity.options import Options, depends_on_length
 
@@ -96,7 +97,7 @@ OTHER_VARIABLES = re.compile(
 )
 
 
-def sections(vllm_config: VllmConfig, options: Options) -> dict[str, str]:
+def sections(vllm_config: VllmConfig, options: Options) -> dict[str, str | Hashed]:
     """Return a digest of each section of the configuration that counts. Raises Unidentified or OSError."""
     names = (field.name for field in dataclasses.fields(vllm_config))
     values = {name: getattr(vllm_config, name, None) for name in names if name not in OTHER_SECTIONS}
@@ -107,7 +108,7 @@ def sections(vllm_config: VllmConfig, options: Options) -> dict[str, str]:
     return {name: options.digest(value) for name, value in values.items() if value is not None}
 
 
-def environment(options: Options) -> str:
+def environment(options: Options) -> str | Hashed:
     """Return a digest of the variables that can change how vLLM computes, such as a quantised reduction."""
     names = {name for name in os.environ if name.startswith("VLLM_") and not OTHER_VARIABLES.search(name)}
     return options.digest({name: os.environ[name] for name in names} | precision_variables())

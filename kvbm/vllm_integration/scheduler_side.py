@@ -21,9 +21,9 @@ from kvbm.core.groups import StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.region import Region
+from kvbm.identity.description import Description, describe
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
-from kvbm.leader.namespace import Identity, known
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
 from kvbm.observe.telemetry import Telemetry
@@ -134,7 +134,7 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._media = Media(hash_bytes, encodes_here=encodes_here)
         self._keeps_blocks = False  # for the next start, or for other engines
-        self._description: Future[Identity] | None = None
+        self._description: Future[Description] | None = None
         self._stale: set[str] = set()  # requests with KV of former weights
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
         self.boundary = Boundary()
@@ -228,12 +228,12 @@ class SchedulerSide:
         self._keeps_blocks |= not _is_doubtful(identity)
         return open_shared(self._config, segments, settings, identity=identity)
 
-    def _described(self) -> Future[Identity]:
+    def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
         if self._description is None:
             facts, doubt = self._identity()
             groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
-            self._description = known({**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt)
+            self._description = describe({**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt)
         return self._description
 
     def _tenant_of(self, request_id: str) -> bytes:
@@ -718,7 +718,7 @@ def _is_named(request: Request) -> bool:
     return not request.resumable and request.prompt_is_token_ids is None
 
 
-def _is_doubtful(identity: Future[Identity]) -> bool:
+def _is_doubtful(identity: Future[Description]) -> bool:
     """Return whether it is known already that no block may outlive the engine."""
     return identity.done() and bool(identity.result()[1])
 

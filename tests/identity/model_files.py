@@ -41,7 +41,7 @@ def exchange(path: Path, content: bytes) -> None:
     os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
 
 
-def aged(directory: Path, monkeypatch, *, by_s: float = 10.0) -> Path:
+def aged(directory: Path, monkeypatch, *, by_s: float = 100.0) -> Path:
     """Let the clock of this process run ahead, so that the files are not recent any more. The file system, which may be
     an overlay, counts as one that shows changes."""
     known = content.LIVE_FILE_SYSTEMS | {content.file_system_type(directory)}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from model_files import exchange
 
+from kvbm.identity import content
 from kvbm.vllm_integration.adapters import Adapters
 
 
@@ -61,6 +64,28 @@ def test_an_adapter_whose_files_change_is_not_cached_until_it_is_loaded_under_an
     assert not adapters.is_certain(request(path))
     assert adapters.load(request(path, number=2))
     assert adapters.is_certain(request(path, number=2))
+
+
+def test_an_adapter_on_tmpfs_is_not_cached(path, monkeypatch, caplog):
+    """A store through a mapping leaves no trace, and vLLM may read the files again."""
+    monkeypatch.setattr(content, "SILENT_FILE_SYSTEMS", {content.file_system_type(path)})
+    adapters = Adapters()
+    assert not adapters.use(request(path))
+    assert not adapters.is_certain(request(path))
+    assert not adapters.is_certain(request(path))
+    assert len([message for message in caplog.messages if "copy it to a disk" in message]) == 1
+
+
+def test_an_adapter_that_is_edited_through_a_mapping_is_not_cached(path):
+    mapped = np.memmap(path / "adapter_model.safetensors", mode="r+", dtype=np.uint8)
+    mapped[0] = 1  # its page is dirty when vLLM loads the adapter
+    time.sleep(0.05)
+    adapters = Adapters()
+    adapters.load(request(path))
+    time.sleep(0.05)
+    mapped[1] = 2
+    assert adapters.use(request(path))
+    assert not adapters.is_certain(request(path))
 
 
 def test_an_adapter_without_local_files_is_known_by_its_id(path):

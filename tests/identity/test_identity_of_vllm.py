@@ -10,7 +10,8 @@ import pytest
 from model_files import exchange, model
 from vllm_configs import HfConfig, LoadConfig, ModelConfig, MultiModalConfig, vllm_config
 
-from kvbm.identity import options as identity_options
+from kvbm.identity import loading
+from kvbm.identity.description import describe
 from kvbm.identity.options import Options
 from kvbm.vllm_integration import identity, options
 
@@ -20,8 +21,7 @@ HOUR_NS = 3_600_000_000_000
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
     """The process starts in an hour, so that no file is newer; no digest of another test is known."""
-    for module in (identity, identity_options):
-        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -29,7 +29,7 @@ def found(path, *, load=None, speculative=None, **changes):
     """Facts and doubt of a model. `changes` are values of fields of ModelConfig."""
     model_config = ModelConfig(str(path), **changes)
     sections = {"model_config": model_config, "load_config": load or LoadConfig(), "speculative_config": speculative}
-    return identity._model(vllm_config(path, sections))
+    return describe(*identity._model(vllm_config(path, sections))).result()
 
 
 def weights(*arguments, **keys):
@@ -54,8 +54,8 @@ def test_a_file_stands_for_its_directory(tmp_path):
 
 def test_files_that_changed_after_the_process_started_are_in_doubt(tmp_path, monkeypatch):
     """It may have loaded those from before, or a part of them."""
-    monkeypatch.setattr(identity, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
-    assert "changed after vLLM was started" in weights(model(tmp_path))[1]
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
+    assert "changed after the engine was started" in weights(model(tmp_path))[1]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_in_doubt(tmp_path, monkeypatch):
     def fails(directory):
         raise PermissionError(13, "denied")
 
-    monkeypatch.setattr(identity, "fingerprint", fails)
+    monkeypatch.setattr(loading, "look", fails)
     assert "denied" in weights(model(tmp_path))[1]
 
 

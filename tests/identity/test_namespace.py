@@ -14,8 +14,10 @@ import pytest
 from model_files import exchange, model
 from vllm_configs import HfConfig, KernelConfig, LoadConfig, ModelConfig, SchedulerConfig, vllm_config
 
-from kvbm.identity import machine, options
-from kvbm.identity.options import Options, Unidentified, depends_on_length
+from kvbm.identity import loading, machine
+from kvbm.identity.description import describe
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.versions import release_of
 from kvbm.leader.namespace import namespace_of, public_facts
 from kvbm.types import SegmentInfo
@@ -29,8 +31,7 @@ SEGMENT = SegmentInfo(
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
-    for module in (identity, options):
-        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
@@ -40,7 +41,7 @@ def path(tmp_path):
 
 
 def name_of(path, changes=None, segments=(SEGMENT,), **more):
-    facts, doubt = identity._model(vllm_config(path, changes))
+    facts, doubt = describe(*identity._model(vllm_config(path, changes))).result()
     assert doubt == ""
     found, doubt = namespace_of(segments, ({"engine": "vllm", "model": str(path), **facts, **more}, ""))
     assert doubt == ""
@@ -200,7 +201,7 @@ def test_a_directory_of_unknown_files_or_one_that_has_just_changed_is_unidentifi
         Options(path).digest(str(tmp_path))
     file, draft = tmp_path / "scales.json", model(tmp_path / "draft")
     file.write_text("1")
-    monkeypatch.setattr(options, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
     for changed in (file, draft):
         with pytest.raises(Unidentified, match="changed after the engine was started"):
             Options(path).digest(str(changed))

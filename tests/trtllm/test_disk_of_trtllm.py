@@ -16,8 +16,8 @@ from interface import MAIN, V1_2, VERSIONS, arguments
 from test_tokens import assert_right, conversations, drawn, everywhere
 from test_traps import output
 
-from kvbm.identity import options as identity_options
-from kvbm.trtllm_integration import identity as identity_module
+from kvbm.identity import loading
+from kvbm.identity.description import describe
 from kvbm.trtllm_integration.identity import identity
 
 HOUR_NS = 3_600_000_000_000
@@ -186,8 +186,7 @@ def test_random_traffic_with_a_disk_gets_the_right_tokens(tmp_path, version, see
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model whose files are older than this process."""
-    for module in (identity_module, identity_options):
-        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     directory = tmp_path / "model"
     directory.mkdir()
@@ -271,7 +270,8 @@ def test_blocks_read_for_an_unknown_tenant_are_not_written_again_before_a_reques
 
 def facts_of(model: str | Path, **more: object) -> dict[str, object]:
     """What identifies an engine, without the name that users see."""
-    facts, doubt = identity(arguments(V1_2, block_tokens=BLOCK, rank_count=1, model=str(model), **more))
+    made = arguments(V1_2, block_tokens=BLOCK, rank_count=1, model=str(model), **more)
+    facts, doubt = describe(*identity(made)).result()
     assert doubt == ""
     return {name: value for name, value in facts.items() if name != "model"}
 
@@ -315,7 +315,7 @@ def test_blocks_do_not_outlive_an_engine_that_cannot_be_identified(tmp_path, mod
     assert reason in identity(made)[1]
     made = arguments(V1_2, block_tokens=BLOCK, rank_count=1, model=model)
     assert identity(made)[1] == ""
-    monkeypatch.setattr(identity_module, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
     assert "changed after the engine was started" in identity(made)[1]
 
 

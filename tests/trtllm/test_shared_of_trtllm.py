@@ -12,8 +12,7 @@ from executor import BLOCK, Engine, Script, expected
 from interface import V1_2, VERSIONS
 from test_disk_of_trtllm import asks, idle, leader_of
 
-from kvbm.identity import options as identity_options
-from kvbm.trtllm_integration import identity as identity_module
+from kvbm.identity import loading
 
 RUN_TOKENS = 256  # blocks of the executor are small: a run has as many as it may
 PROMPT = tuple(range(1000, 1000 + RUN_TOKENS + 2))
@@ -22,8 +21,7 @@ PROMPT = tuple(range(1000, 1000 + RUN_TOKENS + 2))
 @pytest.fixture(autouse=True)
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A model whose files are older than this process."""
-    for module in (identity_module, identity_options):
-        monkeypatch.setattr(module, "process_start_ns", lambda: 1 << 62)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: 1 << 62)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     directory = tmp_path / "model"
     directory.mkdir()

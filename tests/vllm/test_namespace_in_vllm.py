@@ -13,7 +13,8 @@ from vllm import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from kvbm.identity import options
+from kvbm.identity import loading
+from kvbm.identity.description import describe
 from kvbm.leader.namespace import namespace_of
 from kvbm.vllm_integration import identity
 from kvbm.vllm_integration.options import OMITTED, OTHER_SECTIONS
@@ -26,8 +27,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
     """The process starts in an hour, so that no file is newer, and reports updates of weights."""
-    for module in (identity, options):
-        monkeypatch.setattr(module, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() + HOUR_NS)
     monkeypatch.setattr(identity, "reports_weight_updates", lambda: True)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
@@ -46,7 +46,8 @@ def copies(tmp_path_factory):
 
 def facts_of(path, **arguments):
     """Facts and doubt of an engine with these arguments."""
-    return identity.identity(EngineArgs(model=str(path), **{"max_model_len": 1024} | arguments).create_engine_config())
+    config = EngineArgs(model=str(path), **{"max_model_len": 1024} | arguments).create_engine_config()
+    return describe(*identity.identity(config)).result()
 
 
 def name_of(path, **arguments):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +24,11 @@ from kvbm.embedded.engine.attention import Batch, PackedSequence
 from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
-from kvbm.identity.fingerprint import Fingerprint, fingerprint
+from kvbm.host.cores import allowed_cores
+from kvbm.identity.description import settled
+from kvbm.identity.digests import Unidentified
 from kvbm.identity.machine import cpu_features, precision_variables
-from kvbm.identity.options import Options, Unidentified
+from kvbm.identity.options import Options
 from kvbm.identity.versions import release_of
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ SYNTHETIC_PREFIX = "synthetic:"
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 PROBE_NAME = "kvbm_probe"
 ONE_THREAD_PARAMETERS = 50_000_000
-GEOMETRY_VERSION = 2
+DIGEST_THREADS = 4
+GEOMETRY_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +108,12 @@ def load(config: EngineConfig) -> LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A network, its tokenizer, and values that identify its weights. `doubt`: why they may not, empty if they do."""
+    """A network, its tokenizer, and values that identify its weights."""
 
     network: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     weights: object
     directory: Path | None = None
-    doubt: str = ""
 
 
 def _device(requested: str) -> str:
@@ -144,7 +147,6 @@ def _directory(config: EngineConfig, device: str) -> _Source:
 
     directory = Path(config.model).expanduser()
     require_supported(directory, _read_config(directory))
-    before = _files(directory)
     logging.disable_progress_bar()
     try:
         hf_config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -166,9 +168,7 @@ def _directory(config: EngineConfig, device: str) -> _Source:
     _detach(network)
     tensors = _tensor_digest(network)
     network = network.to(device)
-    encoder = tokenizer.directory_tokenizer(directory)
-    content, doubt = _identify(before, _files(directory))
-    return _Source(network, encoder, {"files": content, "tensors": tensors}, directory, doubt)
+    return _Source(network, tokenizer.directory_tokenizer(directory), {"tensors": tensors}, directory)
 
 
 def _detach(network: torch.nn.Module) -> None:
@@ -178,36 +178,20 @@ def _detach(network: torch.nn.Module) -> None:
 
 
 def _tensor_digest(network: torch.nn.Module) -> str:
-    """Return a digest of the weights in memory. Requires `_detach`.
+    """Return a digest of all bytes of the weights in memory. Requires `_detach`.
 
-    Files alone do not identify them: a mount or a rename on the way to the directory can exchange all files while the
-    engine loads, and be undone without a trace.
+    Whatever happened to the files before, during or after loading, it identifies what computes the blocks.
     """
-    hasher = xxhash.xxh3_128()
-    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+
+    def digest(named: tuple[str, torch.Tensor]) -> bytes:
+        name, tensor = named
+        hasher = xxhash.xxh3_128(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         hasher.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-    return hasher.hexdigest()
+        return hasher.digest()
 
-
-def _files(directory: Path) -> Fingerprint | OSError:
-    try:
-        return fingerprint(directory)
-    except OSError as error:
-        return error
-
-
-def _identify(before: Fingerprint | OSError, after: Fingerprint | OSError) -> tuple[str, str]:
-    """Return the content of the files that were loaded between two fingerprints, and why it may be another."""
-    for found in (before, after):
-        if isinstance(found, OSError):
-            return "", f"the files of the model cannot be identified: {found}"
-    assert isinstance(after, Fingerprint)
-    if before != after:
-        return after.content, "files of the model changed while it was loaded"
-    if not after.weights:
-        return after.content, "the model has no weight files of a known format"
-    return after.content, ""
+    with ThreadPoolExecutor(max(1, min(DIGEST_THREADS, len(allowed_cores())))) as threads:
+        digests = threads.map(digest, (*network.named_parameters(), *network.named_buffers()))
+        return xxhash.xxh3_128_hexdigest(b"".join(digests))
 
 
 def _read_config(directory: Path) -> Mapping[str, object]:
@@ -270,11 +254,11 @@ def _probe(network: torch.nn.Module, dtype: str, device: str) -> KVGeometry:
 
 
 def _configuration(hf_config: PreTrainedConfig, source: _Source) -> tuple[str, str]:
-    """Return a digest of the configuration of a model, and why its files and its configuration may be others."""
+    """Return a digest of the configuration of a model, and why it may be another one, empty if it is not."""
     try:
-        return Options(source.directory).digest(hf_config), source.doubt
+        return str(settled(Options(source.directory).digest(hf_config))), ""
     except (Unidentified, OSError) as error:
-        return "", source.doubt or f"the configuration of the model cannot be identified: {error}"
+        return "", f"the configuration of the model cannot be identified: {error}"
 
 
 def _identity(config: EngineConfig, configuration: str, weights: object, device: str) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Fingerprint: every way to exchange the files of a model changes its content, and nothing else does."""
+"""Look and digests: every way to exchange the files of a model changes its content, and nothing else does."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import types
 import pytest
 from model_files import LONG_AGO_NS, aged, exchange, model, safetensors
 
-from kvbm.identity import content, fingerprint
+from kvbm.identity import content, digests
 from kvbm.identity.digest_cache import DigestCache
-from kvbm.identity.fingerprint import process_start_ns
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.look import look
 
 
-def look(directory):
-    return fingerprint.fingerprint(directory, DigestCache(None))
+def content_of(directory, state=None):
+    """The content of a model directory; `state` is the file with the digests of earlier starts."""
+    found = look(directory)
+    known = digests.begin(found.paths(), DigestCache(state)).result()
+    return found.content(dict(zip(sorted(found.files), known, strict=True)))
 
 
-def content_of(directory):
-    return look(directory).content
-
-
-@pytest.fixture(params=[None, 1 << 16], ids=["complete", "sampled"])
-def large(request, monkeypatch):
-    """Files of more than 64 KiB count as large in one of the two runs."""
+@pytest.fixture(params=[None, 1 << 16], ids=["one piece", "pieces"])
+def pieces(request, monkeypatch):
+    """Files of more than 64 KiB have several pieces in one of the two runs."""
     if request.param is not None:
-        monkeypatch.setattr(content, "FULL_BYTES", request.param)
-        monkeypatch.setattr(content, "STRIDE_BYTES", 1 << 14)
+        monkeypatch.setattr(content, "PIECE_BYTES", request.param)
+        monkeypatch.setattr(content, "READ_BYTES", 1 << 14)
 
 
 def noise(seed, length=300_000):
@@ -44,7 +44,7 @@ def noise(seed, length=300_000):
 
 
 @pytest.mark.parametrize("changed", ["first", "middle", "last"])
-def test_other_values_in_one_tensor_are_found(tmp_path, large, changed):
+def test_other_values_in_one_tensor_are_found(tmp_path, pieces, changed):
     names = ("first", "middle", "last")
     tensors = {name: noise(name) for name in names}
     path = safetensors(tmp_path / "model.safetensors", tensors)
@@ -56,21 +56,50 @@ def test_other_values_in_one_tensor_are_found(tmp_path, large, changed):
     assert content_of(tmp_path) != before
 
 
-@pytest.mark.parametrize("position", [0, 0.5, 1])
-def test_a_sample_covers_all_of_a_tensor(tmp_path, monkeypatch, position):
-    monkeypatch.setattr(content, "FULL_BYTES", 1 << 16)
-    old = noise("old", 4_000_000)
-    path = safetensors(tmp_path / "model.safetensors", {"first": noise("first"), "a": old, "last": noise("last")})
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf", "adapter_model.safetensors"])
+def test_one_byte_anywhere_is_found(tmp_path, pieces, name):
+    path, old = tmp_path / name, noise("old")
+    path.write_bytes(old)
     before = content_of(tmp_path)
-    at = int(position * (len(old) - 200_000))
-    new = old[:at] + noise("new", 200_000) + old[at + 200_000 :]
-    safetensors(path, {"first": noise("first"), "a": new, "last": noise("last")})
-    assert content_of(tmp_path) != before
+    for at in (0, 65_535, 65_536, 65_537, 150_000, len(old) - 1):
+        exchange(path, old[:at] + bytes([old[at] ^ 1]) + old[at + 1 :])
+        assert content_of(tmp_path) != before, at
+    exchange(path, old)
+    assert content_of(tmp_path) == before
+
+
+def test_the_length_of_a_file_and_the_place_of_its_pieces_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "PIECE_BYTES", 1 << 10)
+    path, seen = tmp_path / "model.safetensors", set()
+    for text in (
+        b"",
+        b"\0",
+        bytes(1024),
+        bytes(1025),
+        bytes(2048),
+        b"1" * 1024 + bytes(1024),
+        bytes(1024) + b"1" * 1024,
+    ):
+        path.write_bytes(text)
+        seen.add(content_of(tmp_path))
+    assert len(seen) == 7
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_the_digest_does_not_depend_on_the_number_of_threads(tmp_path, monkeypatch, threads):
+    monkeypatch.setattr(content, "PIECE_BYTES", 1 << 10)
+    files = []
+    for number in range(20):
+        path = tmp_path / str(number)
+        path.write_bytes(noise(number, 511 * number))
+        files.append((str(path), content.signature_of(path)))
+    assert content.digest_files(files, threads) == content.digest_files(files, 1)
+    assert content.digest_files(files[7:8], threads) == content.digest_files(files, 1)[7:8]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "weights.pt"])
 @pytest.mark.parametrize("position", [0, 0.5, 1])
-def test_other_formats_are_sampled_all_over(tmp_path, large, name, position):
+def test_other_formats_count_all_over(tmp_path, pieces, name, position):
     path = tmp_path / name
     old = noise("old", 1_000_000)
     path.write_bytes(old)
@@ -80,7 +109,7 @@ def test_other_formats_are_sampled_all_over(tmp_path, large, name, position):
     assert content_of(tmp_path) != before
 
 
-def test_the_header_counts_completely(tmp_path, large):
+def test_the_header_counts_completely(tmp_path, pieces):
     tensors = {f"tensor.{number}": noise(number, 40_000) for number in range(8)}
     safetensors(tmp_path / "model.safetensors", tensors, metadata={"format": "pt"})
     before = content_of(tmp_path)
@@ -88,27 +117,10 @@ def test_the_header_counts_completely(tmp_path, large):
     assert content_of(tmp_path) != before
 
 
-def test_a_header_that_lies_is_sampled_like_any_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(content, "FULL_BYTES", 1000)
-    monkeypatch.setattr(content, "STRIDE_BYTES", 64)
-    monkeypatch.setattr(content, "BLOCK_BYTES", 64)
-    path = tmp_path / "model.safetensors"
-    for offsets in ([0, 1 << 60], [-5, 5], [5, 0], [0.5, 1], "ab", [1], None):
-        safetensors(path, {"a": noise(0, 5000)})
-        header = json.dumps({"a": {"data_offsets": offsets}}).encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + noise(0, 5000))
-        assert content_of(tmp_path)
-    path.write_bytes((1 << 63).to_bytes(8, "little") + noise(0, 5000))
-    assert content_of(tmp_path)
-    path.write_bytes((4990).to_bytes(8, "little") + b"[" * 5000)
-    assert content_of(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "modeling_own.py", "tokenizer.model", "adapter_model.safetensors"]
 )
-def test_small_files_count_completely_whatever_their_size(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(content, "FULL_BYTES", 1000)
+def test_other_files_of_a_model_count(tmp_path, name):
     model(tmp_path)
     (tmp_path / name).write_bytes(noise(0, 5000))
     before = content_of(tmp_path)
@@ -133,10 +145,10 @@ def test_a_file_that_an_index_names_counts_whatever_its_name(tmp_path, name):
     index.write_text(json.dumps({"weight_map": {"a": name}}))
     (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "model" / name).write_bytes(b"one")
-    before = look(tmp_path / "model")
-    assert os.path.normpath(name) in before.weights
+    before = content_of(tmp_path / "model")
+    assert os.path.normpath(name) in look(tmp_path / "model").weights
     exchange(tmp_path / "model" / name, b"two")
-    assert content_of(tmp_path / "model") != before.content
+    assert content_of(tmp_path / "model") != before
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000])
@@ -153,25 +165,25 @@ def test_files_exchanged_by_a_command_are_found_with_size_and_time_kept(tmp_path
     old, new = model(tmp_path / "old"), model(tmp_path / "new", a=b"1" * 64, b=bytes(64), c=bytes(64))
     for directory in (old, new):
         os.utime(directory / "model.safetensors", ns=(LONG_AGO_NS, LONG_AGO_NS))
-    before = look(old)
-    size, mtime_ns = before.files["model.safetensors"][0][2:4]
+    before = content_of(old)
+    size, mtime_ns = look(old).files["model.safetensors"][2:4]
     subprocess.run([*command, new / "model.safetensors", old / "model.safetensors"], check=True)
     after = look(old)
-    assert after.content != before.content
-    assert after.files["model.safetensors"][0][2] == size
+    assert content_of(old) != before
+    assert after.files["model.safetensors"][2] == size
     if command[0] != "rsync":  # which transfers nothing if size and time are equal
-        assert after.files["model.safetensors"][0][3] == mtime_ns
+        assert after.files["model.safetensors"][3] == mtime_ns
 
 
 def test_a_link_to_another_model_changes_the_content(tmp_path):
     for name, value in (("one", b"1"), ("two", b"2")):
         model(tmp_path / "blobs" / name, a=value * 8)
     (tmp_path / "current").symlink_to("blobs/one")
-    before = look(tmp_path / "current")
-    assert before.content == content_of(tmp_path / "blobs" / "one")
+    before = content_of(tmp_path / "current")
+    assert before == content_of(tmp_path / "blobs" / "one")
     (tmp_path / "next").symlink_to("blobs/two")
     os.replace(tmp_path / "next", tmp_path / "current")
-    assert content_of(tmp_path / "current") == content_of(tmp_path / "blobs" / "two") != before.content
+    assert content_of(tmp_path / "current") == content_of(tmp_path / "blobs" / "two") != before
 
 
 def test_a_snapshot_of_links_has_the_content_of_its_blobs(tmp_path):
@@ -224,59 +236,28 @@ def test_a_directory_without_weights_says_so(tmp_path):
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch):
     path = model(tmp_path) / "model.safetensors"
-    read = os.pread
+    read = os.preadv
 
-    def pread(fd, length, offset):
-        if offset == 0:
-            with path.open("ab") as file:  # never shorter meanwhile: other threads read too
-                file.write(b"more")
-        return read(fd, length, offset)
+    def preadv(fd, buffers, offset):
+        with path.open("ab") as file:
+            file.write(b"more")
+        return read(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "pread", pread)
-    with pytest.raises(OSError, match="changed while it was read"):
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(Unidentified, match="changed"):
         content_of(tmp_path)
 
 
-def test_what_was_exchanged_and_put_back_shows(tmp_path):
-    """The engine may have loaded the other bytes in between."""
+def test_a_file_that_is_exchanged_after_the_look_is_an_error(tmp_path):
     path = model(tmp_path) / "model.safetensors"
-    before, old = look(tmp_path), path.read_bytes()
-    exchange(path, b"\1" * len(old))
-    exchange(path, old)
-    assert look(tmp_path).content == before.content
-    assert look(tmp_path) != before
-
-
-@pytest.mark.parametrize("what", ["file", "link", "link on the way", "directory", "renamed"])
-def test_a_change_after_a_point_in_time_shows(tmp_path, what):
-    inner = model(tmp_path / "models" / "one")
-    shutil.copytree(inner, tmp_path / "models" / "two")
-    (tmp_path / "models" / "current").symlink_to("one")
-    (inner / "link.json").symlink_to("config.json")
-    path = tmp_path / "models" / "current"
-    wait_past_slack = process_start_ns() + 3_600_000_000_000
-    assert look(path).changed_since(wait_past_slack) is None
-    start_ns = time.time_ns() + fingerprint.CLOCK_SLACK_NS
-    time.sleep(0.05)
-    assert look(path).changed_since(start_ns) is None
-    if what == "file":
-        exchange(inner / "model.safetensors", (inner / "model.safetensors").read_bytes())
-    elif what == "link":
-        (inner / "link.json").unlink()
-        (inner / "link.json").symlink_to("config.json")
-    elif what == "link on the way":
-        (tmp_path / "next").symlink_to("two")
-        os.replace(tmp_path / "next", path)
-    elif what == "directory":
-        (inner / "more.safetensors").write_bytes(b"")
-    else:
-        os.rename(inner, tmp_path / "away")
-        os.rename(tmp_path / "models" / "two", inner)
-    assert look(path).changed_since(start_ns) is not None
+    found = look(tmp_path)
+    exchange(path, path.read_bytes())
+    with pytest.raises(Unidentified, match="changed"):
+        digests.begin(found.paths(), DigestCache(None)).result()
 
 
 def test_the_start_of_this_process_is_known():
-    child = "import time; from kvbm.identity.fingerprint import process_start_ns as p; print(p(), time.time_ns())"
+    child = "import time; from kvbm.identity.look import process_start_ns as p; print(p(), time.time_ns())"
     before = time.time_ns()
     printed = subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout
     started, ended = map(int, printed.split())
@@ -288,34 +269,34 @@ def test_the_start_of_this_process_is_known():
 
 def test_unchanged_files_are_not_read_again(tmp_path, monkeypatch):
     directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "state" / "digests.json"
-    before = fingerprint.fingerprint(directory, DigestCache(state))
+    before = content_of(directory, state)
     assert state.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(fingerprint, "digest_file", None)
-    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+    monkeypatch.setattr(digests, "digest_files", None)
+    assert content_of(directory, state) == before
 
 
 def test_a_changed_file_is_read_again_with_size_and_time_kept(tmp_path, monkeypatch):
     directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
-    before = fingerprint.fingerprint(directory, DigestCache(state)).content
+    before = content_of(directory, state)
     exchange(directory / "model.safetensors", (directory / "model.safetensors").read_bytes()[:-1] + b"\1")
-    assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
+    assert content_of(directory, state) != before
 
 
 def test_a_changed_file_is_read_again_where_stat_lags_behind(tmp_path, monkeypatch):
     """As on NFS: only opening a file brings its new metadata from the server."""
     directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
-    before, former = fingerprint.fingerprint(directory, DigestCache(state)).content, os.stat
+    before, former = content_of(directory, state), os.stat
     late = {path: os.stat(path) for path in map(str, directory.rglob("*"))}
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     monkeypatch.setattr(os, "stat", lambda path, **keys: late.get(str(path)) or former(path, **keys))
     assert os.stat(path).st_ctime_ns < former(path).st_ctime_ns
-    assert fingerprint.fingerprint(directory, DigestCache(state)).content != before
+    assert content_of(directory, state) != before
 
 
 def test_a_file_that_was_just_written_is_not_remembered(tmp_path):
     directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
-    fingerprint.fingerprint(directory, DigestCache(state))
+    content_of(directory, state)
     assert not state.exists()
 
 
@@ -324,7 +305,7 @@ def test_a_time_that_was_set_does_not_make_a_recent_file_old(tmp_path, stamp):
     directory, state = model(tmp_path / "model"), tmp_path / "digests.json"
     for path in directory.iterdir():
         os.utime(path, ns=(stamp, stamp))
-    fingerprint.fingerprint(directory, DigestCache(state))
+    content_of(directory, state)
     assert not state.exists()
 
 
@@ -354,7 +335,7 @@ def test_another_image_at_the_same_place_is_read_again(tmp_path):
     contents = []
     for directory in (former, new):
         with mounted_image(image_of(directory, tmp_path / f"{directory.name}.sqfs"), point):
-            contents.append(fingerprint.fingerprint(point, DigestCache(state)).content)
+            contents.append(content_of(point, state))
     assert contents[0] != contents[1]
 
 
@@ -365,13 +346,24 @@ def test_files_of_a_file_system_without_change_times_are_not_remembered(tmp_path
         monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", frozenset())
     else:
         monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_flag=os.ST_RDONLY))
-    fingerprint.fingerprint(directory, DigestCache(state))
+    content_of(directory, state)
     assert not state.exists()
+
+
+def test_a_digest_of_a_mount_that_became_read_only_is_computed_again(tmp_path, monkeypatch):
+    """Another image may be mounted there, with equal metadata."""
+    directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
+    content_of(directory, state)
+    files = look(directory).paths()
+    known = DigestCache(state)
+    assert all(known.get(content.Path(path), signature) for path, signature in files)
+    monkeypatch.setattr(os, "statvfs", lambda _: types.SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert not any(known.get(content.Path(path), signature) for path, signature in files)
 
 
 def remembered(tmp_path, monkeypatch):
     directory, state = aged(model(tmp_path / "model"), monkeypatch), tmp_path / "digests.json"
-    before = fingerprint.fingerprint(directory, DigestCache(state))
+    before = content_of(directory, state)
     return directory, state, before
 
 
@@ -398,7 +390,7 @@ def test_a_damaged_state_file_is_ignored_and_replaced(tmp_path, monkeypatch, how
     directory, state, before = remembered(tmp_path, monkeypatch)
     state.write_text(json.dumps(damage(json.loads(state.read_text()), how)))
     assert DigestCache(state)._entries == {}
-    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+    assert content_of(directory, state) == before
     assert len(DigestCache(state)._entries) == 2
 
 
@@ -406,7 +398,7 @@ def test_a_damaged_state_file_is_ignored_and_replaced(tmp_path, monkeypatch, how
 def test_a_state_file_of_anything_is_ignored(tmp_path, monkeypatch, text):
     directory, state, before = remembered(tmp_path, monkeypatch)
     state.write_bytes(text.encode("latin-1"))
-    assert fingerprint.fingerprint(directory, DigestCache(state)) == before
+    assert content_of(directory, state) == before
 
 
 def test_a_state_file_that_others_can_write_is_ignored(tmp_path, monkeypatch):
@@ -427,16 +419,16 @@ def test_a_state_file_behind_a_link_or_too_large_is_ignored(tmp_path, monkeypatc
 def test_a_state_file_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     directory = aged(model(tmp_path / "model"), monkeypatch)
-    assert fingerprint.fingerprint(directory, DigestCache(tmp_path / "file" / "digests.json")).weights
+    assert content_of(directory, tmp_path / "file" / "digests.json")
 
 
 def test_entries_of_other_models_stay_up_to_a_limit(tmp_path, monkeypatch):
     state = tmp_path / "digests.json"
     for name in ("one", "two", "three"):
-        fingerprint.fingerprint(aged(model(tmp_path / name), monkeypatch), DigestCache(state))
+        content_of(aged(model(tmp_path / name), monkeypatch), state)
     assert len(DigestCache(state)._entries) == 6
     monkeypatch.setattr("kvbm.identity.digest_cache.MAX_ENTRIES", 4)
     state.unlink()
     for name in ("one", "two", "three"):
-        fingerprint.fingerprint(tmp_path / name, DigestCache(state))
+        content_of(tmp_path / name, state)
     assert {path.split("/")[-2] for path in DigestCache(state)._entries} == {"three", "two"}

@@ -1,0 +1,55 @@
+"""Process that digests the files of a model for one engine.
+
+    python -m kvbm.identity.digester FD        FD is one end of a socket pair
+
+It has its own interpreter, so that it never takes the GIL of an engine, and the lowest priority, so that it uses the
+time that cores have left. It exits with its engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from kvbm.identity.content import Signature, digest_files
+from kvbm.identity.messages import DigestOrder, Digests, DigestsFailed
+from kvbm.process.channel import Channel, ChannelClosed
+from kvbm.process.child import begin, receive_first, send_all
+
+THREADS = 4  # two reach 10 GB/s of a warm page cache (bench/micro/model_identity.py)
+NICE = 19
+AUTOGROUP = Path("/proc/self/autogroup")  # where sessions share cores evenly, whatever the priority of a process is
+
+
+def main() -> int:
+    """Return 0 when the digests were sent. If the engine exits, the process exits at once."""
+    begin()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        order = receive_first(channel, DigestOrder)
+        _lower_priority()
+        os.sched_setaffinity(0, order.cores)
+        try:
+            files = [(path, Signature(*signature)) for path, signature in order.files]
+            answer: NamedTuple = Digests(digest_files(files, min(THREADS, len(order.cores))))
+        except OSError as error:
+            answer = DigestsFailed(str(error))
+        channel.send(answer)
+        send_all(channel)
+    except ChannelClosed:
+        os._exit(0)
+    return 0
+
+
+def _lower_priority() -> None:
+    os.nice(NICE)
+    with suppress(OSError):
+        AUTOGROUP.write_text(str(NICE))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

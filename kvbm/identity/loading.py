@@ -1,0 +1,106 @@
+"""Loading: what a model's files were before an engine loaded them, what they were after, and their content.
+
+    begin     before the engine loads: a look at the files, and a watch on the directories on the way
+    end       after: another look. If both are equal, the digest of the files begins; if not, or in doubt, none does
+
+An engine that gives no chance to look before it loads uses `loaded`: nothing may have changed since its process
+started. What is digested is the file that was loaded: device, inode, size and times are compared when it is read, too.
+Directories stay open until then. So a file system that is mounted meanwhile has another device, also an image whose
+files have equal metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.identity import digests
+from kvbm.identity.digests import Unidentified
+from kvbm.identity.look import Look, look, process_start_ns
+from kvbm.identity.moves import RenameWatch
+
+SILENT = "is on a file system where a change leaves no trace (tmpfs): copy the model to a disk"
+AGAIN = "a start after that keeps blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """The content of loaded files, whose digests may not be known yet."""
+
+    look: Look
+    digests: Future[list[str]]
+
+    @property
+    def is_known(self) -> bool:
+        return self.digests.done()
+
+    def text(self) -> str:
+        """Return the digest of the content. Waits for it. Raises Unidentified."""
+        return self.look.content(dict(zip(sorted(self.look.files), self.digests.result(), strict=True)))
+
+
+class Loading:
+    """One load of the files in a directory. *Owns* a watch until `end`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises OSError."""
+        first = look(directory)
+        self._moves = RenameWatch.watch(first.way)
+        self._before = look(directory)
+        self._pins = _Pins(self._before)
+        names = [{path: found[:2] for path, found in one.way.items()} for one in (first, self._before)]
+        self._knows_moves = self._moves is not None and names[0] == names[1]
+
+    def end(self) -> FileContent:
+        """Look again, and begin to digest. Raises Unidentified or OSError."""
+        moved = None if self._moves is None else self._moves.end()
+        try:
+            after = look(Path(self._before.root))
+            changed = after.changed_since(self._before, moved, knows_moves=self._knows_moves)
+            if changed is not None:
+                raise Unidentified(f"`{changed}` changed while {after.root} was loaded; {AGAIN}")
+            return _content(after, self._pins)
+        except BaseException:
+            self._pins.release()
+            raise
+
+
+def loaded(path: Path) -> FileContent:
+    """Return the content of files that were loaded after the process started. Raises Unidentified or OSError."""
+    found = look(path)
+    if (changed := found.changed_after(process_start_ns())) is not None:
+        raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")
+    return _content(found, _Pins(found))
+
+
+def _content(found: Look, pins: _Pins) -> FileContent:
+    """*Consumes* the pins."""
+    try:
+        if found.silent is not None:
+            raise Unidentified(f"`{found.silent or found.root}` {SILENT}")
+        begun = digests.begin(found.paths())
+    except BaseException:
+        pins.release()
+        raise
+    begun.add_done_callback(lambda _: pins.release())
+    return FileContent(found, begun)
+
+
+class _Pins:
+    """Directories that are held open, so that neither their inodes nor their devices can be given to others."""
+
+    def __init__(self, found: Look) -> None:
+        """Raises OSError."""
+        self._fds: list[int] = []
+        try:
+            for path in (found.root, *found.way):
+                self._fds.append(os.open(path, os.O_PATH | os.O_CLOEXEC))
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())

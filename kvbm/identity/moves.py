@@ -1,0 +1,63 @@
+"""RenameWatch: which directories were renamed or removed while an engine loaded its model.
+
+The times of a directory do not tell a rename of itself from an entry that somebody made in it, as in /tmp all the time.
+inotify does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+
+from kvbm.host.libc import LIBC, last_error
+
+MOVE_SELF, DELETE_SELF, UNMOUNT, OVERFLOW = 0x800, 0x400, 0x2000, 0x4000
+ONLY_DIRECTORIES = 0x01000000
+EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name
+EVENT_BYTES = 1 << 16
+
+
+class RenameWatch:
+    """Watches directories. *Owns* a descriptor until `end`."""
+
+    def __init__(self, fd: int, directories: dict[int, str]) -> None:
+        self._fd = fd
+        self._directories = directories
+
+    @classmethod
+    def watch(cls, directories: Iterable[str]) -> RenameWatch | None:
+        """Start to watch directories; None if the system or the limits of the user do not allow it."""
+        fd = LIBC.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if fd < 0:
+            return None
+        watched: dict[int, str] = {}
+        moves = cls(fd, watched)
+        try:
+            for path in directories:
+                mask = ctypes.c_uint32(MOVE_SELF | DELETE_SELF | ONLY_DIRECTORIES)
+                number = LIBC.inotify_add_watch(fd, os.fsencode(path), mask)
+                if number < 0:
+                    raise last_error()
+                watched[number] = path
+        except OSError:
+            os.close(fd)
+            return None
+        return moves
+
+    def end(self) -> str | None:
+        """Stop watching. Return a directory that was renamed, removed or unmounted meanwhile, None if none was."""
+        try:
+            events = os.read(self._fd, EVENT_BYTES)
+        except BlockingIOError:
+            return None
+        finally:
+            os.close(self._fd)
+        at = 0
+        while at < len(events):
+            number, mask, _, length = EVENT.unpack_from(events, at)
+            if mask & (MOVE_SELF | DELETE_SELF | UNMOUNT | OVERFLOW):
+                return self._directories.get(number, "a directory")
+            at += EVENT.size + length
+        return None

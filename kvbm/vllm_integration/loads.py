@@ -1,0 +1,113 @@
+"""Loads: what the files of a model were before vLLM loaded them, and after.
+
+vLLM has no hook for a connector before it loads a model. So `register` is an entry point of `vllm.general_plugins`,
+which vLLM calls in each of its processes. It wraps the constructor of the executor, which loads the model: in the
+process of the scheduler, before the connector exists. An engine without kvbm, or whose blocks do not outlive it, pays
+nothing.
+
+If vLLM did not call `register` (`VLLM_PLUGINS` leaves it out, or kvbm is not installed as a package), the files must
+have been quiet since a minute before the process started.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import FileContent, Loading
+
+EXECUTOR = "vllm.v1.executor.abstract"
+OURS = "kvbm."
+
+_WRAPPED: set[type] = set()
+_LOADED: dict[str, FileContent | Unidentified] = {}  # by the absolute path of the directory
+
+
+def register() -> None:
+    """Look at the model's files before and after each executor of this process loads them."""
+    executor = getattr(sys.modules.get(EXECUTOR), "Executor", None)
+    if executor is None or executor in _WRAPPED:
+        return
+    _WRAPPED.add(executor)
+    load = executor.__init__
+
+    @functools.wraps(load)
+    def __init__(self: Any, vllm_config: Any, *arguments: Any, **keys: Any) -> None:
+        loadings = dict(_begun(vllm_config))
+        load(self, vllm_config, *arguments, **keys)
+        for path, loading in loadings.items():
+            _LOADED[path] = _ended(loading)
+
+    executor.__init__ = __init__
+
+
+def content_of(directory: Path) -> FileContent:
+    """Return the content of the files that vLLM has loaded from a directory. Raises Unidentified or OSError."""
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import loaded
+
+    found = _LOADED.get(os.path.abspath(directory))
+    if isinstance(found, Unidentified):
+        raise found
+    return loaded(directory) if found is None else found
+
+
+def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
+    """Yield the loads of a model and of a draft model. Raises nothing: vLLM loads whatever happens here."""
+    if getattr(vllm_config, "lora_config", None) is not None or not any(_keeps_blocks(vllm_config)):
+        return
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import Loading
+    from kvbm.vllm_integration.model_files import directory_of, models_of
+
+    for model, load in models_of(vllm_config):
+        try:
+            directory = directory_of(model, load)
+        except (Unidentified, OSError):
+            continue  # the files are not there yet; the connector says why nothing is kept
+        try:
+            yield os.path.abspath(directory), Loading(directory)
+        except OSError as error:
+            yield os.path.abspath(directory), Unidentified(str(error))
+
+
+def _ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
+    from kvbm.identity.digests import Unidentified
+
+    if isinstance(loading, Unidentified):
+        return loading
+    try:
+        return loading.end()
+    except (Unidentified, OSError) as error:
+        return Unidentified(str(error))
+
+
+def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:
+    """Yield for each connector of kvbm whether its blocks may outlive the engine."""
+    for extra_config in _extra_configs(getattr(vllm_config, "kv_transfer_config", None)):
+        from kvbm.config.connector import resolve_connector
+        from kvbm.errors import ProfileError
+
+        try:
+            tiers = resolve_connector(extra_config, os.environ, engine="vllm", warns=False).tiers
+        except ProfileError:
+            continue  # the connector says what is wrong
+        yield tiers.shared is not None or (tiers.disk is not None and tiers.disk.persist)
+
+
+def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the configurations of kvbm's connectors, also of those in a MultiConnector."""
+    extra_config = getattr(transfer, "kv_connector_extra_config", None)
+    if not isinstance(extra_config, Mapping):
+        return
+    if str(getattr(transfer, "kv_connector_module_path", None)).startswith(OURS):
+        yield extra_config
+    for inner in extra_config.get("connectors") or ():
+        if isinstance(inner, Mapping) and str(inner.get("kv_connector_module_path")).startswith(OURS):
+            yield inner.get("kv_connector_extra_config") or {}
