@@ -56,27 +56,19 @@ PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
-    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
-    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
+    """Declares an option with a value. `names` are separated by a space; `completer` offers values.
 
-
-def _path_option(names: str, metavar: str, help_: str) -> Any:
-    """Declares an option with a path. The parser does not touch the file, whose file system may hang: each command
-    reports what is wrong with it."""
-    return _option(names, metavar, help_, FILES, parser=Path)
+    The parser does not check paths: each command reports what is wrong with them.
+    """
+    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, readable=False, **limits)
 
 
 def _flag(names: str, help_: str) -> Any:
     return typer.Option(*names.split(), help=help_)
 
 
-def _argument(metavar: str, help_: str, completer: Any, **how: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, **how)
-
-
-def _path_argument(metavar: str, help_: str) -> Any:
-    """Declares an argument with a path, as `_path_option`."""
-    return _argument(metavar, help_, FILES, parser=Path)
+def _argument(metavar: str, help_: str, completer: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, readable=False)
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
@@ -88,7 +80,7 @@ ProfileArgument = Annotated[str, _argument("NAME|PATH", PROFILE_HELP, PROFILES)]
 SET_HELP = "Override a profile key; may be repeated, the last one wins. `kvbm profile schema KEY` describes it."
 SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, _completed_by("keys"))]
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
-CacheDirectoryOption = Annotated[Path | None, _path_option("--dir", "DIR", DIR_HELP)]
+CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
 STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
 StoreOption = Annotated[str | None, _option("--url", "URL", STORE_HELP)]
@@ -157,7 +149,7 @@ def serve(
     json: JsonOption = False,
     log: Annotated[
         Path | None,
-        _path_option("--log", "FILE", "File for the engine's log [default: a file in the run's directory]."),
+        _option("--log", "FILE", "File for the engine's log [default: a file in the run's directory].", FILES),
     ] = None,
 ) -> int:
     """Start an engine with a profile."""
@@ -287,12 +279,12 @@ def bench(
     ] = False,
     output: Annotated[
         Path | None,
-        _path_option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME]."),
+        _option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME].", FILES),
     ] = None,
     resume: Annotated[
         Path | None,
-        _path_option(
-            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options."
+        _option(
+            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options.", FILES
         ),
     ] = None,
     json: JsonOption = False,
@@ -320,7 +312,7 @@ def bench(
 
 @bench_app.command("trace", cls=Command)
 def bench_trace(
-    file: Annotated[Path, _path_argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
+    file: Annotated[Path, _argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.", FILES)],
     model: Annotated[
         str | None,
         _option(
@@ -361,7 +353,7 @@ def bench_trace(
     )
 
 
-DirectoryArgument = Annotated[Path, _path_argument("DIR", "Directory of a benchmark.")]
+DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a benchmark.", FILES)]
 
 
 @bench_app.command("report", cls=Command)
@@ -374,9 +366,9 @@ def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
 
 @bench_app.command("diff", cls=Command)
 def bench_diff(
-    first: Annotated[Path, _path_argument("A", "Directory of the first benchmark.")],
+    first: Annotated[Path, _argument("A", "Directory of the first benchmark.", FILES)],
     second: Annotated[
-        Path, _path_argument("B", "Directory of the second benchmark; `faster` means that it is faster.")
+        Path, _argument("B", "Directory of the second benchmark; `faster` means that it is faster.", FILES)
     ],
     json: JsonOption = False,
 ) -> int:
@@ -407,7 +399,7 @@ def size(
     users: Annotated[Text, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
     turns: Annotated[Text, _option("--turns", "N", "Turns of each conversation.")] = None,
     turn_tokens: Annotated[Text, _option("--turn-tokens", "TOKENS", "Tokens of each turn, with the answer.")] = None,
-    doctor_: Annotated[Path | None, _path_option("--doctor", "FILE", "Result of `kvbm doctor --json`.")] = None,
+    doctor_: Annotated[Path | None, _option("--doctor", "FILE", "Result of `kvbm doctor --json`.", FILES)] = None,
     list_: Annotated[bool, _flag("--list", "List the models that require no download.")] = False,
     strict: StrictOption = False,
     json: JsonOption = False,
@@ -434,7 +426,7 @@ def doctor(
     set_: SetOption = None,
     directory: Annotated[
         Path | None,
-        _path_option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm]."),
+        _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
     ] = None,
     quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
     url: Annotated[
@@ -451,7 +443,7 @@ def doctor(
         ),
     ] = None,
     write: Annotated[
-        Path | None, _path_option("--write", "FILE", "Write a copy of the profile with the recommended settings.")
+        Path | None, _option("--write", "FILE", "Write a copy of the profile with the recommended settings.", FILES)
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -511,7 +503,7 @@ def profile_diff(
 
 @profile_app.command("new", cls=Command)
 def profile_new(
-    file: Annotated[Path, _path_argument("FILE", "File to write; ends in .yaml.")],
+    file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
     engine: Annotated[
         str | None, _option("--engine", "KIND", "Engine: vllm, tensorrt-llm or embedded.", _completed_by("engines"))
     ] = None,
@@ -539,7 +531,7 @@ def profile_new(
 @profile_app.command("import-env", cls=Command)
 def profile_import_env(
     output: Annotated[
-        Path | None, _path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
+        Path | None, _option("--output", "FILE", "New file; ends in .yaml [default: stdout].", FILES)
     ] = None,
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model of the engine; no variable sets it.", FILES)
@@ -622,7 +614,7 @@ def cache_verify(
     ] = None,
     key_file: Annotated[
         Path | None,
-        _path_option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url."),
+        _option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url.", FILES),
     ] = None,
     delete_bad: Annotated[bool, _flag("--delete-bad", "Delete bad objects; requires --url.")] = False,
     json: JsonOption = False,
@@ -682,7 +674,7 @@ def cache_export_stats(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
     format_: Annotated[str, _option("--format", "FORMAT", "Output format: json or csv.")] = "json",
-    output: Annotated[Path | None, _path_option("--output", "FILE", "File to write [default: stdout].")] = None,
+    output: Annotated[Path | None, _option("--output", "FILE", "File to write [default: stdout].", FILES)] = None,
 ) -> None:
     """Export statistics as JSON or CSV."""
     from kvbm_cli.cache import export_stats
