@@ -56,19 +56,27 @@ PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
-    """Declares an option with a value. `names` are separated by a space; `completer` offers values.
+    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
+    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
 
-    The parser does not check paths: each command reports what is wrong with them.
-    """
-    return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, readable=False, **limits)
+
+def _path_option(names: str, metavar: str, help_: str) -> Any:
+    """Declares an option with a path. The parser does not touch the file, whose file system may hang: each command
+    reports what is wrong with it."""
+    return _option(names, metavar, help_, FILES, parser=Path)
 
 
 def _flag(names: str, help_: str) -> Any:
     return typer.Option(*names.split(), help=help_)
 
 
-def _argument(metavar: str, help_: str, completer: Any) -> Any:
-    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, readable=False)
+def _argument(metavar: str, help_: str, completer: Any, **how: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, **how)
+
+
+def _path_argument(metavar: str, help_: str) -> Any:
+    """Declares an argument with a path, as `_path_option`."""
+    return _argument(metavar, help_, FILES, parser=Path)
 
 
 def _profile_option(help_: str = PROFILE_HELP) -> Any:
@@ -80,7 +88,7 @@ ProfileArgument = Annotated[str, _argument("NAME|PATH", PROFILE_HELP, PROFILES)]
 SET_HELP = "Override a profile key; may be repeated, the last one wins. `kvbm profile schema KEY` describes it."
 SetOption = Annotated[list[str] | None, _option("--set", "KEY=VALUE", SET_HELP, _completed_by("keys"))]
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
-CacheDirectoryOption = Annotated[Path | None, _option("--dir", "DIR", DIR_HELP, FILES)]
+CacheDirectoryOption = Annotated[Path | None, _path_option("--dir", "DIR", DIR_HELP)]
 CacheProfileOption = Annotated[str | None, _profile_option("Use the `tiers.disk.directory` of this profile.")]
 STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
 StoreOption = Annotated[str | None, _option("--url", "URL", STORE_HELP)]
@@ -149,7 +157,7 @@ def serve(
     json: JsonOption = False,
     log: Annotated[
         Path | None,
-        _option("--log", "FILE", "File for the engine's log [default: a file in the run's directory].", FILES),
+        _path_option("--log", "FILE", "File for the engine's log [default: a file in the run's directory]."),
     ] = None,
 ) -> int:
     """Start an engine with a profile."""
@@ -279,12 +287,12 @@ def bench(
     ] = False,
     output: Annotated[
         Path | None,
-        _option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME].", FILES),
+        _path_option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME]."),
     ] = None,
     resume: Annotated[
         Path | None,
-        _option(
-            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options.", FILES
+        _path_option(
+            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options."
         ),
     ] = None,
     json: JsonOption = False,
@@ -312,7 +320,7 @@ def bench(
 
 @bench_app.command("trace", cls=Command)
 def bench_trace(
-    file: Annotated[Path, _argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.", FILES)],
+    file: Annotated[Path, _path_argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
     model: Annotated[
         str | None,
         _option(
@@ -353,7 +361,7 @@ def bench_trace(
     )
 
 
-DirectoryArgument = Annotated[Path, _argument("DIR", "Directory of a benchmark.", FILES)]
+DirectoryArgument = Annotated[Path, _path_argument("DIR", "Directory of a benchmark.")]
 
 
 @bench_app.command("report", cls=Command)
@@ -366,9 +374,9 @@ def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
 
 @bench_app.command("diff", cls=Command)
 def bench_diff(
-    first: Annotated[Path, _argument("A", "Directory of the first benchmark.", FILES)],
+    first: Annotated[Path, _path_argument("A", "Directory of the first benchmark.")],
     second: Annotated[
-        Path, _argument("B", "Directory of the second benchmark; `faster` means that it is faster.", FILES)
+        Path, _path_argument("B", "Directory of the second benchmark; `faster` means that it is faster.")
     ],
     json: JsonOption = False,
 ) -> int:
@@ -399,7 +407,7 @@ def size(
     users: Annotated[Text, _option("--users", "N", "Show the capacity for this many conversations.")] = None,
     turns: Annotated[Text, _option("--turns", "N", "Turns of each conversation.")] = None,
     turn_tokens: Annotated[Text, _option("--turn-tokens", "TOKENS", "Tokens of each turn, with the answer.")] = None,
-    doctor_: Annotated[Path | None, _option("--doctor", "FILE", "Result of `kvbm doctor --json`.", FILES)] = None,
+    doctor_: Annotated[Path | None, _path_option("--doctor", "FILE", "Result of `kvbm doctor --json`.")] = None,
     list_: Annotated[bool, _flag("--list", "List the models that require no download.")] = False,
     strict: StrictOption = False,
     json: JsonOption = False,
@@ -426,7 +434,7 @@ def doctor(
     set_: SetOption = None,
     directory: Annotated[
         Path | None,
-        _option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm].", FILES),
+        _path_option("--dir", "DIR", "Directory to check [default: from the profile, else ~/.cache/kvbm]."),
     ] = None,
     quick: Annotated[bool, _flag("--quick", "Finish within 20 seconds and skip slow checks.")] = False,
     url: Annotated[
@@ -443,7 +451,7 @@ def doctor(
         ),
     ] = None,
     write: Annotated[
-        Path | None, _option("--write", "FILE", "Write a copy of the profile with the recommended settings.", FILES)
+        Path | None, _path_option("--write", "FILE", "Write a copy of the profile with the recommended settings.")
     ] = None,
     json: JsonOption = False,
 ) -> int:
@@ -503,7 +511,7 @@ def profile_diff(
 
 @profile_app.command("new", cls=Command)
 def profile_new(
-    file: Annotated[Path, _argument("FILE", "File to write; ends in .yaml.", FILES)],
+    file: Annotated[Path, _path_argument("FILE", "File to write; ends in .yaml.")],
     engine: Annotated[
         str | None, _option("--engine", "KIND", "Engine: vllm, tensorrt-llm or embedded.", _completed_by("engines"))
     ] = None,
@@ -531,7 +539,7 @@ def profile_new(
 @profile_app.command("import-env", cls=Command)
 def profile_import_env(
     output: Annotated[
-        Path | None, _option("--output", "FILE", "New file; ends in .yaml [default: stdout].", FILES)
+        Path | None, _path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
     ] = None,
     model: Annotated[
         str | None, _option("--model", "MODEL", "Model of the engine; no variable sets it.", FILES)
@@ -614,7 +622,7 @@ def cache_verify(
     ] = None,
     key_file: Annotated[
         Path | None,
-        _option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url.", FILES),
+        _path_option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url."),
     ] = None,
     delete_bad: Annotated[bool, _flag("--delete-bad", "Delete bad objects; requires --url.")] = False,
     json: JsonOption = False,
@@ -674,7 +682,7 @@ def cache_export_stats(
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
     format_: Annotated[str, _option("--format", "FORMAT", "Output format: json or csv.")] = "json",
-    output: Annotated[Path | None, _option("--output", "FILE", "File to write [default: stdout].", FILES)] = None,
+    output: Annotated[Path | None, _path_option("--output", "FILE", "File to write [default: stdout].")] = None,
 ) -> None:
     """Export statistics as JSON or CSV."""
     from kvbm_cli.cache import export_stats

@@ -101,6 +101,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
+        # With the type `default`, vLLM 0.32 on a CPU takes the keys to rotate for contiguous, which those of latent
+        # attention are not: the KV of a token would depend on the number of tokens in its step.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 2048,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         "initializer_range": 0.07,
         "tie_word_embeddings": False,  # vLLM does not tie them here and would answer with zeroes
     },

@@ -151,6 +151,7 @@ class SharedTier:
         self._tickets = itertools.count(1)
         self._random = random.Random()
         self._has_ended = False
+        self._copy_counters()
 
     @property
     def run_blocks(self) -> int:

@@ -6,6 +6,7 @@ process in a call of such a file system, and a thread in this process would keep
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -56,5 +57,5 @@ def require_answering(directory: Path) -> None:
     if not answers(directory):
         raise EnvironmentProblem(
             f"{directory} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
-            hint=f"check it with `timeout 5 ls {directory}` and mount it again",
+            hint=f"check it with `timeout 5 ls {shlex.quote(str(directory))}` and mount it again",
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.app import run
 from kvbm_cli.cache import list_caches
 from kvbm_cli.profile import machine_problems, preflight
 from kvbm_cli.profile.resolve import resolve
@@ -36,6 +38,19 @@ def test_cache_ls_names_a_directory_that_hangs(hanging, tmp_path):
     with pytest.raises(EnvironmentProblem, match=f"{tmp_path} does not answer within"):
         list_caches(tmp_path, None, as_json=False)
     assert time.monotonic() - began_s < LIMIT_S
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "clear", "export-stats"])
+def test_nothing_touches_a_path_of_the_command_line_before_its_file_system_has_answered(
+    command, hanging, monkeypatch, tmp_path, capsys
+):
+    touched, stat = [], os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda path, *rest, **named: touched.append(str(path)) or stat(path, *rest, **named)
+    )
+    assert run(["cache", command, "--dir", str(tmp_path)]) == 1
+    assert "does not answer within" in capsys.readouterr().err
+    assert str(tmp_path) not in touched
 
 
 def test_a_store_that_hangs_is_named(hanging, tmp_path):

@@ -41,7 +41,11 @@ def process(tmp_path_factory):
     worker, because importing vLLM takes most of a start."""
     from engine_process import EngineProcess
     from pairs import Faults
+    from vllm_server import wait_until_old
 
+    from kvbm_cli.make_model import materialise
+
+    wait_until_old(materialise("vllm-25m"))  # of the tests in which an engine loads what an earlier one has stored
     directory = tmp_path_factory.mktemp("engine")
     faults = Faults(directory)
     with EngineProcess(directory, faults.path) as engine:

@@ -15,7 +15,7 @@ from media_engine import MediaEngine, MediaRequest
 from media_models import media_model
 from pairs import Faults
 from traffic import assert_equal
-from vllm_server import CONNECTOR
+from vllm_server import CONNECTOR, wait_until_old
 
 pytestmark = pytest.mark.timeout(600)
 SIZE = 32  # tokens of a block
@@ -28,8 +28,7 @@ ASK = MediaRequest(7, (A,))
 
 @pytest.fixture(scope="module")
 def media_process(tmp_path_factory):
-    for modality in ("image", "audio"):  # files that are newer than the process are in doubt
-        media_model(modality)
+    wait_until_old(media_model("image"), media_model("audio"))
     directory = tmp_path_factory.mktemp("media")
     with EngineProcess(directory, Faults(directory).path, kind=MediaEngine) as engine:
         yield engine

@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
 STOP_TIMEOUT_S = 20.0
+SLACK_S = 3.0  # kvbm allows 2 s for clocks that differ
 ANSWER_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 4096
 CONNECTOR = {
@@ -190,6 +191,7 @@ class VllmServer(VllmClient):
         max_model_len: int = MAX_MODEL_LEN,
         wait: bool = True,
     ) -> None:
+        wait_until_old(model)
         self.port = choose_port("127.0.0.1", 0)
         super().__init__(f"http://127.0.0.1:{self.port}", model.name)
         self._directory = tempfile.TemporaryDirectory(prefix="kvbm-v")  # short: sockets have paths of at most 107 bytes
@@ -265,6 +267,13 @@ class VllmServer(VllmClient):
 
     def _has_ended(self) -> bool:
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait_until_old(*models: Path) -> None:
+    """Files that are newer than the process of an engine are in doubt, and the blocks of their model do not outlive it.
+    Waits until the clock's slack has passed, if a test has just written them."""
+    newest_ns = max((path.lstat().st_ctime_ns for one in models for path in (one, *one.rglob("*"))), default=0)
+    time.sleep(max(0, newest_ns / 1e9 + SLACK_S - time.time()))
 
 
 def minimal_environment(directory: str, cores: str) -> dict[str, str]:
