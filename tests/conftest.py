@@ -2,6 +2,7 @@
 several worker processes (pytest-xdist).
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -38,6 +39,14 @@ def pytest_xdist_auto_num_workers(config):
     """For `-n auto`: no worker processes for single files, since they take longer to start than a file takes to run."""
     paths = [Path(argument.partition("::")[0]) for argument in config.args]
     return 0 if all(path.is_file() for path in paths) else WORKERS
+
+
+@pytest.fixture(autouse=True)
+def log_of_kvbm():
+    """Undo what a connector does to the log: with its queue, a later test would see each message twice."""
+    yield
+    log = logging.getLogger("kvbm")
+    log.handlers, log.propagate = [], True
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-START_LIMIT_S = 5.0  # of a busy machine
+START_LIMIT_S = 30.0  # a late thread is not a dead one: on a busy machine, 5 s were too short
 
 
 class _LimitedEvent(threading.Event):

@@ -14,7 +14,7 @@ import signal
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -546,7 +546,9 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
 
 def kill_disk(engine):
     pid = engine.leader._disk._disk.pid
-    os.kill(pid, signal.SIGKILL)
+    assert pid > 0, "the disk process has not started"
+    with suppress(ProcessLookupError):  # it has ended, and the engine does not know it yet
+        os.kill(pid, signal.SIGKILL)
     return pid
 
 
