@@ -177,7 +177,7 @@ def test_clear_of_a_process_that_has_ended_is_kept(tmp_path: Path, persist: bool
     with lasting(tmp_path, persist=persist) as rig:
         rig.write([1], [0])
         kill(rig)
-        rig.tier.clear()
+        rig.tier.clear(timeout_s=60.0)
         rig.wait_until(lambda: rig.tier.losses)
         assert come_back(rig) == {}
         assert rig.write([2], [0]).is_good == (True,)
