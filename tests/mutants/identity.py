@@ -86,14 +86,6 @@ MUTANTS = (
         fails="tests/identity/test_loading.py -k 'exchanged_while and link_to_another'",
     ),
     Mutant(
-        name="identity-overlooks-a-renamed-parent",
-        bug="the parent of the model's directory is exchanged while an engine loads",
-        file="kvbm/identity/look.py",
-        old="            if was is None or found is None or was[:2] != found[:2]:",
-        new="            if was is None or found is None:",
-        fails="tests/identity/test_loading.py -k 'exchanged_while and mount_another'",
-    ),
-    Mutant(
         name="identity-overlooks-a-rename-that-was-undone",
         bug="the parent of the model's directory is exchanged and put back while an engine loads",
         file="kvbm/identity/moves.py",
