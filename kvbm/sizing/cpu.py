@@ -1,4 +1,4 @@
-"""What vLLM chooses by the instructions of a CPU: the attention backend of latent (MLA) layers, and the type of states.
+"""What vLLM chooses by the instructions of a CPU: the attention backend of latent (MLA) layers.
 
     backend     chosen                                     tokens in a block              weights
     CPU_MLA     without AMX, if named, and before 0.29     16, whatever is given          of any type
@@ -21,7 +21,7 @@ from kvbm.sizing.state_settings import CPU_BLOCK_TOKENS, PREFIX, StateFinding, S
 
 REFERENCE_BLOCK_TOKENS = 16
 AMX_KERNEL_TOKENS = 32
-_AMX, _BFLOAT16 = "amx_tile", "avx512_bf16"  # names of flags in /proc/cpuinfo
+_AMX = "amx_tile"  # name of a flag in /proc/cpuinfo
 _FIRST_WITH_AMX_MLA: Release = (0, 29)
 _FLOAT32, _FLOAT16 = ("float", "float32"), ("half", "float16")
 _BACKEND_KEY, _DTYPE_KEY, _BLOCK_KEY = (f"{PREFIX}{name}" for name in ("attention_backend", "dtype", "block_size"))
@@ -43,16 +43,8 @@ class Cpu:
 
     @property
     def has_amx_attention(self) -> bool:
-        return _AMX in self.flags and not self._is_old
-
-    @property
-    def widens_states(self) -> bool:
-        """Whether vLLM keeps states in 32 bits unless the arguments name another type."""
-        return (_AMX if self._is_old else _BFLOAT16) in self.flags
-
-    @property
-    def _is_old(self) -> bool:
-        return self.release is not None and self.release < _FIRST_WITH_AMX_MLA
+        is_old = self.release is not None and self.release < _FIRST_WITH_AMX_MLA
+        return _AMX in self.flags and not is_old
 
 
 PLAIN = Cpu()
