@@ -240,13 +240,14 @@ class NodeCopies:
         """Remove copies that are old, and the oldest if there are too many."""
         with self._lock:
             self._unpurged_bytes, self._purge_due_s = 0, time.monotonic() + COPY_S / PURGES
-        now, kept = time.time(), []
+        kept = []
         with suppress(OSError), self._copies.scan() as entries:
             for entry in entries:
                 if COPY_NAME.fullmatch(entry.name):
                     with suppress(OSError):
                         about = entry.stat(follow_symlinks=False)
                         kept.append((about.st_ctime, about.st_size, entry.name))
+        now = time.time()  # after the look: a copy that another thread has just made is not of the future
         total = sum(size for _, size, _ in kept)
         for changed_s, size, name in sorted(kept):
             if total <= MOST_BYTES and 0 <= now - changed_s <= COPY_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -145,7 +146,7 @@ def test_file_system_that_is_read_only(tmp_path: Path) -> None:
         pytest.skip(str(reason))
     (check,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "disk"]
     assert (done.returncode, check["finding"]) == (1, "not writable: read-only file system")
-    assert check["remedy"] == OTHER_DIRECTORY, "a mount is not changed for one directory"
+    assert check["remedy"] == f"its file system is mounted read-only: mount it writable, or {OTHER_DIRECTORY}"
 
 
 OWN, OTHER = 0, 65534
@@ -180,7 +181,7 @@ def test_remedy_changes_no_other_directory_than_the_given_one(name: str, tmp_pat
 def test_remedy_never_changes_a_system_directory(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert _remedy_for(Path(directory)) == OTHER_DIRECTORY
+    assert _remedy_for(Path(directory), PermissionError(errno.EACCES, "no")) == OTHER_DIRECTORY
 
 
 def check_of(directory: Path, home: Path) -> dict[str, Any]:

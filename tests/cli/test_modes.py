@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories, unsafe_parents
 from kvbm.host.machine_memory import THIS_MACHINE
 from kvbm.host.shared_memory import SharedMemory
+from kvbm.identity import digest_cache
 from kvbm.identity.content import Signature
 from kvbm.identity.digest_cache import NAME, DigestCache
 from kvbm_cli.runs.run_directory import Runs
@@ -99,11 +101,12 @@ def test_cache_directory_and_its_parents_are_private(tmp_path: Path, umask: int)
     assert {mode(path) for path in (directory, *directory.parents[:2])} == {0o700}
 
 
-def test_digest_cache_and_its_parents_are_private(tmp_path: Path, umask: int) -> None:
+def test_digest_cache_and_its_parents_are_private(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine writes it, with the umask of its user."""
+    monkeypatch.setattr(digest_cache, "shows_changes", lambda path: True)  # whatever file system this machine has
     path = tmp_path / "a/kvbm" / NAME
     cache = DigestCache(path)
-    cache.put("/model", Signature(1, 2, 3, 4, 5), "0" * 32)
+    cache.put(Path("/model"), Signature(1, 2, 3, 4, 5), "0" * 32, time.time_ns())
     cache.save()
     assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o600, 0o700, 0o700)
 

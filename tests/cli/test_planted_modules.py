@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -20,9 +21,12 @@ from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.errors import EnvironmentProblem
 from kvbm.process.parent import start_child
 from kvbm_cli.bench.server_metrics.sampler import Sampler
+from kvbm_cli.disaggregated.body_process import BodyProcess
+from kvbm_cli.disaggregated.client_request import WrongRequest
 from kvbm_cli.engine.engines import _make_elsewhere
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.engine.python_probe import TRTLLM, VLLM, _probe
+from kvbm_cli.system.answering import answers
 
 # Python imports some of them in each of the programs below, before or after the first line of the program.
 NAMES = ("socket", "random", "json", "struct", "signal", "select", "pickle", "numpy", "torch", "ctypes", "kvbm")
@@ -33,6 +37,7 @@ STARTS = {
     "kvbm.process.parent": 1,
     "kvbm_cli.bench.client.workers": 1,
     "kvbm_cli.bench.server_metrics.sampler": 1,
+    "kvbm_cli.disaggregated.body_process": 1,
     "kvbm_cli.disaggregated.plan": 1,
     "kvbm_cli.doctor.machine": 1,
     "kvbm_cli.doctor.probes.nixl": 1,
@@ -40,6 +45,7 @@ STARTS = {
     "kvbm_cli.engine.process": 1,
     "kvbm_cli.engine.python_probe": 1,
     "kvbm_cli.serve.background": 1,
+    "kvbm_cli.system.answering": 1,
     "kvbm_cli.system.die_with_parent": 1,
     "kvbm_cli.system.guard_process": 1,
 }
@@ -168,6 +174,22 @@ def test_proxy_imports_nothing_from_the_working_directory(planted: Path, tmp_pat
     plan = plan_of("", "").proxy
     with contextlib.chdir(planted), EngineProcess.start(plan, log_path=tmp_path / "log") as proxy:
         proxy.wait_healthy(30)
+
+
+def test_process_for_large_bodies_imports_nothing_from_the_working_directory(planted: Path) -> None:
+    async def convert() -> None:
+        process = BodyProcess()
+        with pytest.raises(WrongRequest):
+            await process.convert(b"[]")
+        process.close()
+
+    with contextlib.chdir(planted):
+        asyncio.run(convert())
+
+
+def test_look_at_a_file_system_imports_nothing_from_the_working_directory(planted: Path) -> None:
+    with contextlib.chdir(planted):
+        assert answers(planted)
 
 
 def test_sampler_of_server_metrics_imports_nothing_from_the_working_directory(planted: Path, tmp_path: Path) -> None:

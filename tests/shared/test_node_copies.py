@@ -273,3 +273,16 @@ def test_objects_of_different_stores_are_not_confused(tmp_path, two):
     two[0].get([incoming("a")])
     assert not elsewhere.get([incoming("a")])[0].is_copy
     elsewhere.close()
+
+
+def test_a_copy_that_is_made_during_a_look_at_the_copies_stays(two, tmp_path, monkeypatch):
+    first, second = two
+    scan = first._copies.scan
+
+    def making_one():
+        second.get([incoming("late")])
+        return scan()
+
+    monkeypatch.setattr(first._copies, "scan", making_one)
+    first._purge()
+    assert len(copies(tmp_path)) == 1
