@@ -30,10 +30,10 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "shared"))
 from mooncake_pool import mooncake_pool, wait_until
 
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.mooncake_engine import MooncakeEngine
-from kvbm.shared.object_engine import Outgoing
+from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
-from kvbm.shared.service.server import open_engine
+from kvbm.shared.stores.mooncake import MooncakeStore
+from kvbm.shared.stores.open import open_store
 
 SHAPES = ((4 << 20, 16), (1 << 20, 64))  # bytes and number of blocks
 TARGET, ROUNDS = 0.85, 40
@@ -42,16 +42,16 @@ TARGET, ROUNDS = 0.85, 40
 class Calls:
     """Mooncake's own calls, with as many objects in each as the tier's."""
 
-    def __init__(self, engine: MooncakeEngine, slots: np.ndarray) -> None:
-        self._store, self._batch = engine._store, engine.batch_objects
+    def __init__(self, store: MooncakeStore, slots: np.ndarray) -> None:
+        self._pool, self._batch = store._pool, store.batch_objects
         self._size = slots.shape[1]
         self._addresses = [slots[index].ctypes.data for index in range(len(slots))]
 
     def write(self, names: list[bytes]) -> None:
-        self._run(self._store.batch_put_from_multi_buffers, names, 0)
+        self._run(self._pool.batch_put_from_multi_buffers, names, 0)
 
     def read(self, names: list[bytes]) -> None:
-        self._run(self._store.batch_get_into_multi_buffers, names, self._size)
+        self._run(self._pool.batch_get_into_multi_buffers, names, self._size)
 
     def _run(self, call: Callable[..., list[int]], names: list[bytes], good: int) -> None:
         for at in range(0, len(names), self._batch):
@@ -62,11 +62,11 @@ class Calls:
 
 
 def measure(url: str, size: int, count: int) -> dict[str, object]:
-    engine = open_engine(url, 16, KeySpace(NAMESPACE), {}, writes=False)
-    assert isinstance(engine, MooncakeEngine)
-    wait_until(lambda: engine.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
-    tier = TierUnderTest(engine, size, count)
-    sides = {"tier": tier, "calls": Calls(engine, tier.slots)}
+    store = open_store(url, 16, KeySpace(NAMESPACE), {}, writes=False)
+    assert isinstance(store, MooncakeStore)
+    wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+    tier = TierUnderTest(store, size, count)
+    sides = {"tier": tier, "calls": Calls(store, tier.slots)}
     speeds: dict[str, dict[str, list[float]]] = {"write": {}, "read": {}}
     for turn in range(ROUNDS + 1):  # the first one is not counted
         names = [os.urandom(16) for _ in range(count)]
@@ -77,7 +77,7 @@ def measure(url: str, size: int, count: int) -> dict[str, object]:
                 if turn:
                     mb_s = size * count / (time.perf_counter() - began_s) / 1e6
                     speeds[what].setdefault(side, []).append(mb_s)
-        engine._store.remove_by_regex(".*", True)
+        store._pool.remove_by_regex(".*", True)
     tier.storage.close(1.0)
     row: dict[str, object] = {"block_bytes": size, "blocks": count, "blocks_in_object": tier.blocks_in_object}
     for what, sides_of in speeds.items():

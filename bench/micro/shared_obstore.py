@@ -34,8 +34,8 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "shared"))
 from servers import NotInstalled, running
 
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.obstore_engine import connection
-from kvbm.shared.service.server import open_engine
+from kvbm.shared.stores.obstore import connection
+from kvbm.shared.stores.open import open_store
 
 SIZE, COUNT, IN_FLIGHT = 4 << 20, 32, 16
 THROUGHPUT, CPU, ROUNDS = 0.85, 1.3, 15
@@ -68,8 +68,8 @@ class Loop:
 
 
 def measure(store: str, url: str, rounds: int) -> dict[str, object]:
-    engine = open_engine(url, IN_FLIGHT, KeySpace(NAMESPACE), {}, writes=True)
-    tier = TierUnderTest(engine, SIZE, COUNT)
+    store = open_store(url, IN_FLIGHT, KeySpace(NAMESPACE), {}, writes=True)
+    tier = TierUnderTest(store, SIZE, COUNT)
     loop = Loop(url, tier.slots)
     sides: dict[str, TierUnderTest | Loop] = {"tier": tier, "loop": loop}
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace, run_blocks
-from kvbm.shared.object_engine import ObjectEngine
+from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, Outcome, Put
 from kvbm.shared.protection import NoProtection
 from kvbm.shared.run_format import RunFormat
@@ -30,12 +30,12 @@ BLOCK_TOKENS = 16
 class TierUnderTest:
     """SharedStorage over slots of one segment. Name i is the block in slot i."""
 
-    def __init__(self, engine: ObjectEngine, size: int, count: int) -> None:
+    def __init__(self, store: ObjectStore, size: int, count: int) -> None:
         self.slots = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
-        self.blocks_in_object = run_blocks(size, BLOCK_TOKENS, min_bytes=engine.min_run_bytes)
+        self.blocks_in_object = run_blocks(size, BLOCK_TOKENS, min_bytes=store.min_run_bytes)
         form = RunFormat(NAMESPACE, self.blocks_in_object, size, 16)
         geometry = RunGeometry([self.slots], [size], form, NoProtection())
-        self.storage = SharedStorage(engine, KeySpace(NAMESPACE), geometry, lambda *_: True)
+        self.storage = SharedStorage(store, KeySpace(NAMESPACE), geometry, lambda *_: True)
         self._has_result = threading.Event()
         self.storage.on_result = self._has_result.set
         self._tickets = 0

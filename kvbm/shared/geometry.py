@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Put
 from kvbm.shared.protection import Buffer, Protection
 from kvbm.shared.run_format import BadObject, RunFormat, tenant_tag
@@ -38,7 +38,7 @@ class ArrivingChecksums:
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A run that is being read. `read` is its header, or all of it if it is protected. `checksums` are computed only by
-    engines that report what they have filled."""
+    stores that report what they have filled."""
 
     incoming: Incoming
     read: memoryview

@@ -14,15 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.directory_access import DirectoryAccess
-from kvbm.shared.directory_engine import require_directory
 from kvbm.shared.keys import VERSION, KeySpace
-from kvbm.shared.obstore_access import ObstoreAccess
-from kvbm.shared.obstore_engine import connection
-from kvbm.shared.settings import directory_of
 from kvbm.shared.store_access import FoundObject, LeftOut, StoreAccess
 
-LIMIT_S = 30.0  # of one request
 NAMESPACE_HEX = 32
 PARALLEL_READS = 4  # whole objects, which may have hundreds of megabytes
 PARALLEL_HEADS = 16
@@ -67,11 +61,6 @@ class Inventory:
         self.url = url
         self.left_out: list[LeftOut] = []
         self.left_out_count = self.failure_count = 0
-
-    @classmethod
-    def open(cls, url: str) -> Inventory:
-        """Raises EnvironmentProblem."""
-        return cls(open_access(url, LIMIT_S), url)
 
     def namespaces(self, is_wanted: Callable[[bytes], bool], progress: Callable[[int], None]) -> list[StoredNamespace]:
         """Return the namespaces that have objects. `progress` gets the number of objects found. Raises
@@ -170,14 +159,6 @@ class Inventory:
                 f"cannot delete objects in {self.url}: {_reason(error)}",
                 hint=f"run `kvbm doctor --url {shlex.quote(self.url)}`",
             ) from None
-
-
-def open_access(url: str, limit_s: float) -> StoreAccess:
-    """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
-    if (directory := directory_of(url)) is not None:
-        require_directory(directory)
-        return DirectoryAccess(directory)
-    return ObstoreAccess(connection(url)(limit_s))
 
 
 def _namespace_of(name: str) -> bytes | None:

@@ -1,7 +1,7 @@
-"""SharedStorage: runs orders on an object engine with threads, verifies what is read, and watches the store.
+"""SharedStorage: runs orders on an object store with threads, verifies what is read, and watches the store.
 
 One thread owns it and calls `submit`, `poll` and `close`. Probes run before reads, reads before writes, otherwise in
-order of submission; writes use `write_threads` of the engine at most. `poll` returns each ticket once, after its last
+order of submission; writes use `write_threads` of the store at most. `poll` returns each ticket once, after its last
 access to host memory. While the breaker is open, orders fail at once, and one thread tries the store now and then.
 """
 
@@ -22,7 +22,7 @@ from kvbm.host.cores import allowed_cores
 from kvbm.shared.breaker import Breaker, WritePause
 from kvbm.shared.geometry import Arrival, RunGeometry
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_engine import ObjectEngine
+from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
 from kvbm.shared.presence import DIGEST, digest_of
 
@@ -64,7 +64,7 @@ class SharedStorage:
 
     def __init__(
         self,
-        engine: ObjectEngine,
+        store: ObjectStore,
         keys: KeySpace,
         geometry: RunGeometry,
         slots_carry: SlotsCarry,
@@ -72,7 +72,7 @@ class SharedStorage:
         expire_s: float = 0.0,
         list_interval_s: float = 60.0,
     ) -> None:
-        self.engine = engine
+        self.store = store
         self.counters = SharedCounters()
         self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result
         self._keys = keys
@@ -96,10 +96,10 @@ class SharedStorage:
         self._last_read: str | None = None
         self._is_closed = threading.Event()
         self._has_listed = threading.Event()
-        engine.use_memory(geometry.shards)
+        store.use_memory(geometry.shards)
         self._cores = allowed_cores()
-        self._threads = [self._start(self._work) for _ in range(engine.threads)]
-        if engine.can_list:
+        self._threads = [self._start(self._work) for _ in range(store.threads)]
+        if store.can_list:
             self._threads.append(self._start(self._list))
 
     @property
@@ -108,7 +108,7 @@ class SharedStorage:
 
     def wait_for_listing(self, timeout_s: float) -> None:
         """Wait until the store has been listed once, or that has failed."""
-        if self.engine.can_list:
+        if self.store.can_list:
             self._has_listed.wait(timeout_s)
 
     def submit(self, order: Order) -> None:
@@ -127,10 +127,10 @@ class SharedStorage:
         """Return the orders that have ended. Fail those that wait for a store that does not answer."""
         with self._has_order:
             began = [since for since, _ in self._running.values() if since > self._stuck_s]
-        stuck = [since for since in began if time.monotonic() - since > STALL * self.engine.limit_s]
+        stuck = [since for since in began if time.monotonic() - since > STALL * self.store.limit_s]
         if stuck and self._breaker.is_closed:  # once for each call: the store may answer all others
             self._stuck_s = max(stuck)
-            self._breaker.open(f"no answer in {STALL * self.engine.limit_s:.1f} s")
+            self._breaker.open(f"no answer in {STALL * self.store.limit_s:.1f} s")
         if not self._breaker.is_closed:
             self._fail_waiting(f"off: {self._breaker.why}")
         self.counters.times_off = self._breaker.times_open
@@ -155,7 +155,7 @@ class SharedStorage:
         with self._has_order:
             self._has_order.notify_all()
         self._fail_waiting("closed")
-        self.engine.close()
+        self.store.close()
 
     def _has_work(self) -> bool:
         with self._has_order:
@@ -203,16 +203,16 @@ class SharedStorage:
                     self._has_order.wait(IDLE_S)
                 if self._is_closed.is_set():
                     return []
-            self._breaker.tried(self.engine.check(self._doubtful()))
+            self._breaker.tried(self.store.check(self._doubtful()))
 
     def _next_orders(self) -> list[Order]:
         """Return the orders that run next, if there are any. Call under the lock."""
         if self._probes:
             return [self._probes.popleft()]
         queue = self._reads
-        if not queue and sum(is_write for _, is_write in self._running.values()) < self.engine.write_threads:
+        if not queue and sum(is_write for _, is_write in self._running.values()) < self.store.write_threads:
             queue = self._writes
-        return [queue.popleft() for _ in range(min(self.engine.batch_objects, len(queue)))]
+        return [queue.popleft() for _ in range(min(self.store.batch_objects, len(queue)))]
 
     def _run(self, orders: Sequence[Order]) -> list[Result]:
         first = orders[0]
@@ -234,7 +234,7 @@ class SharedStorage:
         with self._has_order:
             self._reading[me] = self._last_read = arrivals[0].incoming.key
         try:
-            answers = self.engine.get([arrival.incoming for arrival in arrivals])
+            answers = self.store.get([arrival.incoming for arrival in arrivals])
         finally:
             with self._has_order:
                 del self._reading[me]
@@ -243,7 +243,7 @@ class SharedStorage:
             result = self._geometry.received(order, answer, arrival, aging_s=self._aging_s)
             if result.outcome is Outcome.BAD and answer.is_copy:
                 again = self._arrival(order)
-                answer = self.engine.get([replace(again.incoming, is_fresh=True)])[0]
+                answer = self.store.get([replace(again.incoming, is_fresh=True)])[0]
                 result = self._geometry.received(order, answer, again, aging_s=self._aging_s)
             if result.outcome is Outcome.BAD:
                 log.warning("kvbm: ignoring object %s of the shared tier: %s", arrival.incoming.key, result.error)
@@ -264,7 +264,7 @@ class SharedStorage:
                 sent.append((order, one))
             else:
                 results.append(ObjectResult.failed(order, "a rank has ended"))
-        answers = self.engine.put([one for _, one in sent]) if sent else []
+        answers = self.store.put([one for _, one in sent]) if sent else []
         for (order, one), answer in zip(sent, answers, strict=True):
             is_there = answer.outcome in (Outcome.GOOD, Outcome.EXISTS)
             flags = (is_there,) * len(order.hashes)
@@ -277,7 +277,7 @@ class SharedStorage:
         """Return the orders whose objects no other engine has written; append the results of the others. A store that
         does not answer this question is not sent the object."""
         asked = [order for order in orders if not order.replaces]
-        found = self.engine.are_present([self._keys.key(order.hashes[-1]) for order in asked]) if asked else []
+        found = self.store.are_present([self._keys.key(order.hashes[-1]) for order in asked]) if asked else []
         ended = set()
         for order, is_present in zip(asked, found, strict=True):
             if is_present is None:
@@ -296,7 +296,7 @@ class SharedStorage:
         low, high = 0, len(order.names)  # those before low are present; high is absent, or the end
         while low < high:
             positions = _positions(low, high, is_first=low == 0 and high == len(order.names))
-            found = self.engine.are_present([self._keys.key(order.names[position]) for position in positions])
+            found = self.store.are_present([self._keys.key(order.names[position]) for position in positions])
             if None in found:
                 self._breaker.failed("a probe has no answer")
                 self.counters.failed_requests += 1
@@ -352,7 +352,7 @@ class SharedStorage:
     def _list_once(self, began_s: float) -> None:
         digests = array("Q")
         try:
-            for page in self.engine.keys(self._keys.prefix):
+            for page in self.store.keys(self._keys.prefix):
                 names = (self._keys.name_of(key) for key in page)
                 digests.extend(digest_of(name) for name in names if name is not None)
                 if self._is_closed.is_set():

@@ -1,4 +1,4 @@
-"""StoreAccess: how people's commands list, read, write and delete in a store. Engines use an ObjectEngine.
+"""StoreAccess: how people's commands list, read, write and delete in a store. An engine uses an ObjectStore.
 
 A store may hold anything. A user who may write to it can plant links, special files and names that are not text. What a
 command leaves out is a LeftOut, and the rest is done.

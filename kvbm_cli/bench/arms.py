@@ -196,10 +196,10 @@ def fresh_shared(profile: Profile) -> Iterator[Profile]:
 
 def delete_objects(url: str) -> None:
     """Delete all objects of kvbm below a URL."""
-    from kvbm.shared.inventory import Inventory
+    from kvbm.shared.stores.open import open_inventory
 
     try:
-        inventory = Inventory.open(url)
+        inventory = open_inventory(url)
         for found in inventory.namespaces(lambda _: True, lambda _: None):
             inventory.delete(found.runs, lambda _: None)
             inventory.delete_facts(found.namespace)

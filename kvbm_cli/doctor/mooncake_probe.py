@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.mooncake_engine import MooncakeEngine
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
+from kvbm.shared.stores.mooncake import MooncakeStore
 from kvbm_cli.doctor.store_report import (
     IN_FLIGHT,
     OBJECT_BYTES,
@@ -32,10 +32,10 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback) ->
     """Probe the pool of a URL; each rate is measured for `seconds`. Without `writes`, it asks only for an object."""
     on_phase("connect")
     try:
-        engine = MooncakeEngine.open(url, batch_objects=IN_FLIGHT, facts_key="", facts=b"", writes=False)
+        store = MooncakeStore.open(url, batch_objects=IN_FLIGHT, facts_key="", facts=b"", writes=False)
     except EnvironmentProblem as error:
         return StoreReport("connect", error.message)
-    found = _MooncakeProbe(engine, on_phase)
+    found = _MooncakeProbe(store, on_phase)
     try:
         found.run(seconds, writes=writes)
     except StepFailed as failed:
@@ -43,20 +43,20 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback) ->
         found.report = replace(found.report, failed=step, reason=reason)
     finally:
         if writes:
-            engine.remove(found.keys)
-        engine.close()
+            store.remove(found.keys)
+        store.close()
     return found.report
 
 
 class _MooncakeProbe:
-    def __init__(self, engine: MooncakeEngine, on_phase: PhaseCallback) -> None:
+    def __init__(self, store: MooncakeStore, on_phase: PhaseCallback) -> None:
         import numpy as np
 
         self.report = StoreReport()
         self.keys = [f"{PREFIX}/{secrets.token_hex(8)}/{number}" for number in range(IN_FLIGHT)]
         self._slots = np.full((IN_FLIGHT, OBJECT_BYTES), 1, np.uint8)
-        engine.use_memory([self._slots])
-        self._engine = engine
+        store.use_memory([self._slots])
+        self._store = store
         self._on_phase = on_phase
 
     def run(self, seconds: float, *, writes: bool) -> None:
@@ -68,7 +68,7 @@ class _MooncakeProbe:
         content = secrets.token_bytes(SMALL_BYTES)
         self._put(self.keys[:1], [memoryview(content)])
         received = memoryview(bytearray(SMALL_BYTES))
-        self._require("get", self._engine.get([Incoming(self.keys[0], [received], SMALL_BYTES)]))
+        self._require("get", self._store.get([Incoming(self.keys[0], [received], SMALL_BYTES)]))
         if bytes(received) != content:
             raise StepFailed("get", "an object has other bytes than were written")
         self._on_phase("writes")
@@ -79,18 +79,18 @@ class _MooncakeProbe:
         self.report = replace(self.report, put_rate=put_rate, get_rate=get_rate, object_get_s=object_s)
 
     def _ask(self) -> None:
-        if None in self._engine.are_present(self.keys[:1]):
+        if None in self._store.are_present(self.keys[:1]):
             raise StepFailed("list", "the master does not answer")
 
     def _put(self, keys: Sequence[str], contents: Sequence[memoryview]) -> None:
         pairs = zip(keys, contents, strict=True)
         outgoing = [Outgoing(key, [content], len(content), replaces=True) for key, content in pairs]
-        self._require("put", self._engine.put(outgoing))
+        self._require("put", self._store.put(outgoing))
 
     def _get(self, keys: Sequence[str]) -> None:
         pairs = zip(keys, self._slots, strict=False)
         incoming = [Incoming(key, [slot.data], OBJECT_BYTES) for key, slot in pairs]
-        self._require("get", self._engine.get(incoming))
+        self._require("get", self._store.get(incoming))
 
     def _require(self, step: str, answers: Sequence[StoreAnswer]) -> None:
         for answer in answers:

@@ -45,8 +45,8 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
         from kvbm_cli.doctor import mooncake_probe
 
         return mooncake_probe.probe(url, seconds=seconds, writes=writes, on_phase=on_phase)
-    from kvbm.shared.directory_access import DirectoryAccess
-    from kvbm.shared.inventory import open_access
+    from kvbm.shared.stores.directory_access import DirectoryAccess
+    from kvbm.shared.stores.open import open_access
 
     directory = directory_of(url)
     is_new = directory is not None and not directory.exists()

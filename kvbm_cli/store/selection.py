@@ -95,9 +95,9 @@ def opened(request: StoreRequest) -> Inventory:
         require_answering(directory)
     if directory is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
-    from kvbm.shared.inventory import Inventory
+    from kvbm.shared.stores.open import open_inventory
 
-    return Inventory.open(url)
+    return open_inventory(url)
 
 
 def checked_url(url: str) -> str:

@@ -15,7 +15,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.obstore_engine import connection
+from kvbm.shared.stores.obstore import connection
 from kvbm_cli.bench import arms
 from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_reset, with_room
 from kvbm_cli.bench.command import _surroundings

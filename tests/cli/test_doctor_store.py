@@ -16,8 +16,8 @@ from s3_stand_in import BUCKET, StandIn, s3_stand_in
 from terminal import Outcome, assert_snapshot, kvbm_here
 
 from kvbm.shared import orders
-from kvbm.shared.mooncake_engine import MooncakeEngine
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.stores.mooncake import MooncakeStore
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.store_probe import probe
@@ -304,7 +304,7 @@ class FakePool:
 def test_a_pool_is_tested_with_objects_that_are_removed(
     pool: FakePool, failed: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MooncakeEngine, "open", lambda *_, **__: pool)
+    monkeypatch.setattr(MooncakeStore, "open", lambda *_, **__: pool)
     found = probe("mooncake://127.0.0.1:1", seconds=0.01, writes=True)
     assert (found.failed, found.reason) == (failed, reason)
     assert (found.get_rate is not None, found.put_rate is not None) == (failed is None,) * 2
@@ -313,7 +313,7 @@ def test_a_pool_is_tested_with_objects_that_are_removed(
 
 def test_an_engine_that_only_reads_asks_the_pool_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = FakePool()
-    monkeypatch.setattr(MooncakeEngine, "open", lambda *_, **__: pool)
+    monkeypatch.setattr(MooncakeStore, "open", lambda *_, **__: pool)
     monkeypatch.setattr(pool, "put", lambda objects: pytest.fail("it writes"))
     found = probe("mooncake://127.0.0.1:1", seconds=0.01, writes=False)
     assert (found.failed, found.get_rate, found.small_get_s is not None) == (None, None, True)

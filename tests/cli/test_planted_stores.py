@@ -20,8 +20,8 @@ from kvbm.disk.directory import InstanceLock, remove_instance
 from kvbm.disk.superblock import Superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
-from kvbm.shared.directory_access import DirectoryAccess
-from kvbm.shared.inventory import Inventory
+from kvbm.shared.stores.directory_access import DirectoryAccess
+from kvbm.shared.stores.open import open_inventory
 from kvbm_cli.doctor.store_probe import probe
 from kvbm_cli.doctor.store_report import PREFIX
 from kvbm_cli.system import leftovers
@@ -276,7 +276,7 @@ def test_object_that_cannot_be_deleted_is_named_and_not_counted(store: Path, mon
 
 @pytest.mark.usefixtures("way_to_open")
 def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store: Path, backup: Path) -> None:
-    inventory = Inventory.open(f"file://{store}")
+    inventory = open_inventory(f"file://{store}")
     (listed,) = inventory.namespaces(lambda _: True, lambda _: None)
     home = store / "v1" / OWN.hex()
     keys = [run.key for run in listed.runs]
@@ -577,11 +577,11 @@ def test_engine_lists_nothing_behind_a_link_and_deletes_no_remains_there(tmp_pat
         link(home / "ab", outside)
         link(home / "self", Path("self"))
         prefix = rig.key(one).rpartition("/")[0].rpartition("/")[0]
-        listed = {key for page in rig.engine.keys(prefix) for key in page}
+        listed = {key for page in rig.store.keys(prefix) for key in page}
         assert listed == {rig.key(one), f"{rig.key(one).rpartition('/')[0]}/{NAME}"}
         assert not (tmp_path / "store" / rig.key(one)).with_name(remains).exists()
         assert (outside / remains).exists()
         home.rename(tmp_path / "moved")
         link(home, tmp_path / "moved")
-        assert list(rig.engine.keys(prefix)) == []
+        assert list(rig.store.keys(prefix)) == []
         assert rig.storage.off_because is None

@@ -11,9 +11,9 @@ from kvbm_engine import assert_same, prompt, running
 from mooncake_pool import mooncake_pool, wait_until
 
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_engine import Outgoing
+from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
-from kvbm.shared.service.server import open_engine
+from kvbm.shared.stores.open import open_store
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 pytestmark = pytest.mark.servers
@@ -24,9 +24,9 @@ SIZE = {"num_blocks": 100, "max_model_len": 1024}
 @pytest.fixture
 def pool(tmp_path):
     with mooncake_pool(tmp_path) as pool:
-        engine = open_engine(pool.url, 1, KeySpace(bytes(16)), {}, writes=False)
-        wait_until(lambda: engine.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
-        engine.close()
+        store = open_store(pool.url, 1, KeySpace(bytes(16)), {}, writes=False)
+        wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+        store.close()
         yield pool
 
 

@@ -19,9 +19,9 @@ from mooncake_pool import mooncake_pool, wait_until
 from mortal_stores import Ceph, Mooncake
 
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_engine import Outgoing
+from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
-from kvbm.shared.service.server import open_engine
+from kvbm.shared.stores.open import open_store
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
@@ -72,9 +72,9 @@ STORES = {"directory": directory, "ceph": ceph, "mooncake": mooncake}
 
 
 def await_owner(url):
-    engine = open_engine(url, 1, KeySpace(bytes(16)), {}, writes=False)
-    wait_until(lambda: engine.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
-    engine.close()
+    store = open_store(url, 1, KeySpace(bytes(16)), {}, writes=False)
+    wait_until(lambda: store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD, "an owner is there")
+    store.close()
 
 
 def on(store, **shared):

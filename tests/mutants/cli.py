@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         name="doctor-shows-the-dump-of-the-client",
         bug="The reason of a failed request has all lines, which may hold credentials.",
-        file="kvbm/shared/obstore_access.py",
+        file="kvbm/shared/stores/obstore.py",
         old='return str(error).partition("\\n")[0] or type(error).__name__',
         new="return str(error)",
         fails="tests/cli/test_doctor_store.py -k not_exist",

@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         name="engine-reads-through-links",
         bug="an engine loads an object from behind a link that somebody has put into the store",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="read_file(root.open_file(one.key), one)",
         new="read_file(os.open(self._root / one.key, os.O_RDONLY), one)",
         fails=f"{PLANTED} -k neither_reads",
@@ -39,7 +39,7 @@ MUTANTS = (
     Mutant(
         name="store-deletes-by-path",
         bug="a directory that became a link after the listing is entered: a purge deletes somebody's files",
-        file="kvbm/shared/directory_access.py",
+        file="kvbm/shared/stores/directory_access.py",
         old="                    root.unlink_file(key)\n",
         new="                    os.unlink(self._root / key)\n",
         fails=f"{PLANTED} -k becomes_a_link",
@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         name="object-length-is-not-compared",
         bug="an object that became longer is taken",
-        file="kvbm/shared/object_engine.py",
+        file="kvbm/shared/object_store.py",
         old='return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")',
         new="return None",
         fails=f"{CONTRACT} -k damaged_object",
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         name="object-bad-file-is-a-bad-store",
         bug="a file that cannot be read counts as a store that does not answer",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="            if error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted():  # says",
         new="            if error.errno == errno.ENOENT:  # says",
         fails="tests/shared/test_store_breaks.py -k cannot_be_read",
@@ -151,18 +151,18 @@ MUTANTS = (
     Mutant(
         name="object-half-of-a-file-stays",
         bug="a write that failed in the middle leaves a file",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="            with suppress(OSError):\n                os.unlink(staged, dir_fd=at)\n            raise\n",
         new="            raise\n",
-        fails="tests/shared/test_directory_engine.py -k fails_in_the_middle",
+        fails="tests/shared/test_directory_store.py -k fails_in_the_middle",
     ),
     Mutant(
         name="object-file-is-replaced",
         bug="a file that another engine has written at the same time is replaced",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="            if not creates:\n                os.replace(staged, name",
         new="            if True:\n                os.replace(staged, name",
-        fails="tests/shared/test_directory_engine.py -k one_creates_it",
+        fails="tests/shared/test_directory_store.py -k one_creates_it",
     ),
     Mutant(
         name="object-arriving-bytes-are-not-hashed",
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="object-limit-stays-after-timeouts",
         bug="a store that has become slower for good is never used again",
-        file="kvbm/shared/request_limit.py",
+        file="kvbm/shared/stores/request_limit.py",
         old="if took_s < limit_s or self.seconds != limit_s:",
         new="if True:",
         fails=f"{FAULTS} -k 'become_slower and moto'",
@@ -223,16 +223,17 @@ MUTANTS = (
     Mutant(
         name="object-missing-bucket-is-a-miss",
         bug="an engine starts with a bucket that does not exist",
-        file="kvbm/shared/obstore_engine.py",
-        old="            for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here\n"
-        "                break\n",
+        file="kvbm/shared/stores/obstore.py",
+        old="            with translated():\n"
+        "                for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here\n"
+        "                    break\n",
         new="",
         fails=f"{FAULTS} -k missing_bucket",
     ),
     Mutant(
         name="object-url-shows-its-password",
         bug="a URL with credentials is accepted and logged",
-        file="kvbm/shared/obstore_engine.py",
+        file="kvbm/shared/stores/obstore.py",
         old="if parts.password is not None:",
         new="if False:",
         fails=f"{FAULTS} -k password",
@@ -264,7 +265,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-lacks-what-was-skipped",
         bug="a copy has no content where its reader skipped blocks",
-        file="kvbm/shared/node_copies.py",
+        file="kvbm/shared/stores/node_copies.py",
         old="has_gaps = len(buffers) < len(one.buffers)",
         new="has_gaps = False",
         fails=f"{COPIES} -k skipped",
@@ -272,7 +273,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-not-awaited",
         bug="engines that read at the same time all ask the store",
-        file="kvbm/shared/node_copies.py",
+        file="kvbm/shared/stores/node_copies.py",
         old="is_patient = not one.is_fresh and now >= self._patient_from_s",
         new="is_patient = False",
         fails=f"{COPIES} -k requested_once",
@@ -280,7 +281,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-new",
         bug="an object that is about to expire looks new, and is not written again",
-        file="kvbm/shared/node_copies.py",
+        file="kvbm/shared/stores/node_copies.py",
         old="time.time() - answer.age_s))",
         new="time.time()))",
         fails=f"{COPIES} -k as_old",
@@ -288,7 +289,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-of-another-store",
         bug="an engine reads the copy of an object in another store",
-        file="kvbm/shared/node_copies.py",
+        file="kvbm/shared/stores/node_copies.py",
         old='f"{self._url}\\0{key}"',
         new='f"{key}"',
         fails=f"{COPIES} -k not_confused",
@@ -296,7 +297,7 @@ MUTANTS = (
     Mutant(
         name="shared-probe-reads-nothing",
         bug="a store whose reads hang counts as working, because its directory can be listed",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="                    _read_all(root.open_file(key))\n",
         new="                    pass\n",
         fails="tests/shared/test_store_breaks.py",
@@ -304,7 +305,7 @@ MUTANTS = (
     Mutant(
         name="shared-probe-likes-a-bare-mount-point",
         bug="the empty directory below a file system that is gone counts as a store that works",
-        file="kvbm/shared/directory_engine.py",
+        file="kvbm/shared/stores/directory.py",
         old="        if not self._is_mounted():\n            return f",
         new="        if False:\n            return f",
         fails="tests/shared/test_store_breaks.py",

@@ -8,12 +8,13 @@ import numpy as np
 
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.obstore_engine import connection
 from kvbm.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
 from kvbm.shared.protection import NoProtection
 from kvbm.shared.run_format import RunFormat
-from kvbm.shared.service.server import open_engine
 from kvbm.shared.storage import SharedStorage
+from kvbm.shared.stores.directory import DirectoryStore
+from kvbm.shared.stores.obstore import connection
+from kvbm.shared.stores.open import open_store
 
 HASH_BYTES = 16
 LIMIT_S = 60.0
@@ -41,14 +42,14 @@ def pattern(sequence_hash, length):
 class Rig:
     """A storage, its host slots, and calls that wait for their ticket."""
 
-    def __init__(self, engine, *, namespace=NAMESPACE, protection=None, run_blocks=RUN_BLOCKS, **options):
-        self.engine = engine
+    def __init__(self, store, *, namespace=NAMESPACE, protection=None, run_blocks=RUN_BLOCKS, **options):
+        self.store = store
         self.shards = [np.zeros((SLOTS, size + PADDING), np.uint8) for size in SHARDS]
         self.form = RunFormat(namespace, run_blocks, sum(SHARDS), HASH_BYTES)
         self.keys = KeySpace(namespace)
         self.carries = True
         geometry = RunGeometry(self.shards, SHARDS, self.form, protection or NoProtection())
-        self.storage = SharedStorage(engine, self.keys, geometry, lambda *_: self.carries, **options)
+        self.storage = SharedStorage(store, self.keys, geometry, lambda *_: self.carries, **options)
         self.last_ticket = 0
         self.ended = {}
 
@@ -117,9 +118,10 @@ class Rig:
 def opened(url, *, threads=4, writes=True, **options):
     """A rig on the store of a URL."""
     namespace = options.get("namespace", NAMESPACE)
-    engine = open_engine(url, threads, KeySpace(namespace), {"model": "a model"}, writes=writes)
-    rig = Rig(engine, **options)
-    rig.store = engine._store if hasattr(engine, "_store") else connection(url)(LIMIT_S)  # for what others do to it
+    store = open_store(url, threads, KeySpace(namespace), {"model": "a model"}, writes=writes)
+    rig = Rig(store, **options)
+    is_directory = isinstance(store, DirectoryStore)
+    rig.raw = connection(url)(LIMIT_S) if is_directory else getattr(store, "_store", None)  # for what others do to it
     try:
         yield rig
     finally:

@@ -9,7 +9,7 @@ from mooncake_pool import mooncake_pool, wait_until
 from storage_rig import SHARDS, make_run, opened, pattern
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.object_engine import Incoming, Outgoing
+from kvbm.shared.object_store import Incoming, Outgoing
 from kvbm.shared.orders import Get, Outcome, Put
 from kvbm.shared.protection import AesProtection, HmacProtection
 from kvbm.shared.storage import STALL
@@ -35,7 +35,7 @@ def pool(tmp_path):
 
 def accepts_writes(rig):
     """Whether an owner is there: the master learns of it some time after its start."""
-    return rig.engine.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD
+    return rig.store.put([Outgoing("first", [b"x"], 1)])[0].outcome is Outcome.GOOD
 
 
 def ready(pool, rig):
@@ -116,20 +116,20 @@ def test_an_object_of_this_name_is_kept_unless_it_is_replaced(rig):
 
     def found():
         content = bytearray(64)
-        assert rig.engine.get([Incoming("k", [memoryview(content)], 64)])[0].outcome is Outcome.GOOD
+        assert rig.store.get([Incoming("k", [memoryview(content)], 64)])[0].outcome is Outcome.GOOD
         return content
 
-    rig.engine.put([Outgoing("k", [first], 64, replaces=True)])
-    rig.engine.put([Outgoing("k", [second], 64)])
+    rig.store.put([Outgoing("k", [first], 64, replaces=True)])
+    rig.store.put([Outgoing("k", [second], 64)])
     assert found() == first
-    rig.engine.put([Outgoing("k", [second], 64, replaces=True)])
+    rig.store.put([Outgoing("k", [second], 64, replaces=True)])
     assert found() == second
 
 
 @pytest.mark.parametrize("length", [100, 500_000])
 def test_an_object_of_another_length_is_bad(rig, length):
     run = make_run(0)
-    rig.engine.put([Outgoing(rig.key(run), [bytes(length)], length)])
+    rig.store.put([Outgoing(rig.key(run), [bytes(length)], length)])
     assert rig.assert_a_miss(run).outcome is Outcome.BAD
 
 
@@ -215,7 +215,7 @@ def test_nothing_is_written_to_host_memory_after_an_order_has_ended(faulty):
     for shard in rig.shards:
         shard[:] = 7
     pool.resume(pool.owner)
-    wait_until(lambda: rig.engine.check(None) is None, "the master answers")
+    wait_until(lambda: rig.store.check(None) is None, "the master answers")
     time.sleep(1.0)  # bytes on their way would arrive now
     assert all((shard == 7).all() for shard in rig.shards)
 
@@ -224,7 +224,7 @@ def test_the_time_limit_covers_what_a_call_takes(faulty):
     pool, rig = faulty
     pool.stop(pool.owner)
     began_s = time.monotonic()
-    rig.engine.get(
+    rig.store.get(
         [Incoming(rig.key(make_run(0)), [memoryview(bytearray(rig.form.object_bytes))], rig.form.object_bytes)]
     )
-    assert time.monotonic() - began_s < STALL * rig.engine.limit_s
+    assert time.monotonic() - began_s < STALL * rig.store.limit_s

@@ -14,12 +14,12 @@ from storage_rig import NAMESPACE, Rig, make_hash, make_run, opened
 from test_shared_service import LIMIT_S
 from test_shared_service import opened as opened_process
 
-from kvbm.shared import node_copies as module
 from kvbm.shared.keys import KeySpace
-from kvbm.shared.node_copies import COPIES, COPY_NAME, NodeCopies
-from kvbm.shared.object_engine import Incoming, StoreAnswer
+from kvbm.shared.object_store import Incoming, StoreAnswer
 from kvbm.shared.orders import Outcome
-from kvbm.shared.service.server import open_engine, with_copies
+from kvbm.shared.stores import node_copies as module
+from kvbm.shared.stores.node_copies import COPIES, COPY_NAME, NodeCopies
+from kvbm.shared.stores.open import open_store, with_copies
 
 OBJECTS = 20
 SLOW_BYTES_PER_S = 80_000  # an object takes 0.1 s
@@ -100,18 +100,18 @@ def test_a_stopped_engine_delays_others_once(proxy, processes):
 
 
 class Counting:
-    """An engine, and how many objects were read from it."""
+    """A store, and how many objects were read from it."""
 
-    def __init__(self, engine):
-        self._engine = engine
+    def __init__(self, store):
+        self._store = store
         self.count = 0
 
     def __getattr__(self, name):
-        return getattr(self._engine, name)
+        return getattr(self._store, name)
 
     def get(self, objects):
         self.count += len(objects)
-        return self._engine.get(objects)
+        return self._store.get(objects)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def pair(tmp_path):
     """Two storages in this process, over a directory as if it were a distant store; run 0 is written."""
     rigs = []
     for _ in range(2):
-        engine = Counting(open_engine(f"file://{tmp_path}/objects", 4, KeySpace(NAMESPACE), {}, writes=True))
-        rigs.append(Rig(NodeCopies(engine, tmp_path, "s3://a")))
-        rigs[-1].store = engine
+        store = Counting(open_store(f"file://{tmp_path}/objects", 4, KeySpace(NAMESPACE), {}, writes=True))
+        rigs.append(Rig(NodeCopies(store, tmp_path, "s3://a")))
+        rigs[-1].counting = store
     rigs[0].put(make_run(0))
     yield rigs
     for rig in rigs:
@@ -138,7 +138,7 @@ def test_a_copy_has_also_what_its_reader_skipped(pair):
     assert first.get(make_run(0), wanted={1}).is_good == (False, True, False, False)
     assert first.holds(33, make_run(0)[1])
     assert_read(second)
-    assert (first.store.count, second.store.count) == (1, 0)
+    assert (first.counting.count, second.counting.count) == (1, 0)
     assert second.storage.counters.copies_read == 1
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_copy_is_read_again_from_the_store(pair, tmp_path, damage):
     assert_read(first)
     DAMAGES[damage](copies(tmp_path)[0])
     assert_read(second)
-    assert second.store.count == 1
+    assert second.counting.count == 1
     assert second.storage.counters.bad_objects == second.storage.counters.copies_read == 0
     assert_read(first)
 
@@ -193,13 +193,13 @@ def test_an_engine_that_is_alone_keeps_no_copies(pair, tmp_path):
 
 def test_stores_in_memory_or_on_this_machine_have_no_copies(tmp_path):
     for url in ("file:///objects", "memory:///", "mooncake://host:1"):
-        engine = object()
-        assert with_copies(engine, url, tmp_path) is engine
-    assert with_copies(engine, "s3://bucket", None) is engine
+        store = object()
+        assert with_copies(store, url, tmp_path) is store
+    assert with_copies(store, "s3://bucket", None) is store
     (tmp_path / COPIES).write_text("a file")
-    assert with_copies(engine, "s3://bucket", tmp_path) is engine
+    assert with_copies(store, "s3://bucket", tmp_path) is store
     with opened("memory:///") as rig:
-        assert not isinstance(rig.engine, NodeCopies)
+        assert not isinstance(rig.store, NodeCopies)
 
 
 class Old:

@@ -73,7 +73,7 @@ def test_a_probe_finds_the_end_of_the_runs_that_are_present(rig, present):
 def test_a_damaged_object_is_a_miss(rig, change):
     run = make_run(0)
     rig.put(run)
-    store, key = rig.store, rig.key(run)
+    store, key = rig.raw, rig.key(run)
     content = bytearray(obstore.get(store, key).bytes())
     changed = {
         "cut": content[:-1],
@@ -90,7 +90,7 @@ def test_a_damaged_object_is_a_miss(rig, change):
 
 def test_the_object_of_another_run_under_this_name_is_a_miss(rig):
     rig.put(make_run(1))
-    store = rig.store
+    store = rig.raw
     obstore.put(store, rig.key(make_run(0)), bytes(obstore.get(store, rig.key(make_run(1))).bytes()))
     assert rig.assert_a_miss(make_run(0)).outcome is Outcome.BAD
 
@@ -100,7 +100,7 @@ def test_the_object_of_another_namespace_is_a_miss(tmp_path):
     with opened(url) as rig, opened(url, namespace=other) as foreign:
         rig.put(make_run(0))
         assert foreign.assert_a_miss(make_run(0)).outcome is Outcome.ABSENT
-        store = rig.store
+        store = rig.raw
         obstore.put(store, foreign.key(make_run(0)), bytes(obstore.get(store, rig.key(make_run(0))).bytes()))
         assert foreign.assert_a_miss(make_run(0)).outcome is Outcome.BAD
 
@@ -137,13 +137,13 @@ def test_a_listing_has_the_runs_of_this_namespace_only(tmp_path):
         rig.put(make_run(0))
         rig.put(make_run(1))
         other.put(make_run(2))
-        keys = [rig.keys.name_of(key) for page in rig.engine.keys(rig.keys.prefix) for key in page]
+        keys = [rig.keys.name_of(key) for page in rig.store.keys(rig.keys.prefix) for key in page]
         assert sorted(name for name in keys if name) == sorted([make_run(0)[-1], make_run(1)[-1]])
 
 
 def test_an_order_does_not_wait_for_a_thread_that_lists(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "IDLE_S", 600.0)
     with opened(f"file://{tmp_path}/objects") as rig:
-        for _ in range(2 * rig.engine.threads + 2):
+        for _ in range(2 * rig.store.threads + 2):
             time.sleep(0.05)  # every thread waits
             assert rig.probe([make_run(0)[-1]]).present == 0

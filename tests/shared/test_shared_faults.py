@@ -11,7 +11,7 @@ from storage_rig import RUN_BLOCKS, make_run, opened
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.orders import Get, Outcome, Probe, Put
-from kvbm.shared.request_limit import LEAST_LIMIT_S
+from kvbm.shared.stores.request_limit import LEAST_LIMIT_S
 
 MISS_LIMIT_S = 4.0  # a request may take 1 s then, and a call twice as long
 BACK_LIMIT_S = 12.0  # pauses of 1, 2 and 4 s
@@ -77,12 +77,12 @@ def test_every_fault_is_a_miss_in_time_and_the_store_is_used_again_after_it(rig,
 
 @each_server
 def test_a_store_that_has_become_slower_gets_more_time(rig, proxy):
-    while rig.engine.limit_s > LEAST_LIMIT_S:
+    while rig.store.limit_s > LEAST_LIMIT_S:
         assert all(rig.get(make_run(0)).is_good)
     proxy.bytes_per_s = rig.form.object_bytes / (1.5 * LEAST_LIMIT_S)
     proxy.fault = "slow"
     assert rig.get(make_run(0)).outcome is Outcome.FAILED
-    assert rig.engine.limit_s == 2 * LEAST_LIMIT_S
+    assert rig.store.limit_s == 2 * LEAST_LIMIT_S
     assert all(rig.get(make_run(0)).is_good)
 
 
@@ -187,7 +187,7 @@ def test_wrong_credentials_are_an_error_at_the_start_that_does_not_show_them(ser
 @pytest.mark.parametrize("server", ["s3rver"], indirect=True)
 def test_a_server_that_ignores_conditions_is_known_as_such_and_writes_work(server, place):
     with opened(place) as rig:
-        assert not rig.engine.creates_once
+        assert not rig.store.creates_once
         assert rig.put(make_run(0)).outcome is Outcome.GOOD
         assert all(rig.get(make_run(0)).is_good)
 

@@ -10,10 +10,11 @@ from storage_rig import make_run, opened
 
 from kvbm.process import channel as channel_module
 from kvbm.process.channel import Channel
-from kvbm.shared import breaker, directory_engine, storage
+from kvbm.shared import breaker, storage
 from kvbm.shared.breaker import WritePause
-from kvbm.shared.object_engine import StoreAnswer
+from kvbm.shared.object_store import StoreAnswer
 from kvbm.shared.orders import Outcome
+from kvbm.shared.stores import directory
 
 RUNS = [make_run(number) for number in range(8)]
 
@@ -34,7 +35,7 @@ def test_reads_go_on_while_writes_fail_and_writes_go_on_when_they_succeed(rig, m
     rig.storage._write_pause = WritePause()
     assert rig.put(RUNS[0]).outcome is Outcome.GOOD
     with monkeypatch.context() as full:
-        full.setattr(rig.engine, "_put", lambda one: StoreAnswer(Outcome.FAILED, "No space left on device"))
+        full.setattr(rig.store, "_put", lambda one: StoreAnswer(Outcome.FAILED, "No space left on device"))
         errors = [rig.put(run).error for run in RUNS[1:6]]
         assert errors[:3] == ["No space left on device"] * 3
         assert "paused" in errors[3]
@@ -97,7 +98,7 @@ def test_a_link_to_itself_and_a_directory_without_permission_leave_the_rest_of_t
     (namespace / "ff").mkdir(mode=0)
     (namespace / "aa").mkdir()
     (namespace / "aa" / "link").symlink_to(root / rig.key(RUNS[0]))
-    (found,) = [page for page in rig.engine.keys(rig.keys.prefix) if page]
+    (found,) = [page for page in rig.store.keys(rig.keys.prefix) if page]
     assert found == [rig.key(RUNS[0])]
 
 
@@ -109,7 +110,7 @@ def test_what_a_killed_engine_has_left_of_a_write_is_deleted_after_an_hour(rig, 
         one.write_bytes(b"half")
     for one in (old, other):
         os.utime(one, (0, 0))
-    (found,) = rig.engine.keys(rig.keys.prefix)
+    (found,) = rig.store.keys(rig.keys.prefix)
     assert rig.key(RUNS[0]) in found
     assert [one.exists() for one in (path, old, young, other)] == [True, False, True, True]
 
@@ -118,7 +119,7 @@ def test_a_listing_that_fails_is_logged(rig, caplog, monkeypatch):
     def fail(prefix):
         raise OSError("no permission")
 
-    monkeypatch.setattr(rig.engine, "keys", fail)
+    monkeypatch.setattr(rig.store, "keys", fail)
     rig.storage._list_once(time.monotonic())
     assert "cannot list the objects of the shared tier: no permission" in caplog.text
 
@@ -126,9 +127,9 @@ def test_a_listing_that_fails_is_logged(rig, caplog, monkeypatch):
 def test_one_call_that_never_returns_turns_the_tier_off_once(rig, monkeypatch):
     monkeypatch.setattr(storage, "STALL", 0.2)
     rig.put(RUNS[0])
-    hangs, get = threading.Event(), rig.engine._get
+    hangs, get = threading.Event(), rig.store._get
     blocked = rig.key(RUNS[1])
-    monkeypatch.setattr(rig.engine, "_get", lambda one: hangs.wait(60) if one.key == blocked else get(one))
+    monkeypatch.setattr(rig.store, "_get", lambda one: hangs.wait(60) if one.key == blocked else get(one))
     try:
         rig.submit(storage.Get, RUNS[1], tuple(range(4)))
         await_that(lambda: rig.storage.poll() or rig.storage.off_because)
@@ -147,15 +148,15 @@ def test_one_call_that_never_returns_turns_the_tier_off_once(rig, monkeypatch):
 def test_a_store_whose_reads_hang_stays_off_although_its_directory_can_be_listed(rig, monkeypatch):
     monkeypatch.setattr(storage, "STALL", 0.2)
     rig.put(RUNS[0])
-    hangs, tried, read_all = threading.Event(), threading.Event(), directory_engine._read_all
+    hangs, tried, read_all = threading.Event(), threading.Event(), directory._read_all
 
     def hang(descriptor):
         tried.set()
         hangs.wait(60)
         read_all(descriptor)
 
-    monkeypatch.setattr(rig.engine, "_get", lambda one: hangs.wait(60) and StoreAnswer(Outcome.FAILED, "late"))
-    monkeypatch.setattr(directory_engine, "_read_all", hang)
+    monkeypatch.setattr(rig.store, "_get", lambda one: hangs.wait(60) and StoreAnswer(Outcome.FAILED, "late"))
+    monkeypatch.setattr(directory, "_read_all", hang)
     try:
         rig.submit(storage.Get, RUNS[0], tuple(range(4)))
         await_that(lambda: rig.storage.poll() or rig.storage.off_because)
@@ -170,12 +171,12 @@ def test_a_store_whose_reads_hang_stays_off_although_its_directory_can_be_listed
 
 def test_a_bare_mount_point_is_not_taken_for_a_store_that_answers(rig, root):
     rig.put(RUNS[0])
-    assert rig.engine.check(rig.key(RUNS[0])) is None
-    assert rig.engine.check("no/such/object") is None, "that says nothing about the others"
-    rig.engine._device = -1  # of the file system that was mounted there
-    assert rig.engine.check(None) is None, "mounted again, with the description of the namespace"
-    rig.engine._facts.unlink()
-    assert "is not mounted" in rig.engine.check(None)
+    assert rig.store.check(rig.key(RUNS[0])) is None
+    assert rig.store.check("no/such/object") is None, "that says nothing about the others"
+    rig.store._device = -1  # of the file system that was mounted there
+    assert rig.store.check(None) is None, "mounted again, with the description of the namespace"
+    rig.store._facts.unlink()
+    assert "is not mounted" in rig.store.check(None)
 
 
 def await_that(is_so):

@@ -1,4 +1,4 @@
-"""Process of the shared tier: maps the segments of the ranks and runs the orders of one leader on an object engine.
+"""Process of the shared tier: maps the segments of the ranks and runs the orders of one leader on an object store.
 
     python -m kvbm.shared.service.server FD        FD is one end of a socket pair
 
@@ -8,40 +8,30 @@ can disturb no engine. The process exits with its leader.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
-from kvbm.shared.directory_engine import DirectoryEngine
 from kvbm.shared.geometry import RunGeometry
 from kvbm.shared.keys import KeySpace, run_blocks
-from kvbm.shared.object_engine import ObjectEngine
 from kvbm.shared.orders import Get, Listing, Probe, Put
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.protection import protection_of
 from kvbm.shared.run_format import RunFormat
 from kvbm.shared.service import messages
-from kvbm.shared.settings import directory_of
 from kvbm.shared.storage import SharedStorage
+from kvbm.shared.stores.open import open_store, with_copies
 
 BUSY_INTERVAL_S = 0.1  # between looks for calls that last too long
-LOCAL_STORES = ("file", "memory", "mooncake")  # the pages of files, and the pool, are in host memory already
 FIRST_LISTING_S = 2.0  # a start waits so long for it, so that the first request finds what the store has
 LISTED_AT_ONCE = 8192  # names in one message, so that an engine's step takes it in a fraction of a millisecond
-
-log = logging.getLogger(__name__)
 
 
 class _SharedChild:
@@ -135,47 +125,20 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
             "the secret of `tiers.shared.protection` has changed since the engine started", hint="restart the engine"
         )
     keys = KeySpace(order.namespace)
-    engine = open_engine(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
-    engine = with_copies(engine, settings.url, settings.node_directory)
+    store = open_store(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
+    store = with_copies(store, settings.url, settings.node_directory)
     block_bytes = sum(shard_bytes)
-    count = run_blocks(block_bytes, order.block_tokens, min_bytes=engine.min_run_bytes) if order.has_runs else 1
+    count = run_blocks(block_bytes, order.block_tokens, min_bytes=store.min_run_bytes) if order.has_runs else 1
     form = RunFormat(order.namespace, count, block_bytes, order.hash_bytes)
     storage = SharedStorage(
-        engine,
+        store,
         keys,
         RunGeometry(region.shards, shard_bytes, form, protection),
         region.slots_carry,
         expire_s=settings.expire_s,
         list_interval_s=settings.list_interval_s,
     )
-    return storage, messages.StoreOpened(engine.name, count, form.object_bytes)
-
-
-def open_engine(url: str, threads: int, keys: KeySpace, facts: Mapping[str, object], *, writes: bool) -> ObjectEngine:
-    """Return the engine for the store of a URL. Raises EnvironmentProblem."""
-    description = json.dumps(facts, indent=1, sort_keys=True, default=str).encode()
-    if url.startswith("mooncake://"):
-        from kvbm.shared.mooncake_engine import MooncakeEngine
-
-        return MooncakeEngine.open(url, batch_objects=threads, facts_key=keys.facts, facts=description, writes=writes)
-    if (directory := directory_of(url)) is not None:
-        return DirectoryEngine.open(directory, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
-    from kvbm.shared.obstore_engine import ObstoreEngine
-
-    return ObstoreEngine.open(url, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
-
-
-def with_copies(engine: ObjectEngine, url: str, directory: Path | None) -> ObjectEngine:
-    """Let engines with the same disk directory read an object once. A store on this machine needs no copies."""
-    if directory is None or urlsplit(url).scheme in LOCAL_STORES:
-        return engine
-    from kvbm.shared.node_copies import NodeCopies
-
-    try:
-        return NodeCopies(engine, directory, url)
-    except OSError as error:
-        log.warning("kvbm: this engine shares no copies of objects with other engines of this machine: %s", error)
-        return engine
+    return storage, messages.StoreOpened(store.name, count, form.object_bytes)
 
 
 if __name__ == "__main__":

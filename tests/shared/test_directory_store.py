@@ -9,10 +9,10 @@ import pytest
 from storage_rig import make_run, opened
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared import directory_engine
 from kvbm.shared.geometry import RunGeometry
-from kvbm.shared.object_engine import Outgoing
+from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
+from kvbm.shared.stores import directory
 
 RUN = make_run(0)
 
@@ -60,7 +60,7 @@ def test_a_file_system_that_takes_few_bytes_at_a_time_gets_all_of_them(rig, monk
 
 
 def test_an_object_of_more_parts_than_one_call_takes_is_whole(rig, monkeypatch):
-    monkeypatch.setattr(directory_engine, "MOST_PARTS", 2)
+    monkeypatch.setattr(directory, "MOST_PARTS", 2)
     assert rig.put(RUN).outcome is Outcome.GOOD
     assert all(rig.get(RUN).is_good)
 
@@ -73,11 +73,11 @@ def test_a_file_system_without_hard_links_is_written_and_may_be_written_twice(ro
 
     monkeypatch.setattr(os, "link", no_links)
     with opened(f"file://{root}") as rig:
-        assert not rig.engine.creates_once
+        assert not rig.store.creates_once
         assert rig.put(RUN).outcome is Outcome.GOOD
         assert all(rig.get(RUN).is_good)
         (content,) = [(root / rig.key(RUN)).read_bytes()]
-        again = rig.engine.put([Outgoing(rig.key(RUN), [content], len(content))])
+        again = rig.store.put([Outgoing(rig.key(RUN), [content], len(content))])
     assert [answer.outcome for answer in again] == [Outcome.GOOD]
     assert files(root) == [RUN[-1].hex()]
 
@@ -88,7 +88,7 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
 
         def write(rig, value):
             start.wait()
-            answers.extend(rig.engine.put([Outgoing(rig.key(RUN), [bytes([value]) * (1 << 20)], 1 << 20)]))
+            answers.extend(rig.store.put([Outgoing(rig.key(RUN), [bytes([value]) * (1 << 20)], 1 << 20)]))
 
         threads = [threading.Thread(target=write, args=one) for one in ((first, 1), (second, 2))]
         for thread in threads:
@@ -104,7 +104,7 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
 def test_a_directory_that_cannot_be_created_is_a_failed_write_and_no_object_that_exists(rig, root, replaces):
     key = rig.key(RUN)
     (root / key).parent.symlink_to("/nonexistent")
-    (answer,) = rig.engine.put([Outgoing(key, [b"x"], 1, replaces=replaces)])
+    (answer,) = rig.store.put([Outgoing(key, [b"x"], 1, replaces=replaces)])
     assert answer.outcome is Outcome.FAILED
 
 
@@ -122,7 +122,7 @@ def test_what_is_written_to_a_store_is_not_written_to_its_bare_mount_point(rig, 
     assert rig.put(RUN).outcome is Outcome.GOOD
     shutil.rmtree(root)
     root.mkdir()
-    monkeypatch.setattr(rig.engine, "_device", -1)  # the file system below the mount point has another number
+    monkeypatch.setattr(rig.store, "_device", -1)  # the file system below the mount point has another number
     assert rig.put(RUN).outcome is Outcome.FAILED
     assert list(root.iterdir()) == []
 

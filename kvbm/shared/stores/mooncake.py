@@ -1,6 +1,6 @@
-"""MooncakeEngine: objects in a pool of host memory across machines, through Mooncake Store.
+"""MooncakeStore: objects in a pool of host memory across machines, through Mooncake Store.
 
-A master knows which owner (`mooncake_client`) has which object. This engine contributes no memory: it is a client only.
+A master knows which owner (`mooncake_client`) has which object. kvbm contributes no memory: it is a client only.
 One call moves many objects, and one thread calls, because parallel calls of one client are slower.
 
 What the store does, and what follows from it:
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
 
@@ -56,8 +56,8 @@ REASONS = {
 log = logging.getLogger(__name__)
 
 
-class MooncakeEngine:
-    """See the module's text. One thread at a time may call it. `store` is a MooncakeDistributedStore that is set up;
+class MooncakeStore:
+    """See the module's text. One thread at a time may call it. `pool` is a MooncakeDistributedStore that is set up;
     with `registers`, it requires that all memory is registered."""
 
     name = "mooncake"
@@ -66,24 +66,24 @@ class MooncakeEngine:
     creates_once = True
     can_list = False
 
-    def __init__(self, store: Any, *, prefix: str, batch_objects: int, registers: bool) -> None:
+    def __init__(self, pool: Any, *, prefix: str, batch_objects: int, registers: bool) -> None:
         self.batch_objects = batch_objects
-        self._store = store
+        self._pool = pool
         self._prefix = f"{prefix}/" if prefix else ""
         self._memory: list[tuple[int, int]] = []  # start and end of what needs no copy
-        self._scratch = _Scratch(store if registers else None)
-        self._calling = threading.Lock()  # held until the end of the engine by `close`
+        self._scratch = _Scratch(pool if registers else None)
+        self._calling = threading.Lock()  # held until the end of the process by `close`
 
     @classmethod
-    def open(cls, url: str, *, batch_objects: int, facts_key: str, facts: bytes, writes: bool) -> MooncakeEngine:
+    def open(cls, url: str, *, batch_objects: int, facts_key: str, facts: bytes, writes: bool) -> MooncakeStore:
         """Connect to the master. Raises EnvironmentProblem if it does not answer."""
         parts = urlsplit(url)
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "tcp")
-        store = _connected(url, parts, protocol)
-        engine = cls(store, prefix=parts.path.strip("/"), batch_objects=batch_objects, registers=protocol != "tcp")
-        if writes and (answer := engine.put([Outgoing(facts_key, [facts], len(facts))])[0]).error:
+        pool = _connected(url, parts, protocol)
+        store = cls(pool, prefix=parts.path.strip("/"), batch_objects=batch_objects, registers=protocol != "tcp")
+        if writes and (answer := store.put([Outgoing(facts_key, [facts], len(facts))])[0]).error:
             log.warning("kvbm: %s accepts no objects yet, nothing is written to it: %s", url, answer.error)
-        return engine
+        return store
 
     @property
     def limit_s(self) -> float:
@@ -105,7 +105,7 @@ class MooncakeEngine:
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         with self._calling:
-            codes = self._store.batch_is_exist([self._prefix + key for key in keys])
+            codes = self._pool.batch_is_exist([self._prefix + key for key in keys])
         return [None if code < 0 else code > 0 for code in codes]
 
     def keys(self, prefix: str) -> Iterator[list[str]]:
@@ -115,22 +115,22 @@ class MooncakeEngine:
         """`health_check` of the library reports success without asking the master. No object is read: its bytes could
         only go to memory that is registered."""
         with self._calling:
-            code = self._store.batch_is_exist(["kvbm-check"])[0]
+            code = self._pool.batch_is_exist(["kvbm-check"])[0]
         return _failed(code).error if code < 0 else None
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects, also those that somebody reads. One that is not there is no error."""
         with self._calling:
             for key in keys:
-                self._store.remove(self._prefix + key, True)
+                self._pool.remove(self._prefix + key, True)
 
     def close(self) -> None:
         if self._calling.acquire(blocking=False):  # else a call hangs: the process ends with it
-            self._store.close()
+            self._pool.close()
 
     def _get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
         all_parts = self._in_reach([one.buffers for one in objects])
-        sizes = self._store.batch_get_into_multi_buffers(
+        sizes = self._pool.batch_get_into_multi_buffers(
             [self._prefix + one.key for one in objects],
             [parts.addresses for parts in all_parts],
             [parts.sizes for parts in all_parts],
@@ -147,8 +147,8 @@ class MooncakeEngine:
         all_parts = self._in_reach([one.buffers for one in objects], is_write=True)
         for one in objects:
             if one.replaces:
-                self._store.remove(self._prefix + one.key, True)
-        codes = self._store.batch_put_from_multi_buffers(
+                self._pool.remove(self._prefix + one.key, True)
+        codes = self._pool.batch_put_from_multi_buffers(
             [self._prefix + one.key for one in objects],
             [parts.addresses for parts in all_parts],
             [parts.sizes for parts in all_parts],
@@ -159,7 +159,7 @@ class MooncakeEngine:
         """Return why an object was not read. The library has one code for a short object and for a dead owner."""
         if code in MISSING:
             return StoreAnswer(Outcome.ABSENT)
-        size = code if code >= 0 else self._store.get_size(self._prefix + one.key)
+        size = code if code >= 0 else self._pool.get_size(self._prefix + one.key)
         if size >= 0 and size != one.length:
             return StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")
         return _failed(code)
@@ -211,23 +211,23 @@ class _Parts:
 
 
 class _Scratch:
-    """Memory for headers and for bytes that are skipped. It grows as calls need it. `store` registers it, if any."""
+    """Memory for headers and for bytes that are skipped. It grows as calls need it. `pool` registers it, if any."""
 
-    def __init__(self, store: Any | None) -> None:
-        self._store = store
+    def __init__(self, pool: Any | None) -> None:
+        self._pool = pool
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._used = 0
 
     def register(self, address: int, length: int) -> None:
         """Raises OSError."""
-        if self._store is not None and (code := self._store.register_buffer(address, length)) != 0:
+        if self._pool is not None and (code := self._pool.register_buffer(address, length)) != 0:
             raise OSError(f"Mooncake cannot register {length} bytes of host memory (code {code})")
 
     def begin(self, skipped_bytes: int, copied_bytes: int) -> int:
         """Prepare for one call; return the address of what is skipped."""
         if len(self._memory) < skipped_bytes + copied_bytes:
-            if self._store is not None and len(self._memory):
-                self._store.unregister_buffer(_address(self._memory))
+            if self._pool is not None and len(self._memory):
+                self._pool.unregister_buffer(_address(self._memory))
             length = -(-(skipped_bytes + copied_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
             self._memory = np.frombuffer(mmap.mmap(-1, length), np.uint8)
             self.register(_address(self._memory), length)
@@ -241,7 +241,7 @@ class _Scratch:
 
 
 def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
-    """Return a store that is set up. Raises EnvironmentProblem."""
+    """Return a client of the pool that is set up. Raises EnvironmentProblem."""
     host, port = parts.hostname, parts.port or DEFAULT_PORT
     if host is None:
         raise EnvironmentProblem(
@@ -257,15 +257,15 @@ def _connected(url: str, parts: SplitResult, protocol: str) -> Any:
             f"cannot load the library of Mooncake: {error}",
             hint="run `apt install libibverbs1`" if has_package else "run `pip install 'kvbm-cli[mooncake]'`",
         ) from error
-    store = MooncakeDistributedStore()
+    pool = MooncakeDistributedStore()
     device = os.environ.get("MOONCAKE_DEVICE", "")
-    code = store.setup(_own_name(url, host, port), "P2PHANDSHAKE", 0, 0, protocol, device, f"{host}:{port}")
+    code = pool.setup(_own_name(url, host, port), "P2PHANDSHAKE", 0, 0, protocol, device, f"{host}:{port}")
     if code != 0:
         raise EnvironmentProblem(
             f"cannot use `tiers.shared.url` {url}: the master does not answer (code {code}, protocol {protocol})",
             hint=f"start the master on {host} with `mooncake_master --rpc_address={host} --rpc_port={port}`",
         )
-    return store
+    return pool
 
 
 def _own_name(url: str, host: str, port: int) -> str:

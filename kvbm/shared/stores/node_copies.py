@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 
 from kvbm.host.directories import make_private_directories
 from kvbm.host.tree import Tree
-from kvbm.shared.directory_engine import read_file
-from kvbm.shared.object_engine import Incoming, ObjectEngine, Outgoing, StoreAnswer, scatter
+from kvbm.shared.object_store import Incoming, ObjectStore, Outgoing, StoreAnswer, scatter
 from kvbm.shared.orders import Outcome
+from kvbm.shared.stores.directory import read_file
 
 COPIES = "shared-copies"
 COPY_S = 30.0
@@ -52,11 +52,11 @@ log = logging.getLogger(__name__)
 
 
 class NodeCopies:
-    """An ObjectEngine around another one. See the module's text."""
+    """An ObjectStore around another one. See the module's text."""
 
-    def __init__(self, engine: ObjectEngine, directory: Path, url: str) -> None:
+    def __init__(self, store: ObjectStore, directory: Path, url: str) -> None:
         """Raises OSError if the directory cannot be used, or belongs to another user."""
-        self._engine = engine
+        self._store = store
         self._url = url
         self._home = directory / COPIES
         make_private_directories(self._home)
@@ -74,26 +74,22 @@ class NodeCopies:
         self._patient_from_s = self._keeping_from_s = 0.0  # when it waits, and when it keeps copies again
         self._unpurged_bytes = 0
         self._has_warned = False
-        self.name, self.batch_objects = engine.name, engine.batch_objects
-        self.threads, self.write_threads = engine.threads, engine.write_threads
-        self.min_run_bytes, self.creates_once, self.can_list = (
-            engine.min_run_bytes,
-            engine.creates_once,
-            engine.can_list,
-        )
+        self.name, self.batch_objects, self.min_run_bytes = store.name, store.batch_objects, store.min_run_bytes
+        self.threads, self.write_threads = store.threads, store.write_threads
+        self.creates_once, self.can_list = store.creates_once, store.can_list
 
     @property
     def limit_s(self) -> float:
-        return self._engine.limit_s
+        return self._store.limit_s
 
     def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        self._engine.use_memory(memory)
+        self._store.use_memory(memory)
 
     def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
         return [self._get(one) for one in objects]
 
     def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
-        answers = self._engine.put(objects)
+        answers = self._store.put(objects)
         for one in objects:
             if one.replaces:  # a copy would say that the object is still old
                 with suppress(OSError):
@@ -101,14 +97,14 @@ class NodeCopies:
         return answers
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
-        return self._engine.are_present(keys)
+        return self._store.are_present(keys)
 
     def keys(self, prefix: str) -> Iterator[list[str]]:
         self._purge()  # called at intervals, also while nothing is read
-        yield from self._engine.keys(prefix)
+        yield from self._store.keys(prefix)
 
     def check(self, key: str | None) -> str | None:
-        return self._engine.check(key)
+        return self._store.check(key)
 
     def close(self) -> None:
         self._purge()
@@ -118,7 +114,7 @@ class NodeCopies:
             os.close(self._member_lock)
             self._member_lock = None
         self._copies.close()
-        self._engine.close()
+        self._store.close()
 
     def _get(self, one: Incoming) -> StoreAnswer:
         if not self._has_others():
@@ -137,7 +133,7 @@ class NodeCopies:
         return found or self._fetch(one)
 
     def _fetch(self, one: Incoming) -> StoreAnswer:
-        return self._engine.get([one])[0]
+        return self._store.get([one])[0]
 
     def _claim(self, one: Incoming, name: str) -> StoreAnswer | int | None:
         """Return the answer from a copy; or the locked descriptor of the file that the caller receives the object into;

@@ -1,4 +1,4 @@
-"""DirectoryEngine: objects as files of a directory, which may be a parallel file system that many machines mount.
+"""DirectoryStore: objects as files of a directory, which may be a parallel file system that many machines mount.
 
     <directory>/<key>                  an object
     <directory>/<key>#<digits>         the same while it is written
@@ -32,10 +32,10 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.host.tree import NOT_ENTERED, Tree
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
-from kvbm.shared.request_limit import RequestLimit
+from kvbm.shared.stores.request_limit import RequestLimit
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o666  # less the umask
@@ -61,7 +61,7 @@ WITHOUT_LINKS = (  # what a file system without hard links answers
 log = logging.getLogger(__name__)
 
 
-class DirectoryEngine:
+class DirectoryStore:
     """See the module's text."""
 
     name = "directory"
@@ -82,7 +82,7 @@ class DirectoryEngine:
         self._limit = RequestLimit()
 
     @classmethod
-    def open(cls, root: Path, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> DirectoryEngine:
+    def open(cls, root: Path, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> DirectoryStore:
         """Create the directory and write the description of the namespace, unless this engine only reads. Raises
         EnvironmentProblem if the directory cannot be used."""
         require_directory(root)
@@ -90,7 +90,7 @@ class DirectoryEngine:
             with os.scandir(root) as entries:
                 next(entries, None)
             creates_once = writes and _describe(root, facts_key, facts)
-            engine = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
+            store = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
         except OSError as error:
             only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
             raise EnvironmentProblem(
@@ -99,7 +99,7 @@ class DirectoryEngine:
             ) from error
         if writes and not creates_once:
             log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
-        return engine
+        return store
 
     @property
     def limit_s(self) -> float:

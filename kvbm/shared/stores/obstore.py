@@ -1,4 +1,4 @@
-"""ObstoreEngine: objects in S3, GCS, Azure or memory, through the library obstore.
+"""ObstoreStore: objects in S3, GCS, Azure or memory, through the library obstore.
 
 Its calls are synchronous and release the GIL, so that threads suffice. Its own retries are off: a request that fails is
 a miss, which costs less than waiting. The time limit of a request covers all of it, and follows from the size of an
@@ -16,7 +16,9 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from io import UnsupportedOperation
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -24,12 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.directory_engine import require_directory
 from kvbm.shared.keys import MIN_RUN_BYTES
-from kvbm.shared.object_engine import Incoming, Outgoing, StoreAnswer, most_writing, scatter, wrong_length
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, scatter, wrong_length
 from kvbm.shared.orders import Outcome
-from kvbm.shared.request_limit import FIRST_LIMIT_S, RequestLimit
 from kvbm.shared.settings import directory_of
+from kvbm.shared.stores.directory import require_directory
+from kvbm.shared.stores.request_limit import FIRST_LIMIT_S, RequestLimit
 
 CONNECT_S = 1.0
 CHECKED_BYTES = 4096  # of an object, to find out whether the store answers
@@ -50,7 +52,7 @@ ENDPOINT_VARIABLES = {  # read by obstore, which refuses http:// unless it is to
 log = logging.getLogger(__name__)
 
 
-class ObstoreEngine:
+class ObstoreStore:
     """See the module's text. `kind` is the scheme of the URL."""
 
     batch_objects = 1
@@ -69,15 +71,15 @@ class ObstoreEngine:
         self._probing = ThreadPoolExecutor(PROBES_AT_A_TIME, thread_name_prefix="kvbm-shared-probe")
 
     @classmethod
-    def open(cls, url: str, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> ObstoreEngine:
+    def open(cls, url: str, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> ObstoreStore:
         """Connect to a store and check it. Raises EnvironmentProblem if it does not exist or is not accessible."""
-        engine = cls(connection(url), kind=urlsplit(url).scheme, threads=threads)
+        store = cls(connection(url), kind=urlsplit(url).scheme, threads=threads)
         try:
-            engine._require_access(url, facts_key, facts, writes=writes)
+            store._require_access(url, facts_key, facts, writes=writes)
         except BaseException:
-            engine.close()
+            store.close()
             raise
-        return engine
+        return store
 
     @property
     def limit_s(self) -> float:
@@ -99,27 +101,24 @@ class ObstoreEngine:
 
     def keys(self, prefix: str) -> Iterator[list[str]]:
         import obstore
-        from obstore.exceptions import BaseError
 
-        try:
+        with translated():
             for page in obstore.list(self._store, prefix, chunk_size=LIST_PAGE):
                 yield [str(entry["path"]) for entry in page]
-        except (BaseError, OSError) as error:
-            raise OSError(_reason(error)) from error
 
     def check(self, key: str | None) -> str | None:
         import obstore
-        from obstore.exceptions import BaseError
 
         try:
-            if key is None:
-                obstore.head(self._store, "kvbm-check")
-            else:
-                obstore.get_range(self._store, key, start=0, length=CHECKED_BYTES)
+            with translated():
+                if key is None:
+                    obstore.head(self._store, "kvbm-check")
+                else:
+                    obstore.get_range(self._store, key, start=0, length=CHECKED_BYTES)
         except FileNotFoundError:
             return None
-        except (BaseError, OSError) as error:
-            return _reason(error)
+        except OSError as error:
+            return str(error)
         return None
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class ObstoreEngine:
             return StoreAnswer(Outcome.ABSENT)
         except OSError as error:
             self._note_failure(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, _reason(error))
+            return StoreAnswer(Outcome.FAILED, str(error))
         if answer.outcome is Outcome.GOOD:
             self._note(time.monotonic() - began_s)
         return answer
@@ -141,17 +140,12 @@ class ObstoreEngine:
     def _request(self, one: Incoming) -> StoreAnswer:
         """Receive an object. Raises FileNotFoundError and OSError."""
         import obstore
-        from obstore.exceptions import BaseError
 
-        try:
+        with translated():
             found = obstore.get(self._store, one.key)
             if (wrong := wrong_length(int(found.meta["size"]), one)) is not None:
                 return wrong
             received = scatter(found.stream(min_chunk_size=CHUNK_BYTES), one)
-        except BaseError as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise OSError(_reason(error)) from error
         if (wrong := wrong_length(received, one)) is not None:
             return wrong
         age_s = (datetime.now(UTC) - found.meta["last_modified"]).total_seconds()
@@ -159,29 +153,29 @@ class ObstoreEngine:
 
     def _put(self, one: Outgoing) -> StoreAnswer:
         import obstore
-        from obstore.exceptions import AlreadyExistsError, BaseError
 
         mode: Literal["create", "overwrite"] = "create" if self.creates_once and not one.replaces else "overwrite"
         began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
-            obstore.put(self._store, one.key, iter(one.buffers), mode=mode, use_multipart=False)
-        except AlreadyExistsError:
+            with translated():
+                obstore.put(self._store, one.key, iter(one.buffers), mode=mode, use_multipart=False)
+        except FileExistsError:
             return StoreAnswer(Outcome.EXISTS)
-        except (BaseError, OSError) as error:
+        except OSError as error:
             self._note_failure(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, _reason(error))
+            return StoreAnswer(Outcome.FAILED, str(error))
         self._note(time.monotonic() - began_s)
         return StoreAnswer(Outcome.GOOD)
 
     def _is_present(self, key: str) -> bool | None:
         import obstore
-        from obstore.exceptions import BaseError
 
         try:
-            obstore.head(self._store, key)
+            with translated():
+                obstore.head(self._store, key)
         except FileNotFoundError:
             return False
-        except (BaseError, OSError):
+        except OSError:
             return None
         return True
 
@@ -197,25 +191,17 @@ class ObstoreEngine:
     def _require_access(self, url: str, facts_key: str, facts: bytes, *, writes: bool) -> None:
         """Read or write the description of the namespace, and find out whether a second creation fails."""
         import obstore
-        from obstore.exceptions import AlreadyExistsError, BaseError
 
         try:
-            for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here
-                break
+            with translated():
+                for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here
+                    break
             if not writes:
                 return
-            for _ in range(2):
-                try:
-                    obstore.put(self._store, facts_key, facts, mode="create", use_multipart=False)
-                except AlreadyExistsError:
-                    self.creates_once = True
-                except BaseError as error:
-                    if not is_unsupported(error):
-                        raise
-                    obstore.put(self._store, facts_key, facts, use_multipart=False)
-        except (BaseError, OSError) as error:
+            self.creates_once = not all(create(self._store, facts_key, facts) for _ in range(2))
+        except OSError as error:
             raise EnvironmentProblem(
-                f"cannot use `tiers.shared.url` {url}: {_reason(error)}",
+                f"cannot use `tiers.shared.url` {url}: {error}",
                 hint=f"run `kvbm doctor --url {shlex.quote(url)}`",
             ) from None
         if not self.creates_once:
@@ -225,7 +211,6 @@ class ObstoreEngine:
 def connection(url: str) -> Callable[[float], Any]:
     """Return a function that connects to the store of a URL. Raises EnvironmentProblem for a wrong one."""
     try:
-        from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise EnvironmentProblem(
@@ -265,20 +250,48 @@ def connection(url: str) -> Callable[[float], Any]:
         return from_url(url, **limits, **options)
 
     try:
-        connect(FIRST_LIMIT_S)
-    except (BaseError, OSError, ValueError, TypeError) as error:
-        raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_reason(error)}") from None
+        with translated():
+            connect(FIRST_LIMIT_S)
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_first_line(error)}") from None
     return connect
 
 
-def is_unsupported(error: BaseException) -> bool:
-    """Whether a store does not know conditional writes."""
-    from obstore.exceptions import NotSupportedError
+def create(store: Any, key: str, content: bytes) -> bool:
+    """Write an object unless there is one; return False then. A store without conditional writes overwrites it. Raises
+    OSError."""
+    import obstore
 
-    reason = _reason(error)
-    return isinstance(error, NotSupportedError) or "status code: 501" in reason
+    try:
+        with translated():
+            obstore.put(store, key, content, mode="create", use_multipart=False)
+    except FileExistsError:
+        return False
+    except UnsupportedOperation:
+        with translated():
+            obstore.put(store, key, content, use_multipart=False)
+    return True
 
 
-def _reason(error: BaseException) -> str:
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of obstore as OSError with a message of one line: FileNotFoundError for an object that is not there,
+    FileExistsError for one that is, UnsupportedOperation for a request that the store does not know."""
+    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError, NotSupportedError
+
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        reason = _first_line(error)
+        if isinstance(error, FileNotFoundError | NotFoundError):
+            raise FileNotFoundError(reason) from None
+        if isinstance(error, AlreadyExistsError):
+            raise FileExistsError(reason) from None
+        if isinstance(error, NotSupportedError) or "status code: 501" in reason:
+            raise UnsupportedOperation(reason) from None
+        raise OSError(reason) from None
+
+
+def _first_line(error: BaseException) -> str:
     """Return the first line of a message. obstore appends a dump of its own values, which may hold credentials."""
     return str(error).partition("\n")[0] or type(error).__name__

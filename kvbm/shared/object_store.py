@@ -1,6 +1,6 @@
-"""ObjectEngine: what reads and writes objects for SharedStorage. One implementation per kind of store.
+"""ObjectStore: what reads and writes objects for SharedStorage. One implementation per kind of store, in `stores`.
 
-The storage calls an engine from `threads` threads, each with up to `batch_objects` objects at a time. No call may last
+The storage calls a store from `threads` threads, each with up to `batch_objects` objects at a time. No call may last
 longer than `limit_s`, whatever the store does; one that cannot keep to that has its buffers quarantined by its caller.
 A store that does not answer, or answers with less than it should, is an answer FAILED: it says nothing about an object.
 """
@@ -22,7 +22,7 @@ from kvbm.shared.protection import Buffer
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """An object to be read. Its bytes go to `buffers` one after the other; a number skips as many bytes. An object of
-    another length is BAD. `is_fresh`: it must come from the store, because a copy of it was bad. An engine may call
+    another length is BAD. `is_fresh`: it must come from the store, because a copy of it was bad. A store may call
     `filled` with each part of a buffer that it has filled, in order, while the part is in the processor's cache."""
 
     key: str
@@ -55,7 +55,7 @@ class StoreAnswer:
 
 
 def most_writing(threads: int) -> int:
-    """Return how many of an engine's threads may write: some are left for reads, which requests wait for."""
+    """Return how many of a store's threads may write: some are left for reads, which requests wait for."""
     return max(1, threads * 3 // 4)
 
 
@@ -88,7 +88,7 @@ def scatter(chunks: Iterable[Buffer], one: Incoming) -> int:
     return received
 
 
-class ObjectEngine(Protocol):
+class ObjectStore(Protocol):
     """`creates_once`: whether the store refuses to overwrite, which was tried at the start. Without `can_list`, engines
     know only the objects that they have written or asked for."""
 

@@ -1,0 +1,75 @@
+"""Opens the store of a URL: an ObjectStore for an engine, a StoreAccess or an Inventory for a person's command.
+
+    file:                       DirectoryStore      DirectoryAccess
+    mooncake:                   MooncakeStore       none: Mooncake cannot list
+    s3: gs: az: memory: ...     ObstoreStore        ObstoreAccess
+
+A module is imported when its store is opened, because only then must its library be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvbm.shared.inventory import Inventory
+from kvbm.shared.keys import KeySpace
+from kvbm.shared.object_store import ObjectStore
+from kvbm.shared.settings import directory_of
+from kvbm.shared.store_access import StoreAccess
+
+LOCAL_STORES = ("file", "memory", "mooncake")  # the pages of files, and the pool, are in host memory already
+INVENTORY_LIMIT_S = 30.0  # of one request
+
+log = logging.getLogger(__name__)
+
+
+def open_store(url: str, threads: int, keys: KeySpace, facts: Mapping[str, object], *, writes: bool) -> ObjectStore:
+    """Raises EnvironmentProblem."""
+    description = json.dumps(facts, indent=1, sort_keys=True, default=str).encode()
+    if url.startswith("mooncake://"):
+        from kvbm.shared.stores.mooncake import MooncakeStore
+
+        return MooncakeStore.open(url, batch_objects=threads, facts_key=keys.facts, facts=description, writes=writes)
+    if (directory := directory_of(url)) is not None:
+        from kvbm.shared.stores.directory import DirectoryStore
+
+        return DirectoryStore.open(directory, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
+    from kvbm.shared.stores.obstore import ObstoreStore
+
+    return ObstoreStore.open(url, threads=threads, facts_key=keys.facts, facts=description, writes=writes)
+
+
+def with_copies(store: ObjectStore, url: str, directory: Path | None) -> ObjectStore:
+    """Let engines with the same disk directory read an object once. A store on this machine needs no copies."""
+    if directory is None or urlsplit(url).scheme in LOCAL_STORES:
+        return store
+    from kvbm.shared.stores.node_copies import NodeCopies
+
+    try:
+        return NodeCopies(store, directory, url)
+    except OSError as error:
+        log.warning("kvbm: this engine shares no copies of objects with other engines of this machine: %s", error)
+        return store
+
+
+def open_access(url: str, limit_s: float) -> StoreAccess:
+    """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
+    if (directory := directory_of(url)) is not None:
+        from kvbm.shared.stores.directory import require_directory
+        from kvbm.shared.stores.directory_access import DirectoryAccess
+
+        require_directory(directory)
+        return DirectoryAccess(directory)
+    from kvbm.shared.stores.obstore import connection
+    from kvbm.shared.stores.obstore_access import ObstoreAccess
+
+    return ObstoreAccess(connection(url)(limit_s))
+
+
+def open_inventory(url: str) -> Inventory:
+    """Raises EnvironmentProblem."""
+    return Inventory(open_access(url, INVENTORY_LIMIT_S), url)
