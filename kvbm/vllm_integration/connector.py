@@ -30,7 +30,7 @@ from kvbm.device.replicas import ALONE
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.log_queue import queue_log
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
-from kvbm.vllm_integration.identity import identity, takes_encodings
+from kvbm.vllm_integration.identity import encodes_by_content, identity
 from kvbm.vllm_integration.placement import require_parent, require_role
 from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -92,7 +92,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 identity=partial(identity, vllm_config),
                 publishes_events=_publishes_events(vllm_config),
                 engine=_engine_index(vllm_config),
-                encodes_here=not takes_encodings(vllm_config),
+                encodes_here=encodes_by_content(vllm_config),
             )
             watch(self._scheduler)
             preempt_before_resets(DynamoConnector)

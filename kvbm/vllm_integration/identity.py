@@ -86,6 +86,14 @@ def takes_encodings(vllm_config: VllmConfig) -> bool:
     return transfer is not None and getattr(transfer, "ec_role", None) != "ec_producer"
 
 
+def encodes_by_content(vllm_config: VllmConfig) -> bool:
+    """Return whether this engine encodes all media itself, and each independently of those before."""
+    options = getattr(vllm_config.model_config, "multimodal_config", None)
+    is_fp8 = getattr(options, "mm_encoder_attn_dtype", None) == "fp8"
+    has_fixed_scales = not is_fp8 or bool(getattr(options, "mm_encoder_fp8_scale_path", None))
+    return has_fixed_scales and not takes_encodings(vllm_config)
+
+
 def _serialization(algorithm: str) -> str:
     """Return how the tokens of a block become the bytes that are hashed. Pickles differ between versions of Python."""
     major, minor = sys.version_info[:2]

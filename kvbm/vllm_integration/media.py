@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm.vllm_integration.media_digests import Content, MediaDigests
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 UNLIMITED = 1 << 62
@@ -45,13 +46,17 @@ PERSON = b"kvbm media block"
 
 @dataclass(slots=True)
 class Identifier:
-    """What is known of an identifier: the contents that are not known yet, and the digest of all others."""
+    """What is known of an identifier: the contents that are not known yet, the digest of all others, the encoder."""
 
     digest: bytes | None = None
     waiting: list[Content] = field(default_factory=list)
     is_doubtful: bool = False
+    encoder: str | None = None
 
-    def add(self, content: Content) -> None:
+    def add(self, content: Content, encoder: str = "") -> None:
+        if self.encoder not in (None, encoder):
+            self.distrust()
+        self.encoder = encoder
         if not self.is_doubtful and content not in self.waiting:
             self.waiting.append(content)
 
@@ -137,7 +142,8 @@ class RequestMedia:
 class Media:
     """The media of all requests of one engine. Every request must be added, also one whose blocks are not kept.
 
-    `hash_bytes`: length of vLLM's block hashes. `encodes_here`: whether every encoding is computed in this engine.
+    `hash_bytes`: length of vLLM's block hashes. `encodes_here`: whether this engine computes every encoding, and
+    from the content alone.
     """
 
     def __init__(
@@ -160,14 +166,15 @@ class Media:
         if not features:
             return None
         is_here = self._encodes_here and not _is_computed_elsewhere(request.kv_transfer_params)
-        media = sorted((self._medium(feature, is_here) for feature in features), key=lambda one: one.offset)
+        adapter = request.lora_request
+        media = sorted((self._medium(feature, is_here, adapter) for feature in features), key=lambda one: one.offset)
         return RequestMedia(media, self._hash_bytes, self._clock() + PATIENCE_S)
 
     def look_again(self) -> None:
         """Note what was added to live sessions. Call it in each step, before blocks are kept."""
         for request_id, (request, count) in self._sessions.items():
             for feature in request.mm_features[count:]:
-                self._medium(feature, is_computed_here=False)
+                self._medium(feature, False, request.lora_request)
             self._sessions[request_id] = request, len(request.mm_features)
 
     def end(self, request: Request) -> None:
@@ -181,13 +188,14 @@ class Media:
     def close(self) -> None:
         self._digests.close()
 
-    def _medium(self, feature: Any, is_computed_here: bool) -> Medium:
+    def _medium(self, feature: Any, is_computed_here: bool, adapter: LoRARequest | None) -> Medium:
         position = feature.mm_position
         place = _place(position)
         has_content = is_computed_here and place is not None
         content = self._digests.of(feature.data, feature.modality) if has_content else Content(is_known=True)
-        identifier = self._identifier(str(feature.identifier))
-        identifier.add(content)
+        text = str(feature.identifier)
+        identifier = self._identifier(text)
+        identifier.add(content, _encoder(text, adapter))
         return Medium(int(position.offset), place or b"", identifier, content)
 
     def _identifier(self, text: str) -> Identifier:
@@ -210,6 +218,16 @@ class Media:
 
     def _has_left(self, key: bytes) -> bool:
         return bool(self._filter) and all(self._filter[byte] & bit for byte, bit in _bits(key))
+
+
+def _encoder(identifier: str, adapter: LoRARequest | None) -> str:
+    """Return which adapter changes the encoding of a medium, empty if none does.
+
+    vLLM then puts its name in front of the identifier, as any client can. The same name can stand for other weights.
+    """
+    if adapter is None or not identifier.startswith(f"{adapter.lora_name}:"):
+        return ""
+    return f"{adapter.lora_int_id} {adapter.lora_name}"
 
 
 def _place(position: Any) -> bytes | None:

@@ -90,8 +90,8 @@ class SchedulerSide:
     `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
     token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
     what blocks on disk must match, and why they must not outlive the engine, empty if they may. `publishes_events`:
-    whether vLLM publishes KV events. `engine`: its number in a data-parallel server. `encodes_here`: whether it encodes
-    all media itself.
+    whether vLLM publishes KV events. `engine`: its number in a data-parallel server. `encodes_here`: whether it
+    computes every encoding of media itself, and from the content alone.
     """
 
     def __init__(

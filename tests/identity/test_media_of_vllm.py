@@ -56,8 +56,18 @@ def feature(data, identifier="x", offset=40, length=20, mask=None, modality="ima
     return SimpleNamespace(data=data, identifier=identifier, mm_position=position, modality=modality)
 
 
-def request(*features, name="r", resumable=False, params=None):
-    return SimpleNamespace(request_id=name, mm_features=list(features), resumable=resumable, kv_transfer_params=params)
+def request(*features, name="r", resumable=False, params=None, adapter=None):
+    return SimpleNamespace(
+        request_id=name,
+        mm_features=list(features),
+        resumable=resumable,
+        kv_transfer_params=params,
+        lora_request=adapter,
+    )
+
+
+def adapter(name, number):
+    return SimpleNamespace(lora_name=name, lora_int_id=number)
 
 
 @pytest.fixture
@@ -249,6 +259,28 @@ def test_while_a_digest_is_missing_nothing_is_certain_and_the_request_waits_for_
     assert first.certain_tokens() == slow.certain_tokens() == UNLIMITED
     assert not slow.is_waiting(now[0])
     media.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (None, adapter("a", 1)),  # a client without adapter calls its image `a:x`
+        (adapter("a:x", 2), adapter("a", 1)),
+        (adapter("a", 1), adapter("a", 3)),  # loaded again, maybe with other weights
+    ],
+)
+def test_an_identifier_with_one_content_and_two_encoders_is_not_certain(media, first, second):
+    """vLLM caches encodings by `adapter:name`, if an adapter covers the encoder."""
+    text = "a:x:y"
+    before = add(media, feature(picture(1), text), adapter=first)
+    assert before.certain_tokens() == UNLIMITED
+    assert add(media, feature(picture(1), text), adapter=second).certain_tokens() == 40
+    assert before.certain_tokens() == 40
+
+
+def test_adapters_that_do_not_cover_the_encoder_share_an_identifier(media):
+    for one in (None, adapter("a", 1), adapter("b", 2)):
+        assert add(media, feature(picture(1), "0a" * 32), adapter=one).certain_tokens() == UNLIMITED
 
 
 def test_a_digest_that_becomes_known_while_it_is_asked_for_is_not_lost():

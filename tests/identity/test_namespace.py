@@ -271,8 +271,20 @@ def test_pickled_hashes_depend_on_the_version_of_python(monkeypatch):
 
 def test_media_that_another_engine_encodes_are_in_doubt():
     def config(transfer):
-        return SimpleNamespace(ec_transfer_config=transfer)
+        return SimpleNamespace(ec_transfer_config=transfer, model_config=SimpleNamespace(multimodal_config=None))
 
-    assert not identity.takes_encodings(config(None))
-    assert not identity.takes_encodings(config(SimpleNamespace(ec_role="ec_producer")))
-    assert identity.takes_encodings(config(SimpleNamespace(ec_role="ec_consumer")))
+    for transfer in (None, SimpleNamespace(ec_role="ec_producer")):
+        assert not identity.takes_encodings(config(transfer))
+        assert identity.encodes_by_content(config(transfer))
+    consumer = config(SimpleNamespace(ec_role="ec_consumer"))
+    assert identity.takes_encodings(consumer)
+    assert not identity.encodes_by_content(consumer)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "path", "expected"), [(None, None, True), ("fp8", "scales.json", True), ("fp8", None, False)]
+)
+def test_an_encoder_whose_scales_come_from_earlier_images_does_not_encode_by_content(dtype, path, expected):
+    options = SimpleNamespace(mm_encoder_attn_dtype=dtype, mm_encoder_fp8_scale_path=path)
+    model_config = SimpleNamespace(multimodal_config=options)
+    assert identity.encodes_by_content(SimpleNamespace(model_config=model_config)) is expected

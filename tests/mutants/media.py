@@ -91,6 +91,14 @@ MUTANTS = (
         fails=f"{TESTS} -k encodes_or_computes",
     ),
     Mutant(
+        name="media-ignore-the-encoder",
+        bug="KV of an image that was encoded without an adapter is kept as that of the adapter",
+        file=MEDIA,
+        old="        if self.encoder not in (None, encoder):\n",
+        new="        if self.encoder is None is encoder:\n",
+        fails=f"{TESTS} -k two_encoders",
+    ),
+    Mutant(
         name="media-content-without-shape",
         bug="two images of equal bytes and other shapes share blocks",
         file=CONTENT,
