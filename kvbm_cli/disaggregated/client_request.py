@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm.text.foreign_json import bounded_int, has_more_values
 from kvbm.text.outside import shown_json
 
 MAX_VALUES = 1_200_000  # a prompt of a million token ids
@@ -65,10 +66,10 @@ class EngineRequests:
 
 def engine_requests(content: bytes) -> EngineRequests:
     """Return what the engines get for the body of a client. Raises WrongRequest."""
-    if content.count(b",") > MAX_VALUES:
-        raise WrongRequest(413, f"the body has more than {MAX_VALUES} commas")
+    if has_more_values(content, MAX_VALUES):
+        raise WrongRequest(413, f"the body has more than {MAX_VALUES} commas and brackets")
     try:
-        body = json.loads(content, parse_constant=_finite, parse_float=_finite)
+        body = json.loads(content, parse_constant=_finite, parse_float=_finite, parse_int=bounded_int)
     except (ValueError, RecursionError):  # also for numbers that are not JSON (NaN) or not finite (1e999)
         body = None
     if not isinstance(body, dict):

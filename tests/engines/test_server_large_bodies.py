@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
@@ -16,12 +17,15 @@ from kvbm.embedded.http.text_codec import TextCodec
 pytest.importorskip("transformers")
 
 MANY = 100_000
+NESTED = json.loads("[" * 900 + "]" * 900)  # its values have no commas
 TOO_MANY_VALUES = {
     "messages": (CHAT, {"messages": HELLO * MANY}),
     "parts of a message": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]}),
     "token ids": (COMPLETIONS, {"prompt": [1] * MANY}),
     "keys": (COMPLETIONS, {"prompt": "a", "metadata": {str(number): 1 for number in range(MANY)}}),
     "empty objects": (COMPLETIONS, {"prompt": "a", "metadata": [{}] * MANY}),
+    "nested lists": (COMPLETIONS, {"prompt": "a", "metadata": [NESTED] * (MANY // 900)}),
+    "nested objects": (COMPLETIONS, {"prompt": "a", "metadata": [json.loads('{"a":' * 900 + "1" + "}" * 900)] * 200}),
     "tokens to decode": ("/detokenize", {"tokens": [97] * MANY}),
     "messages to tokenize": ("/tokenize", {"messages": HELLO * MANY}),
 }
@@ -91,8 +95,44 @@ def test_large_chat_is_handled_off_the_event_loop(
 def test_nesting_of_any_depth_in_a_large_body_is_a_refusal() -> None:
     async def use(client: Client) -> None:
         for opening in (b"[", b'{"messages":', b'[{"content":'):
-            status, answer = await client.send(CHAT, io.BytesIO(opening * 500_000))
+            status, answer = await client.send(CHAT, io.BytesIO(opening * 10_000 + b" " * 100_000))
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+
+    serve(WrittenEngine(), use)
+
+
+def test_long_bodies_are_parsed_one_at_a_time_also_of_clients_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON parser lets no other thread run. Several in a row, without a turn of the others, stop all streams."""
+    began, may_end, seen = threading.Semaphore(0), threading.Event(), []
+
+    def read_json(body: bytes) -> dict[str, Any]:
+        seen.append(len(body))
+        began.release()
+        assert may_end.wait(60)
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    monkeypatch.setattr(openai_requests, "read_json", read_json)
+
+    async def use(client: Client) -> None:
+        sent = [asyncio.create_task(client.post(COMPLETIONS, prompt="x" * 100_000)) for _ in range(2)]
+        assert await asyncio.to_thread(began.acquire, timeout=60)
+        sent[0].cancel()  # or sent[1]: either of them may be the one that is parsed
+        assert (await client.get("/health"))[0] == 200
+        assert len(seen) == 1
+        may_end.set()
+        assert (await sent[1])[0] == 400
+
+    serve(WrittenEngine(), use)
+
+
+def test_integer_of_many_digits_is_refused_before_its_digits_are_converted() -> None:
+    """An integer of d digits takes d²: 2,000 of 4,300 digits hold up all threads for 0.3 s."""
+
+    async def use(client: Client) -> None:
+        body = b'{"prompt": "a", "metadata": [%s]}' % b",".join([b"9" * 4300] * 10)
+        status, answer = await client.send(COMPLETIONS, io.BytesIO(body))
+        assert (status, "a number of 4300 digits" in answer["error"]["message"]) == (400, True)
 
     serve(WrittenEngine(), use)
 

@@ -82,6 +82,22 @@ MUTANTS = (
         fails="tests/cli/test_pd_proxy.py -k another_process",
     ),
     Mutant(
+        name="brackets-are-no-values",
+        bug="A body of nested lists is parsed, which stops all streams for seconds.",
+        file="kvbm/text/foreign_json.py",
+        old='for mark in (b",", b"[", b"{"):',
+        new='for mark in (b",",):',
+        fails="tests/engines/test_server_large_bodies.py -k more_values",
+    ),
+    Mutant(
+        name="long-bodies-in-parallel",
+        bug="The engine parses any number of long bodies without a pause between them.",
+        file="kvbm/embedded/http/endpoints.py",
+        old="run_in_executor(served.parser, parse, body)",
+        new="run_in_executor(None, parse, body)",
+        fails="tests/engines/test_server_large_bodies.py -k one_at_a_time",
+    ),
+    Mutant(
         name="variables-in-the-command-line",
         bug="The engine's variables are part of the embedded engine's arguments.",
         file="kvbm/embedded/launch.py",

@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -57,12 +57,17 @@ class ServedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`."""
+    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`.
+
+    `parser` is the thread for long bodies. It is a single one, so that between two of them the others get their turn,
+    also if the clients do not wait for an answer.
+    """
 
     engine: ServedEngine
     vocabulary_size: int
     codec: TextCodec
     metrics: EngineMetrics
+    parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="parser"))
 
 
 class CompletionFailed(Exception):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from kvbm.text.foreign_json import bounded_int
 from kvbm.text.outside import fit_for_message, shown_json
 from kvbm.text.outside import shown as shown_text
 
@@ -34,7 +35,7 @@ class RequestError(Exception):
 def read_json(body: bytes) -> dict[str, Any]:
     """Parse a body as a JSON object. Rejects numbers that are not JSON (NaN, Infinity) or not finite (1e999)."""
     try:
-        values = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite)
+        values = json.loads(body, parse_constant=_refuse_constant, parse_float=_finite, parse_int=bounded_int)
     except RequestError:
         raise
     except UnicodeDecodeError as error:
