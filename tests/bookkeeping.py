@@ -1,6 +1,6 @@
 """Consistency check of a leader: what is in flight, what is held and what is registered must agree."""
 
-from kvbm.host.region import LANES
+from kvbm.host.control_words import LANES
 
 
 def check_leader(leader):

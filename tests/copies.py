@@ -10,7 +10,7 @@ import torch
 
 from kvbm.device.copier import DeviceCopier
 from kvbm.host.layout import BlockLayout, Piece, storages_of
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 
 BLOCKS = 12
 SLOTS = 9

@@ -13,7 +13,8 @@ from kvbm.disk.service.client import DiskClient
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.types import SlotState
 
 HASH_BYTES = 16

@@ -43,7 +43,8 @@ from kvbm.disk.index import BlockIndex, IndexRow  # noqa: E402
 from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
-from kvbm.host.region import Region, Segment  # noqa: E402
+from kvbm.host.region import Region  # noqa: E402
+from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402

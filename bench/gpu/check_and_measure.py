@@ -49,7 +49,7 @@ import device_effects  # noqa: E402
 from kvbm.device import cuda  # noqa: E402
 from kvbm.device.copier import DeviceCopier  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
-from kvbm.host.region import Segment  # noqa: E402
+from kvbm.host.segment import Segment  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BLOCKS = 16

@@ -63,7 +63,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm.host.shared_memory import SharedMemory
 from kvbm.types import SlotState
 from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id

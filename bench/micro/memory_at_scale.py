@@ -45,7 +45,8 @@ from sparse_segments import sparse_segment  # noqa: E402
 
 from kvbm.host.layout import PAGE_BYTES, BlockLayout, Piece  # noqa: E402
 from kvbm.host.machine_memory import THIS_MACHINE  # noqa: E402
-from kvbm.host.region import Region, Segment  # noqa: E402
+from kvbm.host.region import Region  # noqa: E402
+from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.host.shared_memory import MAX_PREFAULT_THREADS  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402

@@ -67,7 +67,7 @@ class Loop:
         obstore.delete(self._store, [keys.key(name) for name in names])
 
 
-def measure(store: str, url: str, rounds: int) -> dict[str, object]:
+def measure(name: str, url: str, rounds: int) -> dict[str, object]:
     store = open_store(url, IN_FLIGHT, KeySpace(NAMESPACE), {}, writes=True)
     tier = TierUnderTest(store, SIZE, COUNT)
     loop = Loop(url, tier.slots)
@@ -82,7 +82,7 @@ def measure(store: str, url: str, rounds: int) -> dict[str, object]:
                     found.setdefault((what, side), []).append(taken)
         loop.delete(names)
     tier.storage.close(1.0)
-    row: dict[str, object] = {"store": store, "object_bytes": SIZE, "in_flight": IN_FLIGHT}
+    row: dict[str, object] = {"store": name, "object_bytes": SIZE, "in_flight": IN_FLIGHT}
     for what in ("write", "read"):
         wall, cpu = ({side: median(found[what, side], part) for side in sides} for part in (0, 1))
         row |= {f"{what}_{side}_mb_s": round(SIZE * COUNT / wall[side] / 1e6) for side in sides}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from kvbm.host.control_words import LANES, WORD_BYTES
 from kvbm.host.layout import PAGE_BYTES, BlockLayout
-from kvbm.host.region import LANES, MEMFD_NAME, WORD_BYTES
+from kvbm.host.segment import MEMFD_NAME
 from kvbm.host.shared_memory import create_sealed
 from kvbm.types import SegmentInfo
 

@@ -30,7 +30,7 @@ from facts import facts
 
 from kvbm.device.copier import DeviceCopier
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 
 BLOCKS, LAYERS, PIECE_BYTES = 31, 12, 128 << 10
 G1_BLOCKS, SLOTS = 66, 680

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvbm.device.cuda_runtime import CudaRuntime
     from kvbm.host.layout import BlockLayout
-    from kvbm.host.region import Segment
+    from kvbm.host.segment import Segment
 
 MIN_ROW_BYTES = 4096
 MIN_GATHER_BYTES = 256 << 10

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, KvbmError
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm.types import SegmentInfo
 
 log = logging.getLogger(__name__)

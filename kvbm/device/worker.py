@@ -38,7 +38,7 @@ from kvbm.device.cuda_runtime import numa_node_of, on_device
 from kvbm.device.pool import TransferPool
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.errors import EnvironmentProblem, TransferError
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SegmentInfo, SlotState
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvbm.host.region import LANES
+from kvbm.host.control_words import LANES
 from kvbm.leader.shared_tier import RunFetch
 from kvbm.plan import Onboard
 from kvbm.types import SlotState, Tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copies import SLOTS, Rig
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 
 WAYS = {"staged": (True, 1 << 40), "staged, no batch": (False, 1), "direct": (True, 1)}  # (batch copy, shortest direct)
 MODES = ("late", "early", "random")

@@ -17,8 +17,10 @@ from kvbm.config.schema import Profile
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.control_words import LANES, REPORTS
 from kvbm.host.layout import BlockLayout, Piece
-from kvbm.host.region import LANES, MEMFD_NAME, REPORTS, Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import MEMFD_NAME, Segment
 from kvbm.sizing import size
 from kvbm.types import SlotState
 from kvbm_cli.make_model import MODELS

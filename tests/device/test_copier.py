@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvbm.device.copier import DeviceCopier
 from kvbm.errors import InvariantError, TransferError
 from kvbm.host.layout import BlockLayout, Piece
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 
 CASES = {
     "one block": ([3], [7], [5]),

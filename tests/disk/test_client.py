@@ -27,7 +27,8 @@ from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient, UnresponsiveDis
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.process.channel import HEADER, Channel
 from kvbm.process.child import Opening
 from kvbm.types import SlotState

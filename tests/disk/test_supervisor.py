@@ -27,7 +27,8 @@ from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 
 pytestmark = pytest.mark.slow
 

@@ -30,7 +30,7 @@ from kvbm.disk.orders import Read, Write
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.disk_features import queue_checks

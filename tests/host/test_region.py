@@ -18,9 +18,11 @@ import torch
 
 import kvbm.host.shared_memory
 from kvbm.errors import EnvironmentProblem, InvariantError
+from kvbm.host.control_words import LANES
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.machine_memory import HostMemory
-from kvbm.host.region import LANES, Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.host.shared_memory import KERNEL
 from kvbm.types import SegmentInfo, SlotState
 
@@ -492,7 +494,7 @@ RANK = """
     import json, sys, time
     from dataclasses import asdict
     from kvbm.host.layout import BlockLayout
-    from kvbm.host.region import Segment
+    from kvbm.host.segment import Segment
     from kvbm.types import SlotState
     layout = BlockLayout.block_contiguous(block_count=1, block_bytes=1 << 20)
     segment = Segment.create(rank=0, layout=layout, slot_count=64)

@@ -26,7 +26,8 @@ from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan

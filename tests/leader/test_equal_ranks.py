@@ -269,7 +269,7 @@ def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monk
 REPLICA = """
 import dataclasses, json, sys
 from kvbm.host.layout import BlockLayout, Piece
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm.types import SegmentInfo
 
 layout = BlockLayout((Piece(0, 0, 512, 512), Piece(1, 0, 512, 512)), 16)

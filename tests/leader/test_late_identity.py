@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Segment
+from kvbm.host.segment import Segment
 from kvbm.leader.namespace import namespace_of
 from kvbm.leader.settings import EngineTraits, LeaderSettings, open_disk, open_shared
 

@@ -10,7 +10,8 @@ import pytest
 from bookkeeping import check_leader
 from rig import G1, Rank, chain
 
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 

@@ -118,12 +118,12 @@ MUTANTS = (
     Mutant(
         name="region-failure-does-not-wait",
         bug="One rank's failure ends a transfer while the copier of another rank may still be writing.",
-        file="kvbm/host/region.py",
+        file="kvbm/host/control_words.py",
         old="""\
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
 """,
         new="""\
-    has_failed = found == _word(generation, SlotState.FAILED)
+    has_failed = found == control_word(generation, SlotState.FAILED)
     states[~is_reported.all(axis=0) & ~has_failed.any(axis=0)] = int(SlotState.EMPTY)
 """,
         fails="tests/host/test_region.py",
@@ -131,15 +131,15 @@ MUTANTS = (
     Mutant(
         name="region-forgets-the-generation",
         bug="An onboard takes any ready slot, whichever transfer filled it: the slot may hold another block.",
-        file="kvbm/host/region.py",
-        old="return bool(np.array_equal(found, _ready_words(generations)))",
-        new="return bool(np.array_equal(found & np.uint64(0xFF), _ready_words(generations) & np.uint64(0xFF)))",
+        file="kvbm/host/segment.py",
+        old="return bool(np.array_equal(found, ready_words(generations)))",
+        new="return bool(np.array_equal(found & np.uint64(0xFF), ready_words(generations) & np.uint64(0xFF)))",
         fails="tests/host/test_region.py",
     ),
     Mutant(
         name="region-lanes-overlap-the-slots",
         bug="The words of slots begin one word too late, so that a lane's report overwrites the last slot's.",
-        file="kvbm/host/region.py",
+        file="kvbm/host/control_words.py",
         old="            slots=words[: self.slot_count],",
         new="            slots=words[1 : self.slot_count + 1],",
         fails="tests/host/test_region.py",
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         name="region-one-rank-is-enough",
         bug="A slot counts as ready when one rank has proven it, although the others have not.",
-        file="kvbm/host/region.py",
+        file="kvbm/host/control_words.py",
         old="""\
     states = np.where(is_ready.all(axis=0), int(SlotState.READY), int(SlotState.FAILED))
     states[~is_reported.all(axis=0)] = int(SlotState.EMPTY)
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         name="region-heartbeat-is-a-lane",
         bug="the heartbeat overwrites the word of the last lane",
-        file="kvbm/host/region.py",
+        file="kvbm/host/control_words.py",
         old="            heartbeats=rows[:, -1:],",
         new="            heartbeats=rows[:, LANES - 1 : LANES],",
         fails="tests/host/test_region.py",

@@ -17,9 +17,9 @@ MUTANTS = (
         name="replicas-one-report-is-enough",
         bug="an offload ends while other ranks still copy their share",
         file="kvbm/host/region.py",
-        old="        has_ended = _is_final(found, wanted) | self._lost(is_lost)\n"
+        old="        has_ended = is_final(found, wanted) | self._lost(is_lost)\n"
         "        ended: list[bool] = np.logical_and.reduce(has_ended).tolist()",
-        new="        has_ended = _is_final(found, wanted) | self._lost(is_lost)\n"
+        new="        has_ended = is_final(found, wanted) | self._lost(is_lost)\n"
         "        ended: list[bool] = np.logical_or.reduce(has_ended).tolist()",
         fails="tests/device/test_common_segment.py",
     ),
@@ -27,8 +27,8 @@ MUTANTS = (
         name="replicas-failed-report-counts-as-an-end-only",
         bug="the shares of the other ranks are registered although one sample is missing",
         file="kvbm/host/region.py",
-        old="        if not (found == _word(generation, SlotState.READY)).all() or",
-        new="        if not (found == _word(generation, SlotState.READY)).any() or",
+        old="        if not (found == control_word(generation, SlotState.READY)).all() or",
+        new="        if not (found == control_word(generation, SlotState.READY)).any() or",
         fails="tests/device/test_common_segment.py tests/leader/test_equal_ranks.py",
     ),
     Mutant(

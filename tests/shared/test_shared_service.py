@@ -19,7 +19,8 @@ from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
-from kvbm.host.region import Region, Segment
+from kvbm.host.region import Region
+from kvbm.host.segment import Segment
 from kvbm.process import first_opening
 from kvbm.process.channel import Channel
 from kvbm.process.child import IDLE_INTERVAL_S, Opening

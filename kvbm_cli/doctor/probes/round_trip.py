@@ -41,7 +41,7 @@ class RoundTrip:
         import numpy as np
 
         from kvbm.host.layout import BlockLayout
-        from kvbm.host.region import Segment
+        from kvbm.host.segment import Segment
 
         self._request = request
         self._count = request.block_count
