@@ -85,7 +85,9 @@ class EngineMemory:
 
     def open_disk(self, directory: Path, block_count: int) -> DiskSupervisor:
         settings = DiskSettings(directory, block_count=block_count)
-        return DiskSupervisor.open(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
+        disk = DiskSupervisor.begin(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
+        disk.await_opening()
+        return disk
 
     def close(self) -> None:
         self.region.close()

@@ -22,7 +22,7 @@ from kvbm.hashing import HASH_BYTES
 from kvbm.host.region import Region
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.namespace import known
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -119,8 +119,7 @@ class KvbmScheduler:
         config = self._profile.connector_config()
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
-        disk = open_disk(config, segments, identity=self._identity, hash_bytes=HASH_BYTES, progress=self._progress)
-        shared = open_shared(config, segments, settings, identity=self._identity)
+        disk, shared = open_tiers(config, segments, settings, identity=self._identity, progress=self._progress)
         self._guarded = GuardedLeader(
             self.boundary,
             self._region,

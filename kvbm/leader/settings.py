@@ -109,7 +109,7 @@ class DiskPolicy:
 @dataclass(frozen=True, slots=True)
 class SharedPolicy:
     """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does.
-    `is_configured`: the profile has the tier, which may be off anyway (`open_shared`)."""
+    `is_configured`: the profile has the tier, which may be off anyway (`open_tiers`)."""
 
     is_configured: bool = False
     to_shared: str = "frequency"
@@ -186,19 +186,54 @@ class LeaderSettings:
         return len(groups) == 1 and groups[0].looks_back_over_all
 
 
-def open_disk(
+def open_tiers(
+    config: ConnectorConfig,
+    segments: Sequence[SegmentInfo],
+    settings: LeaderSettings,
+    *,
+    identity: Future[Identity],
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[DiskSupervisor | None, SharedClient | None]:
+    """Open the lower tiers of an engine in parallel; None for one that is not configured, and for a shared tier whose
+    blocks are in doubt (`namespace_of`). Raises EnvironmentProblem if one cannot be used.
+
+    A tier that hangs is left out until it answers. If the identity is not known yet, the tiers are opened when it is,
+    and blocks stay in host memory until then. Blocks in doubt are not kept on disk for the next start.
+    """
+    disk = _begin_disk(config, segments, identity=identity, hash_bytes=settings.engine.hash_bytes, progress=progress)
+    shared = None
+    try:
+        shared = _begin_shared(config, segments, settings, identity=identity)
+        for tier in (disk, shared):
+            if tier is not None:
+                tier.await_opening()
+    except BaseException:
+        for tier in (disk, shared):
+            if tier is not None:
+                tier.close(0.0)
+        raise
+    if disk is not None and disk.slot_count and config.tiers.disk is not None:
+        directory = config.tiers.disk.directory
+        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.io_name)
+    if shared is not None and shared.run_blocks and config.tiers.shared is not None:
+        log.info(
+            "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
+            config.tiers.shared.url,
+            shared.engine_name,
+            shared.run_blocks,
+            shared.run_bytes / 2**20,
+        )
+    return disk, shared
+
+
+def _begin_disk(
     config: ConnectorConfig,
     segments: Sequence[SegmentInfo],
     *,
     identity: Future[Identity],
     hash_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | None,
 ) -> DiskSupervisor | None:
-    """Open the disk of an engine; None if none is configured. Raises EnvironmentProblem.
-
-    If the identity is not known yet, the disk is opened when it is, and blocks stay in host memory until then. Blocks
-    in doubt are not kept for the next start.
-    """
     section = config.tiers.disk
     if section is None:
         return None
@@ -210,10 +245,7 @@ def open_disk(
             _then(identity, partial(_disk_settings, config, segments)), segments, hash_bytes=hash_bytes
         )
     settings, name = _disk_settings(config, segments, identity.result())
-    disk = DiskSupervisor.open(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-    if disk.slot_count:
-        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, settings.directory, disk.io_name)
-    return disk
+    return DiskSupervisor.begin(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
 
 
 def _disk_settings(
@@ -241,14 +273,9 @@ def _disk_settings(
     return settings, name
 
 
-def open_shared(
+def _begin_shared(
     config: ConnectorConfig, segments: Sequence[SegmentInfo], settings: LeaderSettings, *, identity: Future[Identity]
 ) -> SharedClient | None:
-    """Open the shared tier of an engine; None if none is configured, or if its blocks are in doubt (`namespace_of`).
-
-    If the identity is not known yet, the tier is opened when it is. Raises EnvironmentProblem if the store cannot be
-    used.
-    """
     section = config.tiers.shared
     if section is None:
         return None
@@ -282,18 +309,7 @@ def open_shared(
         log.info("kvbm: %s: the shared tier is off until then", WAITS)
         return SharedClient.open_later(_then(identity, named), shared_settings, segments, **shape)
     name = named(identity.result())
-    if name is None:
-        return None
-    shared = SharedClient.open(shared_settings, *name, segments, **shape)
-    if shared.run_blocks:
-        log.info(
-            "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
-            section.url,
-            shared.engine_name,
-            shared.run_blocks,
-            shared.run_bytes / 2**20,
-        )
-    return shared
+    return None if name is None else SharedClient.begin(shared_settings, *name, segments, **shape)
 
 
 def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> Future[Result]:

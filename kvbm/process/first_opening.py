@@ -1,25 +1,31 @@
 """FirstOpening: how long the start of an engine waits until the child process of a tier has opened its files or store.
 
 A thread opens the tier. The engine waits for it as long as there is progress, and starts without a tier that hangs: the
-thread continues, so that a tier that answers later is used later. A problem that is found in time ends the start.
+thread continues, so that a tier that answers later is used later. A problem that is found in time ends the start. Two
+tiers are opened in parallel: if both hang, the start takes no longer than with one.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
 START_LIMIT_S = 8.0  # until the first message of a child, on a busy machine
-PROGRESS_LIMIT_S = 3.0  # without any message but heartbeats; two tiers together must not delay a start by 10 s
+PROGRESS_LIMIT_S = 3.0  # without any message but heartbeats
 CHECK_S = 0.05
+
+log = logging.getLogger(__name__)
 
 
 class FirstOpening:
     """The thread that opens calls `heard`, `succeed` and `fail`, the thread that starts the engine `wait`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str, place: object) -> None:
+        """`tier` and `place` are for the log."""
+        self._names = place, tier
         self._lock = threading.Lock()
         self._end: Future[None] = Future()
         self._until_s = time.monotonic() + START_LIMIT_S
@@ -46,12 +52,13 @@ class FirstOpening:
             return is_awaited
 
     def wait(self) -> bool:
-        """Return whether it is open, False if it takes too long. Raises the error of `fail`."""
+        """Return whether it is open; if it takes too long, log it and return False. Raises the error of `fail`."""
         while not self._end.done():
             wait_for([self._end], CHECK_S)
             with self._lock:
                 if time.monotonic() > self._until_s and not self._end.done():
                     self._is_awaited = False
+                    log.warning("kvbm: %s does not answer: starting without the %s tier, until it does", *self._names)
                     return False
         self._end.result()
         return True

@@ -31,7 +31,7 @@ from kvbm.host.region import Region
 from kvbm.identity.description import Description, describe
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
 from kvbm.observe.telemetry import Telemetry
 from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
@@ -116,20 +116,17 @@ class LeaderSide:
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
         settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=reports[0].block_count)
         callbacks = LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace)
-        disk, shared = self._open_disk(segments), self._open_shared(segments, settings)
+        disk, shared = self._open_tiers(segments, settings)
         self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk, shared=shared)
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
 
-    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
-        if self._config.tiers.disk is None:
-            return None
-        return open_disk(self._config, segments, identity=self._described(), hash_bytes=HASH_BYTES)
-
-    def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
-        if self._config.tiers.shared is None:
-            return None
-        return open_shared(self._config, segments, settings, identity=self._described())
+    def _open_tiers(
+        self, segments: Sequence[SegmentInfo], settings: LeaderSettings
+    ) -> tuple[DiskSupervisor | None, SharedClient | None]:
+        if self._config.tiers.disk is None and self._config.tiers.shared is None:
+            return None, None
+        return open_tiers(self._config, segments, settings, identity=self._described())
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""

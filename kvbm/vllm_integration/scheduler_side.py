@@ -25,7 +25,7 @@ from kvbm.identity.description import Description, describe
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
@@ -197,36 +197,29 @@ class SchedulerSide:
                 expected_blocks=len(self._pool.blocks),
             )
         notes_of = None if self._announcer is None else self._announcer.notes_of
+        disk, shared = self._open_tiers(segments, settings)
         self.leader = GuardedLeader(
             self.boundary,
             self._region,
             settings,
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
-            disk=self._open_disk(segments),
-            shared=self._open_shared(segments, settings),
+            disk=disk,
+            shared=shared,
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
-    def _open_disk(self, segments: Sequence[SegmentInfo]) -> DiskSupervisor | None:
-        if self._config.tiers.disk is None:
-            return None
+    def _open_tiers(
+        self, segments: Sequence[SegmentInfo], settings: LeaderSettings
+    ) -> tuple[DiskSupervisor | None, SharedClient | None]:
+        disk, shared = self._config.tiers.disk, self._config.tiers.shared
+        if disk is None and shared is None:
+            return None, None
         identity = self._described()
-        self._keeps_blocks |= self._config.tiers.disk.persist and not _is_doubtful(identity)
-        return open_disk(
-            self._config,
-            segments,
-            identity=identity,
-            hash_bytes=self._hash_bytes,
-            progress=progress_log("of disk space"),
-        )
-
-    def _open_shared(self, segments: Sequence[SegmentInfo], settings: LeaderSettings) -> SharedClient | None:
-        if self._config.tiers.shared is None:
-            return None
-        identity = self._described()
-        self._keeps_blocks |= not _is_doubtful(identity)
-        return open_shared(self._config, segments, settings, identity=identity)
+        keeps_blocks = shared is not None or (disk is not None and disk.persist)
+        self._keeps_blocks = keeps_blocks and not _is_doubtful(identity)
+        progress = progress_log("of disk space")
+        return open_tiers(self._config, segments, settings, identity=identity, progress=progress)
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""

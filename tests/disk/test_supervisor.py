@@ -41,7 +41,8 @@ def _short_pauses(monkeypatch):
 @contextmanager
 def lasting(directory: Path, **keys):
     with host_memory() as (infos, region):
-        disk = DiskSupervisor.open(settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+        disk = DiskSupervisor.begin(settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+        disk.await_opening()
         try:
             yield ProcessRig(disk, region)
         finally:
@@ -460,7 +461,8 @@ def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, capl
     rank.start()
     infos = [ours.recv()]
     region = Region.map(infos)
-    disk = DiskSupervisor.open(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+    disk = DiskSupervisor.begin(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+    disk.await_opening()
     rig = ProcessRig(disk, region)
     rig.write([1, 2], [0, 1])
     rank.kill()

@@ -33,6 +33,7 @@ from kvbm.leader.host_tier import HostTier
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import Offloads
 from kvbm.leader.onboards import Onboards
+from kvbm.leader.settings import open_tiers
 from kvbm.leader.shared_tier import SharedTier
 from kvbm.types import Tier
 
@@ -113,7 +114,7 @@ class Kvbm:
             }
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(driver, "open_shared", lambda *_, **__: store)
+            patch.setattr(driver, "open_tiers", lambda *args, **keys: (open_tiers(*args, **keys)[0], store))
             self.connector = driver.create_connector(profile.model_dump_json())
             self.engine = SimulatedEngine(
                 blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes

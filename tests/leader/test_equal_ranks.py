@@ -20,7 +20,7 @@ from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
 from kvbm.leader.namespace import known
-from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings, open_disk
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
 from kvbm.types import SegmentInfo, SlotState
 
 RANKS = 8
@@ -247,17 +247,19 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
 def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monkeypatch):
     names = []
     monkeypatch.setattr(
-        DiskSupervisor, "open", lambda settings, name, *_, **__: names.append(name.digest) or FakeDisk(8)
+        DiskSupervisor, "begin", lambda settings, name, *_, **__: names.append(name.digest) or FakeDisk(8)
     )
     config = ConnectorConfig.model_validate(
         {"tiers": {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}}
     )
     monkeypatch.setattr(FakeDisk, "io_name", "fake", raising=False)
+    monkeypatch.setattr(FakeDisk, "await_opening", lambda self: None, raising=False)
     for replicas in (1, 2, 4):
         rig = Rig(ranks=4, replicas=replicas)
         infos = [rank.worker.info for rank in rig.ranks]
+        settings = LeaderSettings.of(config, infos, EngineTraits(16), g1_blocks=8)
         for _ in range(2):
-            open_disk(config, infos, identity=known({"model": "m", "ranks": 4}), hash_bytes=16)
+            open_tiers(config, infos, settings, identity=known({"model": "m", "ranks": 4}))
         rig.close()
     assert (len(names), len(set(names))) == (6, 3)
     assert names[::2] == names[1::2]

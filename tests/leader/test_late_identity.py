@@ -1,17 +1,23 @@
-"""Tiers of an engine whose identity is known later: the start does not wait, and a doubt counts."""
+"""Opening the lower tiers: in parallel, and later than the engine if what names their blocks is known later."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import Future
 
 import pytest
 
 from kvbm.config.schema import ConnectorConfig
+from kvbm.disk.service import client as disk_client
+from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.namespace import namespace_of
-from kvbm.leader.settings import EngineTraits, LeaderSettings, open_disk, open_shared
+from kvbm.leader.settings import EngineTraits, LeaderSettings, open_tiers
+from kvbm.process import first_opening
+from kvbm.shared.service import client as shared_client
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}
@@ -24,13 +30,16 @@ def segments():
     segment.close()
 
 
-def config(tmp_path):
+def opened(tmp_path, segments, *names, identity):
+    """The disk and the shared tier, those of them that are in `names`."""
     tiers = {
         "host": {"blocks": 8},
         "disk": {"blocks": 8, "directory": str(tmp_path / "disk")},
         "shared": {"url": f"file://{tmp_path}/store", "protection": "none"},
     }
-    return ConnectorConfig.model_validate({"tiers": tiers})
+    config = ConnectorConfig.model_validate({"tiers": {name: tiers[name] for name in ("host", *names)}})
+    settings = LeaderSettings.of(config, segments, EngineTraits(16), g1_blocks=8)
+    return open_tiers(config, segments, settings, identity=identity)
 
 
 def until(is_so):
@@ -43,7 +52,7 @@ def until(is_so):
 @pytest.mark.parametrize("doubt", ["", "why"])
 def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, caplog):
     identity: Future = Future()
-    disk = open_disk(config(tmp_path), segments, identity=identity, hash_bytes=16)
+    disk, _ = opened(tmp_path, segments, "disk", identity=identity)
     assert disk is not None
     disk.poll()
     assert not disk.is_on
@@ -59,8 +68,7 @@ def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, ca
 @pytest.mark.parametrize("doubt", ["", "why"])
 def test_the_shared_tier_opens_when_the_identity_is_known_and_not_in_doubt(tmp_path, segments, doubt, caplog):
     identity: Future = Future()
-    settings = LeaderSettings.of(config(tmp_path), segments, EngineTraits(16), g1_blocks=8)
-    shared = open_shared(config(tmp_path), segments, settings, identity=identity)
+    _, shared = opened(tmp_path, segments, "shared", identity=identity)
     assert shared is not None
     shared.poll()
     assert not shared.is_on
@@ -73,3 +81,55 @@ def test_the_shared_tier_opens_when_the_identity_is_known_and_not_in_doubt(tmp_p
     else:
         until(lambda: shared.poll() or shared.is_on)
     shared.close(1.0)
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """The child processes that were started; stopped from their start if `children.are_stopped`."""
+
+    class Children(list):
+        are_stopped = False
+
+    found = Children()
+
+    def start(module, what):
+        child, channel = start_child(module, what)
+        found.append(child)
+        if found.are_stopped:
+            os.kill(child.pid, signal.SIGSTOP)
+        return child, channel
+
+    start_child = disk_client.start_child
+    for client in (disk_client, shared_client):
+        monkeypatch.setattr(client, "start_child", start)
+    return found
+
+
+def identified():
+    identity: Future = Future()
+    identity.set_result((FACTS, ""))
+    return identity
+
+
+def test_two_tiers_that_hang_delay_a_start_as_long_as_one(tmp_path, segments, children, monkeypatch, caplog):
+    limit_s, children.are_stopped = 2.0, True
+    monkeypatch.setattr(first_opening, "START_LIMIT_S", limit_s)
+    began_s = time.monotonic()
+    disk, shared = opened(tmp_path, segments, "disk", "shared", identity=identified())
+    assert time.monotonic() - began_s < 1.8 * limit_s
+    assert caplog.text.count("does not answer: starting without the") == 2
+    assert (disk.is_on, shared.is_on) == (False, False)
+    for child in children:
+        os.kill(child.pid, signal.SIGCONT)
+    until(lambda: disk.poll() or shared.poll() or (disk.is_on and shared.is_on))
+    disk.close(1.0)
+    shared.close(1.0)
+
+
+@pytest.mark.parametrize("wrong", ["disk", "store"])
+def test_no_process_remains_if_one_of_the_tiers_cannot_be_used(tmp_path, segments, children, wrong):
+    (tmp_path / wrong).write_text("a file")
+    with pytest.raises(EnvironmentProblem, match=str(tmp_path / wrong)):
+        opened(tmp_path, segments, "disk", "shared", identity=identified())
+    assert len(children) == 2
+    until(lambda: all(child.poll() is not None for child in children))

@@ -387,4 +387,12 @@ MUTANTS = (
         new="if False:",
         fails="tests/engines/test_disk_in_engine.py -k does_not_answer",
     ),
+    Mutant(
+        name="tiers-that-hang-hold-up-a-start-one-after-the-other",
+        bug="a start with two tiers that hang takes two deadlines",
+        file="kvbm/leader/settings.py",
+        old="    shared = None\n    try:\n",
+        new="    shared = None\n    try:\n        _ = disk and disk.await_opening()\n",
+        fails="tests/leader/test_late_identity.py -k as_long_as_one",
+    ),
 )

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import ExitStack
 
@@ -14,6 +15,7 @@ from storage_rig import NAMESPACE, Rig, make_hash, make_run, opened
 from test_shared_service import LIMIT_S
 from test_shared_service import opened as opened_process
 
+from kvbm.host.tree import Tree
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_store import Incoming, StoreAnswer
 from kvbm.shared.orders import Outcome
@@ -193,7 +195,7 @@ def test_an_engine_that_is_alone_keeps_no_copies(pair, tmp_path):
 
 def test_stores_in_memory_or_on_this_machine_have_no_copies(tmp_path):
     for url in ("file:///objects", "memory:///", "mooncake://host:1"):
-        store = object()
+        store = Old()
         assert with_copies(store, url, tmp_path) is store
     assert with_copies(store, "s3://bucket", None) is store
     (tmp_path / COPIES).write_text("a file")
@@ -286,3 +288,103 @@ def test_a_copy_that_is_made_during_a_look_at_the_copies_stays(two, tmp_path, mo
     monkeypatch.setattr(first._copies, "scan", making_one)
     first._purge()
     assert len(copies(tmp_path)) == 1
+
+
+class HangingDirectory:
+    """Lets calls in the directory of the copies wait, as those of a file system that hangs."""
+
+    CALLS = ("open_file", "scan", "unlink_file", "about")
+
+    def __init__(self, monkeypatch, call=None):
+        self._call, self._may_go = call, threading.Event()
+        self._may_go.set()
+        for name in self.CALLS if call is None else (call,):
+            patch_of = Tree if hasattr(Tree, name) else module
+            monkeypatch.setattr(patch_of, name, self._waiting(getattr(patch_of, name)))
+
+    def _waiting(self, call):
+        def wait(*arguments, **named):
+            self._may_go.wait()
+            return call(*arguments, **named)
+
+        return wait
+
+    def hang(self):
+        self._may_go.clear()
+
+    def answer(self):
+        self._may_go.set()
+
+
+@pytest.fixture
+def hanging(monkeypatch):
+    found = HangingDirectory(monkeypatch)
+    yield found
+    found.answer()
+
+
+def read(engine, key):
+    """The answer for an object, which must be right, and the time until then."""
+    one = incoming(key)
+    began_s = time.monotonic()
+    answer = engine.get([one])[0]
+    assert answer.outcome is Outcome.GOOD
+    assert bytes(one.buffers[0]) == key[0].encode() * 1000
+    return answer, time.monotonic() - began_s
+
+
+def until_a_copy_is_read(engine, key):
+    deadline_s = time.monotonic() + LIMIT_S
+    while not read(engine, key)[0].is_copy:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def test_a_directory_that_hangs_costs_nothing_but_the_copies(hanging, two, monkeypatch, caplog):
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    first, second = two
+    read(first, "a")
+    assert read(second, "a")[0].is_copy
+    hanging.hang()
+    assert read(second, "b")[1] < module.ANSWER_LIMIT_S + 1.0
+    began_s = time.monotonic()
+    for number in range(50):
+        assert not read(second, f"c{number}")[0].is_copy
+    assert time.monotonic() - began_s < module.ANSWER_LIMIT_S, "they do not wait again"
+    assert caplog.text.count("cannot keep copies") == 1
+    hanging.answer()
+    until_a_copy_is_read(second, "d")
+
+
+def test_an_engine_starts_and_ends_although_the_directory_of_copies_hangs(hanging, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    hanging.hang()
+    began_s = time.monotonic()
+    engine = NodeCopies(Old(), tmp_path, "s3://a")
+    assert not read(engine, "a")[0].is_copy
+    engine.close()
+    assert time.monotonic() - began_s < 2 * module.ANSWER_LIMIT_S + 1.0
+    late = NodeCopies(Old(), tmp_path, "s3://a")
+    hanging.answer()
+    other = NodeCopies(Old(), tmp_path, "s3://a")
+    until_a_copy_is_read(late, "b")
+    late.close()
+    other.close()
+
+
+@pytest.mark.parametrize("call", ["_write", "read_file", "_locked"])
+def test_a_call_that_ends_late_changes_no_object(two, tmp_path, monkeypatch, call):
+    """Neither what was read meanwhile, nor a copy: its buffers have other content by then."""
+    monkeypatch.setattr(module, "PAUSE_S", 0.0)
+    first, second = two
+    read(first, "a")
+    hanging = HangingDirectory(monkeypatch, call)
+    hanging.hang()
+    one = incoming("a" if call == "read_file" else "b")
+    assert second.get([one])[0].outcome is Outcome.GOOD
+    one.buffers[0][:] = b"z" * 1000
+    hanging.answer()
+    until_a_copy_is_read(second, "c")
+    assert bytes(one.buffers[0]) == b"z" * 1000
+    read(first, "b")
+    assert not list((tmp_path / COPIES).glob("*.part"))

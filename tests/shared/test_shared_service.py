@@ -105,7 +105,8 @@ def opened(url, *, named=None, **options):
         settings = SharedSettings(url, **options)
         sizes = {"hash_bytes": HASH_BYTES, "block_tokens": 16, "has_runs": False}
         if named is None:
-            client = SharedClient.open(settings, *NAME, [segment.info], **sizes)
+            client = SharedClient.begin(settings, *NAME, [segment.info], **sizes)
+            client.await_opening()
         else:
             client = SharedClient.open_later(named, settings, [segment.info], **sizes)
         try:

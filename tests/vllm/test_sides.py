@@ -1036,9 +1036,9 @@ def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, 
     side._config, side.doubt = ConnectorConfig.model_validate({"tiers": tiers}), own
     seen = []
     monkeypatch.setattr(
-        "kvbm.vllm_integration.scheduler_side.open_disk", lambda *_, **keys: seen.append(keys["identity"].result()[1])
+        "kvbm.vllm_integration.scheduler_side.open_tiers", lambda *_, **keys: seen.append(keys["identity"].result()[1])
     )
-    side._open_disk([])
+    side._open_tiers([], None)
     assert seen == [doubt]
     assert side._keeps_blocks == (not doubt)
 

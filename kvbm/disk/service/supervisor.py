@@ -87,12 +87,12 @@ class DiskSupervisor:
         self._path: Path | None = None
         self._last_error = ""
         self._uses_threads = False  # NIXL has lost I/O
-        self._first = first
+        self._first = self._awaited = first
         self._thread = threading.Thread(target=self._supervise, args=(named,), name="kvbm-disk-keeper", daemon=True)
         start(self._thread)
 
     @classmethod
-    def open(
+    def begin(
         cls,
         settings: DiskSettings,
         namespace: Namespace,
@@ -101,25 +101,10 @@ class DiskSupervisor:
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> DiskSupervisor:
-        """Open the first process, as DiskClient.open; later ones use the same arguments. Raises EnvironmentProblem.
-
-        A disk that hangs is left out, see FirstOpening, and used when it answers.
-        """
+        """Start to open the first process, as DiskClient.open; later ones use the same arguments."""
         named: Named = Future()
         named.set_result((settings, namespace))
-        first = FirstOpening()
-        supervisor = cls._begin(named, segments, hash_bytes, progress, first)
-        try:
-            if first.wait():
-                supervisor._advance()
-            else:
-                log.warning(
-                    "kvbm: %s does not answer: starting without the disk tier, until it does", settings.directory
-                )
-        except BaseException:
-            supervisor._is_closing.set()
-            raise
-        return supervisor
+        return cls._begin(named, segments, hash_bytes, progress, FirstOpening("disk", settings.directory))
 
     @classmethod
     def open_later(cls, named: Named, segments: Sequence[SegmentInfo], *, hash_bytes: int) -> DiskSupervisor:
@@ -156,6 +141,14 @@ class DiskSupervisor:
             return opened
 
         return cls(open_next, named, first)
+
+    def await_opening(self) -> None:
+        """Wait for the first process of `begin`; do not wait for that of `open_later`. Raises EnvironmentProblem.
+
+        A disk that hangs is left out, see FirstOpening, and used when it answers.
+        """
+        if self._awaited is not None and self._awaited.wait():
+            self._advance()
 
     @property
     def is_on(self) -> bool:

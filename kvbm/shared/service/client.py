@@ -80,12 +80,12 @@ class SharedClient:
         self._is_closing = threading.Event()
         self._next: OpenProcess | None = None  # written by the thread, taken by the leader
         self._open_next = open_next
-        self._first = first
+        self._first = self._awaited = first
         self._thread = threading.Thread(target=self._keep, args=(named,), name="kvbm-shared-keeper", daemon=True)
         start(self._thread)
 
     @classmethod
-    def open(
+    def begin(
         cls,
         settings: SharedSettings,
         digest: bytes,
@@ -96,27 +96,14 @@ class SharedClient:
         block_tokens: int,
         has_runs: bool,
     ) -> SharedClient:
-        """Start a process and connect to the store. `digest` names the blocks, 16 bytes. `has_runs`: an object may hold
-        several blocks of a chain.
-
-        Raises EnvironmentProblem if the store does not exist, or the secret is missing. A store that hangs is left out,
-        see FirstOpening, and used when it answers.
+        """Start to connect the first process to the store. `digest` names the blocks, 16 bytes. `has_runs`: an object
+        may hold several blocks of a chain. Raises EnvironmentProblem if the secret is missing.
         """
         order = _order(settings, (digest, facts), segments, hash_bytes, block_tokens, has_runs)
         named: Future[Named | None] = Future()
         named.set_result((digest, facts))
-        first = FirstOpening()
-        client = cls(lambda is_cancelled: OpenProcess.start(order, first, is_cancelled), named, first)
-        try:
-            if first.wait():
-                client._take_next()
-            else:
-                url = settings.url
-                log.warning("kvbm: %s does not answer: starting without the shared tier, until it does", url)
-        except BaseException:
-            client._is_closing.set()
-            raise
-        return client
+        first = FirstOpening("shared", settings.url)
+        return cls(lambda is_cancelled: OpenProcess.start(order, first, is_cancelled), named, first)
 
     @classmethod
     def open_later(
@@ -142,6 +129,15 @@ class SharedClient:
             return OpenProcess.start(order, None, is_cancelled)
 
         return cls(open_next, named)
+
+    def await_opening(self) -> None:
+        """Wait for the first process of `begin`; do not wait for that of `open_later`.
+
+        Raises EnvironmentProblem if the store does not exist. A store that hangs is left out, see FirstOpening, and
+        used when it answers.
+        """
+        if self._awaited is not None and self._awaited.wait():
+            self._take_next()
 
     @property
     def is_on(self) -> bool:

@@ -6,7 +6,8 @@
 
 The first engine that reads an object keeps a copy for COPY_S, and the others wait for it, at most half of the time that
 a request may take. An engine that is alone keeps no copies. If anything fails here, the object is read from the store.
-A copy is checked like an object. If a check fails, the object is read from the store.
+A copy is checked like an object. If a check fails, the object is read from the store. If the directory hangs, there are
+no copies until it answers: each use of it is limited to ANSWER_LIMIT_S, and touches no host memory after that.
 
 If the directory has more than MOST_BYTES, its oldest copies are deleted. Locks end with their processes. An engine that
 has waited for a process that does not continue waits for no copy during the next PAUSE_S.
@@ -23,15 +24,18 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.host.directories import make_private_directories
+from kvbm.host.limited_calls import LimitedCalls
 from kvbm.host.tree import Tree
 from kvbm.shared.object_store import Incoming, ObjectStore, Outgoing, StoreAnswer, scatter
 from kvbm.shared.orders import Outcome
@@ -43,10 +47,16 @@ MOST_BYTES = 512 << 20
 LOOK_S = 0.003  # between looks at an object that another engine receives
 PAUSE_S = 5.0
 MEMBERS_S = 1.0  # between looks for other engines
+ANSWER_LIMIT_S = 0.5  # for the directory: with the read from the store, less than a read may take
 PURGES = 8  # times that the copies are counted while MOST_BYTES are written
 MEMBER, PART = ".member", ".part"
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 COPY_NAME = re.compile(r"[0-9a-f]{32}(\.part)?")
+
+SPARE_THREADS = 2  # for a listing, and for what is given up
+
+Result = TypeVar("Result")
+Drop = Callable[[Result], None]
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +68,12 @@ class NodeCopies:
         """Raises OSError if the directory cannot be used, or belongs to another user."""
         self._store = store
         self._url = url
-        self._home = directory / COPIES
-        make_private_directories(self._home)
-        with Tree.open(directory) as parent:
-            self._copies = parent.directory(COPIES)  # what is done in it begins here, whatever becomes of its name
-        about = os.fstat(self._copies.descriptor)
-        if about.st_uid != os.geteuid() or about.st_mode & OTHERS_WRITE:
-            self._copies.close()
-            raise PermissionError(f"{self._home} belongs to another user, or others may write to it")
+        self._directory, self._home = directory, directory / COPIES
         self._member = f"{secrets.token_hex(8)}.member"
-        self._member_lock = _locked(self._copies, self._member)
+        self._member_lock: int | None = None
+        self._copies: Tree
+        self._is_open = False
+        self._calls = LimitedCalls(store.threads + SPARE_THREADS, ANSWER_LIMIT_S, "kvbm-copies")
         self._lock = threading.Lock()  # of what follows
         self._is_alone = True
         self._members_due_s = self._purge_due_s = 0.0
@@ -77,6 +83,22 @@ class NodeCopies:
         self.name, self.batch_objects, self.min_run_bytes = store.name, store.batch_objects, store.min_run_bytes
         self.threads, self.write_threads = store.threads, store.write_threads
         self.creates_once, self.can_list = store.creates_once, store.can_list
+        try:
+            self._calls.run(self._open)
+        except TimeoutError as error:
+            self._stop_keeping(error)
+
+    def _open(self) -> None:
+        """Raises OSError."""
+        make_private_directories(self._home)
+        with Tree.open(self._directory) as parent:
+            self._copies = parent.directory(COPIES)  # what is done in it begins here, whatever becomes of its name
+        about = os.fstat(self._copies.descriptor)
+        if about.st_uid != os.geteuid() or about.st_mode & OTHERS_WRITE:
+            self._copies.close()
+            raise PermissionError(f"{self._home} belongs to another user, or others may write to it")
+        self._member_lock = _locked(self._copies, self._member)
+        self._is_open = True
 
     @property
     def limit_s(self) -> float:
@@ -93,20 +115,25 @@ class NodeCopies:
         for one in objects:
             if one.replaces:  # a copy would say that the object is still old
                 with suppress(OSError):
-                    self._copies.unlink_file(self._name(one.key))
+                    self._forget(self._name(one.key))
         return answers
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         return self._store.are_present(keys)
 
     def keys(self, prefix: str) -> Iterator[list[str]]:
-        self._purge()  # called at intervals, also while nothing is read
+        self._purge_soon()  # called at intervals, also while nothing is read
         yield from self._store.keys(prefix)
 
     def check(self, key: str | None) -> str | None:
         return self._store.check(key)
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._on_disk(self._close)
+        self._store.close()
+
+    def _close(self) -> None:
         self._purge()
         with suppress(OSError):
             self._copies.unlink_file(self._member)
@@ -114,23 +141,27 @@ class NodeCopies:
             os.close(self._member_lock)
             self._member_lock = None
         self._copies.close()
-        self._store.close()
+        self._is_open = False
 
     def _get(self, one: Incoming) -> StoreAnswer:
-        if not self._has_others():
-            return self._fetch(one)
         name = self._name(one.key)
         try:
-            found = self._claim(one, name)
+            found = self._claim(one, name) if self._has_others() else None
         except OSError as error:
             self._stop_keeping(error)
             return self._fetch(one)
-        if isinstance(found, int):
-            try:
-                return self._fetch_and_keep(one, name, found)
-            finally:
-                os.close(found)
-        return found or self._fetch(one)
+        return self._fetch_and_keep(one, name, found) if isinstance(found, int) else found or self._fetch(one)
+
+    def _on_disk(self, function: Callable[..., Result], *arguments: Any, drop: Drop[Result] | None = None) -> Result:
+        """Return what a function returns that uses the directory. Raises OSError, TimeoutError if it hangs."""
+        if not self._is_open:
+            raise FileNotFoundError(f"{self._home} is not open")
+        return self._calls.run(function, *arguments, drop=drop)
+
+    def _forget(self, name: str) -> None:
+        """Raises OSError."""
+        with suppress(FileNotFoundError):
+            self._on_disk(self._copies.unlink_file, name)
 
     def _fetch(self, one: Incoming) -> StoreAnswer:
         return self._store.get([one])[0]
@@ -139,43 +170,63 @@ class NodeCopies:
         """Return the answer from a copy; or the locked descriptor of the file that the caller receives the object into;
         None if another engine is doing that, and it takes too long. Raises OSError."""
         if one.is_fresh:
-            with suppress(FileNotFoundError):
-                self._copies.unlink_file(name)
+            self._forget(name)
         if (copied := self._copied(one, name)) is not None:
             return copied
         if time.monotonic() < self._keeping_from_s or one.length > MOST_BYTES // PURGES:
             return None
         now, part = time.monotonic(), _part(name)
         is_patient = not one.is_fresh and now >= self._patient_from_s
-        while (descriptor := _locked(self._copies, part)) is None:
+        while (descriptor := self._lock_part(part)) is None:
             if (copied := self._copied(one, name)) is not None or not is_patient:
                 return copied
             if time.monotonic() >= now + self.limit_s / 2:
                 self._patient_from_s = time.monotonic() + PAUSE_S
                 return None
             time.sleep(LOOK_S)
-        if (copied := self._copied(one, name)) is not None:  # since the look before
-            _discard(self._copies, part, descriptor)
-            os.close(descriptor)
+        try:
+            copied = self._copied(one, name)  # since the look before
+        except OSError:
+            self._calls.begin(self._drop, part, descriptor)
+            raise
+        if copied is not None:
+            self._calls.begin(self._drop, part, descriptor)
             return copied
         return descriptor
 
+    def _lock_part(self, part: str) -> int | None:
+        found: int | None = self._on_disk(_locked, self._copies, part, drop=partial(self._drop, part))
+        return found
+
+    def _drop(self, part: str, descriptor: int | None) -> None:
+        """Give up what `_locked` returned."""
+        if descriptor is not None:
+            _discard(self._copies, part, descriptor)
+            os.close(descriptor)
+
     def _copied(self, one: Incoming, name: str) -> StoreAnswer | None:
-        """Return the answer from a copy; None without one that can be used."""
-        if one.is_fresh:
+        """Return the answer from a copy; None without one that can be used. Raises TimeoutError."""
+        found = None if one.is_fresh else self._on_disk(self._read_copy, name, one.length)
+        if found is None:
             return None
+        scatter([found[1]], one)
+        return found[0]
+
+    def _read_copy(self, name: str, length: int) -> tuple[StoreAnswer, memoryview] | None:
+        """Read a copy into memory that has no other use: a read that hangs may end at any time."""
         try:
             descriptor = self._copies.open_file(name)
             if not 0 <= time.time() - os.fstat(descriptor).st_ctime <= COPY_S:
                 os.close(descriptor)
                 return None
-            answer = read_file(descriptor, one)
+            content = np.empty(length, np.uint8).data
+            answer = read_file(descriptor, Incoming(name, [content], length))
         except OSError:
             return None
-        return replace(answer, is_copy=True) if answer.outcome is Outcome.GOOD else None
+        return (replace(answer, is_copy=True), content) if answer.outcome is Outcome.GOOD else None
 
     def _fetch_and_keep(self, one: Incoming, name: str, descriptor: int) -> StoreAnswer:
-        """Read an object from the store, and keep all of it, also what the caller skips."""
+        """Read an object from the store, and keep all of it, also what the caller skips. *Consumes* the descriptor."""
         buffers = [buffer for buffer in one.buffers if not isinstance(buffer, int)]
         has_gaps = len(buffers) < len(one.buffers)
         if has_gaps:
@@ -183,35 +234,54 @@ class NodeCopies:
         try:
             answer = self._fetch(replace(one, buffers=buffers, filled=None if has_gaps else one.filled))
         except BaseException:
-            _discard(self._copies, _part(name), descriptor)
+            self._calls.begin(self._drop, _part(name), descriptor)
             raise
         if answer.outcome is not Outcome.GOOD:
-            _discard(self._copies, _part(name), descriptor)
+            self._calls.begin(self._drop, _part(name), descriptor)
             return answer
         if has_gaps:
             scatter(buffers, one)
+        is_late = threading.Event()
         try:
-            _write(descriptor, buffers)
-            os.utime(descriptor, (time.time(), time.time() - answer.age_s))
-            os.rename(_part(name), name, src_dir_fd=self._copies.descriptor, dst_dir_fd=self._copies.descriptor)
+            self._calls.result(self._calls.begin(self._keep, name, descriptor, buffers, answer.age_s, is_late))
         except OSError as error:
-            _discard(self._copies, _part(name), descriptor)
+            is_late.set()  # the caller may use the buffers again after this
             self._stop_keeping(error)
         else:
             self._note_kept(one.length)
         return answer
 
+    def _keep(
+        self, name: str, descriptor: int, buffers: Sequence[memoryview], age_s: float, is_late: threading.Event
+    ) -> None:
+        """Write a copy, unless it is late. *Consumes* the descriptor. Raises OSError."""
+        home = self._copies.descriptor
+        try:
+            _write(descriptor, buffers)
+            os.utime(descriptor, (time.time(), time.time() - age_s))
+            if is_late.is_set():
+                raise TimeoutError("the buffers may have changed while they were written")
+            os.rename(_part(name), name, src_dir_fd=home, dst_dir_fd=home)
+        except OSError:
+            _discard(self._copies, _part(name), descriptor)
+            raise
+        finally:
+            os.close(descriptor)
+
     def _name(self, key: str) -> str:
         return hashlib.sha256(f"{self._url}\0{key}".encode()).hexdigest()[:32]
 
     def _has_others(self) -> bool:
-        """Whether other engines use the directory now, as of the last look."""
+        """Whether other engines use the directory now, as of the last look. Raises TimeoutError."""
         now = time.monotonic()
         with self._lock:
-            if now >= self._members_due_s:
+            if now >= self._members_due_s and self._is_open:
                 self._members_due_s = now + MEMBERS_S
-                self._is_alone = not any(_is_alive(self._copies, name) for name in self._others())
+                self._is_alone = not self._on_disk(self._find_others)
             return not self._is_alone
+
+    def _find_others(self) -> bool:
+        return any(_is_alive(self._copies, name) for name in self._others())
 
     def _others(self) -> list[str]:
         with suppress(OSError), self._copies.scan() as entries:
@@ -230,7 +300,11 @@ class NodeCopies:
             self._unpurged_bytes += size
             is_due = self._unpurged_bytes >= MOST_BYTES // PURGES or time.monotonic() >= self._purge_due_s
         if is_due:
-            self._purge()
+            self._purge_soon()
+
+    def _purge_soon(self) -> None:
+        with suppress(OSError):
+            self._on_disk(self._purge)
 
     def _purge(self) -> None:
         """Remove copies that are old, and the oldest if there are too many."""
