@@ -14,13 +14,12 @@ from enum import Enum
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
+from kvbm.config.vllm_states import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, disabled_by
 
 PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"
 CPU_BLOCK_TOKENS = 128  # of a CPU build if `block_size` is not set
 MAMBA2 = "Mamba-2"
-SUPPORTED_KINDS = ("GDN", MAMBA2)  # that have been run with kvbm
-MODE, ALIGN, REPLACED = "mamba_cache_mode", "align", "none"  # vLLM replaces `none` if prefix caching is on
 FEW_BLOCKS, MANY_BLOCKS = 8, 16  # the interval for long shared prefixes: an opinion, not measured
 
 
@@ -57,17 +56,17 @@ class StateSettings:
     longest_tokens: int | None = None
 
     def findings(self) -> list[StateFinding]:
-        if self.state_kind not in SUPPORTED_KINDS:
+        if self.state_kind not in KINDS_OF_STATES:
             return [_disabled("engine.model", unsupported(self.state_kind))]
-        if (reason := disabled_by(self.arguments)) is not None:
+        if (reason := disabling_argument(self.arguments)) is not None:
             name, why = reason
             return [_disabled(f"{PREFIX}{name}", f"this model keeps states, so kvbm is disabled: {why}")]
         return [*self._mode(), *self._retention(), *(self._on_cpu() if self.on_cpu else ())]
 
     def _mode(self) -> Iterator[StateFinding]:
-        if (self.arguments.model_extra or {}).get(MODE) == REPLACED:
+        if (self.arguments.model_extra or {}).get(MODE) == NO_STATES:
             key = f"{PREFIX}{MODE}"
-            message = f"`{key}: {REPLACED}` has no effect: vLLM 0.32 uses `{ALIGN}` while prefix caching is on"
+            message = f"`{key}: {NO_STATES}` has no effect: vLLM 0.32 uses `{ALIGN}` while prefix caching is on"
             yield StateFinding(StateLevel.NOTE, key, message)
 
     def _retention(self) -> Iterator[StateFinding]:
@@ -165,21 +164,17 @@ def without_effect() -> list[StateFinding]:
     return [StateFinding(StateLevel.MISTAKE, key, message, "vLLM would not start; remove it, or set it to 0")]
 
 
-def disabled_by(arguments: VllmArguments) -> tuple[str, str] | None:
+def disabling_argument(arguments: VllmArguments) -> tuple[str, str] | None:
     """Return the argument for which kvbm disables itself with a model that has states, and why; None without one."""
     extra = arguments.model_extra or {}
-    if extra.get("speculative_config") not in (None, False):
-        why = "speculative decoding with states has never been run"
-        if not arguments.prefix_cache_retention_interval:
-            why += f". With `{RETENTION}: 0`, vLLM's default, EAGLE and MTP have no hits in G1 either"
-        return "speculative_config", why
-    if arguments.enable_prefix_caching is False:
-        return "enable_prefix_caching", "without prefix caching, vLLM keeps no state"
-    if extra.get("use_replayssm") not in (None, False):
-        return "use_replayssm", "`use_replayssm` has never been run with kvbm"
-    if (arguments.pipeline_parallel_size or 1) > 1:
-        return "pipeline_parallel_size", "pipeline parallelism with states has never been run"
-    mode = extra.get(MODE, ALIGN)
-    if mode not in (ALIGN, REPLACED):
-        return MODE, f"`{MODE}: {mode}` has never been run with kvbm; remove it, or use `{ALIGN}`"
-    return None
+    given = extra.get(MODE, ALIGN)
+    has_prefixes = arguments.enable_prefix_caching is not False
+    found = disabled_by(
+        mode=(ALIGN if given == NO_STATES else str(given)) if has_prefixes else NO_STATES,
+        pipeline_parallel_size=arguments.pipeline_parallel_size or 1,
+        speculates=extra.get("speculative_config") not in (None, False),
+        replays=extra.get("use_replayssm") not in (None, False),
+    )
+    if found is not None and found[0] == "speculative_config" and not arguments.prefix_cache_retention_interval:
+        return found[0], f"{found[1]}. With `{RETENTION}: 0`, vLLM's default, EAGLE and MTP have no hits in G1 either"
+    return found

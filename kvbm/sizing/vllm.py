@@ -18,6 +18,7 @@ from math import ceil
 from kvbm.config.engine import VllmArguments
 from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
+from kvbm.config.vllm_states import KINDS_OF_STATES
 from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
 from kvbm.sizing.cpu import PLAIN, Cpu, LatentAttention
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
@@ -27,9 +28,8 @@ from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import (
     CPU_BLOCK_TOKENS,
     RETENTION,
-    SUPPORTED_KINDS,
     StateLevel,
-    disabled_by,
+    disabling_argument,
     unsupported,
 )
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
@@ -242,7 +242,7 @@ def latent_on_cpu(arguments: VllmArguments, specs: Sequence[LayerSpec], setting:
 
 def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
     extra = arguments.model_extra or {}
-    reason = disabled_by(arguments)
+    reason = disabling_argument(arguments)
     if reason is not None and state_kind(model_config) is not None:
         name, why = reason
         raise SizeUnknown(f"kvbm is disabled with these settings, so there is no size: {why} (`{name}`)")
@@ -317,7 +317,7 @@ def _block_tokens(
     if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
         notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
     kind = state_kind(model_config) if has_states else None
-    if kind is not None and kind not in SUPPORTED_KINDS:
+    if kind is not None and kind not in KINDS_OF_STATES:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
     if has_states:
         kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from kvbm.config.vllm_states import KINDS_OF_STATES, disabled_by
 from kvbm.core.groups import Group, StateGroup
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 # vLLM computes into the same blocks.
 KNOWS_FAILED_REQUESTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
 REPORTS_HIT_SOURCES = hasattr(KVConnectorBase_V1, "get_external_cache_hit_sources")  # from 0.32 on
-KINDS_OF_STATES = frozenset({"MAMBA2", "GDN_ATTN"})  # that have been run with kvbm
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +142,16 @@ def _reason_of_states(vllm_config: VllmConfig, specs: Sequence[Any]) -> str | No
     if not KNOWS_FAILED_REQUESTS:  # it would continue with the state of an earlier block; 0.28 hands over no states
         return "vLLM before 0.30 does not accept failed loads of the states of Mamba and similar layers"
     states = [spec for spec in specs if _is_state(spec)]
-    mode = next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), None)
-    if mode == "none":
-        return "in the mode `none`, vLLM keeps no states for reuse: `--mamba-cache-mode align` requires prefix caching"
-    if mode is not None:
-        return f"the mode `{mode}` of `--mamba-cache-mode` has never been run with kvbm; use `align`"
-    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1:
-        return "pipeline parallelism with states of Mamba and similar layers has never been run with kvbm"
-    if vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in states):
-        return "speculative decoding with states of Mamba and similar layers has never been run with kvbm"
-    if getattr(vllm_config.cache_config, "use_replayssm", False):
-        return "`--use-replayssm`, which delays the update of states, has never been run with kvbm"
-    kinds = {spec.mamba_type.name for spec in states} - KINDS_OF_STATES
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    found = disabled_by(
+        mode=next((spec.mamba_cache_mode for spec in states if spec.mamba_cache_mode != "align"), "align"),
+        pipeline_parallel_size=getattr(parallel, "pipeline_parallel_size", 1),
+        speculates=vllm_config.speculative_config is not None or any(spec.num_speculative_blocks for spec in states),
+        replays=bool(getattr(cache, "use_replayssm", False)),
+    )
+    if found is not None:
+        return found[1]
+    kinds = {spec.mamba_type.name for spec in states}.difference(KINDS_OF_STATES.values())
     if kinds:
         return f"layers with states of kind {min(kinds)} have never been run with kvbm"
     if any("MLAAttentionSpec" in class_names(spec) for spec in specs):  # Kimi, whose states vLLM does not name

@@ -93,7 +93,7 @@ DISABLED: list[tuple[dict[str, Any], str]] = [
     ({"speculative_config": MTP, RETENTION: 544}, "speculative decoding with states has never been run"),
     ({"enable_prefix_caching": False}, "without prefix caching, vLLM keeps no state"),
     ({"mamba_cache_mode": "all"}, "`mamba_cache_mode: all` has never been run with kvbm; remove it, or use `align`"),
-    ({"use_replayssm": True}, "`use_replayssm` has never been run with kvbm"),
+    ({"use_replayssm": True}, "`use_replayssm`, which delays the update of states, has never been run with kvbm"),
     ({"pipeline_parallel_size": 2}, "pipeline parallelism with states has never been run"),
 ]
 

@@ -171,10 +171,10 @@ def test_states_are_served_wherever_their_group_is():
 @pytest.mark.parametrize(
     ("facts", "spec", "words"),
     [
-        ({}, {"mode": "none"}, "`none`"),
+        ({}, {"mode": "none"}, "without prefix caching"),
         ({"speculative_config": object()}, {}, "speculative decoding"),
         ({}, {"num_speculative_blocks": 1}, "speculative decoding"),
-        ({"use_replayssm": True}, {}, "--use-replayssm"),
+        ({"use_replayssm": True}, {}, "`use_replayssm`"),
         ({}, {"mamba_type": SimpleNamespace(name="SHORT_CONV")}, "SHORT_CONV"),
     ],
 )
