@@ -148,7 +148,7 @@ def latent_findings(
     if not isinstance(arguments, VllmArguments):
         return []
     setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu, cpu=cpu)
-    latent = vllm.latent_on_cpu(arguments, layer_specs(model_config, Ranks(1)), setting)
+    latent = vllm.latent_on_cpu(arguments, model_config, layer_specs(model_config, Ranks(1)), setting)
     return [] if latent is None else list(latent.findings())
 
 

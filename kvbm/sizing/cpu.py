@@ -1,8 +1,12 @@
-"""What vLLM chooses by the instructions of a CPU: the attention backend of latent (MLA) layers.
+"""What vLLM chooses by the instructions of a CPU: the attention backend of latent (MLA) layers, and bytes of states.
 
     backend     chosen                                     tokens in a block              weights
     CPU_MLA     without AMX, if named, and before 0.29     16, whatever is given          of any type
     AMX_MLA     otherwise                                  128, or a multiple of 32       bfloat16
+
+    states                                                 bits of an element
+    with avx512_bf16 (before 0.29: with AMX)               32; with gated delta nets 16 if the argument or model says so
+    otherwise                                              as the argument, the model, or the type of the weights says
 
 Sources: `vllm/platforms/cpu.py` of vLLM 0.28 to 0.32, and runs of 0.32 on a CPU with AMX. No variable chooses the
 backend in these versions.
@@ -21,10 +25,13 @@ from kvbm.sizing.state_settings import CPU_BLOCK_TOKENS, PREFIX, StateFinding, S
 
 REFERENCE_BLOCK_TOKENS = 16
 AMX_KERNEL_TOKENS = 32
-_AMX = "amx_tile"  # name of a flag in /proc/cpuinfo
+_AMX, STATE_FLAG = "amx_tile", "avx512_bf16"  # flags in /proc/cpuinfo
 _FIRST_WITH_AMX_MLA: Release = (0, 29)
+_FIRST_WITH_NARROW_GDN: Release = (0, 29)
 _FLOAT32, _FLOAT16 = ("float", "float32"), ("half", "float16")
-_BACKEND_KEY, _DTYPE_KEY, _BLOCK_KEY = (f"{PREFIX}{name}" for name in ("attention_backend", "dtype", "block_size"))
+_BACKEND_KEY, _DTYPE_KEY, _BLOCK_KEY, _CACHE_KEY = (
+    f"{PREFIX}{name}" for name in ("attention_backend", "dtype", "block_size", "kv_cache_dtype")
+)
 
 
 class LatentBackend(Enum):
@@ -43,19 +50,45 @@ class Cpu:
 
     @property
     def has_amx_attention(self) -> bool:
-        is_old = self.release is not None and self.release < _FIRST_WITH_AMX_MLA
-        return _AMX in self.flags and not is_old
+        return _AMX in self.flags and not self._is_before(_FIRST_WITH_AMX_MLA)
+
+    @property
+    def widens_states(self) -> bool:
+        """Whether vLLM keeps states in 32 bits, also if an argument or the model names a type of 16 bits."""
+        return (_AMX if self._is_before(_FIRST_WITH_NARROW_GDN) else STATE_FLAG) in self.flags
+
+    @property
+    def keeps_narrow_gdn(self) -> bool:
+        """Whether states of gated delta nets are an exception of `widens_states`."""
+        return not self._is_before(_FIRST_WITH_NARROW_GDN)
+
+    def _is_before(self, release: Release) -> bool:
+        return self.release is not None and self.release < release
 
 
 PLAIN = Cpu()
+WIDENING = Cpu(frozenset({STATE_FLAG}))
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCache:
+    """The type of a cache that differs from the type of the weights, and what names it."""
+
+    source: str
+    type: str
+    is_narrow: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.type}"
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Latent attention with these arguments on this CPU."""
+    """Latent attention with these arguments on this CPU. `cache` is None if the cache has the type of the weights."""
 
     arguments: VllmArguments
     cpu: Cpu
+    cache: NamedCache | None = None
 
     @property
     def backend(self) -> LatentBackend:
@@ -76,6 +109,13 @@ class LatentAttention:
 
     def findings(self) -> Iterator[StateFinding]:
         """Yields a mistake if vLLM does not start, a warning for wrong answers, and the backend as a note."""
+        if self.cache is not None and (self.cache.is_narrow or self.backend is LatentBackend.AMX):
+            message = (
+                f"{self.cache}: on a CPU, vLLM fails at the first request of a model with latent attention, because "
+                f"the attention backend {self.backend.value} does not support this type"
+            )
+            other = f"`kv_cache_dtype: bfloat16` with `attention_backend: {LatentBackend.REFERENCE.value}`"
+            yield StateFinding(StateLevel.MISTAKE, _CACHE_KEY, message, f"use {other}")
         if self.backend is LatentBackend.AMX:
             yield from self._problems_of_amx()
         yield StateFinding(StateLevel.NOTE, _BACKEND_KEY, self._note())

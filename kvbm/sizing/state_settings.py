@@ -19,7 +19,7 @@ from kvbm.config.vllm_states import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, dis
 PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"
 CPU_BLOCK_TOKENS = 128  # of a CPU build if `block_size` is not set
-MAMBA2 = "Mamba-2"
+GDN, MAMBA2 = "GDN", "Mamba-2"
 FEW_BLOCKS, MANY_BLOCKS = 8, 16  # the interval for long shared prefixes: an opinion, not measured
 
 

@@ -20,13 +20,15 @@ from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
 from kvbm.config.vllm_states import KINDS_OF_STATES
 from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
-from kvbm.sizing.cpu import PLAIN, Cpu, LatentAttention
+from kvbm.sizing.cpu import PLAIN, STATE_FLAG, WIDENING, Cpu, LatentAttention, NamedCache
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
+from kvbm.sizing.families.states import GDN_STATE_TYPE
 from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.state_settings import (
     CPU_BLOCK_TOKENS,
+    GDN,
     RETENTION,
     StateLevel,
     disabling_argument,
@@ -124,13 +126,8 @@ def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], settin
     """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
     ranks = _ranks(arguments, model_config, setting)
     specs = layer_specs(model_config, ranks)
-    if setting.on_cpu and ranks.state_bytes is None and _has_narrow_states(model_config, ranks, specs):
-        raise SizeUnknown(
-            "on a CPU, vLLM keeps the states of this model in 16 or 32 bits, depending on the processor",
-            hint="set `engine.arguments.mamba_ssm_cache_dtype`, for example to `float32`",
-        )
     _require_known_cache(arguments, {spec.kind for spec in specs}, setting)
-    latent = latent_on_cpu(arguments, specs, setting)
+    latent = latent_on_cpu(arguments, model_config, specs, setting)
     tokens, notes = _block_tokens(arguments, model_config, specs, setting, latent)
     layers = range(_layer_count(model_config, specs))
     return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes, latent)
@@ -219,10 +216,6 @@ def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], settin
         )
 
 
-def _has_narrow_states(model_config: Mapping[str, object], ranks: Ranks, specs: Sequence[LayerSpec]) -> bool:
-    return specs != layer_specs(model_config, replace(ranks, state_bytes=FLOAT32_BYTES))
-
-
 def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
     """Tokens in a block of a model without latent attention and states."""
     return arguments.block_size or (CPU_BLOCK_TOKENS if on_cpu else GPU_BLOCK_TOKENS)
@@ -233,11 +226,17 @@ def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
     layer_specs(model_config, _ranks(arguments, model_config, Setting({}, on_cpu=False)))
 
 
-def latent_on_cpu(arguments: VllmArguments, specs: Sequence[LayerSpec], setting: Setting) -> LatentAttention | None:
-    """None for a model without latent attention, and on a GPU."""
-    is_latent = any(spec.kind is LayerKind.LATENT for spec in specs)
-    is_used = is_latent and setting.variables.get(MLA_VARIABLE, "0") in ("", "0")
-    return LatentAttention(arguments, setting.cpu) if is_used and setting.on_cpu else None
+def latent_on_cpu(
+    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
+) -> LatentAttention | None:
+    """None for a model without latent attention, and on a GPU. SizeUnknown if only vLLM knows the cache."""
+    kinds = {spec.kind for spec in specs}
+    is_used = LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") in ("", "0")
+    if not (is_used and setting.on_cpu):
+        return None
+    cache_type, source = _cache_type(arguments, model_config, kinds)
+    cache = None if cache_type is None else NamedCache(source, cache_type, _CACHE_ELEMENT_BYTES.get(cache_type) == 1)
+    return LatentAttention(arguments, setting.cpu, cache)
 
 
 def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
@@ -264,8 +263,17 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting
         tensor_parallel=tensor_parallel,
         cache_bytes=_cache_bytes(arguments, model_config, model_bytes, kinds),
         model_bytes=model_bytes,
-        state_bytes=_STATE_ELEMENT_BYTES.get(str(state_type)),
+        state_bytes=_state_bytes(_STATE_ELEMENT_BYTES.get(str(state_type)), model_config, setting),
     )
+
+
+def _state_bytes(named: int | None, model_config: Mapping[str, object], setting: Setting) -> int | None:
+    """Bytes of one element of a state, None if the model decides. `named` are those of the argument."""
+    if not (setting.on_cpu and setting.cpu.widens_states):
+        return named
+    kept = named or _STATE_ELEMENT_BYTES.get(str(ModelFacts.of(model_config).get(GDN_STATE_TYPE)))
+    is_kept = kept is not None and setting.cpu.keeps_narrow_gdn and state_kind(model_config) == GDN
+    return kept if is_kept else FLOAT32_BYTES
 
 
 def _cache_bytes(
@@ -273,11 +281,7 @@ def _cache_bytes(
 ) -> int:
     """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
     require_scheme_of_vllm(model_config)
-    named = arguments.kv_cache_dtype
-    kept, source = named, "kv_cache_dtype"
-    if named in (None, "auto"):
-        kept = cache_type_of(model_config, has_plain_attention=kinds <= {LayerKind.FULL, LayerKind.WINDOW})
-        source = "the checkpoint's `quantization_config`: KV cache"
+    kept, source = _cache_type(arguments, model_config, kinds)
     if kept is None:
         return model_bytes
     if architecture_of(model_config) in _IGNORES_CACHE_TYPE:
@@ -285,6 +289,16 @@ def _cache_bytes(
     if kept not in _CACHE_ELEMENT_BYTES or (LayerKind.INDEX in kinds and _CACHE_ELEMENT_BYTES[kept] != 2):
         raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
+
+
+def _cache_type(
+    arguments: VllmArguments, model_config: Mapping[str, object], kinds: set[LayerKind]
+) -> tuple[str | None, str]:
+    """Return the type of the cache, None if it follows the model, and what names it."""
+    if arguments.kv_cache_dtype not in (None, "auto"):
+        return arguments.kv_cache_dtype, "kv_cache_dtype"
+    found = cache_type_of(model_config, has_plain_attention=kinds <= {LayerKind.FULL, LayerKind.WINDOW})
+    return found, "the checkpoint's `quantization_config`: KV cache"
 
 
 # -- tokens in a block -------------------------------------------------------------------------------------------------
@@ -319,12 +333,27 @@ def _block_tokens(
     kind = state_kind(model_config) if has_states else None
     if kind is not None and kind not in KINDS_OF_STATES:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
+    if has_states and on_cpu:
+        notes += _notes_of_states(arguments, model_config, specs, setting)
     if has_states:
         kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
         if latent is not None:
             kernel = latent.kernel_tokens
         tokens = _tokens_of_state(specs, tokens, kernel, is_latent=is_latent)
     return tokens, tuple(notes)
+
+
+def _notes_of_states(
+    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
+) -> Iterator[str]:
+    """Says how wide a state is if another CPU would keep it in another width."""
+    other = replace(setting, cpu=Cpu() if setting.cpu.widens_states else WIDENING)
+    if specs == layer_specs(model_config, _ranks(arguments, model_config, other)):
+        return
+    if setting.cpu.widens_states:
+        yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
+    else:
+        yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"
 
 
 def _notes_of_latent(latent: LatentAttention) -> Iterator[str]:

@@ -12,10 +12,7 @@ from kvbm.sizing.cpu import LatentAttention, LatentBackend
 
 WITH_AMX, WITHOUT = Cpu(frozenset({"avx512f", "amx_tile", "amx_bf16"})), Cpu(frozenset({"avx2", "avx512f"}))
 DEEPSEEK, PLAIN = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B"
-LATENT = (
-    *("deepseek-ai/DeepSeek-R1", DEEPSEEK, "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5"),
-    "nvidia/Kimi-K2.6-NVFP4",
-)
+LATENT = (*("deepseek-ai/DeepSeek-R1", DEEPSEEK, "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2.5"),)
 
 
 def profile_of(arguments: dict[str, Any]) -> Profile:
@@ -24,7 +21,7 @@ def profile_of(arguments: dict[str, Any]) -> Profile:
 
 
 def sized(cpu: Cpu, model: str = DEEPSEEK, *, on_cpu: bool = True, **arguments: Any) -> Sizing:
-    profile = profile_of({"kv_cache_dtype": "bfloat16", **arguments})
+    profile = profile_of(arguments)
     return size(profile, catalogue()[model], on_cpu=on_cpu, wanted=Wanted(cpu=cpu))
 
 
@@ -112,3 +109,61 @@ def test_without_latent_attention_there_is_nothing_to_say() -> None:
     assert findings(WITH_AMX, StateLevel.MISTAKE, PLAIN, dtype="float32") == []
     assert findings(WITH_AMX, StateLevel.NOTE, PLAIN) == []
     assert findings(WITH_AMX, StateLevel.NOTE, environment={"VLLM_MLA_DISABLE": "1"}) == []
+
+
+STATES_32, STATES_16 = Cpu(frozenset({"avx512f", "avx512_bf16"})), WITHOUT
+GRANITE, QWEN = "ibm-granite/granite-4.0-h-small", "Qwen/Qwen3-Next-80B-A3B-Instruct"
+
+
+def state_bytes(cpu: Cpu, model: str, **arguments: Any) -> int:
+    found = sized(cpu, model, block_size=128, **arguments).snapshot
+    assert found is not None
+    return found.state_bytes
+
+
+@pytest.mark.parametrize("model", [GRANITE, QWEN])
+def test_the_flags_of_the_cpu_decide_the_width_of_states(model: str) -> None:
+    wide = state_bytes(STATES_16, model, mamba_ssm_cache_dtype="float32")
+    assert state_bytes(STATES_16, model) < wide
+    assert state_bytes(STATES_32, model) == wide
+    assert state_bytes(WITH_AMX, model) < wide  # AMX alone counts before 0.29 only
+    assert state_bytes(Cpu(WITH_AMX.flags, (0, 28)), model) == wide
+    assert state_bytes(Cpu(STATES_32.flags, (0, 28)), model) < wide
+    [narrow_note, *_], [wide_note, *_] = (sized(cpu, model, block_size=128).notes for cpu in (STATES_16, STATES_32))
+    assert "in 16 bits on this CPU; one with avx512_bf16 keeps 32" in narrow_note
+    assert "this CPU has avx512_bf16, so vLLM keeps the states of this model in 32 bits" in wide_note
+
+
+def test_a_narrow_type_by_name_counts_on_such_a_cpu_for_gated_delta_nets_only() -> None:
+    for model, is_kept in ((GRANITE, False), (QWEN, True)):
+        wide, narrow = state_bytes(STATES_32, model), state_bytes(STATES_16, model)
+        assert wide > narrow
+        assert state_bytes(STATES_32, model, mamba_ssm_cache_dtype="bfloat16") == (narrow if is_kept else wide)
+        assert state_bytes(Cpu(WITH_AMX.flags, (0, 28)), model, mamba_ssm_cache_dtype="bfloat16") == wide
+
+
+def test_gpus_and_models_without_states_ignore_the_width_of_the_cpu() -> None:
+    assert sized(STATES_32, PLAIN) == sized(STATES_16, PLAIN)
+    assert sized(STATES_32, GRANITE, on_cpu=False) == sized(STATES_16, GRANITE, on_cpu=False)
+
+
+@pytest.mark.parametrize("cpu", [WITH_AMX, WITHOUT])
+def test_a_cache_of_8_bits_with_latent_attention_is_a_mistake_on_a_cpu(cpu: Cpu) -> None:
+    [wrong] = findings(cpu, StateLevel.MISTAKE, kv_cache_dtype="fp8")
+    assert wrong.startswith("kv_cache_dtype: fp8: on a CPU, vLLM fails at the first request")
+    assert wrong.endswith("use `kv_cache_dtype: bfloat16` with `attention_backend: CPU_MLA`")
+    with pytest.raises(SizeUnknown, match="kv_cache_dtype: fp8"):
+        sized(cpu, kv_cache_dtype="fp8")
+    [of_checkpoint] = findings(cpu, StateLevel.MISTAKE, "nvidia/Kimi-K2.6-NVFP4")
+    assert of_checkpoint.startswith("the checkpoint's `quantization_config`: KV cache: fp8"), of_checkpoint
+    assert sized(cpu, on_cpu=False, kv_cache_dtype="fp8").block_bytes
+    assert sized(cpu, PLAIN, kv_cache_dtype="fp8").block_bytes
+
+
+def test_the_backend_for_amx_supports_no_type_of_the_cache_by_name() -> None:
+    [wrong] = findings(WITH_AMX, StateLevel.MISTAKE, kv_cache_dtype="bfloat16")
+    assert "the attention backend AMX_MLA does not support this type" in wrong
+    pinned = {"kv_cache_dtype": "bfloat16", "attention_backend": "CPU_MLA"}
+    assert findings(WITH_AMX, StateLevel.MISTAKE, **pinned) == []
+    assert findings(WITHOUT, StateLevel.MISTAKE, kv_cache_dtype="bfloat16") == []
+    assert findings(WITH_AMX, StateLevel.MISTAKE, kv_cache_dtype="auto") == []

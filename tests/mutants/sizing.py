@@ -6,6 +6,38 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="sizing-ignores-amx",
+        bug="every CPU gets the reference backend of latent attention, whose blocks have 16 tokens",
+        file="kvbm/sizing/cpu.py",
+        old="LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else",
+        new="LatentBackend.AMX if False else",
+        fails="tests/config/test_sizing_on_cpu.py -k decide_the_block",
+    ),
+    Mutant(
+        name="sizing-ignores-the-named-backend",
+        bug="a CPU with AMX never uses the reference backend, also if the profile names it",
+        file="kvbm/sizing/cpu.py",
+        old="LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else",
+        new="LatentBackend.AMX if self.cpu.has_amx_attention else",
+        fails="tests/config/test_sizing_on_cpu.py -k choose_the_backend",
+    ),
+    Mutant(
+        name="sizing-keeps-states-narrow-on-every-cpu",
+        bug="states on a CPU with avx512_bf16 count half of what they have",
+        file="kvbm/sizing/cpu.py",
+        old="else STATE_FLAG) in self.flags",
+        new="else STATE_FLAG) in ()",
+        fails="tests/config/test_sizing_on_cpu.py -k width_of_states",
+    ),
+    Mutant(
+        name="sizing-allows-narrow-latent-cache",
+        bug="a cache of 8 bits with latent attention has a size on a CPU, where vLLM fails with it",
+        file="kvbm/sizing/cpu.py",
+        old="self.cache.is_narrow or self.backend is LatentBackend.AMX",
+        new="self.backend is LatentBackend.AMX",
+        fails="tests/config/test_sizing_on_cpu.py -k 8_bits",
+    ),
+    Mutant(
         name="sizing-takes-null-for-the-default",
         bug="`num_key_value_heads: null` counts as missing, and has the default of the family",
         file="kvbm/sizing/families/facts.py",

@@ -41,6 +41,14 @@ STARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "block_size": 128},
     ),
     "states of Mamba 2": (MODELS["vllm-granite4"], {"block_size": 128, "max_num_batched_tokens": 128}),
+    "states of Mamba 2 as this CPU has them": (
+        MODELS["vllm-granite4"],
+        {"dtype": "bfloat16", "block_size": 128, "max_num_batched_tokens": 128},
+    ),
+    "states of gated delta nets in 16 bits": (
+        MODELS["vllm-qwen3-next"],
+        {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16", "block_size": 128},
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from kvbm.sizing.families.layers import all_layers, head_dim, kv_heads, listed
 
 _NAMES_OF_TRANSFORMERS_5 = {"full_attention": "attention", "linear_attention": "state"}
 MAMBA2_CHECKPOINTS = 1  # `num_prefill_checkpoint_blocks` of vLLM 0.32
+GDN_STATE_TYPE = "mamba_ssm_dtype"
 _STATE_TYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,7 +31,7 @@ def gdn(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     key_width = facts.number("linear_num_key_heads") * facts.number("linear_key_head_dim")
     value_width = facts.number("linear_num_value_heads") * facts.number("linear_value_head_dim")
     conv_elements = (2 * key_width + value_width) * (facts.number("linear_conv_kernel_dim", default=4) - 1)
-    element_bytes = _state_bytes(facts, ranks, "mamba_ssm_dtype", default=ranks.model_bytes)
+    element_bytes = _state_bytes(facts, ranks, GDN_STATE_TYPE, default=ranks.model_bytes)
     bytes_of_state = _shared(ranks, conv_elements) * ranks.model_bytes
     bytes_of_state += _shared(ranks, value_width * facts.number("linear_key_head_dim")) * element_bytes
     return _mixed(facts, ranks, kinds, _NAMES_OF_TRANSFORMERS_5, bytes_of_state)
