@@ -34,13 +34,17 @@ class ReceivedRequest:
 
 @dataclass
 class Behaviour:
-    """`status_of` gives the HTTP status of the n-th request (from 0); `answer` overrides the whole event stream."""
+    """`status_of` gives the HTTP status of the n-th request (from 0); `answer` overrides the whole event stream.
+
+    The n-th request is answered when as many requests have arrived as `answers_after` gives.
+    """
 
     first_token_s: float = 0.0
     chunks: int = 3
     has_usage: bool = True
     status_of: Callable[[int], int] = lambda position: 200
     answer: Callable[[ReceivedRequest], list[bytes]] | None = None
+    answers_after: Callable[[int], int] = lambda position: 0
 
 
 @dataclass
@@ -105,6 +109,8 @@ class RecordingServer:
             writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(text), text))
             await writer.drain()
             return
+        while len(self.requests) < behaviour.answers_after(position):
+            await asyncio.sleep(0.01)
         await asyncio.sleep(behaviour.first_token_s)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for event in (behaviour.answer or self.events)(request):
