@@ -268,7 +268,7 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting
 
 
 def _state_bytes(named: int | None, model_config: Mapping[str, object], setting: Setting) -> int | None:
-    """Bytes of one element of a state, None if the model decides. `named` are those of the argument."""
+    """Bytes of one element of a state, None if the model decides. `named`: what the argument says."""
     if not (setting.on_cpu and setting.cpu.widens_states):
         return named
     kept = named or _STATE_ELEMENT_BYTES.get(str(ModelFacts.of(model_config).get(GDN_STATE_TYPE)))
