@@ -20,12 +20,11 @@ import stat
 from pathlib import Path
 
 from kvbm.host.directories import make_private_directories
-from kvbm.identity.content import METHOD, Signature, shows_changes
+from kvbm.identity.content import METHOD, QUIET_NS, Signature, shows_changes
 
 NAME = "file-digests.json"
 MAX_BYTES = 16 << 20
 MAX_ENTRIES = 20_000
-QUIET_NS = 60_000_000_000
 DIGEST = re.compile(r"[0-9a-f]{32}")
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class DigestCache:
     def get(self, path: Path, signature: Signature) -> str | None:
         """Return the digest of an unchanged file. Raises OSError."""
         entry = self._entries.get(str(path))
-        if entry is None or entry[0] != signature or not shows_changes(path):
+        if entry is None or entry[0] != signature or not shows_changes(path, signature.ctime_ns):
             return None
         self._used[str(path)] = entry
         return entry[1]
@@ -60,7 +59,7 @@ class DigestCache:
     def put(self, path: Path, signature: Signature, digest: str, began_ns: int) -> None:
         """Keep the digest of a file that was read from `began_ns` on, unless it had not been quiet for a minute."""
         is_quiet = began_ns - max(signature.mtime_ns, signature.ctime_ns) > QUIET_NS
-        if is_quiet and shows_changes(path):
+        if is_quiet and shows_changes(path, signature.ctime_ns):
             self._used[str(path)] = signature, digest
             self._is_changed = True
 

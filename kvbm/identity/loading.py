@@ -58,9 +58,10 @@ class Loading:
         moved = None if self._moves is None else self._moves.end()
         try:
             after = look(Path(self._before.root))
+            _require_traces(after)
             changed = after.changed_since(self._before, moved, knows_moves=self._knows_moves)
             if changed is not None:
-                raise Unidentified(f"`{changed}` changed while {after.root} was loaded; {AGAIN}")
+                raise Unidentified(f"`{changed}` changed while {after.root} was loaded, or just before; {AGAIN}")
             return _content(after, self._pins)
         except BaseException:
             self._pins.release()
@@ -70,16 +71,21 @@ class Loading:
 def loaded(path: Path) -> FileContent:
     """Return the content of files that were loaded after the process started. Raises Unidentified or OSError."""
     found = look(path)
+    _require_traces(found)
     if (changed := found.changed_after(process_start_ns())) is not None:
         raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")
     return _content(found, _Pins(found))
 
 
+def _require_traces(found: Look) -> None:
+    """Raises Unidentified if a file can change without a trace."""
+    if found.silent is not None:
+        raise Unidentified(f"`{found.silent or found.root}` {SILENT}")
+
+
 def _content(found: Look, pins: _Pins) -> FileContent:
     """*Consumes* the pins."""
     try:
-        if found.silent is not None:
-            raise Unidentified(f"`{found.silent or found.root}` {SILENT}")
         begun = digests.begin(found.paths())
     except BaseException:
         pins.release()

@@ -33,7 +33,7 @@ from pathlib import Path
 import xxhash
 
 from kvbm.host.processes import stat_of
-from kvbm.identity.content import METHOD, Signature, hides_changes, signature_of
+from kvbm.identity.content import METHOD, QUIET_NS, Signature, hides_changes, signature_of, writes_back
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors"})
 OTHER_SUFFIXES = frozenset({".json", ".py", ".model", ".txt", ".tiktoken", ".jinja", ".yaml", ".yml"})
@@ -44,14 +44,14 @@ MAX_FILES = 50_000
 MAX_DEPTH = 16
 MAX_LINKS = 40
 CLOCK_SLACK_NS = 2_000_000_000  # the file system's clock may lag behind, or be another machine's
-QUIET_NS = 60_000_000_000  # within it the kernel writes dirty pages back, so that no store leaves no trace
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     """`root` is a directory, or a file. `files`: metadata by name relative to it. `places`: of directories of the
     model, whose names end with a slash, and of links. `way`: of the other directories on the way. `weights`: names of
-    weight files. `silent`: a file that can change without a trace, if there is one."""
+    weight files. `silent`: a file that can change without a trace, if there is one. `quiet_ns`: how long files must
+    have been unchanged before the look, so that a later change leaves one."""
 
     root: str
     taken_ns: int
@@ -60,6 +60,7 @@ class Look:
     way: Mapping[str, Signature]
     weights: frozenset[str]
     silent: str | None
+    quiet_ns: int
 
     def changed_since(self, before: Look, moved: str | None, *, knows_moves: bool) -> str | None:
         """Return the name of what may have changed after an earlier look, or just before it; None if nothing did.
@@ -70,8 +71,8 @@ class Look:
             changed = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
             if changed:
                 return min(changed)
-        racy_ns = before.taken_ns - CLOCK_SLACK_NS
-        recent = [name for name, found in (*self.files.items(), *self.places.items()) if found.ctime_ns > racy_ns]
+        recent = [name for name, found in self.files.items() if found.ctime_ns > before.taken_ns - before.quiet_ns]
+        recent += [name for name, found in self.places.items() if found.ctime_ns > before.taken_ns - CLOCK_SLACK_NS]
         if recent:
             return min(recent)
         for path in self.way.keys() | before.way.keys():
@@ -129,9 +130,11 @@ def look(path: Path) -> Look:
         walk.note_way(str(root / name))
     files = {name: signature_of(root / name if name else root) for name in (*names, *further)}
     weights = frozenset(name for name in files if name in named or _is_weights(name))
-    silent = next((name for name in sorted(files) if hides_changes(root / name if name else root)), None)
+    paths = {name: root / name if name else root for name in sorted(files)}
+    silent = next((name for name, path in paths.items() if hides_changes(path)), None)
+    quiet_ns = CLOCK_SLACK_NS if all(map(writes_back, paths.values())) else QUIET_NS
     way = {path: found for path, found in walk.way.items() if f"{path}{os.sep}" not in walk.places}
-    return Look(str(root), taken_ns, files, walk.places, way, weights, silent)
+    return Look(str(root), taken_ns, files, walk.places, way, weights, silent, quiet_ns)
 
 
 def process_start_ns() -> int:

@@ -3,18 +3,20 @@
 vLLM's block hash covers the name of an adapter (from 0.32 on its path too), never its content. An adapter can be
 exchanged by loading another one under its name, by loading it again in place, or by changing its files: vLLM then reads
 them when the adapter next has to be loaded, at a time that it does not report. Metadata of the files tell a change, so
-blocks of an adapter on tmpfs are not cached: a store through a mapping moves no time there.
+blocks of an adapter on tmpfs are not cached: a store through a mapping moves no time there. The same
+holds on an overlay for an adapter that changed within the minute before it was loaded.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.identity.content import Signature, hides_changes, signature_of
+from kvbm.identity.content import QUIET_NS, Signature, hides_changes, signature_of, writes_back
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -69,8 +71,8 @@ class Adapters:
             self._silent[path] = any(_write_back(os.path.join(path, name)) for name in FILES)
             if self._silent[path]:
                 log.warning(
-                    "kvbm: blocks of adapter `%s` are not cached: changes of %s leave no trace on tmpfs; copy it "
-                    "to a disk",
+                    "kvbm: blocks of adapter `%s` are not cached: changes of %s may leave no trace, as on tmpfs or, "
+                    "within a minute, on an overlay; copy it to a disk",
                     adapter.lora_name,
                     path,
                 )
@@ -83,10 +85,10 @@ def _is_in_place(adapter: LoRARequest) -> bool:
 
 
 def _write_back(path: str) -> bool:
-    """Write dirty pages of a file back, so that later stores move its times. Return whether they never do."""
+    """Write dirty pages of a file back, so that later stores move its times. Return whether they may not do so."""
     with suppress(OSError):
-        signature_of(Path(path))
-        return hides_changes(Path(path))
+        is_recent = time.time_ns() - signature_of(Path(path)).ctime_ns < QUIET_NS
+        return hides_changes(Path(path)) or (is_recent and not writes_back(Path(path)))
     return False
 
 

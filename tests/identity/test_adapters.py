@@ -15,7 +15,8 @@ from kvbm.vllm_integration.adapters import Adapters
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", content.LIVE_FILE_SYSTEMS | {content.file_system_type(tmp_path)})
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     return tmp_path
@@ -74,6 +75,17 @@ def test_an_adapter_on_tmpfs_is_not_cached(path, monkeypatch, caplog):
     assert not adapters.is_certain(request(path))
     assert not adapters.is_certain(request(path))
     assert len([message for message in caplog.messages if "copy it to a disk" in message]) == 1
+
+
+def test_an_adapter_on_an_overlay_is_cached_if_it_has_been_quiet_for_a_minute(path, monkeypatch):
+    """Its dirty pages cannot be written back, and a store to one leaves no trace."""
+    monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", set())
+    adapters, now = Adapters(), time.time_ns
+    adapters.load(request(path))
+    assert not adapters.is_certain(request(path))
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 61 * 10**9)
+    adapters.load(request(path, number=2))
+    assert adapters.is_certain(request(path, number=2))
 
 
 def test_an_adapter_that_is_edited_through_a_mapping_is_not_cached(path):

@@ -29,6 +29,7 @@ from typing import Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbm.identity.content import QUIET_NS, writes_back
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.system import die_with_parent
 
@@ -271,9 +272,10 @@ class VllmServer(VllmClient):
 
 def wait_until_old(*models: Path) -> None:
     """Files that are newer than the process of an engine are in doubt, and the blocks of their model do not outlive it.
-    Waits until the clock's slack has passed, if a test has just written them."""
+    Waits until the clock's slack has passed, if a test has just written them; on an overlay, until they are quiet."""
     newest_ns = max((path.lstat().st_ctime_ns for one in models for path in (one, *one.rglob("*"))), default=0)
-    time.sleep(max(0, newest_ns / 1e9 + SLACK_S - time.time()))
+    slack_s = SLACK_S if all(map(writes_back, models)) else QUIET_NS / 1e9
+    time.sleep(max(0, newest_ns / 1e9 + slack_s - time.time()))
 
 
 def minimal_environment(directory: str, cores: str) -> dict[str, str]:
