@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_process import SteppedEngine
+from media_contents import SAMPLING_RATE, embeddings, picture, sound
 from media_models import PLACE, media_model
-
-SAMPLING_RATE = 16_000
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRequest:
-    """A prompt of text with media in it: `media` are seeds of contents, `names` what a client calls them, if it does.
+    """A prompt of text with media in it: `media` are contents, `names` what a client calls them, if it does.
+    A number is the seed of a usual content.
 
     `text` is a seed too: requests with the same one have the same tokens, apart from the number of media. `tail` is the
     number of words behind each medium. `has_options`: whether it is read with options, which vLLM hashes with its name.
     """
 
     text: int
-    media: tuple[int, ...]
+    media: tuple[int | str, ...]
     names: tuple[str, ...] = ()
     modality: str = "image"
     tail: int = 20
@@ -44,6 +45,16 @@ class MediaEngine(SteppedEngine):
     def start(self, preset: str, **arguments: Any) -> None:
         super().start(preset, **{"skip_tokenizer_init": False, "limit_mm_per_prompt": {preset: 4}} | arguments)
 
+    def slow_digests(self, seconds: float) -> None:
+        """From now on, each digest takes so long, in all engines."""
+        from kvbm.vllm_integration import media_content, media_digests
+
+        def slow(data: Any, modality: str) -> bytes:
+            time.sleep(seconds)
+            return media_content.digest_of(data, modality)
+
+        vars(media_digests)["digest_of"] = slow
+
     def prompt(self, request: MediaRequest) -> dict[str, Any]:
         source = random.Random(f"text {request.text}")
         parts = [_words(source, 40)]
@@ -63,13 +74,9 @@ def _words(source: random.Random, count: int) -> str:
     return " ".join("".join(source.choices("bdfgklmnprst", k=1) + source.choices("aeiou", k=1)) for _ in range(count))
 
 
-def _medium(modality: str, seed: int) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    source = np.random.default_rng(seed)
-    if modality == "image":
-        return Image.fromarray(source.integers(0, 255, (60, 60, 3), dtype=np.uint8))
-    times = np.arange(2 * SAMPLING_RATE) / SAMPLING_RATE
-    tones = sum(np.sin(6.283 * source.uniform(80, 4000) * times + source.uniform(0, 6)) for _ in range(5))
-    return (tones * source.uniform(0.05, 0.2)).astype(np.float32), SAMPLING_RATE
+def _medium(modality: str, content: int | str) -> Any:
+    if str(content).startswith("embeds "):
+        return embeddings(content)
+    if modality == "audio":
+        return sound(int(content)), SAMPLING_RATE
+    return picture(content if isinstance(content, str) else f"rgb {content}")

@@ -7,6 +7,7 @@ CPU's. `PLACE` is what a prompt contains where a medium belongs.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -55,6 +56,28 @@ def media_model(modality: str) -> Path:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+    return directory
+
+
+def media_adapter(name: str, directory: Path, *, covers_vision: bool = False) -> Path:
+    """Write a LoRA adapter of the model that sees; `name` is its seed. `covers_vision`: it also changes encodings."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, hidden = 8, _TEXT["hidden_size"]
+    prefixes = {f"text_model.layers.{layer}": hidden for layer in range(_TEXT["num_hidden_layers"])}
+    if covers_vision:
+        prefixes |= {f"vision_model.encoder.layers.{layer}": 64 for layer in range(2)}
+    generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "big"))
+    tensors = {
+        f"base_model.model.model.{prefix}.self_attn.q_proj.{half}.weight": 0.1 * torch.randn(shape, generator=generator)
+        for prefix, width in prefixes.items()
+        for half, shape in (("lora_A", (rank, width)), ("lora_B", (width, rank)))
+    }
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(facts))
     return directory
 
 

@@ -123,6 +123,7 @@ def test_an_honest_repeat_hits_behind_its_image_in_the_next_engine(media_process
         (on_store, (), COUNTED),
         (on_disk, (HEX,), {}),
         (on_disk, ("short",), {}),
+        (on_disk, ("identified",), {}),
     ],
 )
 def test_another_image_under_the_same_name_is_answered_right_by_the_next_engine(
@@ -131,6 +132,8 @@ def test_another_image_under_the_same_name_is_answered_right_by_the_next_engine(
     tail = 250 if place is on_store else 20
     for image in (A, B):
         ask = replace(ASK, media=(image,), names=names, tail=tail, has_options=names != (HEX,))
+        if names == ("identified",):  # the name is in the image
+            ask = replace(ask, media=(f"identified {image}",), names=())
         said, _ = asked(media_process, place(tmp_path), [ask], **arguments)
         assert_equal(said, truth(said))
 
@@ -148,6 +151,40 @@ def test_an_image_in_a_cache_in_shared_memory_is_not_kept_and_text_is(media_proc
         assert_equal(said, truth(said))
         assert hits // SIZE <= 2
         assert hits >= expected
+
+
+@pytest.mark.soak
+def test_requests_that_end_before_their_digest_is_known_poison_nothing(media_process, truth, tmp_path):
+    """A request is aborted, or the engine stops, while the digest of its image is computed."""
+    asks = [replace(ASK, text=text, media=(A,), names=(f"{HEX}{text}",)) for text in range(6)]
+    others = [replace(ask, media=(B,)) for ask in asks[:3]]
+    media_process.slow_digests(0.3)
+    try:
+        media_process.start("image", connector=CONNECTOR, cache=on_disk(tmp_path), **ENGINE)
+        aborted = [media_process.add(ask) for ask in others]
+        media_process.step(2)
+        for name in aborted:
+            media_process.abort(name)
+        answers = media_process.answer(asks[3:])
+        said = dict(zip(asks[3:], answers, strict=True))
+        for ask in asks[:3]:
+            media_process.add(ask)
+        media_process.step(4)
+        media_process.stop()
+    finally:
+        media_process.slow_digests(0)
+    said |= asked(media_process, on_disk(tmp_path), asks)[0]
+    assert_equal(said, truth(said))
+    said = repeated(media_process, on_disk(tmp_path), asks[4], 2 * SIZE)
+    assert_equal(said, truth(said))
+
+
+@pytest.mark.soak
+def test_embeddings_of_a_client_hit_by_their_content_only(media_process, truth, tmp_path):
+    ask = MediaRequest(7, ("embeds 1",), (HEX,), modality="audio")
+    for request, least in ((ask, 0), (ask, 2 * SIZE), (replace(ask, media=("embeds 2",)), 0)):
+        said = repeated(media_process, on_disk(tmp_path), request, least, "audio", enable_mm_embeds=True)
+        assert_equal(said, truth(said, "audio", enable_mm_embeds=True))
 
 
 def test_a_sound_hits_by_its_content_only(media_process, truth, tmp_path):

