@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvbm.errors import EngineError
 from kvbm.text.outside import shown, shown_json
 from kvbm_cli.bench.client.error_text import error_text
-from kvbm_cli.system.http_client import HttpAnswer, request
+from kvbm_cli.system.http_client import HttpAnswer, get_metrics, request
 
 TIMEOUT_S = 30.0
 RESET = "/reset_prefix_cache?reset_external=true"
@@ -17,7 +17,6 @@ RESET_TIMEOUT_S = 30.0
 RESET_INTERVAL_S = 0.02
 IN_USE = 409
 CHARACTERS_PER_TOKEN = 64  # far more than words have
-LONGEST_PAGE = 8 << 20  # characters of metrics
 MOST_TOKENS = 1e15
 LONGEST_MODEL = 4096  # it may be a path
 
@@ -94,11 +93,11 @@ class Control:
 
     def g1_tokens(self) -> int | None:
         """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""
-        answer = request("GET", f"{self._base_url}/metrics", headers=self._headers, timeout_s=TIMEOUT_S)
+        answer = get_metrics(f"{self._base_url}/metrics", headers=self._headers, timeout_s=TIMEOUT_S)
         if not answer.is_ok:
             return None
         try:
-            found = ScrapedMetrics.parse(answer.text()[:LONGEST_PAGE])
+            found = ScrapedMetrics.parse(answer.text())
         except (ValueError, OverflowError):  # not metrics
             return None
         labels = found.labels_of("vllm:cache_config_info")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.system.http_client import get
+from kvbm_cli.system.http_client import get, get_metrics
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.show_error import show_warning
 
@@ -146,7 +146,7 @@ def _probe(run: EngineRun) -> RunStatus:
     blocks: dict[str, dict[str, int]] = {}
     is_shared_off = False
     if is_healthy and not run.facts.is_baseline:
-        text = get(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
+        text = get_metrics(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))

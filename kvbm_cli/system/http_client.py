@@ -19,6 +19,7 @@ from kvbm.text.outside import shown, without_secrets
 
 LONGEST_READ = 20_000  # of an error: it is shown in one line and shortened
 MAX_BODY_BYTES = 64 << 20
+MAX_METRICS_BYTES = 8 << 20  # a page of vLLM has 0.2 MB
 PIECE_BYTES = 64 << 10
 BAD_LENGTH = (ValueError, OverflowError, MemoryError)  # what http.client raises for a body or chunk of absurd length
 
@@ -60,6 +61,11 @@ def get(url: str, *, timeout_s: float) -> HttpAnswer:
     return request("GET", url, timeout_s=timeout_s)
 
 
+def get_metrics(url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float) -> HttpAnswer:
+    """Returns a page of metrics, or a failure for one that is too long to parse at every sample."""
+    return request("GET", url, headers=headers, timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+
+
 def request(
     method: str,
     url: str,
@@ -67,9 +73,10 @@ def request(
     content: object = None,
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None,
+    max_bytes: int | None = None,
 ) -> HttpAnswer:
     """Sends one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to
-    the last byte; None waits as long as the server keeps the connection."""
+    the last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES."""
     connection = None
     try:
         parts = urlsplit(url)
@@ -80,7 +87,7 @@ def request(
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         connection.request(method, parts._replace(scheme="", netloc="").geturl(), body, sent)
         answer = connection.getresponse()
-        return HttpAnswer(answer.status, _whole_body(answer), connection.address)
+        return HttpAnswer(answer.status, _whole_body(answer, max_bytes or MAX_BODY_BYTES), connection.address)
     except TimeoutError:
         return HttpAnswer(failure=f"no complete answer within {timeout_s:g} s")
     except (OSError, *BAD_LENGTH, http.client.HTTPException) as error:
@@ -90,12 +97,12 @@ def request(
             connection.end()
 
 
-def _whole_body(answer: http.client.HTTPResponse) -> bytes:
+def _whole_body(answer: http.client.HTTPResponse, max_bytes: int) -> bytes:
     body = bytearray()
     while piece := answer.read(PIECE_BYTES):
         body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise ValueError(f"the answer is longer than {MAX_BODY_BYTES} bytes")
+        if len(body) > max_bytes:
+            raise ValueError(f"the answer is longer than {max_bytes} bytes")
     if answer.length:
         raise http.client.IncompleteRead(bytes(body), answer.length)
     return bytes(body)

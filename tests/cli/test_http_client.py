@@ -34,8 +34,8 @@ NO_OBJECT = {
 }
 
 
-def get_from(payload: bytes):
-    """The answer of `get` to a server that sends this once and closes."""
+def get_from(payload: bytes, ask=get):
+    """The answer of `ask` to a server that sends this once and closes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -46,7 +46,7 @@ def get_from(payload: bytes):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=10)
+        answer = ask(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=60)
         thread.join()
         return answer
 
@@ -113,6 +113,12 @@ def test_answer_without_end_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 1000)
     monkeypatch.setattr(http_client, "PIECE_BYTES", 100)
     assert get_from(head + b"a" * 5000).failure == "the answer is longer than 1000 bytes"
+
+
+def test_page_of_metrics_has_a_lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MAX_METRICS_BYTES", 1000)
+    answer = get_from(OK + b"Content-Length: 5000\r\n\r\n" + b"a" * 5000, ask=http_client.get_metrics)
+    assert answer.failure == "the answer is longer than 1000 bytes"
 
 
 @pytest.mark.parametrize("body", [b"", b"{}" * 500_000])

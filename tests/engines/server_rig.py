@@ -2,7 +2,8 @@
 
     python server_rig.py PORT SECONDS_TO_LOAD DRAIN_TIMEOUT
 
-The program's engine answers with consecutive bytes, twenty per second. A prompt that begins with the token 13 kills it.
+The program's engine answers with consecutive bytes, twenty per second to each request. A prompt that begins with the
+token 13 kills it.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class WrittenEngine:
                 continue
             except queue.Empty:
                 pass
+            if self._live:
+                time.sleep(self.delay_s)
             for request_id, request in list(self._live.items()):
                 if self.fails_with is not None:
                     self._finish(request_id, FinishReason.ERROR, error=self.fails_with)
@@ -145,7 +148,6 @@ class WrittenEngine:
                     self._send_next(request_id, request)
 
     def _send_next(self, request_id: str, request: Submitted) -> None:
-        time.sleep(self.delay_s)
         token_id = request.rest.pop(0)
         request.sent += 1
         if token_id == END or not request.rest:

@@ -5,27 +5,27 @@ Both servers run on one core, and are attacked by turns. Prints a row per attack
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import httpx
 import pytest
+from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, attacks, silence_s, write_result
 from traffic import tokens
 from vllm_server import CONNECTOR, VllmServer, host_blocks
 
 from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
-LONGER_S = 0.2
-LOGGED_BYTES = 100_000
+COMMAND = "pytest -m soak -s tests/vllm/test_hostile_clients_in_vllm.py"
+ROWS: dict[str, dict[str, float]] = {}
 REPEATS = 3
+REACH_KVBM = ("kv_transfer_params of every type", "300 salts of 100 kB", "metrics in a loop", "nested lists")
 HUGE = "\n" * 30_000_000
 Attack = Callable[[VllmServer], None]
 
@@ -62,28 +62,21 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-def silence_s(server: VllmServer, attack: Attack) -> float:
-    """The longest time between two events of a stream while the attack runs, and two seconds after it."""
-    stamps: list[float] = []
-    is_over = threading.Event()
+def sent_by(name: str) -> Attack:
+    """An attack of `hostile_requests`, of a size that vLLM itself reads."""
 
-    def read() -> None:
-        while not is_over.is_set():
-            with server.stream(tokens(Random(1), 60), 400) as events:
-                for _ in events:
-                    stamps.append(time.monotonic())
-                    if is_over.is_set():
-                        return
+    def attack(server: VllmServer) -> None:
+        attacks(server.request(tokens(Random(7), 300), 2), 4 * MIB)[name](server.port)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    time.sleep(1.0)
-    del stamps[:]
-    attack(server)
-    time.sleep(2.0)
-    is_over.set()
-    reader.join()
-    return max(late - early for early, late in itertools.pairwise(stamps))
+    return attack
+
+
+ATTACKS |= {name: sent_by(name) for name in REACH_KVBM}
+
+
+def words(server: VllmServer) -> Iterator[str]:
+    with server.stream(tokens(Random(1), 60), 400) as events:
+        yield from events
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +94,14 @@ def test_no_client_delays_a_stream_longer_than_with_vllm_alone(
     servers: tuple[VllmServer, VllmServer], name: str
 ) -> None:
     before = [server.log_path.stat().st_size for server in servers]
-    silences = [[silence_s(server, ATTACKS[name]) for server in servers] for _ in range(REPEATS)]
+    silences = [
+        [silence_s(partial(words, server), partial(ATTACKS[name], server)) for server in servers]
+        for _ in range(REPEATS)
+    ]
     logged = [server.log_path.stat().st_size - size for server, size in zip(servers, before, strict=True)]
     alone_s, ours_s = (statistics.median(column) for column in zip(*silences, strict=True))
     print(f"{name}: silence {alone_s:.3f} s alone, {ours_s:.3f} s with kvbm; log {logged[0]:,} and {logged[1]:,} bytes")
+    ROWS[name] = {"alone_s": round(alone_s, 3), "with_kvbm_s": round(ours_s, 3), "logged_bytes": logged[1]}
+    write_result("vllm", COMMAND, ROWS)
     assert ours_s - alone_s < LONGER_S
     assert logged[1] - logged[0] < LOGGED_BYTES

@@ -49,6 +49,8 @@ from kvbm.text.outside import shown
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
 BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+SPARE_BYTES = 2**20
+BYTES_PER_TOKEN = 128  # a character of a prompt has up to 12 in JSON
 SPARE_VALUES = 20_000
 VALUES_PER_TOKEN = 2  # a prompt of token ids has one, other requests have fewer
 MAX_REQUEST_ID_CHARACTERS = 200
@@ -233,8 +235,11 @@ async def _body(request: web.Request) -> bytes:
 
 
 async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
-    """Read and parse the body. The JSON parser does not let other threads run, so the number of values is limited."""
+    """Read and parse the body. The JSON parser does not let other threads run, so bytes and values are limited."""
     body = await _body(request)
+    most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * served.engine.max_model_len
+    if len(body) > most_bytes:
+        raise RequestError(f"the body has {len(body)} bytes: at most {most_bytes} are read for this model", status=413)
     limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
     if has_more_values(body, limit):
         raise RequestError(

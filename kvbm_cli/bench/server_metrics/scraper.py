@@ -23,7 +23,7 @@ from kvbm_cli.bench.server_metrics.gpus import Gpus
 from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
 from kvbm_cli.bench.server_metrics.process_tree import ProcessTree
 from kvbm_cli.bench.server_metrics.sample_line import SampleLine
-from kvbm_cli.system.http_client import request
+from kvbm_cli.system.http_client import get_metrics
 
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0
@@ -131,7 +131,7 @@ class Scraper:
         return event
 
     def _fetch(self, number: int, name: str, url: str, timeout_s: float) -> None:
-        answer = request("GET", url, headers=self._task.headers, timeout_s=timeout_s)
+        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s)
         page, error = None, answer.failure
         if not answer.failure and not answer.is_ok:
             error = f"HTTP {answer.status}: {answer.error()}"

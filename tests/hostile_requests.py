@@ -1,0 +1,172 @@
+"""Requests of clients that try to stop the streams of others, as bytes; the longest silence of a stream meanwhile."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+LONGER_S = 0.2
+LOGGED_BYTES = 100_000
+BEFORE_S, AFTER_S = 0.5, 1.0
+MIB = 2**20
+RESULTS = Path(__file__).parents[1] / "bench/results"
+Attack = Callable[[int], None]  # the port
+
+NESTED = b"[" * 900 + b"]" * 900
+OF_EVERY_TYPE = (
+    *("null", "true", "-1", "1e400", "NaN", "9" * 4000, '"\\ud800"', "[]", "{}", NESTED.decode(), f'"{"x" * 99_999}"'),
+)
+
+
+def posts(body: bytes, *, clients: int = 1, path: str = "/v1/completions") -> Attack:
+    """Each client sends the body once, all at the same time."""
+
+    def post(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        with suppress(OSError, http.client.HTTPException):
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.getresponse().read()
+        connection.close()
+
+    return lambda port: in_parallel(lambda: post(port), clients)
+
+
+def sends(content: bytes, *, times: int = 1, pause_s: float = 0.0) -> Attack:
+    """Opens so many connections one after the other, or, with a pause, all at once and leaves them open for it."""
+
+    def attack(port: int) -> None:
+        connections = []
+        for _ in range(times):
+            with suppress(OSError):
+                connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+                connections.append(connection)
+                connection.sendall(content)
+                if not pause_s:
+                    while connection.recv(65536):
+                        pass
+                    connection.close()
+        time.sleep(pause_s)
+        for connection in connections:
+            connection.close()
+
+    return attack
+
+
+def gets(path: str, *, times: int, clients: int) -> Attack:
+    """Each client asks so often on one connection."""
+
+    def ask(port: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with suppress(OSError, http.client.HTTPException):
+            for _ in range(times):
+                connection.request("GET", path)
+                connection.getresponse().read()
+        connection.close()
+
+    return lambda port: in_parallel(lambda: ask(port), clients)
+
+
+def in_parallel(work: Callable[[], None], times: int) -> None:
+    threads = [threading.Thread(target=work) for _ in range(times)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def filled(start: bytes, piece: bytes, end: bytes, size: int, separator: bytes = b"") -> bytes:
+    """A body of about `size` bytes."""
+    return start + separator.join([piece] * ((size - 1000) // (len(piece) + len(separator)))) + end
+
+
+def head(*lines: str, method: str = "POST /v1/completions") -> bytes:
+    return "\r\n".join([f"{method} HTTP/1.1", "Host: a", "Connection: close", *lines, "", ""]).encode("latin-1")
+
+
+def attacks(body: Mapping[str, object], size: int) -> dict[str, Attack]:
+    """`body` is a right request, `size` the largest body that the server accepts."""
+    start = json.dumps(body).encode()[:-1]
+    of_text, of_list = start + b', "user": "', start + b', "metadata": ['
+    keys = b",".join(b'"%d":1' % number for number in range(1_000_000))
+    params = [b'%b, "kv_transfer_params": {"max_load_tokens": %b}}' % (start, one.encode()) for one in OF_EVERY_TYPE]
+    params += [b'%b, "kv_transfer_params": %b}' % (start, one.encode()) for one in OF_EVERY_TYPE]
+    chunked = head("Content-Type: application/json", "Transfer-Encoding: chunked")
+    return {
+        "nothing": lambda port: None,
+        "plain text": posts(filled(of_text, b"x", b'"}', size)),
+        "escapes": posts(filled(of_text, b"x\\n", b'"}', size)),
+        "escapes, 8 clients": posts(filled(of_text, b"x\\n", b'"}', size), clients=8),
+        "halves of characters": posts(filled(of_text, b"\\ud800x", b'"}', size)),
+        "nested lists": posts(filled(of_list, NESTED, b"]}", size, b",")),
+        "lists without an end": posts(start + b', "metadata": ' + b"[" * (size - len(start) - 20)),
+        "long integers": posts(filled(of_list, b"9" * 4300, b"]}", size, b",")),
+        "long floats": posts(filled(of_list, b"0." + b"9" * 1000, b"]}", size, b",")),
+        "not a number": posts(filled(of_list, b"NaN", b"]}", size, b",")),
+        "a million keys": posts(start + b', "metadata": {' + keys[: size - 1000] + b"}}"),
+        "values below the limit, 8 clients": posts(filled(of_list, b"[]", b"]}", 28_000, b","), clients=8),
+        "kv_transfer_params of every type": lambda port: [posts(one)(port) for one in params * 3] and None,
+        "300 salts of 100 kB": lambda port: in_each(
+            (b'%b, "cache_salt": "%b"}' % (start, b"%d" % number + b"s" * 100_000) for number in range(300)), port
+        ),
+        "1,000 requests that are refused": lambda port: in_each([b'{"prompt": ' + b"x" * 2000] * 1000, port),
+        "chunks of one byte": sends(chunked + b"1\r\nx\r\n" * 300_000 + b"0\r\nA: b\r\n\r\n"),
+        "trailers": sends(chunked + b"1\r\nx\r\n0\r\n" + b"A: b\r\n" * 100_000 + b"\r\n"),
+        "headers": sends(head(*[f"A{number}: {'b' * 8000}" for number in range(500)], method="GET /health"), times=20),
+        "pipelined requests": sends(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 3000 + head(method="GET /health")),
+        "one connection for many requests": gets("/health", times=300, clients=8),
+        "metrics in a loop": gets("/metrics", times=60, clients=4),
+        "200 slow senders": sends(head("Content-Length: 1000") + b"{", times=200, pause_s=1.0),
+        "no HTTP, 200 times": sends(b"\x16\x03\x01\x00\x01\r\n\r\n", times=200),
+    }
+
+
+def in_each(bodies: Iterable[bytes], port: int) -> None:
+    for body in bodies:
+        posts(body)(port)
+
+
+def silence_s(stream: Callable[[], Iterable[object]], attack: Callable[[], None]) -> float:
+    """Return the longest time between two events of a stream while the attack runs, and `AFTER_S` after it."""
+    stamps: list[float] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            for _ in stream():
+                stamps.append(time.monotonic())
+                if is_over.is_set():
+                    return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(BEFORE_S)
+    began_s = time.monotonic()
+    attack()
+    time.sleep(AFTER_S)
+    is_over.set()
+    reader.join()
+    before = [stamp for stamp in stamps if stamp < began_s][-1:]
+    return max(late - early for early, late in itertools.pairwise(before + [one for one in stamps if one >= began_s]))
+
+
+def write_result(name: str, command: str, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """Adds the rows under `name` to the result file of this machine if KVBM_WRITE_RESULTS is set."""
+    if not os.environ.get("KVBM_WRITE_RESULTS"):
+        return
+    machine = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
+    path = RESULTS / f"{machine}-hostile-clients.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
+    found |= {"machine": machine, "cpu": cpu, "limits": {"longer_s": LONGER_S, "logged_bytes": LOGGED_BYTES}}
+    found[name] = {"command": f"KVBM_WRITE_RESULTS=1 {command}", "time_unix_s": int(time.time()), "attacks": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")
