@@ -19,10 +19,9 @@ from kvbm.device.worker import HostCapacity
 from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
 from kvbm.hashing import HASH_BYTES
-from kvbm.host.region import Region
-from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.namespace import known
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
+from kvbm.leader.opening import EngineAtStart, Progress, open_leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
     from kvbm.embedded.engine.connector import SchedulerOutput
     from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
+    from kvbm.host.region import Region
+    from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
-
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +112,13 @@ class KvbmScheduler:
         """Create the leader when both the workers' segments and the engine's block pool are known."""
         if self._handshake is None or self._pool is None:
             return
-        segments = self._handshake.segments
-        self._region = Region.map(segments)
-        config = self._profile.connector_config()
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
-        settings = LeaderSettings.of(config, segments, traits, g1_blocks=self._pool.block_count)
-        disk, shared = open_tiers(config, segments, settings, identity=self._identity, progress=self._progress)
-        self._guarded = GuardedLeader(
+        pool, segments = self._pool, self._handshake.segments
+        self._region, self._guarded = open_leader(
             self.boundary,
-            self._region,
-            settings,
-            LeaderCallbacks(self._pool.hold, self._pool.release, self._tenant_of, self._telemetry.trace),
-            disk=disk,
-            shared=shared,
+            self._profile.connector_config(),
+            EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress),
+            LeaderCallbacks(pool.hold, pool.release, self._tenant_of, self._telemetry.trace),
         )
         self._telemetry.watch(self._guarded)
 

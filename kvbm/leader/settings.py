@@ -1,33 +1,20 @@
-"""Settings of the leader and its disk: frozen values from the profile and from the engine, set at start-up."""
+"""Settings of the leader: frozen values from the profile and from the engine, set at start-up."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
-from kvbm.leader.namespace import Identity, namespace_of, public_facts
 from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
-    from kvbm.shared.service.client import SharedClient
 
-DAY_S = 86_400.0
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
-WAITS = "the files of the model are being read to identify their content"
-Result = TypeVar("Result")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +96,7 @@ class DiskPolicy:
 @dataclass(frozen=True, slots=True)
 class SharedPolicy:
     """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does.
-    `is_configured`: the profile has the tier, which may be off anyway (`open_tiers`)."""
+    `is_configured`: the profile has the tier, which may be off anyway (`opening.py`)."""
 
     is_configured: bool = False
     to_shared: str = "frequency"
@@ -184,136 +171,3 @@ class LeaderSettings:
         """Whether the engine can use the beginning of a load without the rest."""
         groups = self.groups
         return len(groups) == 1 and groups[0].looks_back_over_all
-
-
-def open_tiers(
-    config: ConnectorConfig,
-    segments: Sequence[SegmentInfo],
-    settings: LeaderSettings,
-    *,
-    identity: Future[Identity],
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[DiskSupervisor | None, SharedClient | None]:
-    """Open the lower tiers of an engine in parallel; None for one that is not configured, and for a shared tier whose
-    blocks are in doubt (`namespace_of`). Raises EnvironmentProblem if one cannot be used.
-
-    A tier that hangs is left out until it answers. If the identity is not known yet, the tiers are opened when it is,
-    and blocks stay in host memory until then. Blocks in doubt are not kept on disk for the next start.
-    """
-    disk = _begin_disk(config, segments, identity=identity, hash_bytes=settings.engine.hash_bytes, progress=progress)
-    shared = None
-    try:
-        shared = _begin_shared(config, segments, settings, identity=identity)
-        for tier in (disk, shared):
-            if tier is not None:
-                tier.await_opening()
-    except BaseException:
-        for tier in (disk, shared):
-            if tier is not None:
-                tier.close(0.0)
-        raise
-    if disk is not None and disk.slot_count and config.tiers.disk is not None:
-        directory = config.tiers.disk.directory
-        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.io_name)
-    if shared is not None and shared.run_blocks and config.tiers.shared is not None:
-        log.info(
-            "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
-            config.tiers.shared.url,
-            shared.engine_name,
-            shared.run_blocks,
-            shared.run_bytes / 2**20,
-        )
-    return disk, shared
-
-
-def _begin_disk(
-    config: ConnectorConfig,
-    segments: Sequence[SegmentInfo],
-    *,
-    identity: Future[Identity],
-    hash_bytes: int,
-    progress: Callable[[int, int], None] | None,
-) -> DiskSupervisor | None:
-    section = config.tiers.disk
-    if section is None:
-        return None
-    from kvbm.disk.service.supervisor import DiskSupervisor
-
-    if not identity.done():
-        log.info("kvbm: %s: the disk tier is off until then", WAITS)
-        return DiskSupervisor.open_later(
-            _then(identity, partial(_disk_settings, config, segments)), segments, hash_bytes=hash_bytes
-        )
-    settings, name = _disk_settings(config, segments, identity.result())
-    return DiskSupervisor.begin(settings, name, segments, hash_bytes=hash_bytes, progress=progress)
-
-
-def _disk_settings(
-    config: ConnectorConfig, segments: Sequence[SegmentInfo], identity: Identity
-) -> tuple[DiskSettings, Namespace]:
-    from kvbm.disk.settings import DiskSettings
-
-    section = config.tiers.disk
-    assert section is not None, "there is a disk tier"
-    name, doubt = namespace_of(segments, identity)
-    if section.persist and doubt:
-        log.warning("kvbm: blocks will not stay on disk after this engine exits: %s", doubt)
-    settings = DiskSettings(
-        directory=Path(section.directory).expanduser(),
-        capacity_bytes=section.capacity,
-        block_count=section.blocks,
-        allocator=section.allocator,
-        zerofill=section.zerofill,
-        o_direct=section.o_direct,
-        io=section.io,
-        threads=section.threads,
-        persist=section.persist and not doubt,
-        reclaim=section.reclaim,
-    )
-    return settings, name
-
-
-def _begin_shared(
-    config: ConnectorConfig, segments: Sequence[SegmentInfo], settings: LeaderSettings, *, identity: Future[Identity]
-) -> SharedClient | None:
-    section = config.tiers.shared
-    if section is None:
-        return None
-    from kvbm.shared.service.client import SharedClient
-    from kvbm.shared.settings import SharedSettings
-
-    def named(identity: Identity) -> tuple[bytes, Mapping[str, object]] | None:
-        name, doubt = namespace_of(segments, identity)
-        if doubt:
-            log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
-            return None
-        facts = {"block_bytes": settings.block_bytes, "block_tokens": settings.engine.block_tokens}
-        return name.digest, {**facts, **public_facts(name)}
-
-    disk = config.tiers.disk
-    shared_settings = SharedSettings(
-        url=section.resolved_url(),
-        protection=section.protection,
-        key_file=None if section.key_file is None else Path(section.key_file).expanduser(),
-        expire_s=section.expire_days * DAY_S,
-        writes=section.write,
-        requests=section.requests,
-        node_directory=None if disk is None else Path(disk.directory).expanduser(),
-    )
-    shape: dict[str, Any] = {
-        "hash_bytes": settings.engine.hash_bytes,
-        "block_tokens": settings.engine.block_tokens,
-        "has_runs": len(settings.groups) == 1,
-    }
-    if not identity.done():
-        log.info("kvbm: %s: the shared tier is off until then", WAITS)
-        return SharedClient.open_later(_then(identity, named), shared_settings, segments, **shape)
-    name = named(identity.result())
-    return None if name is None else SharedClient.begin(shared_settings, *name, segments, **shape)
-
-
-def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> Future[Result]:
-    """Return a future of `function(result)`."""
-    after: Future[Result] = Future()
-    future.add_done_callback(lambda done: after.set_result(function(done.result())))
-    return after

@@ -27,11 +27,10 @@ from typing import TYPE_CHECKING, Any
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
-from kvbm.host.region import Region
 from kvbm.identity.description import Description, describe
-from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
+from kvbm.leader.opening import EngineAtStart, open_leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
 from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
@@ -39,12 +38,11 @@ from kvbm.trtllm_integration.request_key import RequestKey, request_key
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.host.region import Region
+    from kvbm.leader.guarded import GuardedLeader
     from kvbm.plan import StepPlan
-    from kvbm.shared.service.client import SharedClient
     from kvbm.trtllm_integration.engine_facts import EngineFacts
     from kvbm.trtllm_integration.messages import RankReport
-    from kvbm.types import SegmentInfo
 
 BlockIds = Sequence[int] | Sequence[Sequence[int]] | dict[int, Sequence[int]]
 
@@ -112,21 +110,15 @@ class LeaderSide:
                 )
         self._group_count = len(reports[0].segments)
         segments = [segment for report in reports for segment in report.segments]
-        self._region = Region.map(segments)
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
-        settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=reports[0].block_count)
-        callbacks = LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace)
-        disk, shared = self._open_tiers(segments, settings)
-        self.leader = GuardedLeader(self.boundary, self._region, settings, callbacks, disk=disk, shared=shared)
+        self._region, self.leader = open_leader(
+            self.boundary,
+            self._config,
+            EngineAtStart(segments, traits, reports[0].block_count, self._described),
+            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
+        )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
-
-    def _open_tiers(
-        self, segments: Sequence[SegmentInfo], settings: LeaderSettings
-    ) -> tuple[DiskSupervisor | None, SharedClient | None]:
-        if self._config.tiers.disk is None and self._config.tiers.shared is None:
-            return None, None
-        return open_tiers(self._config, segments, settings, identity=self._described())
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""

@@ -20,12 +20,11 @@ from kvbm.boundary import Boundary, contained, hook
 from kvbm.core.groups import StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
-from kvbm.host.region import Region
 from kvbm.identity.description import Description, describe
-from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
+from kvbm.leader.opening import EngineAtStart, open_leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.shared.service.client import SharedClient
-    from kvbm.types import SegmentInfo
+    from kvbm.host.region import Region
+    from kvbm.leader.guarded import GuardedLeader
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
 UNLIMITED = 1 << 62
@@ -178,7 +176,6 @@ class SchedulerSide:
         if self._pool is None or not self._handshakes:
             return
         segments = [handshake.segment for handshake in self._handshakes]
-        self._region = Region.map(segments)
         traits = EngineTraits(
             block_tokens=self._groups[0].group.block_tokens,
             hash_bytes=self._hash_bytes,
@@ -186,7 +183,6 @@ class SchedulerSide:
             gives_up_blocks=self._gives_up_blocks,
             publishes_events=self._publishes_events,
         )
-        settings = LeaderSettings.of(self._config, segments, traits, g1_blocks=len(self._pool.blocks))
         if self._publishes_events:
             self._announcer = Announcer(
                 self.boundary,
@@ -197,29 +193,22 @@ class SchedulerSide:
                 expected_blocks=len(self._pool.blocks),
             )
         notes_of = None if self._announcer is None else self._announcer.notes_of
-        disk, shared = self._open_tiers(segments, settings)
-        self.leader = GuardedLeader(
+        progress = progress_log("of disk space")
+        self._region, self.leader = open_leader(
             self.boundary,
-            self._region,
-            settings,
+            self._config,
+            EngineAtStart(segments, traits, len(self._pool.blocks), self._identity_of_blocks, progress),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
-            disk=disk,
-            shared=shared,
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
 
-    def _open_tiers(
-        self, segments: Sequence[SegmentInfo], settings: LeaderSettings
-    ) -> tuple[DiskSupervisor | None, SharedClient | None]:
-        disk, shared = self._config.tiers.disk, self._config.tiers.shared
-        if disk is None and shared is None:
-            return None, None
-        identity = self._described()
-        keeps_blocks = shared is not None or (disk is not None and disk.persist)
+    def _identity_of_blocks(self) -> Future[Description]:
+        """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""
+        disk, identity = self._config.tiers.disk, self._described()
+        keeps_blocks = self._config.tiers.shared is not None or (disk is not None and disk.persist)
         self._keeps_blocks = keeps_blocks and not _is_doubtful(identity)
-        progress = progress_log("of disk space")
-        return open_tiers(self._config, segments, settings, identity=identity, progress=progress)
+        return identity
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""

@@ -27,13 +27,14 @@ from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
 from kvbm.embedded.engine.connector import SchedulerConnector, WorkerConnector
 from kvbm.events import TierCleared
 from kvbm.host.region import Region
+from kvbm.leader import opening
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import Offloads
 from kvbm.leader.onboards import Onboards
-from kvbm.leader.settings import open_tiers
+from kvbm.leader.opening import open_tiers
 from kvbm.leader.shared_tier import SharedTier
 from kvbm.types import Tier
 
@@ -114,7 +115,7 @@ class Kvbm:
             }
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(driver, "open_tiers", lambda *args, **keys: (open_tiers(*args, **keys)[0], store))
+            patch.setattr(opening, "open_tiers", lambda *args, **keys: (open_tiers(*args, **keys)[0], store))
             self.connector = driver.create_connector(profile.model_dump_json())
             self.engine = SimulatedEngine(
                 blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes

@@ -20,7 +20,8 @@ from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
 from kvbm.leader.namespace import known
-from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings, open_tiers
+from kvbm.leader.opening import EngineAtStart, open_tiers
+from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.types import SegmentInfo, SlotState
 
 RANKS = 8
@@ -259,7 +260,8 @@ def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monk
         infos = [rank.worker.info for rank in rig.ranks]
         settings = LeaderSettings.of(config, infos, EngineTraits(16), g1_blocks=8)
         for _ in range(2):
-            open_tiers(config, infos, settings, identity=known({"model": "m", "ranks": 4}))
+            engine = EngineAtStart(infos, settings.engine, 8, lambda: known({"model": "m", "ranks": 4}))
+            open_tiers(config, engine, settings)
         rig.close()
     assert (len(names), len(set(names))) == (6, 3)
     assert names[::2] == names[1::2]

@@ -15,7 +15,8 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.namespace import namespace_of
-from kvbm.leader.settings import EngineTraits, LeaderSettings, open_tiers
+from kvbm.leader.opening import EngineAtStart, open_tiers
+from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.process import first_opening
 from kvbm.shared.service import client as shared_client
 
@@ -38,8 +39,8 @@ def opened(tmp_path, segments, *names, identity):
         "shared": {"url": f"file://{tmp_path}/store", "protection": "none"},
     }
     config = ConnectorConfig.model_validate({"tiers": {name: tiers[name] for name in ("host", *names)}})
-    settings = LeaderSettings.of(config, segments, EngineTraits(16), g1_blocks=8)
-    return open_tiers(config, segments, settings, identity=identity)
+    engine = EngineAtStart(segments, EngineTraits(16), 8, lambda: identity)
+    return open_tiers(config, engine, LeaderSettings.of(config, segments, engine.traits, g1_blocks=8))
 
 
 def until(is_so):

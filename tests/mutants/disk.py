@@ -390,9 +390,9 @@ MUTANTS = (
     Mutant(
         name="tiers-that-hang-hold-up-a-start-one-after-the-other",
         bug="a start with two tiers that hang takes two deadlines",
-        file="kvbm/leader/settings.py",
-        old="    shared = None\n    try:\n",
-        new="    shared = None\n    try:\n        _ = disk and disk.await_opening()\n",
+        file="kvbm/leader/opening.py",
+        old="    try:\n        shared = _begin_shared(",
+        new="    try:\n        _ = disk and disk.await_opening()\n        shared = _begin_shared(",
         fails="tests/leader/test_late_identity.py -k as_long_as_one",
     ),
 )

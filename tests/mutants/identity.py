@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         name="tier-opens-before-its-name",
         bug="the disk tier waits in the start of the engine until the model's files are digested",
-        file="kvbm/leader/settings.py",
+        file="kvbm/leader/opening.py",
         old="""    if not identity.done():
         log.info("kvbm: %s: the disk""",
         new="""    if False:
@@ -178,7 +178,7 @@ MUTANTS = (
     Mutant(
         name="identity-persists-in-doubt",
         bug="blocks are kept for the next start although the identity is in doubt",
-        file="kvbm/leader/settings.py",
+        file="kvbm/leader/opening.py",
         old="persist=section.persist and not doubt,",
         new="persist=section.persist,",
         fails="tests/engines/test_exchanged_weights.py -k cannot_be_identified",

@@ -1030,16 +1030,11 @@ def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
 
 
 @pytest.mark.parametrize(("own", "doubt"), [("", ""), ("other weights", "other weights")])
-def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, monkeypatch, tmp_path):
+def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, tmp_path):
     tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
     side = scheduler_side(cache_groups(cache(FULL)))
     side._config, side.doubt = ConnectorConfig.model_validate({"tiers": tiers}), own
-    seen = []
-    monkeypatch.setattr(
-        "kvbm.vllm_integration.scheduler_side.open_tiers", lambda *_, **keys: seen.append(keys["identity"].result()[1])
-    )
-    side._open_tiers([], None)
-    assert seen == [doubt]
+    assert side._identity_of_blocks().result()[1] == doubt
     assert side._keeps_blocks == (not doubt)
 
 
