@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WINDOW_REQUESTS = 1000
 HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
+_LOWER = {Tier.DISK: "disk", Tier.SHARED: "shared"}
 
 
 @dataclass(slots=True)
@@ -84,6 +85,11 @@ class Counters:
     object_write_failures: int = 0
     record_dropped_calls: int = 0
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
+
+    def add(self, name: str, tier: Tier, count: int) -> None:
+        """Add to the counter of a lower tier. `name` has `{}` in place of `disk` or `shared`."""
+        name = name.format(_LOWER[tier])
+        setattr(self, name, getattr(self, name) + count)
 
     def hits(self) -> tuple[int, int, int, int]:
         """Return (blocks loaded from G2, from G3, from G4, prompt blocks looked up) for the last finished requests."""

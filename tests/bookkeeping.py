@@ -1,6 +1,8 @@
 """Consistency check of a leader: what is in flight, what is held and what is registered must agree."""
 
 from kvbm.host.control_words import LANES
+from kvbm.leader.disk_tier import DiskTier
+from kvbm.leader.shared_tier import SharedTier
 
 
 def check_leader(leader):
@@ -8,10 +10,10 @@ def check_leader(leader):
     leader._host.store.check()
     check_offloads(leader._offloads)
     check_onboards(leader._onboards)
-    if leader._disk is not None:
-        check_disk_tier(leader._disk)
-    if leader._shared is not None:
-        check_shared_tier(leader._shared)
+    checks = {DiskTier: check_disk_tier, SharedTier: check_shared_tier}
+    for tier in leader.lower_tiers:
+        if type(tier) in checks:
+            checks[type(tier)](tier)
 
 
 def check_offloads(offloads):
@@ -43,6 +45,11 @@ def check_disk_tier(disk):
 
 
 def check_shared_tier(shared):
-    assert {write.run.name for write in shared._writes.values()} == shared._departing
-    assert not shared._departing & shared._queue.keys(), "a run is due that is being written"
+    assert {write.extent.name for write in shared._writes.values()} == shared._departing
+    assert not shared._departing & shared._queue.keys(), "an extent is due that is being written"
     assert not (shared._has_ended and (shared._queue or shared._used or len(shared.presence)))
+
+
+def tier_of(leader, kind):
+    """Return the lower tier of this kind, None if there is none."""
+    return next((tier for tier in leader.lower_tiers if tier.kind is kind), None)

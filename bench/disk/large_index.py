@@ -46,6 +46,7 @@ from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
+from kvbm.leader.opening import lower_tiers  # noqa: E402
 from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
@@ -118,7 +119,7 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
         disk=DiskPolicy(to_disk="always", reads_always=True),
     )
     engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
-    leader = Leader(memory.region, settings, engine, disk=disk)
+    leader = Leader(memory.region, settings, engine, lower_tiers(disk, None))
     ready_s = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - shared_bytes()
     gc.collect()

@@ -1,11 +1,6 @@
 """DiskTier: the metadata of G3. It decides which blocks are written to disk, read back, and deleted.
 
-It moves no bytes: a DiskSupervisor does. The leader's thread owns both and calls
-
-    registered, hit             blocks were registered or hit; decides what is written to disk
-    match, fetch                find blocks on disk and start to read them into host memory
-    step                        start the writes that are due
-    settle                      register what has ended: written blocks in G3, read blocks in G2
+It moves no bytes: a DiskSupervisor does. The leader's thread owns both, and calls it as `lower_tier.py` says.
 
 When the disk I/O process ends, the disk is off and all metadata of G3 is dropped. When the next process has started,
 the blocks that it found are registered over several steps; then the disk is on again. The first process may start later
@@ -24,7 +19,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,17 +27,14 @@ from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
 from kvbm.disk.directory import RATES
 from kvbm.disk.orders import DiskResult, Read, Write
-from kvbm.leader.open_reads import OpenReads
-from kvbm.leader.rates import Rates, RatesFile
+from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
+from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+from kvbm.leader.rates import RatesFile
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.open_reads import OpenRead
-    from kvbm.leader.settings import LeaderSettings
-    from kvbm.metrics import Counters
 
 WRITES_AT_A_TIME = 2
 TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
@@ -53,24 +45,10 @@ DRAIN_HUNG_S = 1.5
 CLOSE_S = 1.0  # for the disk process to end what it does
 LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
+PARTS = 16  # least number of batches in which a load is read, if it has as many blocks
+SHARES_OF_G2 = 4  # a batch takes at most this share of host memory
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Fetch:
-    """A read of blocks from disk into host memory. `blocks` holds them, pinned in G2, when they have arrived."""
-
-    source: PinnedBlocks
-    target: Reservation
-    read: OpenRead
-    blocks: PinnedBlocks | None = None
-    is_void: bool = False
-    is_abandoned: bool = False
-
-    def abandon(self) -> None:
-        """Drop its result: `settle` releases its blocks when the read has ended."""
-        self.is_abandoned = True
 
 
 @dataclass(slots=True)
@@ -80,26 +58,20 @@ class _Write:
     is_void: bool = False
 
 
-class DiskTier:
+class DiskTier(LowerTier):
     """See the module's text."""
 
-    def __init__(
-        self,
-        disk: DiskSupervisor,
-        host: HostTier,
-        settings: LeaderSettings,
-        counters: Counters,
-        clock: Callable[[], float] = time.monotonic,
-        notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None,
-    ) -> None:
+    kind = Tier.DISK
+
+    def __init__(self, disk: DiskSupervisor, context: TierContext) -> None:
         self._disk = disk
-        self._notes_of = notes_of
-        self._policy = policy = settings.disk
-        self._host = host
-        self._block_bytes = settings.block_bytes
-        self._counters = counters
-        self._clock = clock
-        self._engine = engine = settings.engine
+        self._notes_of = context.callbacks.notes_of
+        self._policy = policy = context.settings.disk
+        self._host = context.host
+        self._block_bytes = context.settings.block_bytes
+        self._counters = context.counters
+        self._clock = clock = context.callbacks.clock
+        self._engine = context.settings.engine
         self.store = self._empty_store()
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
@@ -113,18 +85,17 @@ class DiskTier:
         self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
         self._unowned: set[bytes] = set()  # read from disk for an unknown tenant: not written until a request has them
         self._writes: dict[int, _Write] = {}
-        self._fetches: dict[int, Fetch] = {}
-        self.reads = OpenReads("the disk tier", host, clock)
+        self.reads = OpenReads("the disk tier", self, self._host, clock)
         self._tickets = itertools.count(1)
         self._rates_file = self._open_rates()
-        known = None if self._rates_file is None else self._rates_file.read()
-        self.rates = Rates(block_tokens=engine.block_tokens, clock=clock, known=known)
+        self.rates = context.choice.rates
+        if self._rates_file is not None and (known := self._rates_file.read()) is not None:
+            self.rates.begin_with(known)
         self._copy_counters()
 
     # -- what happens in host memory -----------------------------------------------------------------------------------
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """Note that blocks of a tenant were registered in these slots of host memory."""
         self.adopt(hashes, slots, tenant)
         if self._policy.to_disk == "always":
             self._enqueue(hashes)
@@ -134,20 +105,16 @@ class DiskTier:
             self._admit(admitted)
 
     def adopt(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """Note that the blocks in these slots of host memory belong to a tenant."""
         if self._unowned:
             self._unowned.difference_update(hashes)
         self._note_tenant(slots, tenant)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
-        """Note a cache hit of these blocks in any tier. Those that it admits are written if still in G2."""
+        """Those that the hit admits are written if still in G2."""
         if self._policy.to_disk == "frequency":
             self._admit(self._filter.hit(hashes))
 
-    def evicting(self, count: int, *, keeps_unwritten: bool = False) -> None:
-        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
-        if count <= 0:
-            return
+    def evicting(self, count: int, *, keeps_unwritten: bool) -> None:
         if keeps_unwritten:
             self._host.store.touch(list(self._queue))
         if self._policy.to_disk == "on_evict":
@@ -157,54 +124,58 @@ class DiskTier:
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks on disk are found, read and written."""
         return self._is_filled and self._disk.is_on and not self.reads.are_hung
 
+    @property
+    def stores(self) -> Sequence[BlockStore]:
+        return (self.store,)
+
     def refresh(self) -> None:
-        """Detect a process that was replaced while the engine was idle. Call before a lookup."""
-        if not self.is_on and all(fetch.is_abandoned for fetch in self._fetches.values()):
+        """Detect a process that was replaced while the engine was idle."""
+        if not self.is_on and self.reads.are_abandoned:
             self.settle()  # notes the end of one process, or its answer
             self.settle()  # and the start of the next one
 
     def contains(self, sequence_hash: bytes) -> bool:
         return self.is_on and self.store.contains(sequence_hash)
 
-    def match(self, hashes: Sequence[bytes], start: int) -> int:
-        """Return how many of `hashes[start:]` are on disk, up to the first that is not."""
-        return self.store.match(hashes, start) if self.is_on else 0
+    def match(self, hashes: Sequence[bytes], start: int, end: int) -> int:
+        return self.store.match(hashes[:end], start) if self.is_on else 0
 
-    def pin(self, hashes: Sequence[bytes]) -> PinnedBlocks | None:
-        """Hold all of `hashes` against eviction from disk; None if one of them is missing."""
-        return self.store.pin(hashes) if self.is_on else None
+    def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent] = ()) -> Claim:
+        present = [position for position in positions if self.contains(hashes[position])]
+        if not present:
+            return Claim()
+        kept = self.store.pin([hashes[position] for position in present])
+        assert kept is not None, "blocks that were just found can be pinned"
+        return Claim([(batch, None) for batch in self.batches(present)], [kept])
 
-    def has_lost(self, hashes: Sequence[bytes]) -> bool:
-        """Whether one of these pinned blocks is gone, because another read of it has failed."""
+    def batches(self, positions: Sequence[int]) -> list[Sequence[int]]:
+        """There are enough batches to see early whether the disk is fast enough, and none is so large that host memory
+        might never have room for it."""
+        share = self._host.capacity_blocks // SHARES_OF_G2
+        size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS, share))
+        return [positions[at : at + size] for at in range(0, len(positions), size)]
+
+    def has_lost(self, hashes: Sequence[bytes], extent: Extent | None = None) -> bool:
         return self.is_on and bool(self.store.missing(hashes))
 
-    def fetch(self, hashes: Sequence[bytes], tenant: bytes | None) -> Fetch | None:
-        """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. The
-        blocks must be on disk. None while there is no room or the disk is off."""
-        if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):
-            return None
-        self.evicting(len(hashes) - self._host.store.free)
-        target = self._host.reserve(len(hashes))
-        if target is None:
-            return None
-        source = self.store.pin(hashes)
-        assert source is not None, "blocks to be fetched are held"
+    def fetch(self, hashes: Sequence[bytes], tenant: bytes | None, extent: Extent | None = None) -> Fetch | None:
         ticket = next(self._tickets)
-        self._note_tenant(target.slots, tenant or b"")
+        fetch = self.reads.begin(ticket, hashes, tenant) if self.is_on else None
+        if fetch is None:
+            return None
+        source = fetch.source = self.store.pin(hashes)
+        assert source is not None, "blocks to be fetched are held"
+        self._note_tenant(fetch.target.slots, tenant or b"")
         if tenant is None:
             self._unowned.update(hashes)
-        self._host.unprove(target)
-        fetch = self._fetches[ticket] = Fetch(source, target, self.reads.begin(ticket, len(hashes)))
-        self._disk.submit(Read(ticket, source.hashes, source.slots, target.slots))
+        self._disk.submit(Read(ticket, source.hashes, source.slots, fetch.target.slots))
         return fetch
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Start the writes that are due."""
+    def step(self, *, computes: bool) -> None:
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
@@ -217,13 +188,11 @@ class DiskTier:
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
-        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
         ended = []
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
-            elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
-                self.reads.end(result.ticket)
+            elif (fetch := self.reads.end(result.ticket)) is not None:
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
@@ -236,22 +205,17 @@ class DiskTier:
         """Whether blocks are being written or due for it, and the disk is on."""
         return self.is_on and bool(self._writes or self._queue)
 
-    def is_returning(self) -> bool:
-        """Whether the disk I/O process has ended and the disk may be on again within seconds."""
-        return not self._is_filled and self._clock() < self._awake_until_s
+    def is_busy(self) -> bool:
+        """Whether it is writing, or the disk I/O process has ended and the disk may be on again within seconds."""
+        return self.is_writing() or (not self._is_filled and self._clock() < self._awake_until_s)
 
     def unwritten_blocks(self, end: int) -> int | None:
-        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
-
-        None if the chain does not pass through host memory to the disk, so that it has to fit into host memory.
-        """
         is_larger = end > self._host.capacity_blocks
         if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
             return None
         return len(self._queue)
 
     def wear(self) -> dict[str, float]:
-        """Return the known wear metrics by name."""
         wear = self._disk.wear()
         found = {
             "kvbm_disk_write_amplification": wear.write_amplification,
@@ -262,9 +226,6 @@ class DiskTier:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def reset(self, *, ends_persistence: bool) -> None:
-        """Forget every block durably, including those in flight. `ends_persistence`: no later block survives this
-        engine either. Raises EnvironmentProblem if the disk does not answer; it stays off until it has forgotten them.
-        """
         self.store.reset()
         self._filter.clear()
         self._queue.clear()
@@ -272,9 +233,17 @@ class DiskTier:
         self._unowned.clear()
         for write in self._writes.values():
             write.is_void = True
-        for fetch in self._fetches.values():
-            fetch.is_void = True
+        self.reads.void()
+        self.clear(ends_persistence=ends_persistence)
+
+    def clear(self, *, ends_persistence: bool) -> None:
         self._disk.clear(ends_persistence=ends_persistence)
+
+    def drop_results(self) -> None:
+        self._disk.poll()
+
+    def abandon(self, timeout_s: float) -> None:
+        self._disk.close(timeout_s)
 
     def close(self) -> None:
         """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close.
@@ -313,8 +282,8 @@ class DiskTier:
     def _follow_process(self) -> None:
         """Drop all metadata when the process has ended, and register what the next one found."""
         if self._disk.losses != self._losses:
-            tickets = self._writes.keys() | self._fetches.keys()
-            assert not tickets, f"{tickets} have not ended, and their process has"
+            assert not self._writes, f"{self._writes.keys()} have not ended, and their process has"
+            assert self.reads.are_ended, "reads have not ended, and their process has"
             self._losses = self._disk.losses
             self.store.reset()
             self._is_filled = False
@@ -434,21 +403,12 @@ class DiskTier:
 
     def _end_fetch(self, fetch: Fetch, result: DiskResult) -> None:
         """Register the blocks that have arrived, and delete those that are damaged; others that failed stay on disk."""
-        hashes, slots, is_good = fetch.source.hashes, fetch.source.slots, result.is_good
-        if fetch.is_void:
-            fetch.source.release()
-            fetch.target.release()
-            return
-        failed = len(hashes) - sum(is_good)
-        self._counters.disk_failed_blocks += failed
-        if result.damaged:
-            self.store.forget([hashes[index] for index in result.damaged])
-            self._disk.forget([slots[index] for index in result.damaged])
-        fetch.source.release()
-        self._host.prove(fetch.target, is_good)
-        blocks = self._host.register(fetch.target, hashes, is_good)
-        self._counters.disk_fetched_blocks += len(blocks.slots)
-        if failed or fetch.is_abandoned:
-            blocks.release()
-        else:
-            fetch.blocks = blocks
+        source, is_good = fetch.source, result.is_good
+        assert source is not None, "blocks that are read are held"
+        if not fetch.is_void:
+            self._counters.disk_failed_blocks += is_good.count(False)
+        if result.damaged and not fetch.is_void:
+            self.store.forget([source.hashes[index] for index in result.damaged])
+            self._disk.forget([source.slots[index] for index in result.damaged])
+        source.release()
+        self._counters.disk_fetched_blocks += self.reads.arrive(fetch, is_good)

@@ -17,7 +17,6 @@ stopped.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -31,12 +30,11 @@ from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
-    from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.events import Event
     from kvbm.host.region import Region
+    from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters, TierBlocks
-    from kvbm.shared.service.client import SharedClient
 
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
 CLOSE_S = 0.1
@@ -51,24 +49,20 @@ class GuardedLeader:
         region: Region,
         settings: LeaderSettings,
         callbacks: LeaderCallbacks,
-        *,
-        disk: DiskSupervisor | None = None,
-        shared: SharedClient | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         self.boundary = boundary
         self._region = region
         self._settings = settings
         self._engine = callbacks
-        self._disk = disk
-        self._shared = shared
         self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
         self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
         self._steps_off = 0
         self._has_cleared = False
-        ours = replace(callbacks, hold=self._hold, release=self._release, trace=_Trace.of(boundary, callbacks.trace))
-        self.leader = Leader(region, settings, ours, disk=disk, shared=shared, clock=clock)
+        trace = _Trace.of(boundary, callbacks.trace)
+        ours = replace(callbacks, hold=self._hold, release=self._release, trace=trace)
+        self.leader = Leader(region, settings, ours, open_tiers)
         boundary.counters = self.leader.counters
 
     # -- a request arrives ---------------------------------------------------------------------------------------------
@@ -207,26 +201,24 @@ class GuardedLeader:
 
     @contained(False)
     def _clear_disk(self, *, ends_persistence: bool) -> bool:
-        if self._disk is not None:
-            self._disk.clear(ends_persistence=ends_persistence)
+        for tier in self.leader.lower_tiers:
+            tier.clear(ends_persistence=ends_persistence)
         return True
 
     def close(self) -> None:
-        """Like `Leader.close`. If the cache is off, nothing more is written to disk."""
+        """Like `Leader.close`. If the cache is off, nothing more is written to a lower tier."""
         self._close()
         if self.boundary.is_off:
-            self._close_disk()
+            self._abandon_tiers()
 
     @hook()
     def _close(self) -> None:
         self.leader.close()
 
     @contained()
-    def _close_disk(self) -> None:
-        if self._shared is not None:
-            self._shared.close(CLOSE_S)
-        if self._disk is not None:
-            self._disk.close(CLOSE_S)
+    def _abandon_tiers(self) -> None:
+        for tier in reversed(self.leader.lower_tiers):
+            tier.abandon(CLOSE_S)
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -236,8 +228,8 @@ class GuardedLeader:
         if not self.boundary.is_off:
             return self.leader.take_events()
         has_cleared, self._has_cleared = self._has_cleared, True
-        tiers = [Tier.HOST] if self._disk is None else [Tier.HOST, Tier.DISK]
-        return [] if has_cleared else [TierCleared(tier) for tier in tiers]
+        stores = [store for tier in self.leader.lower_tiers for store in tier.stores]
+        return [] if has_cleared else [TierCleared(Tier.HOST), *(TierCleared(store.tier) for store in stores)]
 
     @contained(False)
     def has_events(self) -> bool:
@@ -278,7 +270,7 @@ class GuardedLeader:
             if self._has_ended(order):
                 del orders[generation]
                 self._release(order.block_ids[::-1])
-        self._discard_results_of_disk()
+        self._drop_results_of_tiers()
         copied = {block_id for order in orders.values() for block_id in order.block_ids}
         gives_up = self._settings.engine.gives_up_blocks
         ended = [key for key in self._loads if gives_up or copied.isdisjoint(key[1])]
@@ -298,11 +290,9 @@ class GuardedLeader:
         return SlotState.EMPTY not in self._region.slot_results(order.slots, order.generation)
 
     @contained()
-    def _discard_results_of_disk(self) -> None:
-        if self._disk is not None:
-            self._disk.poll()
-        if self._shared is not None:
-            self._shared.poll()
+    def _drop_results_of_tiers(self) -> None:
+        for tier in self.leader.lower_tiers:
+            tier.drop_results()
 
     # -- references in the engine's block pool -------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.index import is_consecutive
 from kvbm.core.store import BlockStore
@@ -46,13 +46,26 @@ class Reservation:
         self.blocks.release()
 
 
+class HostListener(Protocol):
+    """A tier that follows what happens in host memory."""
+
+    def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
+        """Note that blocks of a tenant were registered in these slots of host memory."""
+        return
+
+    def evicting(self, count: int, *, keeps_unwritten: bool) -> None:
+        """Prepare for the eviction of `count` blocks of host memory; `keeps_unwritten` spares the unwritten ones."""
+        return
+
+
 class HostTier:
-    """See the module's text. Counts evictions in `counters`."""
+    """See the module's text. Counts evictions in `counters`. `listeners` hear of them."""
 
     def __init__(self, region: Region, counters: Counters, *, hash_bytes: int = 16, events: bool = False) -> None:
         self.region = region
         self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events)
         self.capacity_blocks = region.slot_count
+        self.listeners: Sequence[HostListener] = ()
         self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
         self._counters = counters
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
@@ -65,13 +78,20 @@ class HostTier:
         self._generation += 1
         return self._generation
 
-    def reserve(self, count: int) -> Reservation | None:
-        """Return `count` slots, free ones first, then those of the least recently used blocks. None without room."""
-        evicted = count - self.store.free
-        blocks = self.store.allocate(count)
-        if blocks is None:
+    def reserve(self, count: int, *, keeps_unwritten: bool = False) -> Reservation | None:
+        """Return `count` slots, free ones first, then those of the least recently used blocks. None without room.
+
+        `keeps_unwritten`: evict only blocks that no lower tier has still to write.
+        """
+        if count > self.store.available:
             return None
-        self._counters.evicted_blocks += max(0, evicted)
+        evicted = count - self.store.free
+        if evicted > 0:
+            for listener in self.listeners:
+                listener.evicting(evicted, keeps_unwritten=keeps_unwritten)
+            self._counters.evicted_blocks += evicted
+        blocks = self.store.allocate(count)
+        assert blocks is not None, (count, self.store.counts())
         return Reservation(blocks, tuple(blocks.slots), self.next_generation())
 
     def unprove(self, target: Reservation) -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,32 +27,29 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, longest_hit, needed_blocks
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.load_choice import LoadChoice
 from kvbm.leader.long_matches import LongMatches
+from kvbm.leader.lower_tier import LowerTier, TierContext
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import LiveRequest, Load, Onboards
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.rates import Rates
-from kvbm.leader.shared_tier import SharedTier
 from kvbm.leader.slices import Slices
-from kvbm.metrics import Counters, TierBlocks
+from kvbm.metrics import HIT_TIERS, Counters, TierBlocks
 from kvbm.plan import StepPlan
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.core.store import StoreCounts
-    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.core.store import BlockStore, StoreCounts
     from kvbm.events import Event
     from kvbm.host.region import Region
-    from kvbm.leader.disk_tier import Fetch
+    from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
-    from kvbm.leader.shared_tier import RunFetch
     from kvbm.plan import Offload, Onboard
-    from kvbm.shared.service.client import SharedClient
 
+LOWER = HIT_TIERS[1:]
 SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
 
 log = logging.getLogger(__name__)
@@ -78,7 +74,7 @@ Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of
 class Leader:
     """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it.
 
-    `disk` moves blocks of G3 and `shared` those of G4, if there are such tiers.
+    `open_tiers` makes the lower tiers, the nearest one first.
     """
 
     def __init__(
@@ -86,12 +82,10 @@ class Leader:
         region: Region,
         settings: LeaderSettings,
         callbacks: LeaderCallbacks,
-        *,
-        disk: DiskSupervisor | None = None,
-        shared: SharedClient | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
+        self.counters.shared_off = int(settings.shared.is_configured)  # without such a tier: its blocks are in doubt
         self._settings = settings
         self._groups = settings.groups
         self._with_kv = [index for index, group in enumerate(self._groups) if not isinstance(group, StateGroup)]
@@ -101,28 +95,19 @@ class Leader:
         self._trace = callbacks.trace
         engine = settings.engine
         self._host = HostTier(region, self.counters, hash_bytes=engine.hash_bytes, events=engine.publishes_events)
-        self._disk: DiskTier | None = None
-        if disk is not None:
-            self._disk = DiskTier(disk, self._host, settings, self.counters, clock, callbacks.notes_of)
-        rates = Rates(block_tokens=engine.block_tokens, clock=clock) if self._disk is None else self._disk.rates
+        rates = Rates(block_tokens=engine.block_tokens, clock=callbacks.clock)
         self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
-        self._shared: SharedTier | None = None
-        if shared is not None:
-            self._shared = SharedTier(shared, self._host, self._disk, settings, self.counters, self._choice, clock)
-        elif settings.shared.is_configured:
-            self.counters.shared_off = 1  # for good: the blocks of this engine are in doubt
-        self._prefetches: Prefetches | None = None  # of an engine that is promised blocks in host memory only
-        if (self._disk is not None or self._shared is not None) and not settings.engine.accepts_failed_loads:
-            batch_blocks = settings.disk.batch_blocks
-            self._prefetches = Prefetches(self._host, self._disk, self._shared, batch_blocks=batch_blocks, clock=clock)
+        context = TierContext(self._host, settings, self.counters, self._choice, callbacks)
+        self.lower_tiers = tuple(open_tier(context) for open_tier in open_tiers)
+        self._host.listeners = self.lower_tiers
+        self._prefetches = Prefetches(context, self.lower_tiers)
+        if not engine.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._long_matches = LongMatches(self._host.store, self._slices)
-        self._offloads = Offloads(self._host, self._disk, callbacks, settings, self.counters, self._slices)
-        self._onboards = Onboards(
-            self._host, self._disk, self._shared, self._choice, callbacks, settings, self._slices, clock
-        )
-        self._heartbeats = Heartbeats(region, settings.silence_s, clock)
+        self._long_matches = LongMatches(self._host, self.lower_tiers, self._slices)
+        self._offloads = Offloads(context, self._slices)
+        self._onboards = Onboards(context, self.lower_tiers, self._slices)
+        self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
         self._promises = 0  # requests with a promise: each needs a lane
@@ -140,12 +125,12 @@ class Leader:
         """
         end = len(hashes) if end is None else min(end, len(hashes))
 
-        def search(disk: DiskTier | None) -> int | None:
+        def search(tiers: Sequence[LowerTier]) -> int | None:
             request = self._live(request_id)
             if self._settings.engine.accepts_failed_loads and self._long_matches.may_match(request, end - start):
-                return self._match_long(request, hashes, start, end, disk)
+                return self._match_long(request, hashes, start, end, tiers)
             self._long_matches.end(request_id)
-            return self._match_further(request, hashes, start, end, disk, [])
+            return self._match_further(request, hashes, start, end, tiers, [])
 
         blocks = self._match(request_id, hashes, (start, end), lambda: hashes[:start], search)
         if not self._settings.engine.accepts_failed_loads:
@@ -159,17 +144,12 @@ class Leader:
         """Like `match`, in tokens, for an engine with several KV cache groups. `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
 
-        def search(disk: DiskTier | None) -> int:
-            shared = self._shared if self._live(request_id).may_read_disk else None
-            if shared is not None:
-                shared.receive()
+        def search(tiers: Sequence[LowerTier]) -> int:
+            for tier in tiers:
+                tier.receive()
 
             def is_present(sequence_hash: bytes) -> bool:
-                return (
-                    self._host.store.contains(sequence_hash)
-                    or (disk is not None and disk.contains(sequence_hash))
-                    or (shared is not None and shared.contains(sequence_hash))
-                )
+                return self._host.store.contains(sequence_hash) or any(tier.contains(sequence_hash) for tier in tiers)
 
             if not self._has_states or not self._with_kv:
                 return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
@@ -217,9 +197,9 @@ class Leader:
         if load is None:
             self._fail_load(request, tuple(block_ids))
             return
-        request.disk_tokens, request.shared_tokens = load.disk_tokens, load.shared_tokens
-        if self._disk is not None:
-            self._slices.run(self._disk.hit, wanted)
+        request.lower_tokens = load.lower_tokens()
+        for tier in self.lower_tiers:
+            self._slices.run(tier.hit, wanted)
 
     def lost_state_tokens(self, request_id: str) -> int:
         """Return how many tokens after the request's last hit are in the cache, but without a snapshot at their end."""
@@ -268,7 +248,7 @@ class Leader:
             computed_blocks = blocks_before_low_priority(priorities, limit, least=self._settings.min_priority)
         begin, end = progress.considered, self._offload_end(hashes, block_ids, computed_blocks, prompt_blocks)
         if end > begin and request.may_offload and not self.counters.disabled:
-            unwritten = None if self._disk is None else self._disk.unwritten_blocks(end)
+            unwritten = self._unwritten_blocks(end)
             self._offloads.advance(progress, hashes, block_ids, end=end, unwritten=unwritten)
             if self._trace is not None and progress.considered > begin:
                 fresh = hashes[begin : progress.considered]
@@ -309,11 +289,7 @@ class Leader:
     def _evicted_by_singles(self, count: int) -> float:
         """Return how many blocks will have been evicted if `count` more are collected; infinite if they may not be
         collected together."""
-        may_be_together = (
-            self._trace is None
-            and not self.counters.disabled
-            and (self._disk is None or self._disk.unwritten_blocks(0) is None)
-        )
+        may_be_together = self._trace is None and not self.counters.disabled and self._unwritten_blocks(0) is None
         return self._offloads.evicted_after(count) if may_be_together else math.inf
 
     def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
@@ -326,7 +302,7 @@ class Leader:
         request.has_blocks = True
         if not request.may_offload or self.counters.disabled:
             return False
-        unwritten = None if self._disk is None else self._disk.unwritten_blocks(len(hashes))
+        unwritten = self._unwritten_blocks(len(hashes))
         if self._trace is not None:
             self._trace("offload_snapshot", request=request_id, hashes=hashes, device_blocks=tuple(block_ids))
         return self._offloads.add_snapshot(hashes, block_ids, request.tenant, unwritten=unwritten)
@@ -339,15 +315,12 @@ class Leader:
         """Hand out the orders collected since the last step. Call exactly once per engine step."""
         self._step += 1
         offloads = self._offloads.step()
-        if self._disk is not None:
-            self._disk.step()
-        if self._shared is not None:
-            self._shared.step(computes=self._has_computed)
-            self._has_computed = False
-        if self._prefetches is not None:
-            self._prefetches.step()
+        for tier in self.lower_tiers:
+            tier.step(computes=self._has_computed)
+        self._has_computed = False
+        self._prefetches.step()
         self._slices.step()
-        self._long_matches.step(is_disk_on=self._disk is not None and self._disk.is_on)
+        self._long_matches.step()
         plan = StepPlan(
             step=self._step,
             offloads=offloads,
@@ -371,15 +344,13 @@ class Leader:
         self._offloads.settle()
         if not self.counters.disabled and self._host.region.has_different_copies:
             self._disable_if_unreliable()
-        if self._disk is not None:
-            self._take_fetches(self._disk.settle())
-        if self._shared is not None:
-            self._take_fetches(self._shared.settle())
+        for tier in self.lower_tiers:
+            self._onboards.fetched(self._prefetches.settle(tier.settle()))
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
                 if load.is_failed:
-                    self._fail_load(load.request, load.block_ids, by_disk=load.is_failed_by_disk)
+                    self._fail_load(load.request, load.block_ids, is_below=load.is_failed_below)
                 else:
                     self._succeed_load(load)
         results, self._unreported = self._unreported, []
@@ -388,9 +359,6 @@ class Leader:
                 blocks, failed = len(one.block_ids), len(one.failed_block_ids)
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
-
-    def _take_fetches(self, fetches: Sequence[Fetch | RunFetch]) -> None:
-        self._onboards.fetched(fetches if self._prefetches is None else self._prefetches.settle(fetches))
 
     def settle_offloads(self) -> bool:
         """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
@@ -427,16 +395,22 @@ class Leader:
         )
 
     def _are_lower_tiers_busy(self) -> bool:
-        return (self._disk is not None and (self._disk.is_writing() or self._disk.is_returning())) or (
-            self._shared is not None and self._shared.is_busy()
-        )
+        return any(tier.is_busy() for tier in self.lower_tiers)
+
+    def _unwritten_blocks(self, end: int) -> int | None:
+        """Return how many blocks of host memory a chain of `end` blocks must not evict, because a lower tier has still
+        to write them. None if the chain passes through to none, so that it has to fit into host memory."""
+        for tier in self.lower_tiers:
+            if (unwritten := tier.unwritten_blocks(end)) is not None:
+                return unwritten
+        return None
 
     def _offload_end(
         self, hashes: Sequence[bytes], block_ids: Sequence[int], computed_blocks: int, prompt_blocks: int
     ) -> int:
         """Return how many blocks of a request can be offloaded."""
         end = min(computed_blocks, len(hashes), len(block_ids))
-        if end > self._host.capacity_blocks and (self._disk is None or self._disk.unwritten_blocks(end) is None):
+        if end > self._host.capacity_blocks and self._unwritten_blocks(end) is None:
             end = self._host.capacity_blocks
         return end if self._settings.offload_generated else min(end, prompt_blocks)
 
@@ -457,20 +431,19 @@ class Leader:
         self._onboards.end_request(request)
         if self._has_states:
             self._touch_with_snapshot(chains)
-        if self._shared is not None:
-            self._shared.forget_request(request_id)
+        for tier in self.lower_tiers:
+            tier.forget_request(request_id)
         for progress, hashes in zip(request.offloads, chains, strict=True):
-            if self._shared is not None and request.may_offload:
-                self._shared.used(hashes, 0, max(progress.considered, request.hit_blocks), request.tenant)
+            for tier in self.lower_tiers if request.may_offload else ():
+                tier.used(hashes, max(progress.considered, request.hit_blocks), request.tenant)
             self.counters.offload_skipped_blocks += progress.left_out
             if not self._has_states:
                 self._touch(hashes[: max(progress.considered, request.hit_blocks)])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
-            host_blocks = request.hit_blocks - request.disk_hit_blocks - request.shared_hit_blocks
-            self.counters.hit_window.append(
-                (host_blocks, request.disk_hit_blocks, request.shared_hit_blocks, request.probed_blocks)
-            )
+            disk, shared = (request.lower_hits[tier] for tier in LOWER)
+            host = request.hit_blocks - disk - shared
+            self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
             self.counters.finished_requests += 1
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
@@ -483,11 +456,11 @@ class Leader:
         """
         self._forget_all()
         is_forgotten = True
-        if self._disk is not None:
+        for tier in self.lower_tiers:
             try:
-                self._disk.reset(ends_persistence=ends_persistence)
+                tier.reset(ends_persistence=ends_persistence)
             except EnvironmentProblem as error:
-                log.error("kvbm: %s; the disk tier stays off until its blocks are deleted", error.message)
+                log.error("kvbm: %s; %s stays off until its blocks are deleted", error.message, tier.reads.name)
                 is_forgotten = False
         if self._trace is not None:
             self._trace("reset", is_forgotten=is_forgotten)
@@ -501,10 +474,8 @@ class Leader:
     def close(self) -> None:
         """Write what is due to the shared tier and the blocks that are only in host memory to disk, as far as the time
         allows, and close both."""
-        if self._shared is not None:
-            self._shared.close()
-        if self._disk is not None:
-            self._disk.close()
+        for tier in reversed(self.lower_tiers):
+            tier.close()
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -514,41 +485,41 @@ class Leader:
         Those of each tier are in order. Those of G3 come first: a block that was written to disk and then evicted from
         host memory is never in neither.
         """
-        disk = [] if self._disk is None else self._disk.store.take_events()
-        return disk + self._host.store.take_events()
+        return [event for store in reversed(self._stores()) for event in store.take_events()]
 
     def has_events(self) -> bool:
         """Whether `take_events` would return something."""
-        return self._host.store.has_events() or (self._disk is not None and self._disk.store.has_events())
+        return any(store.has_events() for store in self._stores())
 
     def blocks(self) -> TierBlocks:
         """Return the slots of each tier by state."""
-        found = {Tier.HOST: _by_state(self._host.store.counts())}
-        if self._disk is not None:
-            found[Tier.DISK] = _by_state(self._disk.store.counts())
-        return found
+        return {store.tier: _by_state(store.counts()) for store in self._stores()}
 
     def wear(self) -> dict[str, float]:
-        """Return the known wear metrics of the disk tier's drive, by metric name."""
-        return {} if self._disk is None else self._disk.wear()
+        """Return the known wear metrics of the drives of lower tiers, by metric name."""
+        return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
 
     def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
         """Return how many of the tokens last promised to this request come from disk and from the shared tier."""
         request = self._requests.get(request_id)
-        return (0, 0) if request is None else (request.disk_tokens, request.shared_tokens)
+        disk, shared = (0 if request is None else request.lower_tokens.get(tier, 0) for tier in LOWER)
+        return disk, shared
 
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
-            tenant = b"" if self._disk is None and self._shared is None else self._tenant_of(request_id)
+            tenant = self._tenant_of(request_id) if self.lower_tiers else b""
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
-        self._slices.run(self._host.store.touch, hashes)
-        if self._disk is not None:
-            self._slices.run(self._disk.store.touch, hashes)
+        for store in self._stores():
+            self._slices.run(store.touch, hashes)
+
+    def _stores(self) -> list[BlockStore]:
+        """Return the metadata of host memory and of the lower tiers that have such."""
+        return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
 
     def _touch_with_snapshot(self, chains: Sequence[Sequence[bytes]]) -> None:
         """Make the longest hits that a tier can serve recent, the shorter one most, a snapshot less than its chain.
@@ -557,7 +528,7 @@ class Leader:
         the last one, are left to age.
         """
         end = min(len(chain) * group.block_tokens for group, chain in zip(self._groups, chains, strict=True))
-        for store in (self._host.store,) if self._disk is None else (self._host.store, self._disk.store):
+        for store in self._stores():
             reach = end
             for _ in range(SNAPSHOTS_PER_CHAIN):
                 hit = longest_hit(store.contains, self._groups, chains, start=0, end=reach)
@@ -570,7 +541,7 @@ class Leader:
         hashes: Sequence[bytes],
         blocks: tuple[int, int],
         local: Callable[[], Sequence[bytes]],
-        search: Callable[[DiskTier | None], int | None],
+        search: Callable[[Sequence[LowerTier]], int | None],
     ) -> int | None:
         """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load.
 
@@ -578,13 +549,11 @@ class Leader:
         of all groups that it uses there.
         """
         request, (start, end) = self._live(request_id), blocks
-        if self._disk is not None:
-            if self._prefetches is None:  # else the lookup finds nothing on disk, and the next step refreshes
-                self._disk.refresh()
-            if not request.has_probed:
-                self._slices.run(self._disk.hit, local())
-        if self._shared is not None:
-            self._shared.refresh()
+        in_device = local() if self.lower_tiers and not request.has_probed else ()
+        for tier in self.lower_tiers:
+            if self._settings.engine.accepts_failed_loads:  # else the next step refreshes
+                tier.refresh()
+            self._slices.run(tier.hit, in_device)
         request.has_probed = True
         request.probed_blocks = max(request.probed_blocks, end - start)
         if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
@@ -597,21 +566,20 @@ class Leader:
             return None
         if request.is_waiting:
             request.is_waiting = False
-            request.may_read_disk &= not self._onboards.has_given_up(request.awaited)  # it has waited long enough
+            request.may_read_lower &= not self._onboards.has_given_up(request.awaited)  # it has waited long enough
             self.counters.onboard_shared_requests += 1
-        request.runs = []
-        may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads
-        return search(self._disk if may_read_disk else None)
+        request.extents = {}
+        may_read_lower = request.may_read_lower and self._settings.engine.accepts_failed_loads
+        return search(self.lower_tiers if may_read_lower else ())
 
     def _match_long(
-        self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, disk: DiskTier | None
+        self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, tiers: Sequence[LowerTier]
     ) -> int | None:
         """Examine the next slice of a long chain; return the match if it is complete."""
-        on_disk = disk.store if disk is not None and disk.is_on else None
-        found = self._long_matches.advance(request, hashes, start, end, on_disk)
+        found = self._long_matches.advance(request, hashes, start, end, tiers)
         if found is None:
             return None
-        return self._match_further(request, hashes, start, end, disk, found.spans())
+        return self._match_further(request, hashes, start, end, tiers, found.spans())
 
     def _match_further(
         self,
@@ -619,33 +587,45 @@ class Leader:
         hashes: Sequence[bytes],
         start: int,
         end: int,
-        disk: DiskTier | None,
+        tiers: Sequence[LowerTier],
         spans: list[tuple[Tier, int]],
     ) -> int | None:
         """Return how many of `hashes[start:end]` to load, `spans` of which have been found. None: ask again.
 
-        A chain may be in several tiers in turn. Of the shared tier, at most a slice is loaded by one request.
+        A chain may be in several tiers in turn.
         """
-        shared = self._shared if request.may_read_disk and self._settings.engine.accepts_failed_loads else None
         at = start + sum(count for _, count in spans)
         examined = hashes if end == len(hashes) or spans else hashes[:end]
-        in_shared = 0
         while at < end:
             if count := self._host.store.match(examined, at):
                 spans.append((Tier.HOST, min(count, end - at)))
-            elif disk is not None and (count := disk.match(examined, at)):
-                spans.append((Tier.DISK, min(count, end - at)))
-            elif shared is not None and in_shared < self._slices.size and (count := shared.match(hashes, at, end)):
-                count = min(count, self._slices.size - in_shared)
-                in_shared += count
-                request.runs += shared.runs_of(hashes, at, at + count)
-                spans.append((Tier.SHARED, count))
-            else:
+            elif not self._find_below(request, hashes, at, end, tiers, spans):
                 break
             at += spans[-1][1]
-        if shared is not None and at < end and shared.must_wait(request.request_id, hashes, at, end):
+        if at < end and any(tier.must_wait(request.request_id, hashes, at, end) for tier in tiers):
             return None
         return self._choice.worthwhile(spans)
+
+    def _find_below(
+        self,
+        request: LiveRequest,
+        hashes: Sequence[bytes],
+        at: int,
+        end: int,
+        tiers: Sequence[LowerTier],
+        spans: list[tuple[Tier, int]],
+    ) -> bool:
+        """Add the span of `hashes[at:end]` that is in one of these tiers. One that cannot pin blocks gives at most a
+        slice of them to one request."""
+        for tier in tiers:
+            limit = end
+            if not tier.stores:
+                limit = min(end, at + self._slices.size - sum(count for kind, count in spans if kind is tier.kind))
+            if count := tier.match(hashes, at, limit):
+                request.extents.setdefault(tier, []).extend(tier.extents_of(hashes, at, at + count))
+                spans.append((tier.kind, count))
+                return True
+        return False
 
     def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
         """Pin the blocks that `match` promises, in place of those that it promised before."""
@@ -655,22 +635,21 @@ class Leader:
             request.promised = self._host.store.pin(hashes)
             assert request.promised is not None, "blocks that were just found can be pinned"
             self._promises += 1
-            if self._disk is not None:
-                self._disk.adopt(hashes, request.promised.slots, request.tenant)
+            for tier in self.lower_tiers:
+                tier.adopt(hashes, request.promised.slots, request.tenant)
 
     def _prefetch(self, request_id: str, hashes: Sequence[bytes], at: int, end: int) -> None:
-        """Queue the blocks of a chain on disk or in the shared tier for a later request. Those up to `at` are
-        promised."""
-        if self._prefetches is None or self.counters.disabled:
-            return
+        """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""
         tenant, chain = self._live(request_id).tenant, hashes[:end]
-        while at < end:
-            if self._disk is not None and (count := self._disk.match(chain, at)):
-                self._prefetches.want(chain[at : at + count], tenant)
-            elif self._shared is not None and (count := self._shared.match(hashes, at, end)):
-                self._prefetches.want_runs(self._shared.runs_of(hashes, at, at + count), tenant)
-            elif not (count := self._host.store.match(chain, at)):
-                return
+        while self.lower_tiers and at < end and not self.counters.disabled:
+            for tier in self.lower_tiers:
+                if count := tier.match(hashes, at, end):
+                    extents = tier.extents_of(hashes, at, at + count)
+                    self._prefetches.want(tier, hashes[at : at + count], tenant, extents)
+                    break
+            else:
+                if not (count := self._host.store.match(chain, at)):
+                    return
             at += count
 
     def _end_promise(self, request: LiveRequest) -> None:
@@ -686,25 +665,24 @@ class Leader:
         self.counters.onboard_blocks += load.end
         self.counters.onboard_failed_blocks += len(left_out)
         self.counters.onboard_bytes += load.end * self._settings.block_bytes
-        self.counters.onboard_disk_blocks += load.disk_blocks
-        self.counters.onboard_shared_blocks += load.shared_blocks
         request.hit_blocks += load.loaded_tokens // self._settings.engine.block_tokens
-        request.disk_hit_blocks += load.disk_tokens // self._settings.engine.block_tokens
-        request.shared_hit_blocks += load.shared_tokens // self._settings.engine.block_tokens
+        request.lower_tokens = load.lower_tokens()
+        for tier, tokens in request.lower_tokens.items():
+            self.counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
+            request.lower_hits[tier] += tokens // self._settings.engine.block_tokens
         request.may_onboard &= not left_out
-        request.disk_tokens, request.shared_tokens = load.disk_tokens, load.shared_tokens
         if self._is_live(request):
             self.counters.matched_tokens += load.loaded_tokens
         self._report_load(request, load.block_ids, left_out)
 
-    def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, by_disk: bool = False) -> None:
-        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop; only after a
-        failure of the disk, it may load from host memory once."""
+    def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, is_below: bool = False) -> None:
+        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop; only if a lower
+        tier failed, it may load from host memory once."""
         if self._is_live(request):
             self.counters.onboard_failed_blocks += len(block_ids)
-        request.may_onboard &= by_disk and request.may_read_disk
-        request.may_read_disk = False
-        request.disk_tokens = request.shared_tokens = 0
+        request.may_onboard &= is_below and request.may_read_lower
+        request.may_read_lower = False
+        request.lower_tokens = {}
         self._report_load(request, block_ids, block_ids)
 
     def _report_load(self, request: LiveRequest, block_ids: tuple[int, ...], failed: tuple[int, ...]) -> None:
@@ -718,10 +696,7 @@ class Leader:
         self.counters.resets += 1
         self._offloads.reset()
         self._onboards.reset()
-        if self._prefetches is not None:
-            self._prefetches.reset()
-        if self._shared is not None:
-            self._shared.reset()
+        self._prefetches.reset()
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 

@@ -31,10 +31,8 @@ class LoadChoice:
         wanted, begin = self.rates.worthwhile(spans), 0
         for tier, count in spans:
             declined = max(0, begin + count - max(begin, wanted))
-            if tier is Tier.SHARED:
-                self._counters.shared_declined_blocks += declined
-            elif tier is Tier.DISK:
-                self._counters.disk_declined_blocks += declined
+            if tier is not Tier.HOST:
+                self._counters.add("{}_declined_blocks", tier, declined)
             begin += count
         return wanted
 
@@ -48,8 +46,5 @@ class LoadChoice:
 
     def give_up(self, tier: Tier, blocks: int, missing: int, waited_s: float) -> None:
         """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
-        self.rates.note_read(blocks, waited_s, tier, first_s=0.0 if tier is Tier.DISK else waited_s / (blocks + 1))
-        if tier is Tier.DISK:
-            self._counters.disk_late_blocks += missing
-        else:
-            self._counters.shared_late_blocks += missing
+        self.rates.note_read(blocks, waited_s, tier, first_s=waited_s / (blocks + 1))
+        self._counters.add("{}_late_blocks", tier, missing)

@@ -13,29 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.types import Tier
-
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.store import BlockStore
+    from kvbm.types import Tier
 
 FIRST_LOOK = 256  # blocks: spans are often short where a chain is in both tiers
 
 
 class LongMatch:
-    """The blocks of one chain from `start` on that were found so far. `on_disk` is None if the request may not read
-    from disk. It ends with `take`."""
+    """The blocks of one chain from `start` on that were found so far in the `stores`, the nearest one first. It ends
+    with `take`."""
 
-    def __init__(self, start: int, in_host: BlockStore, on_disk: BlockStore | None) -> None:
+    def __init__(self, start: int, stores: Sequence[BlockStore]) -> None:
         self.start = self.position = start
-        self.handles: list[tuple[bool, PinnedBlocks]] = []  # (is it on disk, blocks), in the order of the chain
-        self.on_disk = on_disk
-        self._in_host = in_host
+        self.stores = tuple(stores)
+        self.handles: list[tuple[BlockStore, PinnedBlocks]] = []  # in the order of the chain
         self._losses = self._count_losses()
 
-    def is_for(self, start: int, on_disk: BlockStore | None) -> bool:
+    def is_for(self, start: int, stores: Sequence[BlockStore]) -> bool:
         """Whether it fits this call."""
-        return self.start == start and self.on_disk is on_disk and self.is_valid()
+        return self.start == start and self.stores == tuple(stores) and self.is_valid()
 
     def is_valid(self) -> bool:
         """Whether no block was forgotten since it began."""
@@ -46,18 +44,17 @@ class LongMatch:
         limit = min(end, self.position + limit_blocks)
         while self.position < limit:
             before = self.position
-            self._pin(self._in_host, hashes, limit)
-            if self.on_disk is not None:
-                self._pin(self.on_disk, hashes, limit)
+            for store in self.stores:
+                self._pin(store, hashes, limit)
             if self.position == before:
                 return True
-        return self.position >= end or not self._is_present(hashes[self.position])
+        return self.position >= end or not any(store.contains(hashes[self.position]) for store in self.stores)
 
     def spans(self) -> list[tuple[Tier, int]]:
         """Return (where, block count) of each part, in the order of the chain."""
-        return [(Tier.DISK if is_on_disk else Tier.HOST, len(blocks.slots)) for is_on_disk, blocks in self.handles]
+        return [(store.tier, len(blocks.slots)) for store, blocks in self.handles]
 
-    def take(self) -> list[tuple[bool, PinnedBlocks]]:
+    def take(self) -> list[tuple[BlockStore, PinnedBlocks]]:
         """Consumes. The caller owns the handles."""
         handles, self.handles = self.handles, []
         return handles
@@ -67,13 +64,8 @@ class LongMatch:
         for end in (min(limit, self.position + FIRST_LOOK), limit):
             if self.position < end and store.contains(hashes[self.position]):
                 blocks = store.pin_prefix(hashes[self.position : end])
-                self.handles.append((store is self.on_disk, blocks))
+                self.handles.append((store, blocks))
                 self.position += len(blocks.slots)
 
-    def _is_present(self, sequence_hash: bytes) -> bool:
-        return self._in_host.contains(sequence_hash) or (
-            self.on_disk is not None and self.on_disk.contains(sequence_hash)
-        )
-
     def _count_losses(self) -> int:
-        return self._in_host.losses + (0 if self.on_disk is None else self.on_disk.losses)
+        return sum(store.losses for store in self.stores)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from kvbm.leader.long_match import LongMatch
 
 if TYPE_CHECKING:
-    from kvbm.core.store import BlockStore
+    from kvbm.leader.host_tier import HostTier
+    from kvbm.leader.lower_tier import LowerTier
     from kvbm.leader.onboards import LiveRequest
     from kvbm.leader.slices import Slices
 
@@ -19,8 +20,9 @@ RESTARTS = 2  # of a match; then the whole chain is examined in each call
 class LongMatches:
     """The long matches of all requests. In one step they examine one slice together. The leader's thread owns it."""
 
-    def __init__(self, in_host: BlockStore, slices: Slices) -> None:
-        self._in_host = in_host
+    def __init__(self, host: HostTier, tiers: Sequence[LowerTier], slices: Slices) -> None:
+        self._host = host
+        self._tiers = tiers
         self._slices = slices
         self._unexamined = slices.size  # blocks that may be examined in this step
         self._matches: dict[str, LongMatch] = {}  # by request id
@@ -35,19 +37,21 @@ class LongMatches:
             return False
         if self._matches and request.request_id not in self._matches:
             pinned = sum(other.position - other.start for other in self._matches.values())
-            if pinned + blocks > self._in_host.capacity_blocks * PINNED_SHARE:
+            if pinned + blocks > self._host.capacity_blocks * PINNED_SHARE:
                 return False
         return request.match_restarts <= RESTARTS
 
     def advance(
-        self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, on_disk: BlockStore | None
+        self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, tiers: Sequence[LowerTier]
     ) -> LongMatch | None:
-        """Examine the next slice of `hashes[start:end]`; return the match if it is complete."""
+        """Examine the next slice of `hashes[start:end]` in host memory and in these tiers; return the match if it is
+        complete."""
+        stores = [self._host.store, *(store for tier in tiers if tier.is_on for store in tier.stores)]
         found = self._matches.get(request.request_id)
-        if found is None or not found.is_for(start, on_disk):
+        if found is None or not found.is_for(start, stores):
             request.match_restarts += found is not None
             self.end(request.request_id)
-            found = self._matches[request.request_id] = LongMatch(start, self._in_host, on_disk)
+            found = self._matches[request.request_id] = LongMatch(start, stores)
         before = found.position
         is_complete = found.advance(hashes, end, self._unexamined)
         self._unexamined -= found.position - before
@@ -65,9 +69,11 @@ class LongMatches:
             for _, blocks in found.take():
                 self._slices.release(blocks)
 
-    def step(self, *, is_disk_on: bool) -> None:
-        """Begin a step. If the disk is off, its next process begins when no block of the last one is pinned."""
+    def step(self) -> None:
+        """Begin a step. If a tier is off, its next process begins when no block of the last one is pinned."""
         self._unexamined = self._slices.size
-        if not is_disk_on:
-            for request_id in [name for name, found in self._matches.items() if found.on_disk is not None]:
-                self.end(request_id)
+        if self._matches:
+            off = {store for tier in self._tiers if not tier.is_on for store in tier.stores}
+            for request_id, found in list(self._matches.items()):
+                if not off.isdisjoint(found.stores):
+                    self.end(request_id)

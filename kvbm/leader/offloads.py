@@ -17,11 +17,9 @@ from typing import TYPE_CHECKING
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
-    from kvbm.leader.disk_tier import DiskTier
-    from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.host_tier import Reservation
+    from kvbm.leader.lower_tier import TierContext
     from kvbm.leader.slices import Slices
-    from kvbm.metrics import Counters
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
@@ -94,20 +92,11 @@ class _OffloadInFlight:
 class Offloads:
     """See the module's text."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        disk: DiskTier | None,
-        engine: LeaderCallbacks,
-        settings: LeaderSettings,
-        counters: Counters,
-        slices: Slices,
-    ) -> None:
-        self._host = host
-        self._disk = disk
-        self._engine = engine
-        self._settings = settings
-        self._counters = counters
+    def __init__(self, context: TierContext, slices: Slices) -> None:
+        self._host = context.host
+        self._engine = context.callbacks
+        self._settings = context.settings
+        self._counters = context.counters
         self._slices = slices
         self._step = 0
         self.in_flight: dict[int, _OffloadInFlight] = {}  # from before a copier can run until it has stopped
@@ -227,10 +216,8 @@ class Offloads:
             self._drop(batch, left_out)
         if not batch.hashes:
             return ()
-        if self._disk is not None:
-            self._disk.evicting(len(batch.hashes) - self._host.store.free, keeps_unwritten=self._keeps_unwritten)
+        target = self._host.reserve(len(batch.hashes), keeps_unwritten=self._keeps_unwritten)
         self._keeps_unwritten = False
-        target = self._host.reserve(len(batch.hashes))
         assert target is not None, (len(batch.hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=tuple(batch.block_ids), slots=target.slots)
         self.in_flight[order.generation] = _OffloadInFlight(order, target, batch, self._step)
@@ -325,10 +312,11 @@ class Offloads:
         self._counters.offload_failed_blocks += failed
         self._counters.offload_blocks += registered
         self._counters.offload_bytes += registered * self._settings.block_bytes
-        if self._disk is not None:
+        if self._host.listeners:
             of_blocks = list(compress(tenants, is_ready))
             for begin, end in _runs(of_blocks):
-                self._disk.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
+                for listener in self._host.listeners:
+                    listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
         blocks.release()
 
     def _release(self, flight: _OffloadInFlight) -> None:

@@ -1,12 +1,12 @@
-"""Onboards: copies into G1, from host memory at once, from disk and the shared tier through host memory.
+"""Onboards: copies into G1, from host memory at once, from lower tiers through host memory.
 
 A load is what one request was promised: blocks of a chain, and the G1 blocks that receive them. It moves in parts:
 
 - Blocks in host memory are one part, ordered at once. Many of them are several parts, one slice per step: the parts of
   one load take turns with those of others.
-- Blocks on disk are read in batches, in order. Each batch is a part, ordered when its bytes are in host memory. So a
-  load larger than host memory passes through it, and one batch is copied while the next is read.
-- Blocks in the shared tier are read in the same way; there a batch is what the load needs of one object.
+- Blocks in a lower tier are read in batches, in order: on disk a few blocks, in the shared tier what the load needs of
+  one object. Each batch is a part, ordered when its bytes are in host memory. So a load larger than host memory passes
+  through it, and one batch is copied while the next is read.
 
 A load ends when all its parts have ended. If a copy failed, the whole load failed and the engine computes all of it. If
 the tier fails or is too slow, the load is cut at the first missing block: the engine keeps what comes before and
@@ -24,34 +24,27 @@ time as one read may lose, also if it lost that piece by piece.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm.host.control_words import LANES
-from kvbm.leader.shared_tier import RunFetch
+from kvbm.leader.lower_tier import Claim
 from kvbm.plan import Onboard
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.leader.disk_tier import DiskTier, Fetch
-    from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.load_choice import LoadChoice
     from kvbm.leader.long_match import LongMatch
+    from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.offloads import OffloadProgress
-    from kvbm.leader.open_reads import OpenRead, OpenReads
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
-    from kvbm.leader.shared_tier import Run, SharedTier
+    from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
-PARTS = 16  # least number of parts of a read from disk, if it has as many blocks
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices
-SHARES_OF_G2 = 4  # one part takes at most this share of host memory
 REMEMBERED = 64  # loads that were given up
 
 
@@ -62,8 +55,9 @@ class LiveRequest:
     `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
     blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
-    does not accept failed loads. `match_restarts`: how often its long match began again. `runs` are those that its last
-    match found in the shared tier.
+    does not accept failed loads. `match_restarts`: how often its long match began again. `extents` are those that its
+    last match found. `lower_tokens` are the tokens last promised to it from each lower tier, `lower_hits` the blocks
+    that it got from there.
     """
 
     request_id: str
@@ -74,43 +68,44 @@ class LiveRequest:
     awaited: int = 0
     is_waiting: bool = False
     may_onboard: bool = True
-    may_read_disk: bool = True
+    may_read_lower: bool = True
     may_offload: bool = True
     probed_blocks: int = 0
     hit_blocks: int = 0
-    disk_hit_blocks: int = 0
-    disk_tokens: int = 0
-    shared_tokens: int = 0
+    lower_hits: Counter[Tier] = field(default_factory=Counter)
+    lower_tokens: dict[Tier, int] = field(default_factory=dict)
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
     match_restarts: int = 0
-    runs: list[Run] = field(default_factory=list)
-    shared_hit_blocks: int = 0
+    extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load.
-    `run` is where they are in the shared tier."""
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
 
     first: int
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
-    run: Run | None = None
 
-    @classmethod
-    def of(cls, load: Load, begin: int, end: int) -> _Part:
-        return cls(begin, load.hashes[begin:end], load.block_ids[begin:end])
+
+@dataclass(frozen=True, slots=True)
+class _LowerPart(_Part):
+    """A part that is read from a lower tier, where `extent` has its blocks."""
+
+    tier: LowerTier
+    extent: Extent | None
 
 
 @dataclass(slots=True, eq=False)
 class Load:
     """What was promised to a request. The engine need not compute `tokens` tokens.
 
-    `on_disk` and `in_shared` are the positions of the blocks that were there. `waiting` are parts of them that have not
-    begun, those on disk pinned by `kept`; `slices` are parts in host memory that have not begun, with their pins.
+    `lower` are the positions of the blocks that were in each lower tier, in order. `waiting` are parts of them that
+    have not begun, pinned there by `kept`; `slices` are parts in host memory that have not begun, with their pins.
     `open_parts` counts the parts in flight. Blocks from `end` on are not loaded. `idle_s`: how long its first missing
-    part has made no progress; `lost_s`: the sum of such times that are over.
+    part has made no progress; `lost_s`: the sum of such times that are over. `read_s`: when the first and the last read
+    from a tier ended, after the load began; not for the tiers in `unrated`.
     """
 
     number: int
@@ -121,33 +116,56 @@ class Load:
     born_s: float
     born_step: int
     end: int
-    on_disk: tuple[int, ...] = ()
-    in_shared: tuple[int, ...] = ()
-    waiting: deque[_Part] = field(default_factory=deque)
+    lower: dict[Tier, list[int]] = field(default_factory=dict)
+    waiting: deque[_LowerPart] = field(default_factory=deque)
     kept: list[PinnedBlocks] = field(default_factory=list)
     slices: deque[tuple[_Part, PinnedBlocks]] = field(default_factory=deque)
     open_parts: int = 0
     is_failed: bool = False
-    is_failed_by_disk: bool = False
+    is_failed_below: bool = False
     is_reported: bool = False
-    read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)  # until the first and the last read ended
+    read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)
+    unrated: set[Tier] = field(default_factory=set)
     idle_s: float = 0.0
     lost_s: float = 0.0
-    has_copies: bool = False  # which say nothing about the rate of the shared tier
 
-    @property
-    def disk_blocks(self) -> int:
-        """Blocks from disk among those that are loaded."""
-        return bisect_left(self.on_disk, self.end)
+    def part(self, positions: Sequence[int]) -> _Part:
+        """Return the blocks at these positions as a part."""
+        return _Part(*self._blocks(positions))
 
-    @property
-    def shared_blocks(self) -> int:
-        """Blocks from the shared tier among those that are loaded."""
-        return bisect_left(self.in_shared, self.end)
+    def _blocks(self, positions: Sequence[int]) -> tuple[int, tuple[bytes, ...], tuple[int, ...]]:
+        first, last = (positions[0], positions[-1]) if positions else (0, -1)
+        if last - first + 1 == len(positions):
+            return first, self.hashes[first : last + 1], self.block_ids[first : last + 1]
+        hashes, block_ids = self.hashes, self.block_ids
+        return first, tuple(hashes[i] for i in positions), tuple(block_ids[i] for i in positions)
+
+    def add(self, tier: LowerTier, claim: Claim) -> None:
+        """Add a part per batch. Parts wait in the order of their positions, so that the beginning arrives first."""
+        if not claim.batches:
+            return
+        here, known = self.lower.setdefault(tier.kind, []), len(self.waiting)
+        for positions, extent in claim.batches:
+            here += positions
+            self.waiting.append(_LowerPart(*self._blocks(positions), tier, extent))
+        if known and self.waiting[known].first < self.waiting[known - 1].first:
+            here.sort()
+            self.waiting = deque(sorted(self.waiting, key=lambda part: part.first))
+        self.kept += claim.kept
 
     def count_of(self, tier: Tier, end: int) -> int:
         """Return how many of its first `end` blocks come from this tier."""
-        return bisect_left(self.on_disk if tier is Tier.DISK else self.in_shared, end)
+        return bisect_left(self.lower.get(tier, ()), end)
+
+    def lower_blocks(self, end: int) -> int:
+        """Return how many of its first `end` blocks come from lower tiers."""
+        return sum(bisect_left(positions, end) for positions in self.lower.values())
+
+    def lower_tokens(self) -> dict[Tier, int]:
+        """Return the part of `tokens` that comes from each lower tier. With several KV cache groups it is the share of
+        the blocks."""
+        whole = max(1, len(self.hashes))
+        return {tier: self.tokens * self.count_of(tier, self.end) // whole for tier in self.lower}
 
     def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
         """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much
@@ -162,19 +180,9 @@ class Load:
         self.read_s[tier] = (self.read_s.get(tier, (waited_s, waited_s))[0], waited_s)
 
     @property
-    def shared_tokens(self) -> int:
-        """The part of `tokens` that comes from the shared tier."""
-        return self.tokens * self.shared_blocks // max(1, len(self.hashes))
-
-    @property
     def loaded_tokens(self) -> int:
         """The part of `tokens` that the engine gets in the end. With several KV cache groups it is all of them."""
         return self.tokens * self.end // max(1, len(self.hashes))
-
-    @property
-    def disk_tokens(self) -> int:
-        """The part of `tokens` that comes from disk. With several KV cache groups it is the share of the blocks."""
-        return self.tokens * self.disk_blocks // max(1, len(self.hashes))
 
 
 @dataclass(slots=True, eq=False)
@@ -189,35 +197,24 @@ class _Copy:
 class Onboards:
     """See the module's text."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        disk: DiskTier | None,
-        shared: SharedTier | None,
-        choice: LoadChoice,
-        engine: LeaderCallbacks,
-        settings: LeaderSettings,
-        slices: Slices,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, context: TierContext, tiers: Sequence[LowerTier], slices: Slices) -> None:
         self._slices = slices
-        self._host = host
-        self._disk = disk
-        self._shared = shared
-        self._choice = choice
-        self._engine = engine
-        self._settings = settings
-        self._clock = clock
+        self._host = context.host
+        self._tiers = tiers
+        self._choice = context.choice
+        self._engine = context.callbacks
+        self._settings = context.settings
+        self._clock = context.callbacks.clock
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
-        self._fetches: dict[Fetch | RunFetch, tuple[Load, _Part]] = {}
-        self._reading: list[Load] = []  # loads with blocks from disk or from the shared tier
+        self._fetches: dict[Fetch, tuple[Load, _LowerPart]] = {}
+        self._reading: list[Load] = []  # loads with blocks from lower tiers
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
         self._arriving: dict[bytes, int] = {}
         self._given_up: deque[int] = deque(maxlen=REMEMBERED)  # numbers of loads whose tier hung
         self._has_moved = True  # a read or a copy of a load in `_reading` has ended, or a read has begun
         self._idle_s = 0.0  # how long nothing has
-        self._checked_s = clock()
+        self._checked_s = self._clock()
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
         self._ended: list[Load] = []
@@ -252,100 +249,70 @@ class Onboards:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there. Consumes the match."""
         if found is not None and (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
             return load
-        missing: list[int] = []
-        in_host = _Part(0, tuple(hashes), tuple(block_ids))
-        source = self._host.store.pin(hashes)
+        load = self._new_load(request, hashes, block_ids, tokens)
+        positions: Sequence[int] = range(len(load.hashes))
+        source, missing = self._host.store.pin(load.hashes), list[int]()
         if source is None:
-            missing = self._host.store.missing(hashes)
-            in_host = _part(hashes, block_ids, sorted(set(range(len(hashes))) - set(missing)))
-            source = self._host.store.pin(in_host.hashes)
+            missing = self._host.store.missing(load.hashes)
+            positions = sorted(set(positions).difference(missing))
+            source = self._host.store.pin([load.hashes[position] for position in positions])
         assert source is not None, "blocks that are not missing can be pinned"
-        on_disk, in_shared = self._where(request, hashes, missing)
-        kept = None
-        if on_disk and self._disk is not None:
-            kept = self._disk.pin([hashes[index] for index in on_disk])
-        if in_shared is None or (on_disk and kept is None):
+        if missing and not self._claim(load, missing):
             source.release()
             return None
-        load = self._new_load(request, hashes, block_ids, tokens, on_disk=on_disk)
         self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
-        if in_host.hashes:
-            self._open(load, in_host.block_ids)
-            self._order(load, in_host, source)
+        if positions:
+            part = load.part(positions)
+            self._open(load, part.block_ids)
+            self._order(load, part, source)
         else:
             source.release()
-        if kept is not None:
-            load.kept.append(kept)
-            size = self._part_blocks(len(on_disk))
-            for first in range(0, len(on_disk), size):
-                load.waiting.append(_part(hashes, block_ids, on_disk[first : first + size]))
-        self._add_runs(load, in_shared)
+        self._begin_reading(load)
+        return load
+
+    def _claim(self, load: Load, positions: Sequence[int]) -> bool:
+        """Hold the blocks at these positions in lower tiers. False if one of them is in none."""
+        for tier in self._tiers:
+            claim = tier.claim(load.hashes, positions, load.request.extents.get(tier, ()))
+            load.add(tier, claim)
+            positions = sorted(set(positions).difference(*(batch for batch, _ in claim.batches)))
+            if not positions:
+                return True
+        self._release_kept(load)
+        return False
+
+    def _begin_reading(self, load: Load) -> None:
         if load.waiting:
             self._reading.append(load)
             self._begin_fetches()
-        return load
-
-    def _where(
-        self, request: LiveRequest, hashes: Sequence[bytes], missing: Sequence[int]
-    ) -> tuple[list[int], list[tuple[Run, list[int]]] | None]:
-        """Return which of the blocks at these positions are on disk, and the positions of the others by run of the
-        shared tier. None for these if one of them is in no run that the match has found."""
-        on_disk = [index for index in missing if self._disk is not None and self._disk.contains(hashes[index])]
-        left = missing if not on_disk else sorted(set(missing).difference(on_disk))
-        if not left:
-            return on_disk, []
-        run_of = {one: run for run in request.runs for one in run.hashes}
-        found: dict[bytes, tuple[Run, list[int]]] = {}
-        for index in left:
-            run = run_of.get(hashes[index])
-            if run is None and self._shared is not None:
-                run = self._shared.run_of_one(hashes[index])
-            if run is None:
-                return on_disk, None
-            found.setdefault(run.name, (run, []))[1].append(index)
-        return on_disk, list(found.values())
-
-    def _add_runs(self, load: Load, runs: Sequence[tuple[Run, Sequence[int]]]) -> None:
-        """Add a part per run. Parts wait in the order of their positions, so that the beginning arrives first."""
-        if not runs:
-            return
-        parts = [replace(_part(load.hashes, load.block_ids, indexes), run=run) for run, indexes in runs]
-        load.in_shared = tuple(sorted(index for _, indexes in runs for index in indexes))
-        load.waiting = deque(sorted((*load.waiting, *parts), key=lambda part: part.first))
 
     def _begin_long(
         self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, found: LongMatch
     ) -> Load | None:
-        """Begin a load whose blocks the match holds already. None if it found other blocks or fewer."""
+        """Begin a load whose blocks the match holds already, except those behind that it did not look for. None if it
+        found other blocks or fewer."""
         is_valid, handles = found.is_valid(), found.take()
         load = self._new_load(request, hashes, block_ids, tokens)
+        tier_of = {store: tier for tier in self._tiers for store in tier.stores}
         first = 0
-        for is_on_disk, blocks in handles:
+        for store, blocks in handles:
             last = min(first + len(blocks.slots), len(hashes))
             is_valid &= first >= last or blocks.hashes[last - first - 1] == hashes[last - 1]  # proves the whole prefix
             if first >= last:
                 self._slices.release(blocks)
-            elif is_on_disk:
-                load.on_disk += tuple(range(first, last))
-                load.kept.append(blocks)
-                size = self._part_blocks(last - first)
-                load.waiting += (_Part.of(load, at, min(at + size, last)) for at in range(first, last, size))
+            elif store is self._host.store:
+                load.slices.append((load.part(range(first, last)), blocks))
             else:
-                load.slices.append((_Part.of(load, first, last), blocks))
+                tier = tier_of[store]
+                load.add(tier, Claim([(batch, None) for batch in tier.batches(range(first, last))], [blocks]))
             first = last
-        in_shared: list[tuple[Run, list[int]]] | None = []
-        if first < len(hashes):
-            on_disk, in_shared = self._where(request, hashes, range(first, len(hashes)))
-            in_shared = None if on_disk else in_shared
-        if in_shared is None or not is_valid:
+        is_valid &= not any(store.contains(one) for one in hashes[first:] for store in found.stores)
+        if not is_valid or (first < len(hashes) and not self._claim(load, range(first, len(hashes)))):
             for blocks in (*load.kept, *(source for _, source in load.slices)):
                 self._slices.release(blocks)
             return None
-        self._add_runs(load, in_shared)
         self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
-        if load.waiting:
-            self._reading.append(load)
-            self._begin_fetches()
+        self._begin_reading(load)
         if load.slices:
             self._in_slices.append(load)
         return load
@@ -374,8 +341,8 @@ class Onboards:
         ages = ((copy.order, self._step - copy.born_step) for copy in self.in_flight.values())
         return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
 
-    def fetched(self, fetches: Sequence[Fetch | RunFetch]) -> None:
-        """Continue with blocks that have arrived from disk or from the shared tier, or failed to."""
+    def fetched(self, fetches: Sequence[Fetch]) -> None:
+        """Continue with blocks that have arrived from a lower tier, or failed to."""
         for fetch in fetches:
             if fetch not in self._fetches:  # its load failed with an earlier fetch of this batch
                 if fetch.blocks is not None:
@@ -383,8 +350,9 @@ class Onboards:
                 continue
             load, part = self._fetches.pop(fetch)
             self._has_moved = True
-            load.note_read(Tier.DISK if part.run is None else Tier.SHARED, self._clock() - load.born_s)
-            load.has_copies |= isinstance(fetch, RunFetch) and fetch.is_copy
+            load.note_read(part.tier.kind, self._clock() - load.born_s)
+            if fetch.is_copy:
+                load.unrated.add(part.tier.kind)
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
@@ -412,7 +380,7 @@ class Onboards:
         return bool(self._ended)
 
     def is_reading(self) -> bool:
-        """Whether a load waits for blocks from disk, or for the turn of its next slice."""
+        """Whether a load waits for blocks from a lower tier, or for the turn of its next slice."""
         return bool(self._fetches or self._in_slices) or any(load.waiting for load in self._reading)
 
     def is_under_way(self, *, within_steps: int) -> bool:
@@ -431,14 +399,7 @@ class Onboards:
             self._end_if_over(load)
         self._arriving.clear()
 
-    def _new_load(
-        self,
-        request: LiveRequest,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[int],
-        tokens: int,
-        on_disk: Sequence[int] = (),
-    ) -> Load:
+    def _new_load(self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int) -> Load:
         return Load(
             self._host.next_generation(),
             request,
@@ -448,7 +409,6 @@ class Onboards:
             born_s=self._clock(),
             born_step=self._step,
             end=len(hashes),
-            on_disk=tuple(on_disk),
         )
 
     def _open(self, load: Load, block_ids: Sequence[int]) -> None:
@@ -489,12 +449,6 @@ class Onboards:
             self._order(load, part, source)
             left -= len(part.block_ids)
 
-    def _part_blocks(self, count: int) -> int:
-        """How many of `count` blocks are read together. There are enough parts to see early whether the disk is fast
-        enough, and none is so large that host memory might never have room for it."""
-        share = self._host.capacity_blocks // SHARES_OF_G2
-        return max(1, min(self._settings.disk.batch_blocks, count // PARTS, share))
-
     def _begin_fetches(self) -> None:
         """First come, first served: a later load does not overtake one that waits for room."""
         for load in list(self._reading):
@@ -502,28 +456,17 @@ class Onboards:
                 if len(self._fetches) >= FETCHES_AT_A_TIME or len(self._lanes) <= len(self._fetches):
                     return
                 part = load.waiting[0]
-                if self._has_lost(part) or len(part.hashes) > self._host.capacity_blocks:
+                if part.tier.has_lost(part.hashes, part.extent) or len(part.hashes) > self._host.capacity_blocks:
                     self._cut(load, part.first)
                     self._end_if_over(load)
                     break
-                fetch = self._fetch(part, load.request.tenant)
+                fetch = part.tier.fetch(part.hashes, load.request.tenant, part.extent)
                 if fetch is None:
                     return
                 load.waiting.popleft()
                 self._has_moved = True
                 self._fetches[fetch] = (load, part)
                 self._open(load, part.block_ids)
-
-    def _has_lost(self, part: _Part) -> bool:
-        """Whether the blocks of a part are gone, because another read of them has failed."""
-        if part.run is not None:
-            return self._shared is None or self._shared.has_lost(part.run)
-        return self._disk is None or self._disk.has_lost(part.hashes)
-
-    def _fetch(self, part: _Part, tenant: bytes) -> Fetch | RunFetch | None:
-        if part.run is None:
-            return None if self._disk is None else self._disk.fetch(part.hashes, tenant)
-        return None if self._shared is None else self._shared.fetch(part.run, part.hashes, tenant)
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
@@ -547,7 +490,7 @@ class Onboards:
         """Load nothing from position `end` on."""
         load.end = min(load.end, end if self._settings.can_cut_loads else 0)
         if load.end == 0:
-            load.is_failed = load.is_failed_by_disk = True
+            load.is_failed = load.is_failed_below = True
         self._drop_parts(load, load.end)
 
     def _drop_parts(self, load: Load, end: int) -> None:
@@ -569,16 +512,17 @@ class Onboards:
             return
         if load in self._reading:
             self._reading.remove(load)
-            for kept in load.kept:
-                self._slices.release(kept) if len(load.kept) > 1 else kept.release()
-            load.kept.clear()
+            self._release_kept(load)
             if not load.is_failed and load.end == len(load.hashes):
-                for tier, (first_s, last_s) in load.read_s.items():
-                    if tier is Tier.SHARED and load.has_copies:
-                        continue
-                    first_s = first_s if tier is Tier.SHARED else 0.0
+                for tier in load.read_s.keys() - load.unrated:
+                    first_s, last_s = load.read_s[tier]
                     self._choice.rates.note_read(load.count_of(tier, load.end), last_s, tier, first_s=first_s)
         self._report(load)
+
+    def _release_kept(self, load: Load) -> None:
+        for kept in load.kept:
+            self._slices.release(kept) if len(load.kept) > 1 else kept.release()
+        load.kept.clear()
 
     def _report(self, load: Load) -> None:
         """Put it among the ended loads, once."""
@@ -603,18 +547,17 @@ class Onboards:
     def _give_up_hopeless(self) -> None:
         """Cut the loads whose remaining blocks are computed faster than read, or whose tier hangs."""
         self._note_time()
-        missing: dict[int, tuple[_Part, OpenRead | None]] = {
+        missing: dict[int, tuple[_LowerPart, Fetch | None]] = {
             load.number: (load.waiting[0], None) for load in self._reading if load.waiting
         }
         for fetch, (load, part) in self._fetches.items():
             if load.number not in missing or part.first < missing[load.number][0].first:
-                missing[load.number] = part, fetch.read
+                missing[load.number] = part, fetch
         for load in [load for load in self._reading if load.number in missing]:
             part, read = missing[load.number]
-            tier = Tier.DISK if part.run is None else Tier.SHARED
-            waited_s, all_blocks = self._clock() - load.born_s, load.disk_blocks + load.shared_blocks
-            blocks = load.count_of(Tier.DISK, part.first) + load.count_of(Tier.SHARED, part.first)
-            hangs = self._hangs(load, tier, read, waited_s)
+            tier, waited_s = part.tier.kind, self._clock() - load.born_s
+            blocks, all_blocks = load.lower_blocks(part.first), load.lower_blocks(load.end)
+            hangs = self._hangs(load, part.tier, read, waited_s)
             if (
                 hangs
                 or waited_s > self._settings.disk.timeout_s
@@ -632,18 +575,9 @@ class Onboards:
         self._idle_s = 0.0 if self._has_moved else self._idle_s + now_s - self._checked_s
         self._has_moved, self._checked_s = False, now_s
 
-    def _hangs(self, load: Load, tier: Tier, read: OpenRead | None, waited_s: float) -> bool:
-        """Whether a load waits for a tier that is off, or has lost too much time. `read`: of its first missing
-        part, None if that waits for room."""
-        side = self._disk if tier is Tier.DISK else self._shared
-        if side is None or not side.is_on:
+    def _hangs(self, load: Load, tier: LowerTier, read: Fetch | None, waited_s: float) -> bool:
+        """Whether a load waits for a tier that is off, or has lost too much time. `read`: of its first missing part,
+        None if that waits for room."""
+        if not tier.is_on:
             return True
-        return load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, side.reads)
-
-
-def _part(hashes: Sequence[bytes], block_ids: Sequence[int], indexes: Sequence[int]) -> _Part:
-    return _Part(
-        indexes[0] if indexes else 0,
-        tuple(hashes[index] for index in indexes),
-        tuple(block_ids[index] for index in indexes),
-    )
+        return load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, tier.reads)

@@ -12,12 +12,13 @@ engine may compute for seconds without looking.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvbm.leader.host_tier import HostTier
+    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.leader.host_tier import HostListener, HostTier, Reservation
 
 HUNG_S = 1.8
 GRACE_S = 0.3  # a shorter time without progress is no stall
@@ -27,27 +28,57 @@ KEPT = 0.8  # weight of the older durations, per read
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class OpenRead:
-    """A read of `blocks` blocks. `idle_s`: how long it has made no progress."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Consecutive blocks of a chain that a tier keeps together, and reads together."""
 
-    blocks: int
+    hashes: tuple[bytes, ...]
+
+    @property
+    def name(self) -> bytes:
+        return self.hashes[-1]
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A read of blocks from a lower tier into host memory. `blocks` holds them, pinned in G2, when they have arrived.
+
+    `source` pins them where they are, `extent` is what holds them, if the tier has such. `tenant` is None if it is
+    unknown. `idle_s`: how long the read has made no progress. `is_copy`: the blocks came from elsewhere, so that the
+    read says nothing about the rate of the tier.
+    """
+
+    hashes: tuple[bytes, ...]
+    tenant: bytes | None
+    target: Reservation
     born_s: float
+    source: PinnedBlocks | None = None
+    extent: Extent | None = None
+    blocks: PinnedBlocks | None = None
+    is_void: bool = False
+    is_abandoned: bool = False
+    is_copy: bool = False
     idle_s: float = 0.0
     has_moved: bool = False
     is_hung: bool = False
 
+    def abandon(self) -> None:
+        """Drop its result: `settle` releases its blocks when the read has ended."""
+        self.is_abandoned = True
+
 
 class OpenReads:
-    """See the module's text. `times_hung` counts how often reads alone turned the tier off. `name` is for the log."""
+    """See the module's text. `times_hung` counts how often reads alone turned the tier off. `name` is for the log.
+    `tier` is read."""
 
-    def __init__(self, name: str, host: HostTier, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, tier: HostListener, host: HostTier, clock: Callable[[], float]) -> None:
         self.times_hung = 0
         self.usual_s = 0.0  # that a read takes, at most HUNG_S
-        self._name = name
+        self.name = name
+        self._tier = tier
         self._host = host
         self._clock = clock
-        self._open: dict[int, OpenRead] = {}  # by ticket, in the order in which they began
+        self._open: dict[int, Fetch] = {}  # by ticket, in the order in which they began
         self._blocks = 0
         self._hung = 0
         self._checked_s = clock()
@@ -75,18 +106,35 @@ class OpenReads:
             and self._host.arriving_blocks + blocks <= READ_SHARE * capacity
         )
 
-    def begin(self, ticket: int, blocks: int) -> OpenRead:
-        """Note a read. `ticket` is larger than that of any earlier one."""
-        self._blocks += blocks
-        self._host.arriving_blocks += blocks
-        read = self._open[ticket] = OpenRead(blocks, self._clock())
-        return read
+    @property
+    def are_ended(self) -> bool:
+        return not self._open
 
-    def end(self, ticket: int) -> None:
-        """Note the end of a read."""
-        read = self._open.pop(ticket)
-        self._blocks -= read.blocks
-        self._host.arriving_blocks -= read.blocks
+    @property
+    def are_abandoned(self) -> bool:
+        """Whether no load waits for a read in flight."""
+        return all(fetch.is_abandoned for fetch in self._open.values())
+
+    def begin(self, ticket: int, hashes: Sequence[bytes], tenant: bytes | None) -> Fetch | None:
+        """Reserve host memory for a read; None without room. `ticket` is larger than that of any earlier one."""
+        if not self.has_room(len(hashes)):
+            return None
+        target = self._host.reserve(len(hashes))
+        if target is None:
+            return None
+        self._host.unprove(target)
+        self._blocks += len(hashes)
+        self._host.arriving_blocks += len(hashes)
+        fetch = self._open[ticket] = Fetch(tuple(hashes), tenant, target, self._clock())
+        return fetch
+
+    def end(self, ticket: int) -> Fetch | None:
+        """Note the end of a read; None if the ticket is none of a read."""
+        read = self._open.pop(ticket, None)
+        if read is None:
+            return None
+        self._blocks -= len(read.hashes)
+        self._host.arriving_blocks -= len(read.hashes)
         for other, later in self._open.items():
             later.has_moved |= other > ticket
         self._hung -= read.is_hung
@@ -94,7 +142,31 @@ class OpenReads:
             self._note_duration(self._clock() - read.born_s)
         elif not self._hung:
             self._note_duration(HUNG_S)  # once for all that hung: it says that a read may take long, not how long
-            log.info("kvbm: the reads of %s that hung have ended", self._name)
+            log.info("kvbm: the reads of %s that hung have ended", self.name)
+        return read
+
+    def arrive(self, fetch: Fetch, is_good: Sequence[bool]) -> int:
+        """Register the good blocks of a read in host memory, and tell the other tiers of them; return how many. None
+        of a read from before a reset."""
+        if fetch.is_void:
+            fetch.target.release()
+            return 0
+        self._host.prove(fetch.target, is_good)
+        blocks = self._host.register(fetch.target, fetch.hashes, is_good)
+        count = len(blocks.slots)
+        for other in self._host.listeners:
+            if other is not self._tier:
+                other.registered(blocks.hashes, blocks.slots, fetch.tenant or b"")
+        if count < len(fetch.hashes) or fetch.is_abandoned:
+            blocks.release()
+        else:
+            fetch.blocks = blocks
+        return count
+
+    def void(self) -> None:
+        """Let no read in flight register its blocks."""
+        for fetch in self._open.values():
+            fetch.is_void = True
 
     def check(self, *, is_on: bool) -> None:
         """Find out whether a read hangs. Call after the ends that are known have been noted. `is_on`: nothing else has
@@ -109,7 +181,7 @@ class OpenReads:
                 self._hung += 1
                 if self._hung == 1 and is_on:
                     self.times_hung += 1
-                    log.warning("kvbm: %s is off until a read that hangs has ended", self._name)
+                    log.warning("kvbm: %s is off until a read that hangs has ended", self.name)
 
     def _note_duration(self, took_s: float) -> None:
         self.usual_s = KEPT * self.usual_s + (1 - KEPT) * min(took_s, HUNG_S)

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.host.region import Region
+from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.namespace import Identity, namespace_of, public_facts
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.shared_tier import SharedTier
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
     from kvbm.disk.settings import DiskSettings, Namespace
+    from kvbm.leader.lower_tier import OpenTier
     from kvbm.shared.service.client import SharedClient
 
 DAY_S = 86_400.0
@@ -59,10 +62,16 @@ def open_leader(
     try:
         settings = LeaderSettings.of(config, engine.segments, engine.traits, g1_blocks=engine.g1_blocks)
         disk, shared = open_tiers(config, engine, settings)
-        return region, GuardedLeader(boundary, region, settings, callbacks, disk=disk, shared=shared)
+        return region, GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
     except BaseException:
         region.close()
         raise
+
+
+def lower_tiers(disk: DiskSupervisor | None, shared: SharedClient | None) -> list[OpenTier]:
+    """Return what a leader needs for the tiers that there are, the nearest first."""
+    tiers: list[OpenTier] = [] if disk is None else [partial(DiskTier, disk)]
+    return tiers if shared is None else [*tiers, partial(SharedTier, shared)]
 
 
 def open_tiers(

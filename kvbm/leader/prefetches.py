@@ -1,11 +1,11 @@
-"""Prefetches: reads blocks from disk and from the shared tier into host memory before they are promised to a request.
+"""Prefetches: reads blocks of lower tiers into host memory before they are promised to a request.
 
 An engine that accepts no failed load is promised blocks in host memory only, because a read can fail. With such an
 engine, a block in a lower tier is useful once it has been read ahead and verified:
 
-    warm               at the start: the blocks that an earlier engine used last, from disk into free slots
-    want, want_runs    a lookup found these blocks in a lower tier only; a repeated request, or another one with the
-                       same prefix, finds them in host memory
+    warm    at the start: the blocks that an earlier engine used last, from disk into free slots
+    want    a lookup found these blocks in a lower tier only; a repeated request, or another one with the same prefix,
+            finds them in host memory
 
 A read that fails costs a hit only. The leader's thread owns it. Nothing here waits, except `warm`.
 """
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from kvbm.leader.disk_tier import DiskTier, Fetch
-    from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.shared_tier import Run, RunFetch, SharedTier
+    from kvbm.core.store import BlockStore
+    from kvbm.leader.lower_tier import LowerTier, TierContext
+    from kvbm.leader.open_reads import Extent, Fetch
 
 READS_AT_A_TIME = 4
 SHARES_OF_G2 = 4  # one read takes at most this share of host memory
@@ -31,67 +31,54 @@ POLL_S = 0.001
 log = logging.getLogger(__name__)
 
 
+class _Wanted(NamedTuple):
+    """Blocks of one tenant, None if it is unknown, that are read at once. `extent` is what holds them."""
+
+    hashes: tuple[bytes, ...]
+    tenant: bytes | None
+    extent: Extent | None = None
+
+
 class Prefetches:
-    """See the module's text. `batch_blocks` is the size of one read from disk."""
+    """See the module's text."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        disk: DiskTier | None,
-        shared: SharedTier | None,
-        *,
-        batch_blocks: int,
-        clock: Callable[[], float] = time.monotonic,
+    def __init__(self, context: TierContext, tiers: Sequence[LowerTier]) -> None:
+        self._host = context.host
+        self._tiers = tiers
+        self._clock = context.callbacks.clock
+        self._size = max(1, min(context.settings.disk.batch_blocks, self._host.capacity_blocks // SHARES_OF_G2))
+        self._wanted: defaultdict[LowerTier, deque[_Wanted]] = defaultdict(deque)  # oldest first
+        self._queued: set[bytes] = set()  # hashes, or names of extents
+        self._open: set[Fetch] = set()
+
+    def want(
+        self, tier: LowerTier, hashes: Sequence[bytes], tenant: bytes | None, extents: Sequence[Extent] = ()
     ) -> None:
-        self._host = host
-        self._disk = disk
-        self._shared = shared
-        self._runs: deque[tuple[Run, bytes]] = deque()
-        self._clock = clock
-        self._size = max(1, min(batch_blocks, host.capacity_blocks // SHARES_OF_G2))
-        self._wanted: deque[tuple[tuple[bytes, ...], bytes | None]] = deque()  # batches of one tenant, oldest first
-        self._queued: set[bytes] = set()
-        self._open: set[Fetch | RunFetch] = set()
-
-    def want(self, hashes: Sequence[bytes], tenant: bytes | None) -> None:
         """Queue blocks of a tenant, None if it is unknown. Beyond the capacity of host memory, blocks are dropped."""
-        room = self._host.capacity_blocks - len(self._queued)
-        fresh = [one for one in hashes if one not in self._queued][: max(0, room)]
+        names = [extent.name for extent in extents] or hashes
+        room = max(0, self._host.capacity_blocks - len(self._queued))
+        fresh = [one for one in names if one not in self._queued][:room]
         self._queued.update(fresh)
-        self._wanted += ((tuple(fresh[at : at + self._size]), tenant) for at in range(0, len(fresh), self._size))
-
-    def want_runs(self, runs: Sequence[Run], tenant: bytes) -> None:
-        """Queue runs of the shared tier."""
-        for run in runs:
-            if len(self._queued) < self._host.capacity_blocks and run.name not in self._queued:
-                self._queued.add(run.name)
-                self._runs.append((run, tenant))
+        if extents:
+            chosen = set(fresh)
+            self._wanted[tier] += (_Wanted(one.hashes, tenant, one) for one in extents if one.name in chosen)
+            return
+        batches = (tuple(fresh[at : at + self._size]) for at in range(0, len(fresh), self._size))
+        self._wanted[tier] += (_Wanted(batch, tenant) for batch in batches)
 
     def step(self) -> None:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
-        while self._wanted and self._may_read(self._disk, self._wanted[0][0]):
-            batch, tenant = self._wanted.popleft()
-            self._queued.difference_update(batch)
-            if self._disk is not None:
-                due = [one for one in self._absent(batch) if self._disk.contains(one)]
-                self._add(self._disk.fetch(due, tenant) if due else None)
-        while self._runs and self._may_read(self._shared, self._runs[0][0].hashes):
-            run, owner = self._runs.popleft()
-            self._queued.discard(run.name)
-            if self._shared is not None and (absent := self._absent(run.hashes)) and not self._shared.has_lost(run):
-                self._add(self._shared.fetch(run, absent, owner))
+        for tier, wanted in self._wanted.items():
+            while wanted and len(self._open) < READS_AT_A_TIME and tier.reads.has_room(len(wanted[0].hashes)):
+                hashes, tenant, extent = wanted.popleft()
+                self._queued.difference_update(hashes if extent is None else (extent.name,))
+                due = [hashes[index] for index in self._host.store.missing(hashes)]
+                if extent is None:
+                    due = [one for one in due if tier.contains(one)]
+                if due and not tier.has_lost(due, extent) and (fetch := tier.fetch(due, tenant, extent)) is not None:
+                    self._open.add(fetch)
 
-    def _may_read(self, tier: DiskTier | SharedTier | None, hashes: Sequence[bytes]) -> bool:
-        return len(self._open) < READS_AT_A_TIME and (tier is None or tier.reads.has_room(len(hashes)))
-
-    def _absent(self, hashes: Sequence[bytes]) -> list[bytes]:
-        return [hashes[index] for index in self._host.store.missing(hashes)]
-
-    def _add(self, fetch: Fetch | RunFetch | None) -> None:
-        if fetch is not None:
-            self._open.add(fetch)
-
-    def settle(self, fetches: Sequence[Fetch | RunFetch]) -> list[Fetch | RunFetch]:
+    def settle(self, fetches: Sequence[Fetch]) -> list[Fetch]:
         """Release what has been read: it stays in host memory. Return the fetches of others."""
         others = []
         for fetch in fetches:
@@ -106,23 +93,24 @@ class Prefetches:
     def reset(self) -> None:
         """Forget what is queued."""
         self._wanted.clear()
-        self._runs.clear()
         self._queued.clear()
 
     def warm(self) -> None:
-        """Read the blocks on disk that were used last into the free slots, for at most WARM_S; later steps continue."""
-        if self._disk is None:
-            return
-        counts = self._disk.store.counts()
-        free = self._host.store.free
-        newest = self._disk.store.oldest(counts.inactive)[::-1][:free]
+        """Read the blocks that were used last into the free slots, for at most WARM_S; later steps continue."""
+        for tier in self._tiers:
+            for store in tier.stores:
+                self._warm(tier, store)
+
+    def _warm(self, tier: LowerTier, store: BlockStore) -> None:
+        counts = store.counts()
+        newest = store.oldest(counts.inactive)[::-1][: self._host.store.free]
         if not newest:
             return
         began_s = self._clock()
-        self.want(newest[::-1], None)
-        while (self._wanted or self._open) and self._disk.is_on and self._clock() - began_s < WARM_S:
+        self.want(tier, newest[::-1], None)
+        while (self._wanted[tier] or self._open) and tier.is_on and self._clock() - began_s < WARM_S:
             self.step()
             time.sleep(POLL_S)
-            self.settle(self._disk.settle())
+            self.settle(tier.settle())
         held = len(newest) - len(self._host.store.missing(newest))
         log.info("kvbm: read %d of %d blocks from disk into host memory before the start", held, len(newest))

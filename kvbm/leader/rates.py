@@ -57,15 +57,18 @@ class KnownRates:
 
 
 class ReadRate:
-    """How fast one tier delivers blocks. 0 blocks per second means that none arrived in time."""
+    """How fast one tier delivers blocks. 0 blocks per second means that none arrived in time. `has_latency`: the first
+    blocks of a read may take much longer than the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_latency: bool = False) -> None:
+        self._has_latency = has_latency
         self.blocks, self.seconds = 0.0, 0.0
         self.first_s = 0.0  # until the first blocks of a read arrive
         self.sampled_s = float("-inf")
 
     def note(self, blocks: int, seconds: float, first_s: float, now_s: float) -> None:
-        self.first_s = KEPT * self.first_s + (1 - KEPT) * first_s if self.first_s else first_s
+        if self._has_latency:
+            self.first_s = KEPT * self.first_s + (1 - KEPT) * first_s if self.first_s else first_s
         self.blocks = KEPT * self.blocks + blocks
         self.seconds = KEPT * self.seconds + seconds
         self.sampled_s = now_s
@@ -84,18 +87,20 @@ class ReadRate:
 
 
 class Rates:
-    """See the module's text. `clock` returns seconds; `known` are the rates of an earlier engine."""
+    """See the module's text. `clock` returns seconds."""
 
-    def __init__(self, *, block_tokens: int, clock: Callable[[], float], known: KnownRates | None = None) -> None:
+    def __init__(self, *, block_tokens: int, clock: Callable[[], float]) -> None:
         self._block_tokens = block_tokens
         self._clock = clock
         self._tokens, self._computing_s = 0.0, 0.0
-        self.reads = {Tier.DISK: ReadRate(), Tier.SHARED: ReadRate()}
-        if known is not None:
-            self._tokens, self._computing_s = KNOWN_S * known.tokens_per_s, KNOWN_S
-            if known.blocks_per_s is not None:
-                disk = self.reads[Tier.DISK]
-                disk.blocks, disk.seconds = KNOWN_S * known.blocks_per_s, KNOWN_S
+        self.reads = {Tier.DISK: ReadRate(), Tier.SHARED: ReadRate(has_latency=True)}
+
+    def begin_with(self, known: KnownRates) -> None:
+        """Begin with the rates of an earlier engine."""
+        self._tokens, self._computing_s = KNOWN_S * known.tokens_per_s, KNOWN_S
+        if known.blocks_per_s is not None:
+            disk = self.reads[Tier.DISK]
+            disk.blocks, disk.seconds = KNOWN_S * known.blocks_per_s, KNOWN_S
 
     def note_step(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` tokens in one step."""

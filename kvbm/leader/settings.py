@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ class LeaderCallbacks:
     `hold(block_ids)` and `release(block_ids)` count references in the engine's block pool: the engine does not reuse a
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
     does not change while the request lives. `trace` gets the name and the values of each decision. `notes_of(hashes)`
-    returns what is kept on disk next to each block, for the next start; empty for none.
+    returns what is kept on disk next to each block, for the next start; empty for none. `clock` returns seconds.
     """
 
     hold: Callable[[Sequence[int]], None]
@@ -32,6 +33,7 @@ class LeaderCallbacks:
     tenant_of: Callable[[str], bytes] = lambda request_id: b""
     trace: Callable[..., None] | None = None
     notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,10 @@
-"""SharedTier: the metadata of G4. It decides which runs of blocks are written to the shared store, and reads them back.
+"""SharedTier: the metadata of G4. It decides which extents are written to the shared store, and reads them back.
 
-A run is K consecutive blocks of a chain, beginning at a multiple of K. SharedTier moves no bytes: a SharedClient does.
-The leader's thread owns both and calls
-
-    match, runs_of, fetch       find runs and start to read them into host memory
-    must_wait                   ask the store for the runs of a chain that are not known here
-    used                        a request has used these blocks; decides what is written
-    step                        start the writes that are due
-    settle                      register what has ended
+An extent is K consecutive blocks of a chain, beginning at a multiple of K: one object. SharedTier moves no bytes: a
+SharedClient does. The leader's thread owns both, and calls it as `lower_tier.py` says.
 
 Other engines write and delete objects too. So what is known here is a hint (presence.py): a read that fails is a miss,
-and its run is forgotten. Runs of a chain are written head first, so that a chain in the store has no gaps.
+and its extent is forgotten. Extents of a chain are written head first, so that a chain in the store has no gaps.
 """
 
 from __future__ import annotations
@@ -20,30 +14,25 @@ import logging
 import random
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
-from kvbm.leader.open_reads import OpenReads
+from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
+from kvbm.leader.open_reads import Extent, Fetch, OpenReads
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
 from kvbm.shared.presence import Presence
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.leader.disk_tier import DiskTier
-    from kvbm.leader.host_tier import HostTier, Reservation
-    from kvbm.leader.load_choice import LoadChoice
-    from kvbm.leader.open_reads import OpenRead
-    from kvbm.leader.settings import LeaderSettings
-    from kvbm.metrics import Counters
     from kvbm.shared.service.client import SharedClient
 
 WRITES_AT_A_TIME = 8
-TAKEN_AT_A_TIME = 4  # runs per step
+TAKEN_AT_A_TIME = 4  # extents per step
 PINNED_SHARE = 4  # writes pin at most this part of G2
-EXAMINED_AT_A_TIME = 64  # runs per step of chains that were used
+EXAMINED_AT_A_TIME = 64  # extents per step of chains that were used
 MAX_USED = 1024  # chains that wait to be examined
 MAX_TO_REPLACE = 10_000
 WAIT_STEPS = 2  # a request waits for a probe in so many steps that compute
@@ -58,41 +47,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks that one object holds."""
-
-    hashes: tuple[bytes, ...]
-
-    @property
-    def name(self) -> bytes:
-        return self.hashes[-1]
-
-
-@dataclass(slots=True, eq=False)
-class RunFetch:
-    """A read of blocks of a run into host memory. `blocks` holds them, pinned in G2, when they have arrived. `is_copy`:
-    they came from another engine's copy on this machine, not from the store."""
-
-    run: Run
-    hashes: tuple[bytes, ...]
-    tenant: bytes
-    target: Reservation
-    read: OpenRead
-    blocks: PinnedBlocks | None = None
-    is_void: bool = False
-    is_abandoned: bool = False
-    is_copy: bool = False
-
-    def abandon(self) -> None:
-        """Drop its result: `settle` releases its blocks when the read has ended."""
-        self.is_abandoned = True
-
-
-@dataclass(frozen=True, slots=True)
 class _Due:
-    """A run that is written after `due_s`."""
+    """An extent that is written after `due_s`."""
 
-    run: Run
+    extent: Extent
     tenant: bytes
     due_s: float
     replaces: bool
@@ -100,8 +58,8 @@ class _Due:
 
 
 @dataclass(slots=True)
-class _RunWrite:
-    run: Run
+class _ExtentWrite:
+    extent: Extent
     source: PinnedBlocks
 
 
@@ -114,37 +72,28 @@ class _Asked:
     computed_steps: int = 0
 
 
-class SharedTier:
-    """See the module's text. `disk` gets the blocks that arrive, if there is a disk tier."""
+class SharedTier(LowerTier):
+    """See the module's text."""
 
-    def __init__(
-        self,
-        client: SharedClient,
-        host: HostTier,
-        disk: DiskTier | None,
-        settings: LeaderSettings,
-        counters: Counters,
-        choice: LoadChoice,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    kind = Tier.SHARED
+
+    def __init__(self, client: SharedClient, context: TierContext) -> None:
         self._client = client
-        self._host = host
-        self._disk = disk
-        self._policy = policy = settings.shared
-        self._block_bytes = settings.block_bytes
-        self._counters = counters
-        self._choice = choice
-        self._clock = clock
+        self._host = context.host
+        self._policy = policy = context.settings.shared
+        self._block_bytes = context.settings.block_bytes
+        self._counters = context.counters
+        self._choice = context.choice
+        self._clock = clock = context.callbacks.clock
         self.presence = Presence(clock)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
         self._used: deque[tuple[Sequence[bytes], int, int, bytes]] = deque()  # chain, first block, end, tenant
         self._queue: OrderedDict[bytes, _Due] = OrderedDict()
         self._to_replace: set[bytes] = set()  # names of objects that were damaged or will expire
-        self._writes: dict[int, _RunWrite] = {}
-        self._departing: set[bytes] = set()  # names of runs that are being written
-        self._fetches: dict[int, RunFetch] = {}
-        self.reads = OpenReads("the shared tier", host, clock)
+        self._writes: dict[int, _ExtentWrite] = {}
+        self._departing: set[bytes] = set()  # names of extents that are being written
+        self.reads = OpenReads("the shared tier", self, self._host, clock)
         self._probes: dict[int, tuple[bytes, ...]] = {}
         self._asked: dict[str, _Asked] = {}
         self._results: list[ObjectResult] = []  # that have arrived and are not settled
@@ -155,24 +104,22 @@ class SharedTier:
 
     @property
     def run_blocks(self) -> int:
-        """The number of blocks in a run, 0 until the process has started."""
+        """The number of blocks in an extent, 0 until the process has started."""
         return self._client.run_blocks
 
     @property
     def is_on(self) -> bool:
-        """Whether runs are found, read and written."""
         return self._client.is_on and not (self._has_ended or self.reads.are_hung)
 
     # -- what is in the store ------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Detect the end of reads that hung while the engine was idle. Call before a lookup."""
-        if not self.is_on and all(fetch.is_abandoned for fetch in self._fetches.values()):
+        """Detect the end of reads that hung while the engine was idle."""
+        if not self.is_on and self.reads.are_abandoned:
             self.settle()
 
     def receive(self) -> None:
-        """Take what the process has sent, before a search in an engine that may not have settled for long. Results of
-        reads and writes wait for `settle`."""
+        """The engine may not have settled for long. Results of reads and writes wait for `settle`."""
         for result in self._client.poll():
             if isinstance(result, ProbeResult):
                 self._end_probe(result)
@@ -182,33 +129,26 @@ class SharedTier:
             self.presence.take(listing)
 
     def contains(self, sequence_hash: bytes) -> bool:
-        """Whether the run that ends with this block is known to be in the store."""
+        """Whether the extent that ends with this block is known to be in the store."""
         return self.is_on and self.presence.contains(sequence_hash)
 
     def match(self, hashes: Sequence[bytes], start: int, end: int) -> int:
-        """Return how many of `hashes[start:end]` are known to be in the store, up to the first that is not."""
         if not self.is_on or start >= end:
             return 0
         self.receive()
         reached = start
-        for name, run_end in self._names(hashes, start, end):
+        for name, stop in self._names(hashes, start, end):
             if not self.presence.contains(name):
                 break
-            reached = min(run_end, end)
+            reached = min(stop, end)
         return reached - start
 
-    def runs_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Run]:
-        """Return the runs that hold `hashes[start:end]`."""
+    def extents_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Extent]:
         size = self.run_blocks
-        return [Run(tuple(hashes[run_end - size : run_end])) for _, run_end in self._names(hashes, start, end)]
-
-    def run_of_one(self, sequence_hash: bytes) -> Run | None:
-        """Return the run of this block, if runs hold one block and it is known to be in the store."""
-        return Run((sequence_hash,)) if self.run_blocks == 1 and self.contains(sequence_hash) else None
+        return [Extent(tuple(hashes[stop - size : stop])) for _, stop in self._names(hashes, start, end)]
 
     def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
-        """Whether a request that found nothing from `start` on should be asked again at the next step, because the
-        store is being asked. Each request asks once, and waits for a short time only."""
+        """Each request asks the store once, and waits for a short time only."""
         asked = self._asked.get(request_id)
         if asked is None:
             asked = self._ask(request_id, hashes, start, end)
@@ -224,37 +164,40 @@ class SharedTier:
 
     # -- reads ---------------------------------------------------------------------------------------------------------
 
-    def has_lost(self, run: Run) -> bool:
-        """Whether another read of this run has failed."""
-        return not self.presence.contains(run.name)
+    def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
+        extent_of = {one: extent for extent in extents for one in extent.hashes}
+        batches: dict[bytes, tuple[list[int], Extent | None]] = {}
+        for position in positions:
+            one = hashes[position]
+            extent = extent_of.get(one)
+            if extent is None and self.run_blocks == 1 and self.contains(one):
+                extent = Extent((one,))
+            if extent is not None:
+                batches.setdefault(extent.name, ([], extent))[0].append(position)
+        return Claim(list(batches.values()))
 
-    def fetch(self, run: Run, hashes: Sequence[bytes], tenant: bytes) -> RunFetch | None:
-        """Start to read blocks of a run into host memory; `settle` returns the end. None while there is no room or the
-        tier is off."""
-        if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):
-            return None
-        if self._disk is not None:
-            self._disk.evicting(len(hashes) - self._host.store.free)
-        target = self._host.reserve(len(hashes))
-        if target is None:
-            return None
-        self._host.unprove(target)
-        slots = dict(zip(hashes, target.slots, strict=True))
+    def has_lost(self, hashes: Sequence[bytes], extent: Extent | None) -> bool:
+        return extent is None or not self.presence.contains(extent.name)
+
+    def fetch(self, hashes: Sequence[bytes], tenant: bytes | None, extent: Extent | None = None) -> Fetch | None:
+        assert extent is not None, "blocks are read from extents"
         ticket = next(self._tickets)
-        read = self.reads.begin(ticket, len(hashes))
-        fetch = self._fetches[ticket] = RunFetch(run, tuple(hashes), tenant, target, read)
-        self._client.submit(Get(ticket, run.hashes, tuple(slots.get(one, NOT_WANTED) for one in run.hashes)))
+        fetch = self.reads.begin(ticket, hashes, tenant) if self.is_on else None
+        if fetch is None:
+            return None
+        fetch.extent = extent
+        slots = dict(zip(hashes, fetch.target.slots, strict=True))
+        self._client.submit(Get(ticket, extent.hashes, tuple(slots.get(one, NOT_WANTED) for one in extent.hashes)))
         return fetch
 
     # -- writes --------------------------------------------------------------------------------------------------------
 
-    def used(self, hashes: Sequence[bytes], start: int, end: int, tenant: bytes) -> None:
-        """Note that a request has used `hashes[start:end]`. The runs in it that are used often enough are written."""
-        if self._policy.writes and not self._has_ended and start < end and len(self._used) < MAX_USED:
-            self._used.append((hashes, start, end, tenant))
+    def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
+        """The extents that are used often enough are written."""
+        if self._policy.writes and not self._has_ended and end and len(self._used) < MAX_USED:
+            self._used.append((hashes, 0, end, tenant))
 
     def step(self, *, computes: bool) -> None:
-        """Start the writes that are due. `computes`: the last step of the engine computed something."""
         if computes:
             for asked in self._asked.values():
                 asked.computed_steps += 1
@@ -265,16 +208,14 @@ class SharedTier:
             self._examine()
         self._begin_writes()
 
-    def settle(self) -> list[RunFetch]:
-        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
+    def settle(self) -> list[Fetch]:
         ended = []
         self.receive()
         results, self._results = self._results, []
         for result in results:
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result)
-            elif (fetch := self._fetches.pop(result.ticket, None)) is not None:
-                self.reads.end(result.ticket)
+            elif (fetch := self.reads.end(result.ticket)) is not None:
                 self._end_fetch(fetch, result)
                 if not fetch.is_abandoned:
                     ended.append(fetch)
@@ -283,14 +224,14 @@ class SharedTier:
         return ended
 
     def is_busy(self) -> bool:
-        """Whether runs are being written or due for it, or the store is being asked."""
+        """Whether extents are being written or due for it, or the store is being asked."""
         return self.is_on and bool(self._writes or self._queue or self._used or self._probes)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Forget every run, for good: the objects belong to other engines too, so that they cannot be deleted, and this
-        engine must not find them again."""
+    def reset(self, *, ends_persistence: bool) -> None:
+        """Forget every extent, for good: the objects belong to other engines too, so that they cannot be deleted, and
+        this engine must not find them again."""
         if not self._has_ended:
             log.warning("kvbm: the cache was reset: this engine does not use the shared tier until it is restarted")
         self._has_ended = True
@@ -298,8 +239,13 @@ class SharedTier:
         self._queue.clear()
         self._used.clear()
         self._to_replace.clear()
-        for fetch in self._fetches.values():
-            fetch.is_void = True
+        self.reads.void()
+
+    def drop_results(self) -> None:
+        self._client.poll()
+
+    def abandon(self, timeout_s: float) -> None:
+        self._client.close(timeout_s)
 
     def close(self) -> None:
         """Write what is due, for at most `drain_s`; then end the process. A store that ends nothing for DRAIN_HUNG_S is
@@ -319,15 +265,15 @@ class SharedTier:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
-        """Yield name and end of the whole runs that hold `hashes[start:end]`, in order."""
+        """Yield name and end of the whole extents that hold `hashes[start:end]`, in order."""
         size = self.run_blocks
-        run_end = (start // size + 1) * size
-        while run_end <= len(hashes) and run_end - size < end:
-            yield hashes[run_end - 1], run_end
-            run_end += size
+        stop = (start // size + 1) * size
+        while stop <= len(hashes) and stop - size < end:
+            yield hashes[stop - 1], stop
+            stop += size
 
     def _ask(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> _Asked | None:
-        """Ask the store for the runs from `start` on; None if that cannot help."""
+        """Ask the store for the extents from `start` on; None if that cannot help."""
         if not self.is_on or not self._choice.may_pay(Tier.SHARED):
             return None
         names = tuple(name for name, _ in self._names(hashes, start, end))
@@ -353,19 +299,19 @@ class SharedTier:
             self.presence.note_absent(names[result.present])
 
     def _examine(self) -> None:
-        """Count the runs of chains that were used, and queue those that are admitted."""
+        """Count the extents of chains that were used, and queue those that are admitted."""
         left = EXAMINED_AT_A_TIME
         while self._used and left > 0:
             hashes, start, end, tenant = self._used.popleft()
-            for name, run_end in itertools.islice(self._names(hashes, start, end), left):
+            for name, stop in itertools.islice(self._names(hashes, start, end), left):
                 left -= 1
-                start = run_end
-                if run_end <= end:
-                    self._consider(name, hashes, run_end, tenant)
+                start = stop
+                if stop <= end:
+                    self._consider(name, hashes, stop, tenant)
             if start < end and left == 0:
                 self._used.appendleft((hashes, start, end, tenant))
 
-    def _consider(self, name: bytes, hashes: Sequence[bytes], run_end: int, tenant: bytes) -> None:
+    def _consider(self, name: bytes, hashes: Sequence[bytes], stop: int, tenant: bytes) -> None:
         replaces = name in self._to_replace
         if name in self._queue or name in self._departing or (self.presence.contains(name) and not replaces):
             return
@@ -374,9 +320,9 @@ class SharedTier:
             if self._filter.count(name) < self._policy.frequency_threshold:
                 return
         if len(self._queue) * self.run_blocks < self._host.capacity_blocks:
-            run = Run(tuple(hashes[run_end - self.run_blocks : run_end]))
+            extent = Extent(tuple(hashes[stop - self.run_blocks : stop]))
             due_s = self._clock() + JITTER_S * self._random.random()
-            self._queue[name] = _Due(run, tenant, due_s, replaces)
+            self._queue[name] = _Due(extent, tenant, due_s, replaces)
         else:
             self._counters.shared_dropped_blocks += self.run_blocks
 
@@ -391,71 +337,64 @@ class SharedTier:
             if due.due_s > self._clock():
                 return
             self._queue.popitem(last=False)
-            if self.presence.contains(due.run.name) and not due.replaces:
+            if self.presence.contains(due.extent.name) and not due.replaces:
                 continue  # found by a probe meanwhile
-            source = self._host.store.pin(due.run.hashes)
+            source = self._host.store.pin(due.extent.hashes)
             if source is None:
                 self._put_off(due)
                 continue
             ticket = next(self._tickets)
-            self._writes[ticket] = _RunWrite(due.run, source)
-            self._departing.add(due.run.name)
+            self._writes[ticket] = _ExtentWrite(due.extent, source)
+            self._departing.add(due.extent.name)
             generations = self._host.generations_of(source.slots)
             self._client.submit(
-                Put(ticket, due.run.hashes, tuple(source.slots), generations, due.tenant, replaces=due.replaces)
+                Put(ticket, due.extent.hashes, tuple(source.slots), generations, due.tenant, replaces=due.replaces)
             )
 
     def _put_off(self, due: _Due) -> None:
-        """Try a run again, but only one time, whose blocks are not in host memory: when a request ends, its last blocks
-        may still be on their way there."""
+        """Try an extent again, but only one time, whose blocks are not in host memory: when a request ends, its last
+        blocks may still be on their way there."""
         if due.is_repeated:
             self._counters.shared_dropped_blocks += self.run_blocks
         else:
-            self._queue[due.run.name] = replace(due, due_s=self._clock() + REPEAT_S, is_repeated=True)
+            self._queue[due.extent.name] = replace(due, due_s=self._clock() + REPEAT_S, is_repeated=True)
 
-    def _end_write(self, write: _RunWrite, result: ObjectResult) -> None:
+    def _end_write(self, write: _ExtentWrite, result: ObjectResult) -> None:
         write.source.release()
-        self._departing.discard(write.run.name)
-        count = len(write.run.hashes)
+        self._departing.discard(write.extent.name)
+        count = len(write.extent.hashes)
         if result.outcome not in (Outcome.GOOD, Outcome.EXISTS):
             self._counters.object_write_failures += 1
             self._counters.shared_dropped_blocks += count
             return
         if not self._has_ended:
-            self.presence.add([write.run.name])
-            self._to_replace.discard(write.run.name)
+            self.presence.add([write.extent.name])
+            self._to_replace.discard(write.extent.name)
         if result.outcome is Outcome.GOOD:
             self._counters.shared_offload_blocks += count
             self._counters.shared_offload_bytes += count * self._block_bytes
 
-    def _end_fetch(self, fetch: RunFetch, result: ObjectResult) -> None:
-        """Register the blocks that have arrived. A run that could not be read is forgotten."""
+    def _end_fetch(self, fetch: Fetch, result: ObjectResult) -> None:
+        """Register the blocks that have arrived. An extent that could not be read is forgotten."""
+        assert fetch.extent is not None, "blocks are read from extents"
+        name = fetch.extent.name
         if result.is_aging and not fetch.is_void:
-            self._replace_later(fetch.run.name)
+            self._replace_later(name)
         if fetch.is_void or result.outcome is not Outcome.GOOD:
             fetch.target.release()
             if not fetch.is_void:
-                self._note_failed_read(fetch, result)
+                self._note_failed_read(name, len(fetch.hashes), result)
             return
-        good = (True,) * len(fetch.hashes)
-        self._host.prove(fetch.target, good)
-        blocks = self._host.register(fetch.target, fetch.hashes, good)
-        if self._disk is not None:
-            self._disk.registered(fetch.hashes, blocks.slots, fetch.tenant)
-        self._counters.shared_fetched_blocks += len(fetch.hashes)
         fetch.is_copy = result.is_copy
-        if fetch.is_abandoned:
-            blocks.release()
-        else:
-            fetch.blocks = blocks
+        self._counters.shared_fetched_blocks += self.reads.arrive(fetch, (True,) * len(fetch.hashes))
 
-    def _note_failed_read(self, fetch: RunFetch, result: ObjectResult) -> None:
-        self._counters.shared_failed_blocks += len(fetch.hashes)
+    def _note_failed_read(self, name: bytes, blocks: int, result: ObjectResult) -> None:
+        self._counters.shared_failed_blocks += blocks
         self._counters.object_read_failures += 1
         if result.outcome is Outcome.BAD:
-            self._replace_later(fetch.run.name)
+            self._replace_later(name)
         if result.outcome is not Outcome.FAILED or self._client.is_on:
-            self.presence.erase(fetch.run.name)
+            self.presence.erase(name)
 
     def _replace_later(self, name: bytes) -> None:
         if self._policy.writes and len(self._to_replace) < MAX_TO_REPLACE:

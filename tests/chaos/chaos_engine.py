@@ -25,6 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from bookkeeping import tier_of
+
+from kvbm.types import Tier
 
 START_LIMIT_S = 30.0
 STACKS_LIMIT_S = 3.0
@@ -307,16 +310,16 @@ class _Served:
         leader = self._engine.leader
         found = asdict(leader.counters)
         del found["hit_window"]
-        if leader._disk is not None:
-            own = leader._disk._disk.counters
+        if (disk := tier_of(leader, Tier.DISK)) is not None:
+            own = disk._disk.counters
             found |= {name: getattr(own, name) for name in ("damaged_superblocks", "damaged_indexes", "dropped_rows")}
         return found
 
     def _do_pids(self) -> dict[str, int]:
         leader, worker = self._engine.leader, self._engine.connector[1]._home
         found = {}
-        if leader._disk is not None:
-            found["disk"] = leader._disk._disk.pid
+        if (disk := tier_of(leader, Tier.DISK)) is not None:
+            found["disk"] = disk._disk.pid
         if hasattr(worker, "_process"):
             found["worker"] = worker._process.pid
         return found
@@ -347,7 +350,7 @@ class _Served:
 
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""
-        return self._engine.leader._disk._disk._process.fileno()
+        return tier_of(self._engine.leader, Tier.DISK)._disk._process.fileno()
 
 
 def _slowed(run, tokens_per_s: float):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bookkeeping import tier_of
 from fake_store import FakeStore
 from faults import FaultyCopier
 from simulated_engine import SharedMemoryOfBytes, SimulatedEngine, expected_output
@@ -348,7 +349,7 @@ def test_a_change_of_the_weights_ends_persistence_after_a_fault_too(monkeypatch,
         assert bool(kvbm.counters.disabled) == is_off
         cache = kvbm.connector[0]._cache
         assert cache.reset(ends_persistence=True) is True
-        assert cache._disk._has_ended_persistence
+        assert tier_of(cache.leader, Tier.DISK)._disk._has_ended_persistence
 
 
 def test_the_first_fault_is_logged_with_its_traceback_and_more_of_them_are_counted(monkeypatch, caplog):
@@ -395,8 +396,8 @@ def test_a_recording_that_fails_ends_itself_and_nothing_else(monkeypatch):
 
     original = GuardedLeader.__init__
 
-    def with_trace(self, boundary, region, settings, callbacks, **more):
-        original(self, boundary, region, settings, replace(callbacks, trace=trace), **more)
+    def with_trace(self, boundary, region, settings, callbacks, *more):
+        original(self, boundary, region, settings, replace(callbacks, trace=trace), *more)
 
     monkeypatch.setattr(GuardedLeader, "__init__", with_trace)
     with running() as kvbm:

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bookkeeping import check_leader
+from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
 
 import kvbm
+from kvbm.types import Tier
 
 YEAR_S = 365 * 24 * 3600
 LENGTH, LOADABLE = 200, 192
@@ -111,7 +112,7 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, clock, offsets):
             engine.settle()
         counters = engine.counters
         assert counters.disk_times_off == counters.onboard_failed_blocks == counters.overdue_transfers == 0
-        os.kill(engine.leader._disk._disk.pid, signal.SIGKILL)
+        os.kill(tier_of(engine.leader, Tier.DISK)._disk.pid, signal.SIGKILL)
         wait_until(
             lambda: engine.ask(prompt(99, 20), max_tokens=1) and counters.disk_restarts and not counters.disk_off
         )

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from bookkeeping import check_leader
+from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
 
 from kvbm.config import schema
@@ -465,7 +465,7 @@ def wait_until(engine, condition, limit_s=30.0):
 
 
 def is_on(engine):
-    return engine.leader._disk._disk.is_on
+    return tier_of(engine.leader, Tier.DISK)._disk.is_on
 
 
 FAULTS = {
@@ -545,7 +545,7 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
 
 
 def kill_disk(engine):
-    pid = engine.leader._disk._disk.pid
+    pid = tier_of(engine.leader, Tier.DISK)._disk.pid
     assert pid > 0, "the disk process has not started"
     with suppress(ProcessLookupError):  # it has ended, and the engine does not know it yet
         os.kill(pid, signal.SIGKILL)
@@ -579,7 +579,7 @@ def test_a_disk_process_killed_while_the_engine_rests_is_back_with_all_its_block
     with engine_on(written) as engine:
         pid = kill_disk(engine)
         deadline_s = time.monotonic() + 30
-        while engine.leader._disk._disk._next is None:
+        while tier_of(engine.leader, Tier.DISK)._disk._next is None:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         assert not Path(f"/proc/{pid}").exists()
@@ -651,7 +651,7 @@ def test_a_reset_between_two_disk_processes_is_durable(written):
 
 @contextmanager
 def stopped_disk(engine):
-    pid = engine.leader._disk._disk.pid
+    pid = tier_of(engine.leader, Tier.DISK)._disk.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -770,7 +770,7 @@ def test_an_engine_ends_although_its_disk_process_is_stopped(written, expected, 
         engine.ask(prompt(1, LENGTH))
         engine.ask(prompt(2, LENGTH))
         rest(engine)
-        pid = engine.leader._disk._disk.pid
+        pid = tier_of(engine.leader, Tier.DISK)._disk.pid
         os.kill(pid, signal.SIGSTOP)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < LONGEST_STOP_S

@@ -5,10 +5,12 @@ import time
 import pytest
 import tiny_models
 import torch
+from bookkeeping import tier_of
 from kvbm_engine import assert_same, prompt, running
 from safetensors.torch import load_file, save_file
 
 from kvbm.config.load import load
+from kvbm.types import Tier
 from kvbm_cli.package_data import profiles_directory
 
 SIZE = {"num_blocks": 100, "max_model_len": 1024}
@@ -32,7 +34,7 @@ def wait_until(condition, what):
 
 def knows(engine, runs):
     def known():
-        shared = engine.leader._shared
+        shared = tier_of(engine.leader, Tier.SHARED)
         shared.receive()
         return len(shared.presence)
 

@@ -10,6 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from bookkeeping import tier_of
+
+from kvbm.types import Tier
 
 sys.path.append(str(Path(__file__).parent.parent / "shared"))
 
@@ -182,7 +185,7 @@ def test_hits_return_after_the_process_of_the_shared_tier_was_killed(store):
         engines = [first, second]
         load(engines, list(range(30)), "before")
         for engine in engines:
-            os.kill(engine.leader._shared._client.pid, signal.SIGKILL)
+            os.kill(tier_of(engine.leader, Tier.SHARED)._client.pid, signal.SIGKILL)
         load(engines, list(range(30)), "while the process is restarted")
         assert_hits_return(engines, "after the restart of the process")
         assert all(engine.counters.shared_restarts == 1 for engine in engines)

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from bookkeeping import tier_of
 from kvbm_engine import prompt, running
 
 import kvbm
+from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port
 
 WAIT_S = 60.0
@@ -128,6 +130,6 @@ def test_worker_and_disk_process_go_on_although_their_log_is_not_read(tmp_path, 
         engine.forget_g1()
         assert engine.ask(prompt(1, 200)).last.num_external_tokens == LOADABLE
         engine.settle()
-        counters = engine.leader._disk._disk.counters
+        counters = tier_of(engine.leader, Tier.DISK)._disk.counters
         assert counters.bytes_written > 0
         assert counters.times_off == 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from bookkeeping import check_leader
+from bookkeeping import check_leader, tier_of
 from fake_store import FakeStore
 from faults import FaultyCopier
 from manual_pool import ManualPool
@@ -29,9 +29,10 @@ from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.opening import lower_tiers
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.plan import StepPlan
-from kvbm.types import SegmentInfo
+from kvbm.types import SegmentInfo, Tier
 
 PIECE_BYTES = 512
 GARBAGE = 0xEE
@@ -276,6 +277,7 @@ class Rig:
         groups=(),
         gives_up_blocks=False,
         accepts_failed_loads=True,
+        more_tiers=(),
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks, replicas)
@@ -310,13 +312,20 @@ class Rig:
                 self.g1.release,
                 tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
                 trace=trace,
+                clock=lambda: self.now_s,
             ),
-            disk=self.disk,
-            shared=self.store,
-            clock=lambda: self.now_s,
+            [*lower_tiers(self.disk, self.store), *more_tiers],
         )
-        if self.leader._shared is not None:
-            self.leader._shared._random.seed(0)
+        if store is not None:
+            self.shared_tier._random.seed(0)
+
+    @property
+    def disk_tier(self):
+        return tier_of(self.leader, Tier.DISK)
+
+    @property
+    def shared_tier(self):
+        return tier_of(self.leader, Tier.SHARED)
 
     def close(self) -> None:
         self.region.close()

@@ -26,7 +26,7 @@ def make(disk=16, *, slots=8, to_disk="always", **options):
 
 @pytest.fixture(autouse=True)
 def _reads_of_two_blocks(monkeypatch):
-    monkeypatch.setattr(onboards, "PARTS", 1)
+    monkeypatch.setattr(disk_tier, "PARTS", 1)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
         return run()
 
     rig.disk.poll = poll
-    rig.leader._disk._clock = time.monotonic
+    rig.disk_tier._clock = time.monotonic
     rig.leader.close()
     assert set(written[:2]) == set(new)
     assert set(written) == {*old, *new}
@@ -188,7 +188,7 @@ def test_the_end_reports_what_the_disk_has_confirmed(monkeypatch, caplog, hangs,
         return run()
 
     rig.disk.poll = poll
-    rig.leader._disk._clock = time.monotonic
+    rig.disk_tier._clock = time.monotonic
     began_s = time.monotonic()
     rig.leader.close()
     assert time.monotonic() - began_s < 10.0, "it does not use up the time to drain"
@@ -289,7 +289,7 @@ def test_a_load_larger_than_host_memory_passes_through_it(rig):
 
 
 def test_a_load_is_read_in_parts_that_show_how_fast_it_goes(monkeypatch):
-    monkeypatch.setattr(onboards, "PARTS", 4)
+    monkeypatch.setattr(disk_tier, "PARTS", 4)
     rig = make(slots=16)
     hashes = rig.fill("a", 8)
     settled(rig)
@@ -465,7 +465,7 @@ def test_writes_in_flight_are_found_only_if_the_next_process_has_them(rig, has_c
     rig.disk.begin_again()
     rig.settle()
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == (2 if has_committed else 0)
-    assert rig.leader._disk.match(hashes, 0) == (2 if has_committed else 0)
+    assert rig.disk_tier.store.match(hashes) == (2 if has_committed else 0)
     check_leader(rig.leader)
 
 
@@ -523,7 +523,7 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 4
     settled(rig, 2)
     assert rig.leader.counters.disk_off == 0
-    assert rig.leader._disk.match(hashes, 0) == 4
+    assert rig.disk_tier.store.match(hashes) == 4
     rig.close()
 
 
@@ -534,7 +534,7 @@ def test_a_process_that_ended_and_began_while_the_engine_rested_serves_the_next_
     rig.disk.end()
     rig.disk.begin_again()
     assert rig.leader.match("r", hashes, 0) == 4
-    assert rig.leader._disk.contains(hashes[0])
+    assert rig.disk_tier.contains(hashes[0])
 
 
 def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
@@ -546,16 +546,16 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     rig.settle()
     rig.disk.begin_again()
     seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
-    rig.leader._disk._clock = lambda: next(seconds)
+    rig.disk_tier._clock = lambda: next(seconds)
     for found in (1, 2, 3):
         rig.settle()
         assert rig.leader.blocks()[Tier.DISK]["evictable"] == found
         assert rig.leader.counters.disk_off == 1
         assert rig.leader.has_pending()
-        rig.leader._disk._begin_writes()
+        rig.disk_tier._begin_writes()
         assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
     rig.settle()
-    assert rig.leader._disk.match(hashes, 0) == 4
+    assert rig.disk_tier.store.match(hashes) == 4
 
 
 def test_events_of_what_a_process_has_found_come_after_its_clear_and_say_which_are_the_last():
@@ -575,7 +575,7 @@ def test_events_of_what_a_process_has_found_come_after_its_clear_and_say_which_a
 
 
 def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(rig):
-    side = rig.leader._disk
+    side = rig.disk_tier
     side._queue.update(dict.fromkeys(chain("gone", 1000)))
     side._begin_writes()
     assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._policy.batch_blocks
@@ -609,16 +609,16 @@ def test_a_process_that_ends_while_it_is_taken_over_is_forgotten_too(rig, monkey
         rig.settle()
         rig.disk.begin_again()
         seconds = itertools.count(step=0.6 * disk_tier.FILL_S)
-        rig.leader._disk._clock = lambda seconds=seconds: next(seconds)
+        rig.disk_tier._clock = lambda seconds=seconds: next(seconds)
         rig.settle()
         assert rig.leader.blocks()[Tier.DISK]["evictable"] == 1
-    rig.leader._disk._clock = lambda: 0.0
+    rig.disk_tier._clock = lambda: 0.0
     rig.disk.kept.pop(next(iter(rig.disk.kept)))
     rig.disk.end()
     rig.disk.begin_again()
     settled(rig)
     assert rig.leader.blocks()[Tier.DISK]["evictable"] == 3
-    assert rig.leader._disk.match(hashes, 0) == 0
+    assert rig.disk_tier.store.match(hashes) == 0
 
 
 # -- forgetting --------------------------------------------------------------------------------------------------------
@@ -685,7 +685,7 @@ def known(*, tokens_per_s, blocks_per_s):
     settled(rig)
     rig = restarted(rig)
     rig.leader.note_step(1000, 1000 / tokens_per_s)
-    rig.leader._disk.rates.note_read(100, 100 / blocks_per_s)
+    rig.disk_tier.rates.note_read(100, 100 / blocks_per_s)
     return rig, hashes
 
 
@@ -711,7 +711,7 @@ def test_a_policy_of_always_reads_whatever_it_takes():
     settled(rig)
     rig = restarted(rig, policy={"reads_always": True})
     rig.leader.note_step(1000, 0.001)
-    rig.leader._disk.rates.note_read(1, 100.0)
+    rig.disk_tier.rates.note_read(1, 100.0)
     assert rig.leader.match("r", hashes, 0) == 6
     rig.close()
 
@@ -898,7 +898,7 @@ def test_a_disk_that_does_not_answer_costs_its_loads_and_no_block(rig, reads_alw
         assert rig.leader.match(f"{name}-again", hashes, 0) == 0
         rig.settle()
     assert rig.disk.waiting == sent
-    assert not rig.leader._disk.is_writing(), "an engine can rest meanwhile"
+    assert not rig.disk_tier.is_writing(), "an engine can rest meanwhile"
     rig.disk.is_on = True
     settled(rig)
     assert rig.leader.match("next", hashes, 0) == 6
@@ -944,7 +944,7 @@ def test_an_answer_that_comes_while_the_engine_rests_serves_the_next_request(rig
 
     rig.disk.poll = poll_and_note_the_answer
     rig.leader.match("r", hashes, 0)
-    assert rig.leader._disk.match(hashes, 0) == 2
+    assert rig.disk_tier.store.match(hashes) == 2
 
 
 def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
@@ -961,10 +961,24 @@ def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
     pin = rig.leader._host.store.pin(pinned[:1])
     rig.disk.is_on = True
     before = rig.leader.counters.disk_dropped_blocks
-    source = rig.leader._disk.pin(hashes)
+    source = rig.disk_tier.store.pin(hashes)
     for _ in range(3):
-        assert rig.leader._disk.fetch(hashes, b"") is None, "there is no room for two blocks"
+        assert rig.disk_tier.fetch(hashes, b"") is None, "there is no room for two blocks"
     assert rig.leader.counters.disk_dropped_blocks == before
     pin.release()
     source.release()
+    rig.close()
+
+
+def test_a_load_that_cannot_begin_holds_nothing_on_disk():
+    rig = make()
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._host.store.forget(hashes)
+    assert rig.leader.match("r", hashes, 0) == 4
+    rig.disk_tier.store.forget(hashes[3:])
+    blocks = rig.g1.allocate(4)
+    rig.leader.onboard("r", hashes, 0, blocks)
+    assert [result.failed_block_ids for result in rig.settle()] == [tuple(blocks)]
+    assert rig.leader.blocks()[Tier.DISK]["pinned"] == 0
     rig.close()

@@ -10,7 +10,7 @@ from bookkeeping import check_leader
 from fake_store import FakeStore
 from rig import Rig, chain
 
-from kvbm.leader import onboards
+from kvbm.leader import disk_tier
 from kvbm.leader.open_reads import HUNG_S
 from kvbm.leader.settings import DiskPolicy, SharedPolicy
 from kvbm.types import Tier
@@ -22,7 +22,7 @@ RUN = 2
 
 @pytest.fixture(autouse=True)
 def _reads_of_two_blocks(monkeypatch):
-    monkeypatch.setattr(onboards, "PARTS", 1)
+    monkeypatch.setattr(disk_tier, "PARTS", 1)
 
 
 def make(*, disk=None, store=None, slots=16, **options):
@@ -86,7 +86,7 @@ def load(rig, name, hashes):
 def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
     rig, (a, b) = full(tiers)
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
-    side = rig.leader._disk if tiers == "disk" else rig.leader._shared
+    side = rig.disk_tier if tiers == "disk" else rig.shared_tier
     assert not side.is_on
     for number in range(5):
         assert rig.leader.match(f"later-{number}", a if number % 2 else b, 0) == 0, "nothing is promised of it"
@@ -125,7 +125,7 @@ def test_reads_that_hang_leave_a_part_of_host_memory(tiers):
 def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
     """Its own tier works; what hangs is the disk, whose reads have the room."""
     rig, (a, b) = full("disk", slots=4)
-    rig.leader._shared = rig.leader._onboards._shared = None
+    rig.leader.lower_tiers = rig.leader._host.listeners = (rig.disk_tier,)
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
     rig.close()
 
@@ -160,7 +160,7 @@ def test_a_load_that_loses_time_piece_by_piece_is_cut_too():
 
 def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
     rig, (a, _) = full("disk", slots=4)
-    rig.leader._disk.reads.usual_s = 1.5
+    rig.disk_tier.reads.usual_s = 1.5
     last_s = [rig.now_s]
 
     def between():
@@ -181,8 +181,8 @@ def test_a_request_that_waited_for_a_load_that_was_cut_is_not_promised_the_disk_
         pass
     assert rig.now_s < LIMIT_S + 2
     rig.run_tiers()
-    rig.leader._disk.settle()
-    assert rig.leader._disk.is_on
+    rig.disk_tier.settle()
+    assert rig.disk_tier.is_on
     assert rig.leader.match("second", chain("a", 16), 0) in (0, 4), "what has arrived in host memory, and not the disk"
     assert rig.leader.match("third", a, 0) == 8
     rig.close()
@@ -215,11 +215,11 @@ def test_one_read_that_hangs_is_noticed_although_later_ones_end():
 
     found = waits(rig, {"r1": a, "r2": b}, between=between)
     assert found["r1"] < LIMIT_S
-    assert not rig.leader._shared.is_on
+    assert not rig.shared_tier.is_on
     rig.store.waiting.append(hung[0])
     rig.run_tiers()
     step(rig)
-    assert rig.leader._shared.is_on
+    assert rig.shared_tier.is_on
     rig.close()
 
 

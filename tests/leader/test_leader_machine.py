@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
-from bookkeeping import check_leader
+from bookkeeping import check_leader, tier_of
 from fake_store import FakeStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -303,7 +303,7 @@ class DiskMachine(LeaderMachine):
             for name in "abc":
                 for sequence_hash in CHAINS[name]:
                     slots = [s for s, (kept, _) in self.rig.disk.kept.items() if kept == sequence_hash]
-                    assert slots or under_way or not leader._disk.store.contains(sequence_hash)
+                    assert slots or under_way or not tier_of(leader, Tier.DISK).store.contains(sequence_hash)
 
 
 class SharedMachine(DiskMachine):

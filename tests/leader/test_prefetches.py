@@ -90,7 +90,7 @@ def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):
     rig.order()
     assert sorted(name for order in rig.disk.waiting for name in order.hashes) == sorted(hashes)
     reads = rig.leader._prefetches
-    reads.want(chain("many", 30), b"")
+    reads.want(rig.disk_tier, chain("many", 30), b"")
     assert len(reads._queued) == rig.leader._host.capacity_blocks == 8
 
 
@@ -111,7 +111,7 @@ def test_a_reset_forgets_what_is_queued_and_what_is_being_read(rig):
     hashes = only_on_disk(rig)
     looked_up(rig, hashes)
     rig.order()
-    rig.leader._prefetches.want(chain("more", 4), b"")
+    rig.leader._prefetches.want(rig.disk_tier, chain("more", 4), b"")
     rig.leader.reset()
     rig.disk.run_all()
     rig.settle()
@@ -125,7 +125,7 @@ def test_blocks_have_the_tenant_of_the_request_that_looked_for_them(rig):
     hashes = only_on_disk(rig)
     rig.leader.match("r@alice", hashes, 0)
     settled(rig)
-    tier = rig.leader._disk
+    tier = rig.disk_tier
     slots = rig.leader._host.store.pin(hashes)
     assert {tier._tenants[slot] for slot in slots.slots} == {b"alice"}
     slots.release()

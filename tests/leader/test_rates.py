@@ -20,7 +20,8 @@ def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
     rates.note_step(1600, 10.0)
     assert rates.known() == KnownRates(160.0)
     rates.note_read(10, 0.5)
-    following = Rates(block_tokens=16, clock=lambda: 0.0, known=rates.known())
+    following = Rates(block_tokens=16, clock=lambda: 0.0)
+    following.begin_with(rates.known())
     assert following.tokens_per_s == pytest.approx(160.0)
     assert following.blocks_per_s == pytest.approx(20.0)
     assert following.is_hopeless(waited_s=1.1, blocks=0, of_blocks=100)
@@ -116,7 +117,8 @@ def test_the_lowest_rates_that_are_read_can_be_used(tmp_path):
     path.chmod(0o600)
     known = RatesFile(path, clock=lambda: 0.0).read()
     assert known == KnownRates(0.001, 0.0)
-    rates = Rates(block_tokens=16, clock=lambda: 0.0, known=known)
+    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates.begin_with(known)
     assert rates.worthwhile([(Tier.HOST, 3), (Tier.DISK, 5)]) == 8, "a trial"
     assert not rates.is_hopeless(waited_s=100.0, blocks=1, of_blocks=5)
 

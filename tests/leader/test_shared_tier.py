@@ -171,7 +171,7 @@ def test_a_write_that_failed_is_not_found(rig):
     assert rig.store.run("fail")
     rig.settle()
     assert rig.leader.counters.object_write_failures == 1
-    assert rig.leader._shared.match(chain("a", 4), 0, 4) == 0
+    assert rig.shared_tier.match(chain("a", 4), 0, 4) == 0
 
 
 def test_memory_that_a_rank_has_given_back_is_not_written_as_a_run(rig):
@@ -270,7 +270,7 @@ def test_a_run_that_cannot_be_read_cuts_the_load_and_is_forgotten(fault):
     assert result.failed_block_ids == result.block_ids[2:]
     assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids[:2], hashes, strict=False))
     rig.leader.finish("r", hashes)
-    assert rig.leader._shared.match(hashes, 0, 4) == 2, "only the run that failed is forgotten"
+    assert rig.shared_tier.match(hashes, 0, 4) == 2, "only the run that failed is forgotten"
     assert rig.leader.counters.object_read_failures == 1
     rig.close()
 
@@ -280,7 +280,7 @@ def test_an_object_that_another_engine_has_deleted_is_a_miss_and_forgotten():
     rig.store.kept.clear()
     (result,) = serve(rig, "r", hashes)
     assert result.failed_block_ids == result.block_ids
-    assert rig.leader._shared.match(hashes, 0, 4) == 0
+    assert rig.shared_tier.match(hashes, 0, 4) == 0
     rig.close()
 
 
@@ -468,8 +468,8 @@ def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
     hashes = rig.fill("a", 4)
     rig.now_s += 1.0
     rig.settle_store()
-    shared = rig.leader._shared
-    runs = shared.runs_of(hashes, 0, 4)
+    shared = rig.shared_tier
+    runs = shared.extents_of(hashes, 0, 4)
     assert len(runs) == 4 // rig.store.run_blocks
     assert all(shared.contains(run.name) for run in runs)
     rig.close()
@@ -477,7 +477,7 @@ def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
 
 def test_a_longer_chain_does_not_wait_for_the_probe_of_a_shorter_one():
     rig, hashes = written(length=8, slots=16)
-    rig.leader._shared.presence.clear()
+    rig.shared_tier.presence.clear()
     rig.leader.match("short", hashes[:2], 0)
     rig.leader.match("long", hashes, 0)
     rig.leader.match("again", hashes[:4], 0)
@@ -496,7 +496,7 @@ def test_an_engine_that_writes_nothing_keeps_no_list_of_what_to_replace():
         rig.store.run("bad")
         rig.step()
     assert rig.leader.counters.object_read_failures > 0
-    assert not rig.leader._shared._to_replace
+    assert not rig.shared_tier._to_replace
     rig.close()
 
 

@@ -324,7 +324,7 @@ def test_host_memory_and_disk_together_serve_a_hit():
     rig.step()
     rig.leader._host.store.forget(names[0])
     for states in names[1:]:
-        rig.leader._disk.store.forget([states[3]])
+        rig.disk_tier.store.forget([states[3]])
     assert served(("a", 4)) == 64
     assert (rig.leader.counters.onboard_blocks, rig.leader.counters.onboard_disk_blocks) == (6, 4)
     rig.close()

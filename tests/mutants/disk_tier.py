@@ -44,14 +44,14 @@ MUTANTS = (
         name="disk-side-forgets-no-bad-block",
         bug="a block that could not be read is offered again",
         file="kvbm/leader/disk_tier.py",
-        old="self.store.forget([hashes[index] for index in result.damaged])",
+        old="self.store.forget([source.hashes[index] for index in result.damaged])",
         new="pass",
         fails="tests/leader",
     ),
     Mutant(
         name="disk-side-frees-a-slot-under-a-read",
         bug="the slot of a read that was given up is free while the read still writes to it",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/leader/open_reads.py",
         old="""\
         self.is_abandoned = True
 """,
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         name="disk-side-takes-what-failed",
         bug="blocks whose read from disk failed are registered in host memory",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/leader/open_reads.py",
         old="""\
         self._host.prove(fetch.target, is_good)
 """,
@@ -199,9 +199,9 @@ MUTANTS = (
     Mutant(
         name="disk-side-counts-drops-without-room",
         bug="A read that waits for room counts blocks as dropped that stay in host memory.",
-        file="kvbm/leader/disk_tier.py",
-        old="if not (self.is_on and self.reads.has_room(len(hashes)) and len(hashes) <= self._host.store.available):",
-        new="if not self.is_on:",
+        file="kvbm/leader/host_tier.py",
+        old="        if count > self.store.available:\n            return None\n",
+        new="        if count > self.capacity_blocks:\n            return None\n",
         fails="tests/leader/test_disk_tier.py -k waits_for_room_drops",
     ),
     Mutant(

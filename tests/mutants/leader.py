@@ -17,8 +17,8 @@ MUTANTS = (
         name="leader-forgets-the-order-of-merged-blocks",
         bug="blocks of a merged order get the tenant of its first request",
         file="kvbm/leader/offloads.py",
-        old="self._disk.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])",
-        new="self._disk.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[0])",
+        old="listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])",
+        new="listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[0])",
         fails="tests/leader/test_long_chains.py",
     ),
     Mutant(
@@ -72,8 +72,8 @@ MUTANTS = (
         name="leader-asks-a-disk-that-failed-again",
         bug="a request whose load the disk has failed is sent to the disk again",
         file="kvbm/leader/leader.py",
-        old="may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads",
-        new="may_read_disk = self._settings.engine.accepts_failed_loads",
+        old="may_read_lower = request.may_read_lower and self._settings.engine.accepts_failed_loads",
+        new="may_read_lower = self._settings.engine.accepts_failed_loads",
         fails="tests/leader/test_disk_tier.py -k several_groups",
     ),
     Mutant(
@@ -183,18 +183,16 @@ MUTANTS = (
     Mutant(
         name="leader-rests-before-the-disk-has-its-blocks",
         bug="an engine at rest leaves blocks unwritten that are due for the disk",
-        file="kvbm/leader/leader.py",
-        old="(self._disk is not None and (self._disk.is_writing() or self._disk.is_returning()))",
-        new="(self._disk is not None and self._disk.is_returning())",
+        file="kvbm/leader/disk_tier.py",
+        old="return self.is_writing() or (not self._is_filled and self._clock() < self._awake_until_s)",
+        new="return not self._is_filled and self._clock() < self._awake_until_s",
         fails="tests/leader",
     ),
     Mutant(
         name="leader-retries-a-failed-load",
         bug="a request whose load failed is offered a load again",
         file="kvbm/leader/leader.py",
-        old="""\
-        request.may_onboard &= by_disk and request.may_read_disk
-""",
+        old="        request.may_onboard &= is_below and request.may_read_lower\n",
         new="",
         fails="tests/leader",
     ),
@@ -313,9 +311,9 @@ MUTANTS = (
     Mutant(
         name="leader-reads-the-wall-clock",
         bug="a clock that is set ahead makes the ranks look silent and the reads late",
-        file="kvbm/leader/guarded.py",
-        old="        clock: Callable[[], float] = time.monotonic,\n",
-        new="        clock: Callable[[], float] = lambda: time.time(),\n",
+        file="kvbm/leader/settings.py",
+        old="    clock: Callable[[], float] = time.monotonic\n",
+        new="    clock: Callable[[], float] = lambda: time.time()\n",
         fails="tests/engines/test_clock_changes.py",
     ),
 )

@@ -141,9 +141,9 @@ MUTANTS = (
     Mutant(
         name="loads-read-more-than-host-memory-has-room-for",
         bug="a read asks for more room than host memory may ever have",
-        file="kvbm/leader/onboards.py",
-        old="return max(1, min(self._settings.disk.batch_blocks, count // PARTS, share))",
-        new="return max(1, min(self._settings.disk.batch_blocks, count // PARTS))",
+        file="kvbm/leader/disk_tier.py",
+        old="size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS, share))",
+        new="size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS))",
         fails="tests/leader",
     ),
     Mutant(
@@ -158,8 +158,8 @@ MUTANTS = (
         name="loads-wait-for-a-disk-that-is-off",
         bug="a load waits until its time is over for a disk that is off",
         file="kvbm/leader/onboards.py",
-        old="if side is None or not side.is_on:",
-        new="if side is None:",
+        old="        if not tier.is_on:\n            return True\n",
+        new="",
         fails="tests/leader/test_disk_tier.py -k waits_for_room",
     ),
     Mutant(
@@ -174,8 +174,8 @@ MUTANTS = (
         name="loads-wait-for-room-without-a-deadline",
         bug="a load without room waits for the hung reads of others",
         file="kvbm/leader/onboards.py",
-        old="load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, side.reads)",
-        new="load.has_hung(0.0 if read is None else read.idle_s, side.reads)",
+        old="load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, tier.reads)",
+        new="load.has_hung(0.0 if read is None else read.idle_s, tier.reads)",
         fails="tests/leader/test_hanging_tiers.py",
     ),
     Mutant(
@@ -190,8 +190,8 @@ MUTANTS = (
         name="loads-follow-one-that-was-given-up",
         bug="a request that waited for a load that was given up waits for the same tier again",
         file="kvbm/leader/leader.py",
-        old="request.may_read_disk &= not self._onboards.has_given_up(request.awaited)",
-        new="request.may_read_disk &= True",
+        old="request.may_read_lower &= not self._onboards.has_given_up(request.awaited)",
+        new="request.may_read_lower &= True",
         fails="tests/leader/test_hanging_tiers.py",
     ),
     Mutant(

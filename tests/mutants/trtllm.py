@@ -12,8 +12,8 @@ MUTANTS = (
         name="trtllm-promises-blocks-on-disk",
         bug="a block on disk is promised, whose read may fail",
         file="kvbm/leader/leader.py",
-        old="may_read_disk = request.may_read_disk and self._settings.engine.accepts_failed_loads",
-        new="may_read_disk = request.may_read_disk",
+        old="may_read_lower = request.may_read_lower and self._settings.engine.accepts_failed_loads",
+        new="may_read_lower = request.may_read_lower",
         fails="tests/trtllm/test_disk_of_trtllm.py -k read_ahead",
     ),
     Mutant(
@@ -36,8 +36,8 @@ MUTANTS = (
         name="trtllm-warms-the-oldest-blocks",
         bug="the start reads the blocks that were used least recently",
         file="kvbm/leader/prefetches.py",
-        old="newest = self._disk.store.oldest(counts.inactive)[::-1][:free]",
-        new="newest = self._disk.store.oldest(counts.inactive)[::-1]",
+        old="newest = store.oldest(counts.inactive)[::-1][: self._host.store.free]",
+        new="newest = store.oldest(counts.inactive)[::-1]",
         fails="tests/trtllm/test_disk_of_trtllm.py -k used_last",
     ),
     Mutant(

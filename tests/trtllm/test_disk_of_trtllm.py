@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bookkeeping import tier_of
 from executor import BLOCK, Engine, Request, Script, expected
 from interface import MAIN, V1_2, VERSIONS, arguments
 from test_tokens import assert_right, conversations, drawn, everywhere
@@ -19,6 +20,7 @@ from test_traps import output
 from kvbm.identity import loading
 from kvbm.identity.description import describe
 from kvbm.trtllm_integration.identity import identity
+from kvbm.types import Tier
 
 HOUR_NS = 3_600_000_000_000
 PROMPTS = [tuple(range(100 * user, 100 * user + 26)) for user in range(1, 5)]  # six blocks and two tokens each
@@ -46,8 +48,8 @@ def idle(engine: Engine, is_done, *, limit_s: float = 20.0) -> None:
 def settled(engine: Engine) -> None:
     """Wait until the disk has written and read what is due."""
     leader = leader_of(engine)
-    reads = leader._prefetches
-    idle(engine, lambda: not (leader._disk.is_writing() or reads._wanted or reads._open) or not leader._disk.is_on)
+    disk, reads = tier_of(leader, Tier.DISK), leader._prefetches
+    idle(engine, lambda: not (disk.is_writing() or any(reads._wanted.values()) or reads._open) or not disk.is_on)
 
 
 def run_all(engine: Engine, prompts, first_id: int) -> None:
@@ -146,12 +148,12 @@ def test_disk_process_that_is_killed_costs_hits_and_no_token(tmp_path, version, 
         scripts = [Script(60 + index, prompt, 4, arrives=index) for index, prompt in enumerate(PROMPTS)]
         done = engine.run(scripts)
         assert_right([(one, done[one.request_id]) for one in scripts], ranks)
-        idle(engine, lambda: leader_of(engine)._disk._losses > 0)
+        idle(engine, lambda: tier_of(leader_of(engine), Tier.DISK)._losses > 0)
         assert engine.counters.faults == 0
 
 
 def disk_pid(engine: Engine) -> int:
-    return int(leader_of(engine)._disk._disk.pid)
+    return int(tier_of(leader_of(engine), Tier.DISK)._disk.pid)
 
 
 @pytest.mark.sampled(3)
@@ -253,7 +255,7 @@ def test_blocks_read_for_an_unknown_tenant_are_not_written_again_before_a_reques
         engine.wait_for_saves()
         settled(engine)
     with Engine(MAIN, model=model, config=roomy(tmp_path / "cache")) as engine:
-        tier = leader_of(engine)._disk
+        tier = tier_of(leader_of(engine), Tier.DISK)
         hashes = leader_of(engine)._host.store.oldest(100)
         assert tier._unowned == set(hashes)
         tier.store.forget(hashes)

@@ -8,11 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from bookkeeping import tier_of
 from executor import BLOCK, Engine, Script, expected
 from interface import V1_2, VERSIONS
 from test_disk_of_trtllm import asks, idle, leader_of
 
 from kvbm.identity import loading
+from kvbm.types import Tier
 
 RUN_TOKENS = 256  # blocks of the executor are small: a run has as many as it may
 PROMPT = tuple(range(1000, 1000 + RUN_TOKENS + 2))
@@ -62,10 +64,10 @@ def filled(store: Path, model: str, version=V1_2, ranks: int = 1) -> None:
 
 def prefetched(engine: Engine) -> int:
     """Ask for the prompt, let what is known of it be read, and return how many of its tokens are found then."""
-    shared, reads = leader_of(engine)._shared, leader_of(engine)._prefetches
+    shared, reads = tier_of(leader_of(engine), Tier.SHARED), leader_of(engine)._prefetches
     idle(engine, lambda: len(shared.presence) > 0)
     assert asks(engine, PROMPT, 50) == 0, "its blocks are in the store only"
-    idle(engine, lambda: not (reads._runs or reads._open or shared.is_busy()))
+    idle(engine, lambda: not (any(reads._wanted.values()) or reads._open or shared.is_busy()))
     return asks(engine, PROMPT, 51)
 
 
@@ -105,7 +107,7 @@ def test_other_arguments_find_nothing(tmp_path, model):
 def test_a_killed_process_costs_hits_and_no_token(tmp_path, model):
     filled(tmp_path / "store", model)
     with engine_on(tmp_path / "store", model) as engine:
-        shared = leader_of(engine)._shared
+        shared = tier_of(leader_of(engine), Tier.SHARED)
         os.kill(shared._client.pid, signal.SIGKILL)
         run(engine, 52)
         idle(engine, lambda: shared._client.restarts > 0)

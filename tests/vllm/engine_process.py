@@ -23,9 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from bookkeeping import tier_of
 from traffic import Request
 from vllm_server import FAULTS_FILE, Answer, margin, minimal_environment
 
+from kvbm.types import Tier
 from kvbm_cli.make_model import materialise
 
 CALL_TIMEOUT_S = 240.0
@@ -226,7 +228,7 @@ class SteppedEngine:
         leader = self._core.scheduler.connector._scheduler.leader.leader
         device = self._core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
         found = {"gpu": [get_block_hash(key) for key in device]}
-        for name, tier in (("host", leader._host), ("disk", leader._disk)):
+        for name, tier in (("host", leader._host), ("disk", tier_of(leader, Tier.DISK))):
             found[name] = [one for some in tier.store._index._dicts for one in some]
         return {tier: set(map(maybe_convert_block_hash, names)) for tier, names in found.items()}
 
