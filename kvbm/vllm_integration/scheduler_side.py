@@ -10,11 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
 from operator import add, ge
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
 from kvbm.core.groups import StateGroup
@@ -29,9 +28,11 @@ from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
+from kvbm.vllm_integration.block_tables import block_tables
 from kvbm.vllm_integration.cache_groups import boot_id
-from kvbm.vllm_integration.media import Media, RequestMedia
+from kvbm.vllm_integration.media import Media
 from kvbm.vllm_integration.progress import progress_log
+from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders
@@ -50,36 +51,10 @@ if TYPE_CHECKING:
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.vllm_integration.cache_groups import TransferGroup
 
-UNLIMITED = 1 << 62
 RESET_PATIENCE_S = 2.0
 RESET_POLL_S = 0.0005
-BYPASS = {"max_load_tokens": 0, "max_offload_tokens": 0}
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A live request of vLLM: its block table per group as the workers have it, and the client's limits.
-
-    `snapshot_tokens`: the last position at which vLLM has a snapshot of it, in a model with states. `start`: its tokens
-    in G1 at its last lookup; `loaded`: those that kvbm loads after it.
-    """
-
-    request: Request
-    max_load_tokens: int
-    max_offload_tokens: int
-    media: RequestMedia | None = None
-    block_ids: list[list[int]] = field(default_factory=list)
-    chains: list[list[bytes]] = field(default_factory=list)
-    start: int = 0
-    loaded: int = 0
-    snapshot_tokens: int = 0
-    described: list[int] = field(default_factory=list)  # blocks per group, if KV events are published
-
-    def named_tokens(self, limit: int) -> int:
-        """Return how many of the first `limit` tokens can be kept or looked up."""
-        return limit if self.media is None else min(limit, self.media.certain_tokens())
 
 
 class SchedulerSide:
@@ -115,14 +90,13 @@ class SchedulerSide:
         self._gives_up_blocks = gives_up_blocks
         self._publishes_events = publishes_events
         self._announcer: Announcer | None = None
-        self._is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
+        self._tables = block_tables(groups)
         self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
-        self._hash_bytes = hash_bytes if self._is_plain else hash_bytes + 1
-        self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
+        self._hash_bytes = hash_bytes + self._tables.suffix_bytes
         self._pool: BlockPool | None = None
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, VllmRequest] = {}
         self._due_tokens: dict[str, int] = {}  # of tracked requests: with fewer tokens there is nothing to offload
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
@@ -143,7 +117,7 @@ class SchedulerSide:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
         vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
-        self._hash_tokens = pool.hash_block_size
+        self._tables.bind(pool)
         self._create_leader()
 
     def accept_handshakes(self, handshakes: Iterable[Handshake]) -> None:
@@ -188,8 +162,8 @@ class SchedulerSide:
                 self.boundary,
                 self._config.events,
                 self._groups,
-                hash_bytes=self._hash_bytes - (not self._is_plain),
-                is_plain=self._is_plain,
+                hash_bytes=self._hash_bytes - self._tables.suffix_bytes,
+                is_plain=self._tables.is_plain,
                 expected_blocks=len(self._pool.blocks),
             )
         notes_of = None if self._announcer is None else self._announcer.notes_of
@@ -240,17 +214,8 @@ class SchedulerSide:
             self._forget(f"adapter `{shown(adapter.lora_name)}` changed")
         if adapter is not None and not self._adapters.is_certain(adapter):
             return
-        params = request.kv_transfer_params  # a client can set it to anything through `vllm_xargs`
-        limits = params if isinstance(params, dict) else {}
-        if not _is_named(request):
-            limits = BYPASS
         self._due_tokens[request.request_id] = 0
-        self._requests[request.request_id] = _Tracked(
-            request,
-            max_load_tokens=_limit(limits, "max_load_tokens"),
-            max_offload_tokens=_limit(limits, "max_offload_tokens"),
-            media=media,
-        )
+        self._requests[request.request_id] = VllmRequest.of(request, media)
 
     @hook((0, False))
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -260,17 +225,10 @@ class SchedulerSide:
         tracked.start, tracked.loaded = local_tokens, 0
         if tracked.media is not None and tracked.media.is_waiting(self._media.now_s()):
             return None, False
-        # After a hit of the whole prompt vLLM computes the last token again; its window may start in an evicted block.
-        end = tracked.named_tokens(min(request.num_tokens - (not self._is_plain), tracked.max_load_tokens))
-        chains = self._chains(tracked)
-        if self._is_plain:
-            size = self._groups[0].group.block_tokens
-            blocks = self.leader.match(request.request_id, chains[0], local_tokens // size, end // size)
-            found = None if blocks is None else blocks * size
-        else:
-            found = self.leader.match_groups(request.request_id, chains, local_tokens, end)
-            if self._snapshots is not None and found is not None:
-                self._ask_for_snapshot(request, local_tokens, found)
+        most = min(request.num_tokens - self._tables.recomputed_tokens, tracked.max_load_tokens)
+        found = self._tables.match(self.leader, tracked, tracked.named_tokens(most))
+        if self._snapshots is not None and found is not None:
+            self._ask_for_snapshot(request, local_tokens, found)
         if found and not self._continues_prompts and local_tokens + found < request.num_tokens - 1:
             found = 0
         return found, bool(found)
@@ -293,7 +251,8 @@ class SchedulerSide:
         if not external_tokens:
             self._offload_hit_in_g1(request, blocks)
         elif not self._onboard(request, blocks, external_tokens):
-            null = self._null_block_id
+            assert self._pool is not None
+            null = self._pool.null_block.block_id
             table = [block_id for group in blocks.get_block_ids() for block_id in group if block_id != null]
             self.leader.fail_load(request.request_id, table)
 
@@ -306,7 +265,7 @@ class SchedulerSide:
             if found is not None:
                 self._offload_snapshot(tracked, found)
 
-    def _offload_snapshot(self, tracked: _Tracked, snapshot: Snapshot) -> None:
+    def _offload_snapshot(self, tracked: VllmRequest, snapshot: Snapshot) -> None:
         is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
         may_offload = snapshot.tokens <= tracked.named_tokens(tracked.max_offload_tokens)
         may_offload &= snapshot.request_id not in self._stale
@@ -315,7 +274,7 @@ class SchedulerSide:
         assert self.leader is not None
         hashes = [
             chain[snapshot.tokens // cache_group.group.block_tokens - 1]
-            for cache_group, chain in zip(self._groups, self._chains(tracked), strict=True)
+            for cache_group, chain in zip(self._groups, self._tables.chains(tracked), strict=True)
             if isinstance(cache_group.group, StateGroup)
         ]
         if self._announcer is not None:
@@ -330,29 +289,18 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if self.leader is None or tracked is None:
             return False
-        tables, chains = blocks.get_block_ids(), self._chains(tracked)
-        end = tracked.start + external_tokens
-        hashes: list[bytes] = []
-        block_ids: list[int] = []
-        if self._is_plain:  # the table has no gaps
-            size = self._groups[0].group.block_tokens
-            loaded = slice(tracked.start // size, end // size)
-            hashes, block_ids = chains[0][loaded], tables[self._groups[0].index][loaded]
-        for cache_group, chain in zip(self._groups, chains, strict=True) if not self._is_plain else ():
-            size, table = cache_group.group.block_tokens, tables[cache_group.index]
-            for index in range(tracked.start // size, end // size):
-                if table[index] != self._null_block_id:
-                    hashes.append(chain[index])
-                    block_ids.append(table[index])
-                elif isinstance(cache_group.group, StateGroup) and (index + 1) * size == end:
-                    return False  # the request would continue with the state of another one
-        for position, chain in enumerate(chains if self._announcer is not None else ()):
+        tables, end = blocks.get_block_ids(), tracked.start + external_tokens
+        load = self._tables.to_load(tracked, tables, end)
+        if load is None:
+            return False
+        chains = () if self._announcer is None else self._tables.chains(tracked)
+        for position, chain in enumerate(chains):
             size = self._groups[position].group.block_tokens
             self._describe(tracked, position, chain, end // size, begin=tracked.start // size)
-        self.leader.onboard(request.request_id, hashes, 0, block_ids, tokens=external_tokens)
+        self.leader.onboard(request.request_id, load[0], 0, load[1], tokens=external_tokens)
         self._loading.add(request.request_id)
         tracked.loaded = external_tokens
-        tracked.block_ids = self._tables(tables)  # if the weights change before it runs, these are stale
+        tracked.block_ids = self._tables.own(tables)  # if the weights change before it runs, these are stale
         return True
 
     @contained((0, 0))
@@ -369,7 +317,7 @@ class SchedulerSide:
             self._evict_stale(tracked)
             self._stale.discard(request.request_id)
         if self.leader is not None and tracked is not None:
-            self.leader.finish(request.request_id, *self._chains(tracked))
+            self.leader.finish(request.request_id, *self._tables.chains(tracked))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -395,11 +343,8 @@ class SchedulerSide:
         self._note_origins(output)
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
-                tracked.block_ids = self._tables(new.block_ids)
-                if self._is_plain:
-                    self._offload_plain([(tracked, new.num_computed_tokens)], output)
-                else:
-                    self._offload(tracked, new.num_computed_tokens, output)
+                tracked.block_ids = self._tables.own(new.block_ids)
+                self._offload([(tracked, new.num_computed_tokens)], output)
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and (tracked := requests.get(request_id)) is not None:
                 self._extend_tables(tracked, block_ids, is_resumed=request_id in cached.resumed_req_ids)
@@ -407,11 +352,7 @@ class SchedulerSide:
         tokens = map(add, cached.num_computed_tokens, map(output.num_scheduled_tokens.__getitem__, cached.req_ids))
         is_due = map(ge, tokens, map(self._due_tokens.get, cached.req_ids, repeat(UNLIMITED)))
         due = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
-        if self._is_plain:
-            self._offload_plain([(requests[request_id], computed) for request_id, computed in due], output)
-        else:
-            for request_id, computed in due:
-                self._offload(requests[request_id], computed, output)
+        self._offload([(requests[request_id], computed) for request_id, computed in due], output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
         if self._has_lower_tiers:
@@ -469,7 +410,7 @@ class SchedulerSide:
                 tracked.media.distrust()
 
     def _describe(
-        self, tracked: _Tracked, position: int, chain: Sequence[bytes], end: int, *, begin: int | None = None
+        self, tracked: VllmRequest, position: int, chain: Sequence[bytes], end: int, *, begin: int | None = None
     ) -> None:
         """Describe the blocks of one group up to `end`, from `begin` on or from where the last call has ended."""
         assert self._announcer is not None
@@ -480,8 +421,8 @@ class SchedulerSide:
         if begin < end:
             self._announcer.describe(tracked.request, position, chain, begin, end)
 
-    def _describe_snapshot(self, tracked: _Tracked, tokens: int) -> None:
-        for position, (group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
+    def _describe_snapshot(self, tracked: VllmRequest, tokens: int) -> None:
+        for position, (group, chain) in enumerate(zip(self._groups, self._tables.chains(tracked), strict=True)):
             if isinstance(group.group, StateGroup):
                 end = tokens // group.group.block_tokens
                 self._describe(tracked, position, chain, end, begin=end - 1)
@@ -522,7 +463,7 @@ class SchedulerSide:
         self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_hash is not None})
         return self.leader.reset(ends_persistence=True)
 
-    def _evict_stale(self, tracked: _Tracked) -> None:
+    def _evict_stale(self, tracked: VllmRequest) -> None:
         assert self._pool is not None
         held = {block_id for table in tracked.block_ids for block_id in table if block_id != NO_BLOCK}
         self._pool.evict_blocks({block_id for block_id in held if self._pool.blocks[block_id].block_hash is not None})
@@ -578,73 +519,39 @@ class SchedulerSide:
             log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
             self.leader.abandon_offloads()
 
-    @property
-    def _null_block_id(self) -> int:
-        assert self._pool is not None
-        null_block_id: int = self._pool.null_block.block_id
-        return null_block_id
-
-    def _chains(self, tracked: _Tracked) -> Sequence[list[bytes]]:
-        """Return the hashes of a request's blocks per group: vLLM's hash, followed by the group index unless plain.
-
-        With media, each list ends where blocks have no name, and what is behind the first medium has another hash.
-        """
-        if self._is_plain and tracked.media is None:  # each hash covers one block
-            return (tracked.request.block_hashes,)
-        if not tracked.chains:
-            tracked.chains = [[] for _ in self._groups]
-        hashes, media = tracked.request.block_hashes, tracked.media
-        named = tracked.named_tokens(len(hashes) * self._hash_tokens) // self._hash_tokens
-        for cache_group, chain in zip(self._groups, tracked.chains, strict=True):
-            suffix = b"" if self._is_plain else bytes((cache_group.index,))
-            size = cache_group.group.block_tokens
-            span = size // self._hash_tokens
-            begin = len(chain) + 1
-            more = [bytes(one) for one in hashes[span * begin - 1 : named : span]]
-            if media is not None:
-                more = [media.name(one, (begin + index) * size) for index, one in enumerate(more)]
-            chain += [one + suffix for one in more] if suffix else more
-        return tracked.chains
-
     def _forget_progress(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             assert self.leader is not None
-            self.leader.finish(request_id, *self._chains(tracked))
+            self.leader.finish(request_id, *self._tables.chains(tracked))
             tracked.block_ids = []
             tracked.described = []
             self._due_tokens[request_id] = 0
 
-    def _tables(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
-        """Translate vLLM's block ids per group, in our order of groups."""
-        if self._is_plain:  # the table has no gaps
-            return [list(block_ids[self._groups[0].index]) if block_ids else []]
-        null = self._null_block_id
-        return [
-            [NO_BLOCK if block_id == null else block_id for block_id in (block_ids[group.index] if block_ids else ())]
-            for group in self._groups
-        ]
-
-    def _extend_tables(self, tracked: _Tracked, block_ids: Sequence[list[int]], *, is_resumed: bool) -> None:
+    def _extend_tables(self, tracked: VllmRequest, block_ids: Sequence[list[int]], *, is_resumed: bool) -> None:
         """Note new blocks of a running request; a request that resumes has only these."""
         if is_resumed:
-            tracked.block_ids = self._tables(block_ids)
+            tracked.block_ids = self._tables.own(block_ids)
             self._stale.discard(tracked.request.request_id)
-        elif self._is_plain:
-            tracked.block_ids[0] += block_ids[self._groups[0].index]
         else:
-            for table, more in zip(tracked.block_ids, self._tables(block_ids), strict=True):
-                table += more
+            self._tables.extend(tracked, block_ids)
 
-    def _offload_plain(self, due: Sequence[tuple[_Tracked, int]], output: SchedulerOutput) -> None:
+    def _offload(self, due: Sequence[tuple[VllmRequest, int]], output: SchedulerOutput) -> None:
         """Offload the blocks that the next forward pass completes. `due`: (request, its computed tokens)."""
+        if self._tables.is_plain:
+            self._offload_plain(due, output)
+            return
+        for tracked, computed_tokens in due:
+            self._offload_groups(tracked, computed_tokens, output)
+
+    def _offload_plain(self, due: Sequence[tuple[VllmRequest, int]], output: SchedulerOutput) -> None:
         assert self.leader is not None
         size, completed = self._groups[0].group.block_tokens, []
         for tracked, computed_tokens in due:
             request = tracked.request
             blocks = self._tokens_after(tracked, computed_tokens, output) // size
             prompt_blocks = request.num_prompt_tokens // size
-            chain = self._chains(tracked)[0]
+            chain = self._tables.chains(tracked)[0]
             completed.append((request.request_id, chain, tracked.block_ids[0], blocks, prompt_blocks))
         due_tokens = self._due_tokens
         ends = self.leader.offload_all(completed)
@@ -652,9 +559,9 @@ class SchedulerSide:
             due_tokens[entry[0]] = (considered + 1) * size
         if self._announcer is not None:
             for (tracked, _), considered in zip(due, ends, strict=False):
-                self._describe(tracked, 0, self._chains(tracked)[0], considered)
+                self._describe(tracked, 0, self._tables.chains(tracked)[0], considered)
 
-    def _tokens_after(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> int:
+    def _tokens_after(self, tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
         request_id = tracked.request.request_id
         tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
@@ -662,8 +569,8 @@ class SchedulerSide:
             tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
         return tracked.named_tokens(min(tokens, tracked.max_offload_tokens))
 
-    def _offload(self, tracked: _Tracked, computed_tokens: int, output: SchedulerOutput) -> None:
-        """Like `_offload_plain`, for one request of a model with several KV cache groups or with states."""
+    def _offload_groups(self, tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> None:
+        """Offload blocks of one request of a model with several KV cache groups or with states."""
         request_id, prompt_tokens = tracked.request.request_id, tracked.request.num_prompt_tokens
         tokens, useful = self._tokens_after(tracked, computed_tokens, output), UNLIMITED
         if self._snapshots is not None:
@@ -672,7 +579,7 @@ class SchedulerSide:
                 useful = tracked.snapshot_tokens
         assert self.leader is not None
         due = UNLIMITED
-        for position, (cache_group, chain) in enumerate(zip(self._groups, self._chains(tracked), strict=True)):
+        for position, (cache_group, chain) in enumerate(zip(self._groups, self._tables.chains(tracked), strict=True)):
             if isinstance(cache_group.group, StateGroup):
                 continue
             size = cache_group.group.block_tokens
@@ -691,26 +598,6 @@ class SchedulerSide:
         self._due_tokens[request_id] = due
 
 
-def _is_named(request: Request) -> bool:
-    """Return whether the block hashes of a request name its blocks. They do not in two cases:
-
-    - A client can add tokens to a resumable request (streaming input). vLLM then replaces the last token, and its hash.
-    - A prompt of tokens and embeddings: the hashes do not cover which positions are tokens.
-    """
-    return not request.resumable and request.prompt_is_token_ids is None
-
-
 def _is_doubtful(identity: Future[Description]) -> bool:
     """Return whether it is known already that no block may outlive the engine."""
     return identity.done() and bool(identity.result()[1])
-
-
-def _limit(limits: dict[str, Any], name: str) -> int:
-    """Return a client's limit in tokens. An invalid value is ignored with a warning."""
-    value = limits.get(name)
-    if value is None:
-        return UNLIMITED
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return min(value, UNLIMITED)
-    log.warning("kvbm: `kv_transfer_params.%s` must be a number of tokens, not `%s`; ignoring it", name, shown(value))
-    return UNLIMITED

@@ -48,7 +48,8 @@ from kvbm.vllm_integration.cache_groups import (
     cache_groups,
     decline_reason,
 )
-from kvbm.vllm_integration.scheduler_side import UNLIMITED, SchedulerSide, _limit
+from kvbm.vllm_integration.request import UNLIMITED, _limit
+from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
@@ -1089,8 +1090,8 @@ class MediaEngine:
 
     def __init__(self, *specs):
         self.side = scheduler_side(cache_groups(cache(*specs)), publishes_events=False)
-        self.side._hash_tokens = 16
-        self.side._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0))
+        self.side._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0), hash_block_size=16)
+        self.side._tables.bind(self.side._pool)
         self.leader = self.side.leader = MediaLeader()
         self._count = len(specs)
 
