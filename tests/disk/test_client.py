@@ -439,7 +439,7 @@ def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, 
                 rig.wait_until(lambda: not rig.tier.is_on)
             started = time.monotonic()
             rig.tier.close(0.1)
-            assert time.monotonic() - started < (1.0 if is_noticed else 4.0)
+            assert time.monotonic() - started < ANSWER_LIMIT_S * (1 if is_noticed else 5), "0.1 s, or 2 s, if not busy"
             assert has_ended(pid)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
+from waiting import slept_s
 
 from kvbm.config import schema
 from kvbm.disk.service import client
@@ -39,7 +40,7 @@ MIXTURES = [
     for to_disk in POLICIES
 ]
 LENGTH = 200
-LONGEST_STEP_S = 5.0  # of a busy machine; a step that waits for a process takes much longer
+LONGEST_STEP_S = 5.0  # without the time on a core and for a core; a step that waits for a process takes much longer
 LONGEST_STOP_S = 10.0
 LOADABLE = 192  # whole blocks before the last token
 USERS = 4
@@ -441,7 +442,7 @@ def faults(tmp_path, monkeypatch):
 
 
 class Steps:
-    """How long the engine's steps take."""
+    """How long the engine's steps wait for something."""
 
     def __init__(self, engine):
         self._step = engine.engine.core.step
@@ -449,11 +450,11 @@ class Steps:
         engine.engine.core.step = self
 
     def __call__(self):
-        start_s = time.monotonic()
+        start_s = slept_s()
         try:
             return self._step()
         finally:
-            self.longest_s = max(self.longest_s, time.monotonic() - start_s)
+            self.longest_s = max(self.longest_s, slept_s() - start_s)
 
 
 def wait_until(engine, condition, limit_s=30.0):
@@ -677,12 +678,12 @@ def test_a_stopped_disk_process_costs_one_deadline_and_no_block(written, expecte
             waiting = [engine.submit(prompt(1, LENGTH)) for _ in range(3)]
             for request in waiting:
                 assert_same([request.wait().said()], [expected[1]])
-            assert time.monotonic() - started_s < 10
+            assert time.monotonic() - started_s < 60, "2 s for all three, the rest is a busy machine"
             for seed in range(2, 5):
                 forget_memory(engine)
                 engine.ask(prompt(seed, LENGTH))
                 assert_same([engine.ask(prompt(1, LENGTH)).said()], [expected[1]])
-            deadline_s = time.monotonic() + 5
+            deadline_s = time.monotonic() + 30
             while engine.between_steps(lambda: engine.leader.has_pending()):
                 assert time.monotonic() < deadline_s, "the engine cannot rest meanwhile"
                 time.sleep(0.01)

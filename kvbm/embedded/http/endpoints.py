@@ -206,8 +206,8 @@ class _Endpoints:
         return _json(body, status=status)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        metrics = self._service.ready().metrics
-        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_METRICS})
+        page = await self._service.ready().metrics.page()
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_METRICS})
 
     async def version(self, request: web.Request) -> web.Response:
         try:

@@ -1,0 +1,65 @@
+"""Scrapes in a loop, of many clients: pages of metrics take a fifth of the time at most, so that streams go on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+from server_rig import Stats
+
+from kvbm.embedded.http.metrics import EngineMetrics
+from kvbm.observe.metrics_server import REST, _Paced
+
+PAGE_S = 0.02
+
+
+class SlowMetrics(EngineMetrics):
+    """Records when pages were made, which takes PAGE_S."""
+
+    def __init__(self) -> None:
+        super().__init__("m", stats=Stats, cache_config={}, connector=None)  # type: ignore[arg-type]
+        self.times_s: list[tuple[float, float]] = []
+
+    def exposition(self) -> bytes:
+        began_s = time.monotonic()
+        time.sleep(PAGE_S)
+        self.times_s.append((began_s, time.monotonic()))
+        return b"%d" % len(self.times_s)
+
+
+def test_scrapes_that_wait_share_a_page_that_is_made_after_them() -> None:
+    metrics = SlowMetrics()
+
+    async def scrape() -> None:
+        assert await metrics.page() == b"1"
+        assert await asyncio.gather(*(metrics.page() for _ in range(50))) == [b"2"] * 50
+        leaving = asyncio.create_task(metrics.page())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert await metrics.page() == b"3"
+
+    asyncio.run(scrape())
+    rests_s = [began_s - ended_s for (_, ended_s), (began_s, _) in pairwise(metrics.times_s)]
+    assert min(rests_s) > REST * PAGE_S * 0.9
+
+
+def test_the_own_port_makes_one_page_at_a_time_and_rests_after_it() -> None:
+    times_s: list[tuple[float, float]] = []
+
+    def app(*request: Any) -> None:
+        began_s = time.monotonic()
+        time.sleep(PAGE_S)
+        times_s.append((began_s, time.monotonic()))
+
+    paced = _Paced(app)
+    threads = [threading.Thread(target=paced, args=({}, None)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(times_s) == 4
+    rests_s = [began_s - ended_s for (_, ended_s), (began_s, _) in pairwise(times_s)]
+    assert min(rests_s) > REST * PAGE_S * 0.9
