@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,21 +30,22 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.load_choice import LoadChoice
-from kvbm.leader.long_matches import LongMatches
-from kvbm.leader.lower_tier import LowerTier, TierContext
+from kvbm.leader.lower_tier import TierContext
+from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
-from kvbm.leader.onboards import LiveRequest, Load, Onboards
+from kvbm.leader.onboards import Onboards
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.rates import Rates
+from kvbm.leader.request import LiveRequest
 from kvbm.leader.slices import Slices
 from kvbm.metrics import HIT_TIERS, Counters, TierBlocks
 from kvbm.plan import StepPlan
-from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore, StoreCounts
     from kvbm.events import Event
     from kvbm.host.region import Region
+    from kvbm.leader.load import Load
     from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.plan import Offload, Onboard
@@ -88,9 +89,7 @@ class Leader:
         self.counters.shared_off = int(settings.shared.is_configured)  # without such a tier: its blocks are in doubt
         self._settings = settings
         self._groups = settings.groups
-        self._with_kv = [index for index, group in enumerate(self._groups) if not isinstance(group, StateGroup)]
-        self._has_states = len(self._with_kv) < len(self._groups)
-        self._unit = math.lcm(*(group.block_tokens for group in self._groups))  # a hit ends at a multiple of it
+        self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
         engine = settings.engine
@@ -104,13 +103,12 @@ class Leader:
         if not engine.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._long_matches = LongMatches(self._host, self.lower_tiers, self._slices)
         self._offloads = Offloads(context, self._slices)
         self._onboards = Onboards(context, self.lower_tiers, self._slices)
+        self._matching = Matching(context, self.lower_tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
         self._unreported: list[LoadResult] = []
-        self._promises = 0  # requests with a promise: each needs a lane
         self._step = 0
         self._has_computed = False  # in the last step
 
@@ -124,18 +122,7 @@ class Leader:
         this prefix into G1, where this request will find it, or that a long chain has not been examined whole.
         """
         end = len(hashes) if end is None else min(end, len(hashes))
-
-        def search(tiers: Sequence[LowerTier]) -> int | None:
-            request = self._live(request_id)
-            if self._settings.engine.accepts_failed_loads and self._long_matches.may_match(request, end - start):
-                return self._match_long(request, hashes, start, end, tiers)
-            self._long_matches.end(request_id)
-            return self._match_further(request, hashes, start, end, tiers, [])
-
-        blocks = self._match(request_id, hashes, (start, end), lambda: hashes[:start], search)
-        if not self._settings.engine.accepts_failed_loads:
-            self._promise(request_id, hashes[start : start + (blocks or 0)])
-            self._prefetch(request_id, hashes, start + (blocks or 0), end)
+        blocks = self._matching.match(self._live(request_id), hashes, start, end)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)
         return blocks
@@ -143,28 +130,7 @@ class Leader:
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """Like `match`, in tokens, for an engine with several KV cache groups. `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
-
-        def search(tiers: Sequence[LowerTier]) -> int:
-            for tier in tiers:
-                tier.receive()
-
-            def is_present(sequence_hash: bytes) -> bool:
-                return self._host.store.contains(sequence_hash) or any(tier.contains(sequence_hash) for tier in tiers)
-
-            if not self._has_states or not self._with_kv:
-                return longest_hit(is_present, self._groups, chains, start=start, end=end) - start
-            groups, with_kv = [self._groups[i] for i in self._with_kv], [chains[i] for i in self._with_kv]
-            reach = longest_hit(is_present, groups, with_kv, start=start, end=end)
-            hit = longest_hit(is_present, self._groups, chains, start=start, end=reach)
-            self._live(request_id).lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
-            return hit - start
-
-        def local() -> Sequence[bytes]:
-            return needed_blocks(self._groups, chains, start)
-
-        self._live(request_id).lost_state_tokens = 0  # a retry after a failed load searches for nothing
-        blocks = (start // self._groups[0].block_tokens, len(chains[0]))
-        tokens = self._match(request_id, chains[0], blocks, local, search)
+        tokens = self._matching.match_groups(self._live(request_id), chains, start, end)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
         return tokens
@@ -192,8 +158,8 @@ class Leader:
         may_begin = request.promised is not None or self._onboards.can_begin()
         load = None
         if may_begin:
-            load = self._onboards.begin(request, wanted, block_ids, worth, self._long_matches.take(request_id))
-        self._end_promise(request)
+            load = self._onboards.begin(request, wanted, block_ids, worth, self._matching.long_matches.take(request_id))
+        self._matching.end(request)
         if load is None:
             self._fail_load(request, tuple(block_ids))
             return
@@ -241,7 +207,7 @@ class Leader:
         """
         request = self._live(request_id)
         request.has_blocks = True
-        self._long_matches.end(request_id)  # if there is one, the request runs without a load
+        self._matching.long_matches.end(request_id)  # if there is one, the request runs without a load
         progress = request.offloads[group]
         if priorities is not None:
             limit = min(computed_blocks, len(hashes), len(block_ids))
@@ -320,7 +286,7 @@ class Leader:
         self._has_computed = False
         self._prefetches.step()
         self._slices.step()
-        self._long_matches.step()
+        self._matching.long_matches.step()
         plan = StepPlan(
             step=self._step,
             offloads=offloads,
@@ -427,7 +393,7 @@ class Leader:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        self._end_promise(request)
+        self._matching.end(request)
         self._onboards.end_request(request)
         if self._has_states:
             self._touch_with_snapshot(chains)
@@ -534,130 +500,6 @@ class Leader:
                 hit = longest_hit(store.contains, self._groups, chains, start=0, end=reach)
                 store.touch(needed_blocks(self._groups, chains, hit))
                 reach = max(0, hit - 1)
-
-    def _match(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        blocks: tuple[int, int],
-        local: Callable[[], Sequence[bytes]],
-        search: Callable[[Sequence[LowerTier]], int | None],
-    ) -> int | None:
-        """Return what `search` finds, 0 if the request may not load, None if it waits for another one's load.
-
-        `blocks` are the start and the end in `hashes`, and those before the start are in G1; `local` returns the blocks
-        of all groups that it uses there.
-        """
-        request, (start, end) = self._live(request_id), blocks
-        in_device = local() if self.lower_tiers and not request.has_probed else ()
-        for tier in self.lower_tiers:
-            if self._settings.engine.accepts_failed_loads:  # else the next step refreshes
-                tier.refresh()
-            self._slices.run(tier.hit, in_device)
-        request.has_probed = True
-        request.probed_blocks = max(request.probed_blocks, end - start)
-        if not request.may_onboard or self.counters.disabled or not self._onboards.can_begin(self._promises):
-            self._long_matches.end(request_id)
-            return 0
-        can_wait = start < end and self._settings.engine.accepts_failed_loads
-        arriving = self._onboards.arriving(hashes[start]) if can_wait else None
-        if arriving is not None and request.awaited in (0, arriving):
-            request.is_waiting, request.awaited = True, arriving
-            return None
-        if request.is_waiting:
-            request.is_waiting = False
-            request.may_read_lower &= not self._onboards.has_given_up(request.awaited)  # it has waited long enough
-            self.counters.onboard_shared_requests += 1
-        request.extents = {}
-        may_read_lower = request.may_read_lower and self._settings.engine.accepts_failed_loads
-        return search(self.lower_tiers if may_read_lower else ())
-
-    def _match_long(
-        self, request: LiveRequest, hashes: Sequence[bytes], start: int, end: int, tiers: Sequence[LowerTier]
-    ) -> int | None:
-        """Examine the next slice of a long chain; return the match if it is complete."""
-        found = self._long_matches.advance(request, hashes, start, end, tiers)
-        if found is None:
-            return None
-        return self._match_further(request, hashes, start, end, tiers, found.spans())
-
-    def _match_further(
-        self,
-        request: LiveRequest,
-        hashes: Sequence[bytes],
-        start: int,
-        end: int,
-        tiers: Sequence[LowerTier],
-        spans: list[tuple[Tier, int]],
-    ) -> int | None:
-        """Return how many of `hashes[start:end]` to load, `spans` of which have been found. None: ask again.
-
-        A chain may be in several tiers in turn.
-        """
-        at = start + sum(count for _, count in spans)
-        examined = hashes if end == len(hashes) or spans else hashes[:end]
-        while at < end:
-            if count := self._host.store.match(examined, at):
-                spans.append((Tier.HOST, min(count, end - at)))
-            elif not self._find_below(request, hashes, at, end, tiers, spans):
-                break
-            at += spans[-1][1]
-        if at < end and any(tier.must_wait(request.request_id, hashes, at, end) for tier in tiers):
-            return None
-        return self._choice.worthwhile(spans)
-
-    def _find_below(
-        self,
-        request: LiveRequest,
-        hashes: Sequence[bytes],
-        at: int,
-        end: int,
-        tiers: Sequence[LowerTier],
-        spans: list[tuple[Tier, int]],
-    ) -> bool:
-        """Add the span of `hashes[at:end]` that is in one of these tiers. One that cannot pin blocks gives at most a
-        slice of them to one request."""
-        for tier in tiers:
-            limit = end
-            if not tier.stores:
-                limit = min(end, at + self._slices.size - sum(count for kind, count in spans if kind is tier.kind))
-            if count := tier.match(hashes, at, limit):
-                request.extents.setdefault(tier, []).extend(tier.extents_of(hashes, at, at + count))
-                spans.append((tier.kind, count))
-                return True
-        return False
-
-    def _promise(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Pin the blocks that `match` promises, in place of those that it promised before."""
-        request = self._live(request_id)
-        self._end_promise(request)
-        if hashes:
-            request.promised = self._host.store.pin(hashes)
-            assert request.promised is not None, "blocks that were just found can be pinned"
-            self._promises += 1
-            for tier in self.lower_tiers:
-                tier.adopt(hashes, request.promised.slots, request.tenant)
-
-    def _prefetch(self, request_id: str, hashes: Sequence[bytes], at: int, end: int) -> None:
-        """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""
-        tenant, chain = self._live(request_id).tenant, hashes[:end]
-        while self.lower_tiers and at < end and not self.counters.disabled:
-            for tier in self.lower_tiers:
-                if count := tier.match(hashes, at, end):
-                    extents = tier.extents_of(hashes, at, at + count)
-                    self._prefetches.want(tier, hashes[at : at + count], tenant, extents)
-                    break
-            else:
-                if not (count := self._host.store.match(chain, at)):
-                    return
-            at += count
-
-    def _end_promise(self, request: LiveRequest) -> None:
-        if request.promised is not None:
-            request.promised.release()
-            request.promised = None
-            self._promises -= 1
-        self._long_matches.end(request.request_id)
 
     def _succeed_load(self, load: Load) -> None:
         """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""

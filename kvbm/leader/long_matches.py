@@ -10,7 +10,7 @@ from kvbm.leader.long_match import LongMatch
 if TYPE_CHECKING:
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.lower_tier import LowerTier
-    from kvbm.leader.onboards import LiveRequest
+    from kvbm.leader.request import LiveRequest
     from kvbm.leader.slices import Slices
 
 PINNED_SHARE = 0.75  # of host memory that several matches may pin together

@@ -24,165 +24,28 @@ time as one read may lose, also if it lost that piece by piece.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.host.control_words import LANES
+from kvbm.leader.load import Load, LoadPart, LowerPart
 from kvbm.leader.lower_tier import Claim
 from kvbm.plan import Onboard
-from kvbm.types import SlotState, Tier
+from kvbm.types import SlotState
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.long_match import LongMatch
     from kvbm.leader.lower_tier import LowerTier, TierContext
-    from kvbm.leader.offloads import OffloadProgress
-    from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+    from kvbm.leader.open_reads import Fetch
+    from kvbm.leader.request import LiveRequest
     from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices
 REMEMBERED = 64  # loads that were given up
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
-
-    `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
-    blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
-    whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
-    does not accept failed loads. `match_restarts`: how often its long match began again. `extents` are those that its
-    last match found. `lower_tokens` are the tokens last promised to it from each lower tier, `lower_hits` the blocks
-    that it got from there.
-    """
-
-    request_id: str
-    tenant: bytes
-    offloads: list[OffloadProgress] = field(default_factory=list)
-    has_blocks: bool = False
-    has_probed: bool = False
-    awaited: int = 0
-    is_waiting: bool = False
-    may_onboard: bool = True
-    may_read_lower: bool = True
-    may_offload: bool = True
-    probed_blocks: int = 0
-    hit_blocks: int = 0
-    lower_hits: Counter[Tier] = field(default_factory=Counter)
-    lower_tokens: dict[Tier, int] = field(default_factory=dict)
-    lost_state_tokens: int = 0
-    promised: PinnedBlocks | None = None
-    match_restarts: int = 0
-    extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
-
-    first: int
-    hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _LowerPart(_Part):
-    """A part that is read from a lower tier, where `extent` has its blocks."""
-
-    tier: LowerTier
-    extent: Extent | None
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """What was promised to a request. The engine need not compute `tokens` tokens.
-
-    `lower` are the positions of the blocks that were in each lower tier, in order. `waiting` are parts of them that
-    have not begun, pinned there by `kept`; `slices` are parts in host memory that have not begun, with their pins.
-    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded. `idle_s`: how long its first missing
-    part has made no progress; `lost_s`: the sum of such times that are over. `read_s`: when the first and the last read
-    from a tier ended, after the load began; not for the tiers in `unrated`.
-    """
-
-    number: int
-    request: LiveRequest
-    hashes: tuple[bytes, ...]
-    block_ids: tuple[int, ...]
-    tokens: int
-    born_s: float
-    born_step: int
-    end: int
-    lower: dict[Tier, list[int]] = field(default_factory=dict)
-    waiting: deque[_LowerPart] = field(default_factory=deque)
-    kept: list[PinnedBlocks] = field(default_factory=list)
-    slices: deque[tuple[_Part, PinnedBlocks]] = field(default_factory=deque)
-    open_parts: int = 0
-    is_failed: bool = False
-    is_failed_below: bool = False
-    is_reported: bool = False
-    read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)
-    unrated: set[Tier] = field(default_factory=set)
-    idle_s: float = 0.0
-    lost_s: float = 0.0
-
-    def part(self, positions: Sequence[int]) -> _Part:
-        """Return the blocks at these positions as a part."""
-        return _Part(*self._blocks(positions))
-
-    def _blocks(self, positions: Sequence[int]) -> tuple[int, tuple[bytes, ...], tuple[int, ...]]:
-        first, last = (positions[0], positions[-1]) if positions else (0, -1)
-        if last - first + 1 == len(positions):
-            return first, self.hashes[first : last + 1], self.block_ids[first : last + 1]
-        hashes, block_ids = self.hashes, self.block_ids
-        return first, tuple(hashes[i] for i in positions), tuple(block_ids[i] for i in positions)
-
-    def add(self, tier: LowerTier, claim: Claim) -> None:
-        """Add a part per batch. Parts wait in the order of their positions, so that the beginning arrives first."""
-        if not claim.batches:
-            return
-        here, known = self.lower.setdefault(tier.kind, []), len(self.waiting)
-        for positions, extent in claim.batches:
-            here += positions
-            self.waiting.append(_LowerPart(*self._blocks(positions), tier, extent))
-        if known and self.waiting[known].first < self.waiting[known - 1].first:
-            here.sort()
-            self.waiting = deque(sorted(self.waiting, key=lambda part: part.first))
-        self.kept += claim.kept
-
-    def count_of(self, tier: Tier, end: int) -> int:
-        """Return how many of its first `end` blocks come from this tier."""
-        return bisect_left(self.lower.get(tier, ()), end)
-
-    def lower_blocks(self, end: int) -> int:
-        """Return how many of its first `end` blocks come from lower tiers."""
-        return sum(bisect_left(positions, end) for positions in self.lower.values())
-
-    def lower_tokens(self) -> dict[Tier, int]:
-        """Return the part of `tokens` that comes from each lower tier. With several KV cache groups it is the share of
-        the blocks."""
-        whole = max(1, len(self.hashes))
-        return {tier: self.tokens * self.count_of(tier, self.end) // whole for tier in self.lower}
-
-    def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
-        """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much
-        time. `reads`: of its tier."""
-        if idle_s < self.idle_s and self.idle_s > reads.grace_s:
-            self.lost_s += self.idle_s
-        self.idle_s = idle_s
-        return self.lost_s + (idle_s if idle_s > reads.grace_s else 0.0) > reads.limit_s
-
-    def note_read(self, tier: Tier, waited_s: float) -> None:
-        """Note that a read from this tier has ended."""
-        self.read_s[tier] = (self.read_s.get(tier, (waited_s, waited_s))[0], waited_s)
-
-    @property
-    def loaded_tokens(self) -> int:
-        """The part of `tokens` that the engine gets in the end. With several KV cache groups it is all of them."""
-        return self.tokens * self.end // max(1, len(self.hashes))
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +70,7 @@ class Onboards:
         self._clock = context.callbacks.clock
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
-        self._fetches: dict[Fetch, tuple[Load, _LowerPart]] = {}
+        self._fetches: dict[Fetch, tuple[Load, LowerPart]] = {}
         self._reading: list[Load] = []  # loads with blocks from lower tiers
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
         self._arriving: dict[bytes, int] = {}
@@ -421,7 +284,7 @@ class Onboards:
         self._engine.release(block_ids[::-1])
         load.open_parts -= 1
 
-    def _order(self, load: Load, part: _Part, source: PinnedBlocks) -> None:
+    def _order(self, load: Load, part: LoadPart, source: PinnedBlocks) -> None:
         """Order the copy of an open part. `source` holds its blocks first, and possibly more."""
         slots = source.slots[: len(part.block_ids)]
         order = Onboard(
@@ -547,7 +410,7 @@ class Onboards:
     def _give_up_hopeless(self) -> None:
         """Cut the loads whose remaining blocks are computed faster than read, or whose tier hangs."""
         self._note_time()
-        missing: dict[int, tuple[_LowerPart, Fetch | None]] = {
+        missing: dict[int, tuple[LowerPart, Fetch | None]] = {
             load.number: (load.waiting[0], None) for load in self._reading if load.waiting
         }
         for fetch, (load, part) in self._fetches.items():

@@ -71,9 +71,9 @@ MUTANTS = (
     Mutant(
         name="leader-asks-a-disk-that-failed-again",
         bug="a request whose load the disk has failed is sent to the disk again",
-        file="kvbm/leader/leader.py",
-        old="may_read_lower = request.may_read_lower and self._settings.engine.accepts_failed_loads",
-        new="may_read_lower = self._settings.engine.accepts_failed_loads",
+        file="kvbm/leader/matching.py",
+        old="may_read_lower = request.may_read_lower and self._accepts_failed_loads",
+        new="may_read_lower = self._accepts_failed_loads",
         fails="tests/leader/test_disk_tier.py -k several_groups",
     ),
     Mutant(

@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         name="loads-have-a-deadline-per-read",
         bug="a load whose reads hang one after the other waits for each of them",
-        file="kvbm/leader/onboards.py",
+        file="kvbm/leader/load.py",
         old="            self.lost_s += self.idle_s\n",
         new="            pass\n",
         fails="tests/leader/test_hanging_tiers.py",
@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant(
         name="loads-follow-one-that-was-given-up",
         bug="a request that waited for a load that was given up waits for the same tier again",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/matching.py",
         old="request.may_read_lower &= not self._onboards.has_given_up(request.awaited)",
         new="request.may_read_lower &= True",
         fails="tests/leader/test_hanging_tiers.py",

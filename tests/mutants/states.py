@@ -115,20 +115,20 @@ MUTANTS = (
     Mutant(
         name="states-lost-tokens-counted-per-lookup",
         bug="each lookup of one request counts lost tokens",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/matching.py",
         old="""\
-            self._live(request_id).lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
+            request.lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
 """,
         new="""\
-            self._live(request_id).lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
-            self.counters.lost_state_tokens += self._live(request_id).lost_state_tokens
+            request.lost_state_tokens = max(0, reach // self._unit * self._unit - hit)
+            self._counters.lost_state_tokens += request.lost_state_tokens
 """,
         fails="tests/leader/test_states.py",
     ),
     Mutant(
         name="states-lost-tokens-of-a-part-of-a-block",
         bug="tokens behind the last common end of blocks count as lost",
-        file="kvbm/leader/leader.py",
+        file="kvbm/leader/matching.py",
         old="max(0, reach // self._unit * self._unit - hit)",
         new="max(0, reach - hit)",
         fails="tests/leader/test_states.py",
@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         name="states-lost-tokens-after-a-failed-load",
         bug="a retry after a failed load asks for a snapshot at a wrong position",
-        file="kvbm/leader/leader.py",
-        old="        self._live(request_id).lost_state_tokens = 0  # a retry",
+        file="kvbm/leader/matching.py",
+        old="        request.lost_state_tokens = 0  # a retry",
         new="        self._live(request_id)  # a retry",
         fails="tests/leader/test_states.py",
     ),
