@@ -20,7 +20,7 @@ import yaml
 
 from kvbm.config.files import read_at_most
 from kvbm.config.foreign import hint_for_text
-from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, shown, without
+from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, with_dots, without
 from kvbm.errors import ProfileError, ProfileMistakes
 
 EXCERPT_WIDTH = 100
@@ -56,7 +56,7 @@ class Source:
     def excerpt(self) -> str:
         """Formats the line with carets under the span, indented by two; a very long line is cut."""
         start = max(0, self.column - EXCERPT_WIDTH // 2) if self.column + self.width > EXCERPT_WIDTH else 0
-        text = shown(_CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])).rstrip()
+        text = with_dots(_CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])).rstrip()
         column = self.column - start
         carets = "^" * max(1, min(self.width, len(text) - column))
         if self.line is None:

@@ -61,5 +61,5 @@ def foreign_file(keys: Collection[str]) -> tuple[str, str] | None:
 
 
 def hint_for_text(text: str) -> str | None:
-    """Returns a hint for a text that is no mapping: an env file, a script or a unit with variables."""
+    """Returns a hint for a text that is not a mapping: an env file, a script or a unit with variables."""
     return _IMPORT if _VARIABLE.search(text) else None

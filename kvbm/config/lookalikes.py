@@ -89,7 +89,7 @@ def without(text: str, found: list[Lookalike], *, quote: str = "") -> str:
     return "".join([*kept, text[start:]])
 
 
-def shown(text: str) -> str:
+def with_dots(text: str) -> str:
     """Returns the text with a dot for each hidden character, as many characters as before."""
     return _HIDDEN.sub("·", _BREAK.sub("·", text))
 

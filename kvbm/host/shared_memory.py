@@ -215,7 +215,7 @@ def create_sealed(name: str, length: int, *, is_huge: bool = False) -> int:
 
 
 def is_sealed(fd: int, length: int) -> bool:
-    """Whether this is memory of `create_sealed` with this length. Raises OSError if it is no memfd."""
+    """Whether this is memory of `create_sealed` with this length. Raises OSError if it is not a memfd."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS and os.fstat(fd).st_size == length
 
 

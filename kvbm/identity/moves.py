@@ -1,7 +1,7 @@
 """RenameWatch: which directories were renamed or removed while an engine loaded its model.
 
-The times of a directory do not tell a rename of itself from an entry that somebody made in it, as in /tmp all the time.
-inotify does.
+The times of a directory do not distinguish a rename of itself from a new entry in it, as in /tmp all the time. inotify
+does.
 """
 
 from __future__ import annotations

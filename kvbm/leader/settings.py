@@ -63,7 +63,7 @@ class DiskPolicy:
     """Which blocks go to disk and which are read back.
 
     `is_configured`: the profile has a disk tier. `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`,
-    blocks are read even where computing them is faster. With `is_buffer`, host memory is no tier: blocks only pass
+    blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier: blocks only pass
     through it.
     """
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 HEADER = struct.Struct("<Q")
-UNPICKLING_ERRORS = (  # what bytes that are no pickle lead to
+UNPICKLING_ERRORS = (  # what bytes that are not a pickle lead to
     pickle.UnpicklingError,
     ArithmeticError,
     AttributeError,
@@ -131,7 +131,7 @@ class Channel:
 
 
 def _decoded(content: memoryview) -> object:
-    """Raises ChannelClosed for bytes that are no message: the process that sent them is not trusted any more."""
+    """Raises ChannelClosed for bytes that are not a message: the process that sent them is not trusted any more."""
     try:
         return pickle.loads(content)
     except UNPICKLING_ERRORS as error:

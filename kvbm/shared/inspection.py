@@ -29,7 +29,7 @@ class FoundRun:
 
 
 def found_run(head: Buffer, *, namespace: bytes, byte_count: int) -> FoundRun:
-    """Return what the beginning of an object says. Raises BadObject if it is no run of this namespace and length."""
+    """Return what the beginning of an object says. Raises BadObject if it is not a run of this namespace and length."""
     head = bytes(head[: FIXED.size])
     if len(head) < FIXED.size or head[: len(MAGIC)] != MAGIC:
         raise BadObject("not an object of kvbm")

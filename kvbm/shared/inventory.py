@@ -101,7 +101,7 @@ class Inventory:
             pool.shutdown(cancel_futures=True)
 
     def delete(self, runs: Sequence[StoredRun], progress: Callable[[int], None]) -> list[StoredRun]:
-        """Delete objects; one that is gone is no error. Return those that remain. Raises EnvironmentProblem."""
+        """Delete objects; one that is missing is ignored. Return those that remain. Raises EnvironmentProblem."""
         remaining: set[str] = set()
         for start in range(0, len(runs), DELETED_AT_ONCE):
             remaining.update(self._delete([run.key for run in runs[start : start + DELETED_AT_ONCE]]))

@@ -55,5 +55,5 @@ class StoreAccess(Protocol):
         ...
 
     def delete(self, keys: Sequence[str], note: NoteLeftOut) -> list[str]:
-        """Delete objects; one that is gone is no error. Return the keys that remain, after a note for each."""
+        """Delete objects; one that is missing is ignored. Return the keys that remain, after a note for each."""
         ...

@@ -59,7 +59,7 @@ def shortened(text: str, limit: int = MAX_SHOWN) -> str:
 
 def one_line(text: str) -> str:
     """Return the text with escapes such as `\\x1b` for characters that end a line or that a terminal obeys."""
-    return _UNSAFE.sub(_escape, text)
+    return _UNSAFE.sub(escaped, text)
 
 
 def without_secrets(text: str) -> str:
@@ -118,6 +118,7 @@ def _joined(items: Iterable[str], count: int) -> str:
     return ", ".join([*islice(items, SHOWN_ITEMS), *(["..."] if count > SHOWN_ITEMS else [])])
 
 
-def _escape(found: re.Match[str]) -> str:
+def escaped(found: re.Match[str]) -> str:
+    """Return an escape such as `\\x1b` for the character that was found."""
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

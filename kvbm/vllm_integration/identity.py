@@ -156,7 +156,7 @@ def _content(model: Any, load: Any) -> FileContent:
     if load_format not in LOAD_FORMATS:
         raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
     if getattr(model, "model_weights", ""):
-        raise Unidentified(f"`{model.model_weights}` is no local directory")
+        raise Unidentified(f"`{model.model_weights}` is not a local directory")
     repositories = (getattr(model.hf_config, "auto_map", None) or {}).values()
     if any("--" in str(name) for name in repositories) and getattr(model, "trust_remote_code", False):
         raise Unidentified("the code of the model is in another repository")

@@ -97,7 +97,7 @@ def _add_value(found: _Hash, value: Any, depth: int) -> bool:
         _add(found, type(value).__name__.encode(), text)
         return False
     if hasattr(value, "field") and hasattr(value, "data"):  # a MultiModalFieldElem
-        # How vLLM joins it with others. Its positions among the others of a request are no content.
+        # How vLLM joins it with others. Its positions among the others of a request are not content.
         _add(found, b"field", f"{type(value.field).__name__} {getattr(value.field, 'dim', '')}".encode())
         return _add_value(found, value.data, depth + 1)
     raise UnreadableContent(f"`{type(value).__name__}` is not a known type of data")
@@ -105,7 +105,7 @@ def _add_value(found: _Hash, value: Any, depth: int) -> bool:
 
 def _add_mapping(found: _Hash, value: Mapping[Any, Any], depth: int) -> bool:
     if not all(type(name) is str for name in value):
-        raise UnreadableContent("a name in the data is no text")
+        raise UnreadableContent("a name in the data is not text")
     _add(found, b"mapping", str(len(value)).encode())
     has_content = False
     for name in sorted(value):

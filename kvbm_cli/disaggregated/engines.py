@@ -160,7 +160,7 @@ class DisaggregatedEngines:
 
 
 def log_of(log_path: Path, name: str) -> Path:
-    """Returns `serve-prefill-0.log` for `serve.log` and `prefill 0`. A path that is no regular file is used by all."""
+    """Returns `serve-prefill-0.log` for `serve.log` and `prefill 0`. All use a path that is not a regular file."""
     if log_path.exists() and not log_path.is_file():
         return log_path
     return log_path.with_name(f"{log_path.stem}-{name.replace(' ', '-')}{log_path.suffix}")

@@ -37,7 +37,7 @@ def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
 
 
 def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str]:
-    """A hit needs a snapshot and all attention blocks before it, so a part of a sequence is no use."""
+    """A hit needs a snapshot and all attention blocks before it, so a part of a sequence is useless."""
     host = sizing.host
     if sizing.snapshot is not None and resolved.profile.tiers.host is not None and host.sequence_count == 0:
         yield (

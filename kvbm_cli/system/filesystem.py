@@ -145,7 +145,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def _new_file(path: Path, mode: int) -> int:
-    """Creates a file, in place of one with this name: that may be a link, or another name of somebody's file. Raises
+    """Creates a file, in place of one with this name: that may be a link, or a name of another user's file. Raises
     OSError."""
     for _ in range(DRAFT_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):

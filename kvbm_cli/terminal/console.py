@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
-from kvbm_cli.terminal.printable import one_line, printable
+from kvbm.text.outside import one_line
+from kvbm_cli.terminal.printable import printable
 
 WIDTH = 80
 

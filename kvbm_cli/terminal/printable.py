@@ -1,17 +1,19 @@
 """Escapes characters that a terminal obeys, or that reorder a line. Logs, profiles and servers send any text.
 
-`print_data`, `print_note`, errors, tables, progress lines and `kvbm logs` use `printable` or `one_line`. `streams.py`
-uses `without_commands` for everything else: tracebacks, warnings and log lines of libraries.
+`print_data`, `print_note`, errors, tables, progress lines and `kvbm logs` use `printable`, or `one_line` of
+`kvbm.text.outside`. `streams.py` uses `without_commands` for everything else: tracebacks, warnings and log lines of
+libraries.
 """
 
 from __future__ import annotations
 
 import re
 
+from kvbm.text.outside import escaped
+
 # C0 without tab and newline, DEL, C1, marks and overrides of text direction, and further ends of a line.
 _BIDI = "\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069"
 _UNSAFE = re.compile(f"[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f{_BIDI}]")
-_UNSAFE_IN_LINE = re.compile(f"[\\x00-\\x1f\\x7f-\\x9f{_BIDI}]")
 # Colours and the redrawn line are the only commands that kvbm sends.
 _OWN_COMMAND = re.compile(r"\x1b\[[0-9;]*m|\r\x1b\[K|\r\n")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -19,12 +21,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def printable(text: str) -> str:
     """Returns the text with escapes such as `\\x1b` for unsafe characters. Keeps tabs and newlines."""
-    return _UNSAFE.sub(_escape, text)
-
-
-def one_line(text: str) -> str:
-    """Like `printable`, with escapes for tabs and newlines too."""
-    return _UNSAFE_IN_LINE.sub(_escape, text)
+    return _UNSAFE.sub(escaped, text)
 
 
 def without_commands(text: str) -> str:
@@ -45,8 +42,3 @@ def commentable(text: str) -> str:
 
 def without_colours(text: str) -> str:
     return _COLOUR.sub("", text)
-
-
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

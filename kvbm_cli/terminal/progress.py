@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Self
 
+from kvbm.text.outside import one_line
 from kvbm_cli.terminal.console import WIDTH, columns
-from kvbm_cli.terminal.printable import one_line
 
 REDRAW_S = 0.25
 PHASE_INTERVAL_S = 2.0

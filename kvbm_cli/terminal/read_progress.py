@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from kvbm.text.outside import one_line
 from kvbm_cli.terminal.console import print_note
-from kvbm_cli.terminal.printable import one_line
 from kvbm_cli.terminal.quantities import shown_size
 
 NOTE_INTERVAL_S = 2.0

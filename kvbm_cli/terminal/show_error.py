@@ -62,7 +62,7 @@ def _causes(cause: BaseException | None) -> Iterator[str]:
 
 
 def coloured(text: str, code: str) -> str:
-    """Returns the text in an ANSI colour or style, plain if stderr is no terminal or NO_COLOR is set."""
+    """Returns the text in an ANSI colour or style, plain if stderr is not a terminal or NO_COLOR is set."""
     return f"\033[{code}m{text}\033[0m" if text and _is_coloured() else text
 
 

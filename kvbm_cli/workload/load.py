@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, entry_at, located, plain_values, read_document, read_file, together
+from kvbm.config.document import Document, entry_at, located, plain_values, read_file, together
 from kvbm.config.files import is_missing, reason_not_readable
 from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
@@ -75,11 +75,6 @@ def _head(path: Path) -> bytes:
 
 def _stem(path: Path) -> str:
     return path.name.partition(".")[0] or "mine"
-
-
-def parse_workload(text: str, *, source: str) -> Workload:
-    """Parse a workload; error messages name `source` as the file."""
-    return _validated(read_document(text, label=source, noun="workload"), Path(source))
 
 
 def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:

@@ -13,7 +13,7 @@ from bench_rig import WORKLOAD
 from kvbm_cli.bench.workload.build import build_script
 from kvbm_cli.bench.workload.content import LARGEST_POOL, TextWriter, TokenWriter, random_text, random_tokens
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer, unplanned
-from kvbm_cli.bench.workload.script import Phase, Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import Script, ScriptedRequest
 
 ANSWERS = [RecordedAnswer((index, 1, 2, 3, 4, 5), (-0.5,) * 6) for index in range(6)]
 TEXTS = [RecordedAnswer(text=f"answer {index} ") for index in range(6)]
@@ -198,13 +198,6 @@ def test_what_is_no_plan_is_refused():
     for key in ("requests", "contents", "launches", "warmup"):
         with pytest.raises((KeyError, TypeError, ValueError)):
             Plan.from_json({name: value for name, value in whole.items() if name != key})
-
-
-def test_the_result_is_about_the_steady_phase_if_there_is_one():
-    plan = make_plan()
-    assert plan.primary() is Phase.STEADY
-    cold = [request for request in plan.requests if request.phase is Phase.COLD]
-    assert replace(plan, requests=tuple(cold)).primary() is None
 
 
 def test_a_request_outside_a_schedule_is_due_at_once():

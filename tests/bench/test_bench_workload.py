@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvbm.config.document import read_document
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.workload.load import load_workload, parse_workload, shipped_workloads, workload_keys
+from kvbm_cli.workload.load import _validated, load_workload, shipped_workloads, workload_keys
 from kvbm_cli.workload.schema import KINDS, Conversations, Workload, as_definition
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
@@ -64,6 +65,10 @@ SMALLEST = {
 
 def document(kind: str, **changes: object) -> str:
     return yaml.safe_dump({"name": "one", "kind": kind, **SMALLEST[kind], **changes}, sort_keys=False)
+
+
+def parse_workload(text: str, *, source: str) -> Workload:
+    return _validated(read_document(text, label=source, noun="workload"), Path(source))
 
 
 def parsed(kind: str, **changes: object) -> Workload:

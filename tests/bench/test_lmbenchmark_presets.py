@@ -13,19 +13,19 @@ from kvbm_cli.bench.lmbenchmark.presets import PRESETS, AgenticParameters, Share
 @pytest.mark.parametrize(
     ("name", "sizes", "expected"),
     [
-        ("lmbenchmark-long", "documented", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1, 20)),
-        ("lmbenchmark-long", "as-shipped", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1, 20)),
-        ("lmbenchmark-short", "documented", (320, 20, 0, 256, 20, 15.0, 100.0, 400, 1, 400)),
-        ("lmbenchmark-short", "as-shipped", (320, 20, 1, 1, 20, 15.0, 100.0, 400, 1, 400)),
-        ("lmbenchmark-long-long", "documented", (320, 20, 0, 2000, 1000, 0.7, 100.0, 750, 1, 750)),
-        ("lmbenchmark-long-long", "as-shipped", (320, 20, 1, 1, 1000, 0.7, 100.0, 750, 1, 750)),
+        ("lmbenchmark-long", "documented", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1)),
+        ("lmbenchmark-long", "as-shipped", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1)),
+        ("lmbenchmark-short", "documented", (320, 20, 0, 256, 20, 15.0, 100.0, 400, 1)),
+        ("lmbenchmark-short", "as-shipped", (320, 20, 1, 1, 20, 15.0, 100.0, 400, 1)),
+        ("lmbenchmark-long-long", "documented", (320, 20, 0, 2000, 1000, 0.7, 100.0, 750, 1)),
+        ("lmbenchmark-long-long", "as-shipped", (320, 20, 1, 1, 1000, 0.7, 100.0, 750, 1)),
     ],
 )
 def test_preset_has_the_arguments_of_its_script(name, sizes, expected):
     one = preset(name, sizes=sizes)
     assert (
         *(one.users, one.rounds, one.system_words, one.history_words, one.answer_tokens),
-        *(one.qps, one.duration_s, one.warm_up_users, one.first_user_id, one.user_id_step),
+        *(one.qps, one.duration_s, one.warm_up_users, one.first_user_id),
     ) == expected
     assert (one.name, one.sizes) == (name, sizes)
 
@@ -48,9 +48,8 @@ def test_odd_number_of_warm_up_users_is_halved_as_the_shell_does():
     assert replace(preset("lmbenchmark-long"), warm_up_users=21).warm_up().duration_s == 10.0
 
 
-def test_each_rate_has_its_own_user_ids_and_file():
-    runs = preset("lmbenchmark-short").at_rates([15, 20.0, 0.25])
-    assert [run.first_user_id for run in runs] == [1, 401, 801]
+def test_each_rate_has_its_own_file():
+    runs = [replace(preset("lmbenchmark-short"), qps=qps) for qps in (15, 20.0, 0.25)]
     assert [run.output_file("key") for run in runs] == ["key_qps15.csv", "key_qps20.csv", "key_qps0.25.csv"]
     assert preset("lmbenchmark-long").output_file("a/key") == "a/key_output_0.1.csv"
     assert ShareGptParameters("run.json").output_file("key") == "key_output_1.34.csv"

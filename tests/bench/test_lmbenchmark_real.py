@@ -160,9 +160,8 @@ def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
         answer_tokens=7,
         duration_s=3.0,
         warm_up_users=5,
-        user_id_step=5,
     )
-    runs = parameters.at_rates([2.25, 4.07])
+    runs = [replace(parameters, qps=2.25), replace(parameters, qps=4.07, first_user_id=parameters.first_user_id + 5)]
     ours, results = recorded(lambda server: [run_ours(one, server) for one in runs], behaviour)
     for one, result in zip(runs, results, strict=True):
         assert_same_table(Path(one.output_file(str(tmp_path / "key"))).read_text(), result.csv)

@@ -140,7 +140,7 @@ def test_a_trace_of_texts_is_reported_without_hit_rates(kvbm, tmp_path):
         ([HEAD, "--block-tokens", "16"], "requires 423 blocks of 16 tokens"),
         ([HEAD, "--block-tokens", "0"], "from 1 to 65536"),
         ([HEAD, "--time-scale", "nan"], "the time scale must be from"),
-        ([HEAD, "--column", "x=y"], "`x` is no field of a trace"),
+        ([HEAD, "--column", "x=y"], "a trace has no field `x`"),
         ([HEAD, "--turns", "all"], "`--turns` must be `added` or `whole`, not `all`"),
         ([HEAD, "--bytes-per-token", "0"], "`--bytes-per-token` must be from 1 to"),
         ([HEAD, "--bytes-per-token", "9" * 30], "`--bytes-per-token` must be from 1 to"),

@@ -248,7 +248,7 @@ def test_random_bytes_give_an_error_of_ours(tmp_path):
     [
         ({"block_tokens": 0}, "the tokens of a block must be from 1 to 65536, not 0"),
         ({"time_scale": float("nan")}, "the time scale must be from 0.000001 to 1000000, not nan"),
-        ({"columns": {"lenght": "x"}}, "`lenght` is no field of a trace"),
+        ({"columns": {"lenght": "x"}}, "a trace has no field `lenght`"),
         ({"columns": {"timestamp": "delay"}}, "the fields `timestamp` and `delay` have one column, `delay`"),
     ],
 )

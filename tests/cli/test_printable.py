@@ -14,12 +14,13 @@ import pytest
 from terminal import PROGRAM, ROOT, environment, kvbm_here, on_a_terminal
 from test_runs import facts
 
+from kvbm.text.outside import one_line
 from kvbm_cli.bench import report
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.run_directory import RunDirectory
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.terminal.console import table
-from kvbm_cli.terminal.printable import one_line, printable, without_commands
+from kvbm_cli.terminal.printable import printable, without_commands
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 # Set the title, read the clipboard, move the cursor, C1 forms of both, backspace, override the direction of text.

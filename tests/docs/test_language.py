@@ -59,6 +59,10 @@ REPLACEMENTS = {
     r"theirs": "say it again",
     r"by far|hardly": "give the number",
     r"(come|comes|came) about": "happens",
+    r"(?<![Tt]here\s)(is|are) no (field|file|directory|local|mapping|text|memfd|terminal|regular|tier|finding|result|"
+    r"pickle|message|content|error|run of|character)": "is not a",
+    r"(did|does) not live to \w+": "say what ended, and when",
+    r"somebody": "name the actor: another user, another process",
 }
 PATTERNS = [
     (re.compile(rf"\b(?:{phrase})\b".replace(" ", r"\s+"), re.IGNORECASE), replacement)

@@ -126,7 +126,7 @@ class DirectoryStore:
         except FileNotFoundError:
             return
         except OSError as error:
-            if error.errno in NOT_ENTERED and self._is_mounted():  # somebody has put a link there
+            if error.errno in NOT_ENTERED and self._is_mounted():  # another user has put a link there
                 return
             raise
         for directory in directories:

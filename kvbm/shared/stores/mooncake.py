@@ -119,7 +119,7 @@ class MooncakeStore:
         return _failed(code).error if code < 0 else None
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects, also those that somebody reads. One that is not there is no error."""
+        """Remove objects, also while they are read. One that is missing is ignored."""
         with self._calling:
             for key in keys:
                 self._pool.remove(self._prefix + key, True)

@@ -66,7 +66,7 @@ class _Start:
 
     @classmethod
     def after(cls, parts: Sequence[Part]) -> _Start:
-        """Soon, but after the time that the parts need for their first launches."""
+        """Return a start that leaves each part the time that it needs before its first request."""
         ns = time.perf_counter_ns() + round(max(part.lead_s() for part in parts) * 1e9)
         return cls(ns, time.time() + (ns - time.perf_counter_ns()) / 1e9)
 

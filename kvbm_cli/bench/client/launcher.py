@@ -258,7 +258,7 @@ class Launcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _fail_rest(self) -> None:
-        """Records of requests that the engine did not live to see. With a duration, it is unknown which they are."""
+        """Record the requests that the engine was not sent before it ended. With a duration, they are unknown."""
         if self._part.launches.duration_s is not None and self._part.launches.interval_s is None:
             return
         for index in sorted(self._not_ended):

@@ -74,7 +74,7 @@ class Measured:
         return started_unix_s(run) + stamp_ms / 1e3
 
     def facts(self) -> dict[str, Any]:
-        """Our own facts, under names that no other tool uses. Only what is known; values are no containers."""
+        """Our own facts, under names that no other tool uses. Only what is known; values are not containers."""
         definition = self.cell.definition
         given = {
             "arm": self.arm,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from kvbm_cli.terminal.printable import one_line
+from kvbm.text.outside import one_line
 
 EMPTY_ELEMENTS = ("meta", "col", "line", "rect", "circle", "path")
 

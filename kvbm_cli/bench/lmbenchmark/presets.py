@@ -8,7 +8,6 @@ twice: `documented` has the numbers that the scripts name, `as-shipped` has thos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,8 +24,8 @@ PAUSE_AFTER_RUN_S = 10.0
 class LmbenchmarkParameters:
     """One run of the multi-round program. Lengths of prompts are in words, of answers in tokens (an upper bound).
 
-    The warm-up run has `warm_up_users` users, and none if that is 0. `user_id_step` is added to `first_user_id` after
-    each rate. Ids of users start at `first_user_id + 1`. `output_name` is the file name, with {key} and {qps}.
+    The warm-up run has `warm_up_users` users, and none if that is 0. Ids of users start at `first_user_id + 1`.
+    `output_name` is the file name, with {key} and {qps}.
     """
 
     name: str
@@ -39,7 +38,6 @@ class LmbenchmarkParameters:
     qps: float
     output_name: str
     warm_up_users: int
-    user_id_step: int
     duration_s: float = 100.0
     first_user_id: int = 1
     strict_concurrent_users: bool = False
@@ -48,7 +46,7 @@ class LmbenchmarkParameters:
     def __post_init__(self) -> None:
         for key in ("users", "rounds", "answer_tokens"):
             _require(self, key, getattr(self, key) >= 1, "at least 1")
-        for key in ("system_words", "history_words", "warm_up_users", "user_id_step", "first_user_id"):
+        for key in ("system_words", "history_words", "warm_up_users", "first_user_id"):
             _require(self, key, getattr(self, key) >= 0, "0 or more")
         for key in ("qps", "duration_s"):
             value = getattr(self, key)
@@ -104,13 +102,6 @@ class LmbenchmarkParameters:
             history_words=round(self.history_words * factor),
         )
 
-    def at_rates(self, rates: Sequence[float]) -> tuple[LmbenchmarkParameters, ...]:
-        """One run per rate, in the order of a script: each starts with other user ids."""
-        return tuple(
-            replace(self, qps=qps, first_user_id=self.first_user_id + position * self.user_id_step)
-            for position, qps in enumerate(rates)
-        )
-
     def output_file(self, key: str) -> str:
         return self.output_name.format(key=key, qps=f"{self.qps:g}")
 
@@ -131,7 +122,6 @@ LONG = LmbenchmarkParameters(  # long_input_short_output_run.sh
     qps=0.1,
     output_name="{key}_output_{qps}.csv",
     warm_up_users=20,
-    user_id_step=20,
 )
 SHORT = LmbenchmarkParameters(  # short_input_short_output.sh
     name="lmbenchmark-short",
@@ -144,7 +134,6 @@ SHORT = LmbenchmarkParameters(  # short_input_short_output.sh
     qps=15.0,
     output_name="{key}_qps{qps}.csv",
     warm_up_users=400,
-    user_id_step=400,
 )
 LONG_LONG = LmbenchmarkParameters(  # long_input_long_output.sh
     name="lmbenchmark-long-long",
@@ -157,7 +146,6 @@ LONG_LONG = LmbenchmarkParameters(  # long_input_long_output.sh
     qps=0.7,
     output_name="{key}_qps{qps}.csv",
     warm_up_users=750,
-    user_id_step=750,
 )
 PRESETS: dict[tuple[str, Sizes], LmbenchmarkParameters] = {
     (preset.name, preset.sizes): preset

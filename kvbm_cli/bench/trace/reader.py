@@ -109,7 +109,6 @@ def _not_a_number(text: str) -> NoReturn:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: JSON in ASCII, shortened."""
     return f"`{shown_json(value, MAX_SHOWN)}`"
 
 
@@ -270,7 +269,7 @@ class _Line:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             code = ord(str(error.object)[error.start])
-            self._refuse(f"`{self.form.name(name)}` has half of a surrogate pair, U+{code:04X}, which is no character")
+            self._refuse(f"`{self.form.name(name)}` has half of a surrogate pair, U+{code:04X}, not a character")
 
 
 def _other_block(input_tokens: int, id_count: int) -> str | None:

@@ -1,7 +1,7 @@
 """Sessions: places each line of a trace into its session, and estimates when its request is launched.
 
 A line without `session_id` is a session of its own. The launch of a later turn is estimated as if answers took no time:
-the later one of its `timestamp` and of the previous launch plus `delay`. The estimate orders requests; it is no result.
+the later one of its `timestamp` and of the previous launch plus `delay`. The estimate only orders requests.
 """
 
 from __future__ import annotations

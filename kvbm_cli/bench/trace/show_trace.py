@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
+from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Lengths, TraceAnalysis, has_sessions, notes
 from kvbm_cli.bench.trace.plot import plot_lines
-from kvbm_cli.terminal.printable import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -45,7 +45,7 @@ class TraceFormat:
             raise UsageError(f"the time scale must be from 0.000001 to 1000000, not {self.time_scale:g}")
         for name in self.columns:
             if name not in FIELDS:
-                raise UsageError(f"`{name}` is no field of a trace", hint=f"fields are {', '.join(FIELDS)}")
+                raise UsageError(f"a trace has no field `{name}`", hint=f"fields are {', '.join(FIELDS)}")
         names = [self.name(one) for one in FIELDS]
         for name in names:
             if names.count(name) > 1:

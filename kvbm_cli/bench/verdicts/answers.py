@@ -3,7 +3,7 @@
 The source is the recording, if there is one. Otherwise it is the first arm without kvbm: the baseline, or the floor, or
 the first reference. Runs of the baseline and of the floor are the controls: they show how often the engine repeats its
 own answers. Without either, runs of the first reference are. A reference whose profile changes the engine is neither
-source nor control: other answers of another engine are no error.
+source nor control: other answers of another engine are not an error.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def compare(
 
 
 def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
-    """A server elsewhere may be faster for any reason; without `is_known`, no load is no finding."""
+    """A server elsewhere may be faster for any reason; without `is_known`, no load is not a finding."""
     if transfers_of(runs).are_proven:
         return True
     return False if is_known and has_counters(runs) else None

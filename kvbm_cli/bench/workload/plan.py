@@ -178,11 +178,6 @@ class Plan:
     def turns(self) -> int:
         return max(request.turn for request in self.requests)
 
-    def primary(self) -> Phase | None:
-        """The phase that the result is about; `None` for all requests, if none can reuse anything."""
-        phases = {request.phase for request in self.requests}
-        return next((phase for phase in (Phase.STEADY, Phase.FILL) if phase in phases), None)
-
     @property
     def digest(self) -> str:
         """Hash of all bodies and launch rules: two runs with equal digests sent equal requests."""
