@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMAND = "pytest -m soak -s tests/vllm/test_hostile_clients_in_vllm.py"
 ROWS: dict[str, dict[str, float]] = {}
 REPEATS = 3
-REACH_KVBM = ("kv_transfer_params of every type", "300 salts of 100 kB", "metrics in a loop", "nested lists")
+REACH_KVBM = ("kv_transfer_params of every type", "30 salts of 100 kB", "metrics in a loop", "nested lists")
 HUGE = "\n" * 30_000_000
 Attack = Callable[[VllmServer], None]
 
