@@ -18,14 +18,14 @@ stopped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbm.boundary import Boundary, contained, hook
+from kvbm.boundary import Boundary, contained, forwarded, hook
 from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
-from kvbm.leader.leader import Completed, Leader, LoadResult
+from kvbm.leader.leader import Leader, LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
-    from kvbm.metrics import Counters, TierBlocks
+    from kvbm.metrics import Counters
 
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
 CLOSE_S = 0.1
@@ -65,15 +65,26 @@ class GuardedLeader:
         self.leader = Leader(region, settings, ours, open_tiers)
         boundary.counters = self.leader.counters
 
+    # -- what only passes through --------------------------------------------------------------------------------------
+
+    match = forwarded("leader", Leader.match, 0)
+    match_groups = forwarded("leader", Leader.match_groups, 0)
+    _onboard = forwarded("leader", Leader.onboard)
+    note_step = forwarded("leader", Leader.note_step)
+    lost_state_tokens = forwarded("leader", Leader.lost_state_tokens, 0, turns_off=False)
+    lower_tier_tokens = forwarded("leader", Leader.lower_tier_tokens, (0, 0), turns_off=False)
+    offload = forwarded("leader", Leader.offload, 0)
+    offload_all = forwarded("leader", Leader.offload_all, list)
+    offload_snapshot = forwarded("leader", Leader.offload_snapshot, False)
+    discard_offloads = forwarded("leader", Leader.discard_offloads)
+    settle_offloads = forwarded("leader", Leader.settle_offloads, False)
+    abandon_offloads = forwarded("leader", Leader.abandon_offloads)
+    _reset = forwarded("leader", Leader.reset, False)
+    _close = forwarded("leader", Leader.close)
+    blocks = forwarded("leader", Leader.blocks, dict, turns_off=False)
+    wear = forwarded("leader", Leader.wear, dict, turns_off=False)
+
     # -- a request arrives ---------------------------------------------------------------------------------------------
-
-    @hook(0)
-    def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
-        return self.leader.match(request_id, hashes, start, end)
-
-    @hook(0)
-    def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
-        return self.leader.match_groups(request_id, chains, start, end)
 
     def onboard(
         self,
@@ -85,65 +96,13 @@ class GuardedLeader:
         tokens: int | None = None,
     ) -> None:
         self.fail_load(request_id, block_ids)
-        self._onboard(request_id, hashes, start, block_ids, tokens)
+        self._onboard(request_id, hashes, start, block_ids, tokens=tokens)
 
     def fail_load(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Note that the engine waits for a load. Unless `onboard` begins it, `settle` reports it as failed."""
         self._loads[request_id, tuple(block_ids)] = True
 
-    @hook()
-    def _onboard(
-        self, request_id: str, hashes: Sequence[bytes], start: int, block_ids: Sequence[int], tokens: int | None
-    ) -> None:
-        self.leader.onboard(request_id, hashes, start, block_ids, tokens=tokens)
-
-    @hook()
-    def note_step(self, tokens: int, seconds: float) -> None:
-        self.leader.note_step(tokens, seconds)
-
-    @contained(0)
-    def lost_state_tokens(self, request_id: str) -> int:
-        return self.leader.lost_state_tokens(request_id)
-
-    @contained((0, 0))
-    def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
-        return self.leader.lower_tier_tokens(request_id)
-
     # -- a step --------------------------------------------------------------------------------------------------------
-
-    @hook(0)
-    def offload(
-        self,
-        request_id: str,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[int],
-        *,
-        computed_blocks: int,
-        prompt_blocks: int,
-        group: int = 0,
-        priorities: Sequence[int] | None = None,
-    ) -> int:
-        return self.leader.offload(
-            request_id,
-            hashes,
-            block_ids,
-            computed_blocks=computed_blocks,
-            prompt_blocks=prompt_blocks,
-            group=group,
-            priorities=priorities,
-        )
-
-    @hook(list)
-    def offload_all(self, completed: Sequence[Completed]) -> list[int]:
-        return self.leader.offload_all(completed)
-
-    @hook(False)
-    def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
-        return self.leader.offload_snapshot(request_id, hashes, block_ids)
-
-    @hook()
-    def discard_offloads(self, block_ids: Collection[int]) -> None:
-        self.leader.discard_offloads(block_ids)
 
     @hook(StepPlan(step=0), when_off=True)
     def step(self) -> StepPlan:
@@ -157,14 +116,6 @@ class GuardedLeader:
         for result in results:
             self._loads.pop((result.request_id, result.block_ids), None)
         return results
-
-    @hook(False)
-    def settle_offloads(self) -> bool:
-        return self.leader.settle_offloads()
-
-    @hook()
-    def abandon_offloads(self) -> None:
-        self.leader.abandon_offloads()
 
     def held_references(self) -> int:
         """Return how many references transfers have in the engine's block pool."""
@@ -195,10 +146,6 @@ class GuardedLeader:
         run = self._reset if not self.boundary.is_off else self._clear_disk
         return run(ends_persistence=ends_persistence)
 
-    @hook(False)
-    def _reset(self, *, ends_persistence: bool) -> bool:
-        return self.leader.reset(ends_persistence=ends_persistence)
-
     @contained(False)
     def _clear_disk(self, *, ends_persistence: bool) -> bool:
         for tier in self.leader.lower_tiers:
@@ -210,10 +157,6 @@ class GuardedLeader:
         self._close()
         if self.boundary.is_off:
             self._abandon_tiers()
-
-    @hook()
-    def _close(self) -> None:
-        self.leader.close()
 
     @contained()
     def _abandon_tiers(self) -> None:
@@ -238,14 +181,6 @@ class GuardedLeader:
     @property
     def counters(self) -> Counters:
         return self.leader.counters
-
-    @contained(dict)
-    def blocks(self) -> TierBlocks:
-        return self.leader.blocks()
-
-    @contained(dict)
-    def wear(self) -> dict[str, float]:
-        return self.leader.wear()
 
     # -- what remains while the cache is off ---------------------------------------------------------------------------
 
