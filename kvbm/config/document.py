@@ -203,12 +203,16 @@ def _parsed(reader: _EntryReader, noun: str) -> tuple[Document, list[ProfileErro
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        return {}, [reader.yaml_error(error, mark)]
+        return {}, [reader.yaml_error(error, mark, hint=_hint_for(text, noun))]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
         return {}, [located(message, reader.character(error.position))]
     except RecursionError:
         return {}, [Mistake("the YAML is nested too deeply", label)]
+
+
+def _hint_for(text: str, noun: str) -> str | None:
+    return hint_for_text(text) if noun == "profile" else None
 
 
 def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
@@ -287,8 +291,8 @@ class _EntryReader:
         if isinstance(node, yaml.MappingNode) and node.tag in _TAGS:
             return self._section(node, "")
         if node is not None:
-            hint = hint_for_text(self.text) if noun == "profile" else None
             place = self.at(node.start_mark, node.end_mark)
+            hint = _hint_for(self.text, noun)
             self.mistakes.append(located(f"a {noun} must be a mapping of keys", place, hint=hint))
         return {}
 
@@ -303,13 +307,14 @@ class _EntryReader:
     def _source(self, index: int, column: int, width: int) -> Source:
         return Source(self.label, self.lines[index], column, width, index + 1 if self.is_file else None)
 
-    def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
+    def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark, *, hint: str | None = None) -> Mistake:
         message = str(error.problem)
         problem = next((ours for start, ours in _PROBLEMS.items() if message.startswith(start)), message)
         source = self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
-        hint = f"write `{source.text.expandtabs(2)}`" if "\t" in source.text else None
+        if "\t" in source.text:
+            hint = f"write `{source.text.expandtabs(2)}`"
         if source.text[source.column : source.column + 1] == "\t" and source.text[: source.column].strip():
             problem = "a tab between two words; use a space"
         return located(f"not valid YAML: {problem}", source, hint=hint)

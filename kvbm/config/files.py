@@ -15,6 +15,7 @@ from pathlib import Path
 from kvbm.errors import reason_of
 
 FIFO_TIMEOUT_S = 1.0
+MAX_CONFIG_BYTES = 16 << 20  # of a `config.json`
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LFS_HINT = "`git lfs pull` in the repository, or a download of the file itself, gets its contents"
 NO_WRITER = "no process writes to this pipe"

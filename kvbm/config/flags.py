@@ -78,6 +78,8 @@ def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in EMBEDDED_ONLY:
         return f"`{name}` is a flag of the embedded engine", EMBEDDED_ONLY[name]
+    if entry.value == "" and name.startswith(("enable_", "disable_")):
+        return f"`{name}` has an empty text as its value", f"write `{name}: true`"
     if name.startswith("no_"):
         return f"`{name}` is the negated form of a flag", f"write `{name.removeprefix('no_')}: false`"
     return None

@@ -26,8 +26,16 @@ _KINDS = (
     _Kind("a manifest of Kubernetes", (frozenset({"apiVersion", "kind"}),), _IMPORT),
     _Kind("a Compose file", (frozenset({"services"}),), _IMPORT),
     _Kind(
+        "a values file of a Helm chart for vLLM",
+        tuple(frozenset({key}) for key in ("servingEngineSpec", "modelArtifacts")),
+        "write the model and the flags of vLLM into `engine.model` and `engine.arguments` of a profile",
+    ),
+    _Kind(
         "a configuration of LMCache",
-        tuple(frozenset({key}) for key in ("local_cpu", "max_local_cpu_size", "local_disk", "remote_serde")),
+        (
+            *(frozenset({key}) for key in ("local_cpu", "max_local_cpu_size", "local_disk", "remote_serde")),
+            *(frozenset({"chunk_size", key}) for key in ("local_device", "remote_url")),
+        ),
         "`max_local_cpu_size` is `tiers.host.capacity`, `local_disk` is `tiers.disk`, `remote_url` is `tiers.shared`",
     ),
     _Kind(
@@ -39,7 +47,11 @@ _KINDS = (
         "a configuration of vLLM",
         tuple(
             frozenset({key})
-            for key in ("kv_transfer_config", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization")
+            for key in (
+                *("kv_transfer_config", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization"),
+                *("kv_cache_dtype", "max_num_batched_tokens", "max_num_seqs", "compilation_config"),
+                *("enable_prefix_caching", "no_enable_prefix_caching", "served_model_name", "trust_remote_code"),
+            )
         ),
         "write its flags into `engine.arguments` of a profile with `engine.kind: vllm`",
     ),
@@ -49,6 +61,8 @@ _KINDS = (
         "set its directory as `engine.model`; `kvbm size DIR` shows its sizes",
     ),
 )
+_MANIFEST = re.compile(r"^apiVersion:(?s:.*?)^kind:", re.MULTILINE)
+_OWN_KEY = re.compile(rf"^(?:{'|'.join(sorted(OWN))}):", re.MULTILINE)
 _VARIABLE = re.compile(r"^\s*(?:export\s+)?[A-Z][A-Z0-9_]+=", re.MULTILINE)
 
 
@@ -61,5 +75,7 @@ def foreign_file(keys: Collection[str]) -> tuple[str, str] | None:
 
 
 def hint_for_text(text: str) -> str | None:
-    """Returns a hint for a text that is not a mapping: an env file, a script or a unit with variables."""
+    """Returns a hint for a text that is not one mapping: an env file, a script, a unit, or several manifests."""
+    if _MANIFEST.search(text) and not _OWN_KEY.search(text):
+        return f"this is a manifest of Kubernetes, not a profile; {_IMPORT}"
     return _IMPORT if _VARIABLE.search(text) else None

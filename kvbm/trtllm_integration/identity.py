@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbm.config.files import MAX_CONFIG_BYTES, read_at_most
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
@@ -96,11 +97,16 @@ def _digest(arguments: Any, directory: Path) -> str | Hashed:
 
 
 def _length(arguments: Any, directory: Path) -> int:
-    """Return the maximum length of a sequence if the KV of shorter ones depends on it, otherwise 0."""
+    """Return the maximum length of a sequence if the KV of shorter ones depends on it, otherwise 0.
+
+    Raises Unidentified or OSError.
+    """
     try:
-        configuration = json.loads((directory / "config.json").read_bytes())
+        configuration = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
     except (FileNotFoundError, ValueError):
         configuration = {}
+    except RecursionError as error:
+        raise Unidentified(f"`{directory}/config.json` is nested too deeply") from error
     by_length = isinstance(configuration, Mapping) and depends_on_length(configuration)
     return int(getattr(arguments, "max_seq_len", None) or 0) if by_length else 0
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvbm.config.files import LFS_HINT, is_lfs_pointer, read_at_most
+from kvbm.config.files import LFS_HINT, MAX_CONFIG_BYTES, is_lfs_pointer, read_at_most
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, reason_of
@@ -25,8 +25,8 @@ from kvbm_cli.engine.near_models import suggestion
 from kvbm_cli.make_model import MODELS
 
 SYNTHETIC_PREFIX = "synthetic:"
-MAX_CONFIG_BYTES = 16 << 20
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
+_HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?/?(?:[/?#].*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -65,6 +65,9 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
     if model in catalogue():
         return catalogue()[model]
     if not _HUB_NAME.fullmatch(model):
+        if address := _HUB_ADDRESS.fullmatch(model):
+            message = f"`engine.model`: `{model}` is an address, not a name"
+            raise ProfileError(message, hint=f"write `{address[1]}`")
         if kind == "vllm":
             hint = "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
         else:

@@ -170,6 +170,26 @@ PROFILE = {
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
     "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
+    "profile_is_several_manifests": Row(
+        "profile check pods.yaml", {"pods.yaml": "---\napiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Service\n"}
+    ),
+    "profile_is_values_of_a_chart": Row(
+        "profile check values.yaml", {"values.yaml": "servingEngineSpec:\n  modelSpec: []\n"}
+    ),
+    "profile_is_an_old_configuration_of_lmcache": Row(
+        "profile check mine.yaml", {"mine.yaml": "chunk_size: 256\nlocal_device: cpu\n"}
+    ),
+    "profile_is_a_recipe_of_vllm": Row(
+        "profile check recipe.yaml", {"recipe.yaml": "kv-cache-dtype: fp8\nmax-num-batched-tokens: 8192\n"}
+    ),
+    "flag_with_an_empty_text": Row(
+        "profile check mine.yaml",
+        {
+            "mine.yaml": "engine:\n  kind: vllm\n  model: Qwen/Qwen3-8B\n"
+            '  arguments:\n    enable-auto-tool-choice: ""\ntiers: {host: {capacity: 1GiB}}\n'
+        },
+    ),
+    "size_of_an_address_of_the_hub": Row("size https://huggingface.co/Qwen/Qwen3-8B/tree/main"),
     "profile_is_a_manifest": Row("profile check pod.yaml", {"pod.yaml": "apiVersion: v1\nkind: Pod\nspec: {}\n"}),
     "profile_is_a_compose_file": Row("serve -p mine.yaml", {"mine.yaml": "services:\n  vllm: {image: a}\n"}),
     "profile_is_of_lmcache": Row("profile check mine.yaml", {"mine.yaml": "chunk_size: 256\nlocal_cpu: true\n"}),

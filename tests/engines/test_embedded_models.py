@@ -185,6 +185,12 @@ def test_a_directory_without_a_usable_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(EnvironmentProblem, match="is not a model configuration"):
         load(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(EnvironmentProblem, match="is not JSON"):
+        load(tmp_path)
+    os.truncate(tmp_path / "config.json", 1 << 40)
+    with pytest.raises(EnvironmentProblem, match=r"no readable config\.json: it is larger than"):
+        load(tmp_path)
 
 
 def test_missing_weights_are_refused(copy):

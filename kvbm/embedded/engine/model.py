@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from kvbm import hashing
+from kvbm.config.files import MAX_CONFIG_BYTES, read_at_most
 from kvbm.embedded.engine import attention, synthetic_models, tokenizer
 from kvbm.embedded.engine.attention import Batch, PackedSequence
 from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
@@ -201,10 +202,10 @@ def _read_config(directory: Path) -> Mapping[str, object]:
             hint="use a local directory, or `synthetic:tiny`, which requires no download",
         )
     try:
-        facts = json.loads((directory / "config.json").read_bytes())
+        facts = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
     except OSError as error:
         raise EnvironmentProblem(f"`{directory}` has no readable config.json: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EnvironmentProblem(f"`{directory}/config.json` is not JSON: {error}") from error
     if not isinstance(facts, dict):
         raise EnvironmentProblem(f"`{directory}/config.json` is not a model configuration")
