@@ -7,6 +7,7 @@ read where possible. A probe measures the shapes of K and V; they are not derive
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
 from collections.abc import Mapping
@@ -19,7 +20,6 @@ import torch
 import xxhash
 
 from kvbm import hashing
-from kvbm.config.files import MAX_CONFIG_BYTES, read_at_most
 from kvbm.embedded.engine import attention, synthetic_models, tokenizer
 from kvbm.embedded.engine.attention import Batch, PackedSequence
 from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
@@ -43,6 +43,7 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 PROBE_NAME = "kvbm_probe"
 ONE_THREAD_PARAMETERS = 50_000_000
 DIGEST_THREADS = 4
+MAX_CONFIG_BYTES = 16 << 20
 GEOMETRY_VERSION = 3
 
 
@@ -202,7 +203,11 @@ def _read_config(directory: Path) -> Mapping[str, object]:
             hint="use a local directory, or `synthetic:tiny`, which requires no download",
         )
     try:
-        facts = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
+        with open(directory / "config.json", "rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MAX_CONFIG_BYTES >> 20} MiB")
+        facts = json.loads(content)
     except OSError as error:
         raise EnvironmentProblem(f"`{directory}` has no readable config.json: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
