@@ -29,8 +29,13 @@ def test_the_client_costs_little_more_than_a_bare_loop(options, requests):
 
 
 def test_the_time_to_first_token_is_that_of_the_server():
+    """Against the bare loop on aiohttp in the same test, in turn: a busy machine delays both."""
+    medians_ms: dict[str, list[float]] = {"kvbm": [], "aiohttp": []}
     with server(*SPACED) as url:
-        errors_ms = ttft_errors_ms(sys.executable, "kvbm", url)
-    assert len(errors_ms) == 80
-    assert min(errors_ms) > 0, "a client cannot see a token before the server has written it"
-    assert statistics.median(errors_ms) < 15.0
+        for _ in range(3):
+            for name, medians in medians_ms.items():
+                errors_ms = ttft_errors_ms(sys.executable, name, url)
+                assert len(errors_ms) == 80
+                assert min(errors_ms) > 0, "a client cannot see a token before the server has written it"
+                medians.append(statistics.median(errors_ms))
+    assert min(medians_ms["kvbm"]) < 3.0 * min(medians_ms["aiohttp"]) + 5.0

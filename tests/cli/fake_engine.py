@@ -6,8 +6,8 @@ ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
 answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
-with such words, `noisy` prints control characters and then a line per millisecond, `slow_stop` takes two seconds to
-stop. Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
+with such words, `noisy` prints control characters and then a line per millisecond, `held_stop` ends once there is a
+file `may_end`. Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
 """
 
 import http.server
@@ -75,6 +75,12 @@ def litter() -> list[object]:
     return [daemon, segment, semaphore, path]
 
 
+def end_when_allowed() -> None:
+    while not os.path.exists("may_end"):
+        time.sleep(0.01)
+    os._exit(0)
+
+
 def make_noise() -> None:
     os.write(1, NOISE)
     for number in itertools.count():
@@ -86,8 +92,8 @@ def main() -> None:
     print("loading the weights", *filter(None, [os.environ.get("FAKE_SAYS")]), sep="\n", flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN if MODE == "stubborn" else lambda *ignored: sys.exit(0))
-    if MODE == "slow_stop":
-        signal.signal(signal.SIGTERM, lambda *ignored: (time.sleep(2), os._exit(0)))
+    if MODE == "held_stop":
+        signal.signal(signal.SIGTERM, lambda *ignored: end_when_allowed())
     if MODE == "crash":
         sys.exit("Traceback (most recent call last):\nMemoryError: not enough of it")
     if MODE in LAST_WORDS:
