@@ -39,7 +39,7 @@ app.add_typer(cache_app, name="cache")
 
 
 def _completed_by(name: str) -> Callable[[str], list[Any]]:
-    """Returns a completer that calls the function `name` of completion.py."""
+    """Return a completer that calls the function `name` of completion.py."""
 
     def complete(incomplete: str) -> list[Any]:
         from kvbm_cli import completion
@@ -56,12 +56,12 @@ PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
 
 
 def _option(names: str, metavar: str, help_: str, completer: Any = None, **limits: Any) -> Any:
-    """Declares an option with a value. `names` are separated by a space; `completer` offers values."""
+    """Declare an option with a value. `names` are separated by a space; `completer` offers values."""
     return typer.Option(*names.split(), metavar=metavar, help=help_, autocompletion=completer, **limits)
 
 
 def _path_option(names: str, metavar: str, help_: str) -> Any:
-    """Declares an option with a path. The parser does not touch the file, whose file system may hang: each command
+    """Declare an option with a path. The parser does not touch the file, whose file system may hang: each command
     reports what is wrong with it."""
     return _option(names, metavar, help_, FILES, parser=Path)
 
@@ -75,7 +75,7 @@ def _argument(metavar: str, help_: str, completer: Any, **how: Any) -> Any:
 
 
 def _path_argument(metavar: str, help_: str) -> Any:
-    """Declares an argument with a path, as `_path_option`."""
+    """Declare an argument with a path, as `_path_option`."""
     return _argument(metavar, help_, FILES, parser=Path)
 
 
@@ -707,7 +707,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. Prints failures; raises them only with --debug."""
+    """Run one command line and return its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
         from kvbm_cli.terminal.completion_shells import answer_shells
 

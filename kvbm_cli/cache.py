@@ -87,7 +87,7 @@ class VerifyResult:
 
 
 def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
-    """Returns 1 if a part of the directory cannot be read."""
+    """Return 1 if a part of the directory cannot be read."""
     place, skipped = _place(directory, profile), list[Skipped]()
     caches = [_stats(cache) for cache in _caches(place, skipped)]
     if as_json:
@@ -103,7 +103,7 @@ def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -
 
 
 def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
-    """Returns 1 if a cache is damaged, or a part of the directory cannot be read."""
+    """Return 1 if a cache is damaged, or a part of the directory cannot be read."""
     place, skipped = _place(directory, profile), list[Skipped]()
     caches = _caches(place, skipped)
     if not (caches or as_json):
@@ -119,7 +119,7 @@ def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool)
 
 
 def clear_caches(directory: Path | None, profile: str | None, *, salt: str | None, is_sure: bool) -> int:
-    """Returns 1 if the user did not confirm, or if a cache cannot be removed."""
+    """Return 1 if the user did not confirm, or if a cache cannot be removed."""
     place, skipped = _place(directory, profile), list[Skipped]()
     caches = [cache for cache in _caches(place, skipped) if _is_of_this_format(cache) and _is_own(cache, skipped)]
     status = _note_skipped(skipped)
@@ -165,7 +165,7 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
 
 
 def _place(directory: Path | None, profile: str | None) -> Path:
-    """Returns `--dir`, the directory of the profile, or the default directory."""
+    """Return `--dir`, the directory of the profile, or the default directory."""
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
@@ -203,7 +203,7 @@ def _require_outside(place: Path) -> None:
 
 
 def _caches(place: Path, skipped: list[Skipped]) -> list[CacheFacts]:
-    """Returns the caches, the most recently used first."""
+    """Return the caches, the most recently used first."""
     return [] if is_missing(place) else found_in(place, skipped)
 
 
@@ -261,7 +261,7 @@ def _row(cache: CacheStats) -> tuple[str, ...]:
 
 
 def _as_csv(caches: Sequence[CacheStats]) -> str:
-    """Formats the caches as CSV, with `facts` as JSON in one field and unknown values empty."""
+    """Format the caches as CSV, with `facts` as JSON in one field and unknown values empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(CacheStats)])
@@ -303,7 +303,7 @@ def _summary(result: VerifyResult) -> str:
 
 
 def _is_of_this_format(cache: CacheFacts) -> bool:
-    """False, with a note, for a cache of another format version, which is not touched."""
+    """Return False, with a note, for a cache of another format version, which is not touched."""
     try:
         read_superblock(cache.path / SUPERBLOCK)
     except OtherFormat as error:

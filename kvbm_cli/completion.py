@@ -22,7 +22,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def print_script(shell: str, variable: str) -> None:
-    """Prints the completion script. UsageError for a shell that is not in SHELLS."""
+    """Print the completion script. UsageError for a shell that is not in SHELLS."""
     if shell not in SHELLS:
         known = ", ".join(f"`{one}`" for one in SHELLS)
         raise UsageError(f"completion is not available for `{shell}`", hint=f"supported shells: {known}")
@@ -46,7 +46,7 @@ def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
 
 
 def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
-    """What `kvbm bench --compare` takes."""
+    """Return what `kvbm bench --compare` takes."""
     from kvbm_cli.bench.comparison import BASELINE
     from kvbm_cli.package_data import profiles_directory
 

@@ -129,7 +129,7 @@ _LORA_RANGE = 0.1
 
 
 def materialise(preset: str) -> Path:
-    """Returns the directory of a preset in the user's cache. The first call makes it; parallel calls are safe."""
+    """Return the directory of a preset in the user's cache. The first call makes it; parallel calls are safe."""
     directory = directory_of(preset)
     if not directory.exists():
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def directory_of(preset: str) -> Path:
 
 
 def make(preset: str, directory: Path) -> None:
-    """Writes a preset to a new directory, completely or not at all. Keeps one that another process finished first."""
+    """Write a preset to a new directory, completely or not at all. Keeps one that another process finished first."""
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         if preset in ADAPTERS:
@@ -192,7 +192,7 @@ def _lengthen_memory(model: torch.nn.Module) -> None:
 
 
 def _write_adapter(preset: str, directory: Path) -> None:
-    """Writes an adapter with both halves of each projection random; peft's own zeros would change nothing."""
+    """Write an adapter with both halves of each projection random; peft's own zeros would change nothing."""
     import torch
     from safetensors.torch import save_file
 
@@ -222,7 +222,7 @@ def _write_adapter(preset: str, directory: Path) -> None:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """Writes a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
+    """Write a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -245,7 +245,7 @@ def _write_tokenizer(directory: Path) -> None:
 
 
 def _text() -> list[str]:
-    """Generates sentences of invented words, with short words more frequent, as in a language."""
+    """Generate sentences of invented words, with short words more frequent, as in a language."""
     source = random.Random(0)
     syllables = [
         onset + vowel

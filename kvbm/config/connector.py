@@ -44,7 +44,7 @@ def resolve_connector(
     warns: bool = True,
     place: str = PLACE,
 ) -> ConnectorConfig:
-    """Resolves `extra_config["kvbm"]`, or the variables if it is missing. `place` names the first in messages.
+    """Resolve `extra_config["kvbm"]`, or the variables if it is missing. `place` names the first in messages.
 
     ProfileError for a mistake or for a setting that this engine kind does not support; ProfileMistakes for several. A
     variable without effect is logged as a warning if `warns`, else at level DEBUG.
@@ -75,7 +75,7 @@ def _note_unread(extra_config: Mapping[str, object], *, warns: bool) -> None:
 
 
 def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:
-    """Returns the document of the valid variables, and the mistakes."""
+    """Return the document of the valid variables, and the mistakes."""
     variables, mistakes = valid_variables(environment)
     document, warnings = read_variables(variables)
     for warning in (*warnings, *drop_unused(document, variables)):
@@ -97,7 +97,7 @@ def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[Co
 
 
 def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
-    """Yields a mistake for a priority threshold if this engine kind sends no priorities."""
+    """Yield a mistake for a priority threshold if this engine kind sends no priorities."""
     key = "offload.min_priority"
     entry = entry_at(document, key.split("."))
     if entry is None or not isinstance(entry.value, int) or key in (one.key for one in wrong):
@@ -118,7 +118,7 @@ def _written(value: object, place: str) -> Document:
 
 
 def _document(values: Mapping[object, object], path: str, place: str) -> Document:
-    """Converts values to a document. The source text of each entry is `path = JSON`."""
+    """Convert values to a document. The source text of each entry is `path = JSON`."""
     document: Document = {}
     for name, value in values.items():
         here = f"{path}.{name}"

@@ -54,7 +54,7 @@ class Source:
         return self.text[self.column : self.column + self.width]
 
     def excerpt(self) -> str:
-        """Formats the line with carets under the span, indented by two; a very long line is cut."""
+        """Format the line with carets under the span, indented by two; a very long line is cut."""
         start = max(0, self.column - EXCERPT_WIDTH // 2) if self.column + self.width > EXCERPT_WIDTH else 0
         text = with_dots(_CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])).rstrip()
         column = self.column - start
@@ -104,7 +104,7 @@ def located(message: str, source: Source, *, hint: str | None = None, key: str =
 
 
 def together(mistakes: Sequence[ProfileError]) -> ProfileError:
-    """Combines mistakes into one error; a single mistake is returned as it is."""
+    """Combine mistakes into one error; a single mistake is returned as it is."""
     return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
 
 
@@ -119,17 +119,17 @@ _SCALARS = (
 
 
 def plain_scalar(text: str) -> object:
-    """Converts unquoted text: null, a boolean, a number, or else the text itself."""
+    """Convert unquoted text: null, a boolean, a number, or else the text itself."""
     return next((convert(text) for pattern, convert in _SCALARS if pattern.fullmatch(text)), text)
 
 
 def read_file(path: Path, *, noun: str) -> Document:
-    """Reads a YAML file. `noun` names the kind of file in messages, such as `profile`."""
+    """Read a YAML file. `noun` names the kind of file in messages, such as `profile`."""
     return _complete(parse_file(path, noun=noun))
 
 
 def read_document(text: str, *, label: str, noun: str = "profile") -> Document:
-    """Reads YAML text. ProfileError, with the place, for anything except a plain mapping of unique keys."""
+    """Read YAML text. ProfileError, with the place, for anything except a plain mapping of unique keys."""
     return _complete(parse_document(text, label=label, noun=noun))
 
 
@@ -141,7 +141,7 @@ def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
 
 
 def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
-    """Returns the valid entries of a YAML file and its mistakes. ProfileError if the file cannot be read."""
+    """Return the valid entries of a YAML file and its mistakes. ProfileError if the file cannot be read."""
     try:
         text = _decoded(read_at_most(path, MAX_FILE_BYTES))
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
@@ -151,7 +151,7 @@ def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
 
 
 def _decoded(contents: bytes) -> str:
-    """Decodes UTF-8 text. ValueError with the place of the first byte that is not."""
+    """Decode UTF-8 text. ValueError with the place of the first byte that is not."""
     if contents.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is UTF-16 text, not UTF-8")
     try:
@@ -162,7 +162,7 @@ def _decoded(contents: bytes) -> str:
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:
-    """Returns the valid entries of YAML text and its mistakes; no entries if the text is not YAML.
+    """Return the valid entries of YAML text and its mistakes; no entries if the text is not YAML.
 
     Lookalikes are mistakes, and the text is read as if it had none, so that their consequences are not reported.
     """
@@ -180,7 +180,7 @@ def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Doc
 def _read_without(
     found: list[Lookalike], text: str, label: str, noun: str, *, quote: str = ""
 ) -> tuple[Document, list[ProfileError]]:
-    """Returns the entries of the text without these characters, and one mistake for each line that has some."""
+    """Return the entries of the text without these characters, and one mistake for each line that has some."""
     places: dict[int | None, Mistake] = {}
     reader = _EntryReader(text, label)
     for one in found:
@@ -216,7 +216,7 @@ def _hint_for(text: str, noun: str) -> str | None:
 
 
 def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
-    """Parses a list or mapping in brackets on a command line. Returns the value and its mistakes."""
+    """Parse a list or mapping in brackets on a command line. Returns the value and its mistakes."""
     reader = _EntryReader(place.text, place.label, is_file=False)
     try:
         node = yaml.compose(" " * place.column + text, Loader=_Loader)
@@ -297,7 +297,7 @@ class _EntryReader:
         return {}
 
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
-        """Returns the span from `start` to `end`, or to the end of the first line; never beyond the last line."""
+        """Return the span from `start` to `end`, or to the end of the first line; never beyond the last line."""
         if start.line >= len(self.lines):
             return self._source(len(self.lines) - 1, len(self.lines[-1]), 1)
         text = self.lines[start.line]
@@ -362,7 +362,7 @@ class _EntryReader:
 
 
 def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
-    """Returns the entry at `names`, or None."""
+    """Return the entry at `names`, or None."""
     entry: Entry | None = None
     section: Mapping[str, Entry] | None = document
     for name in names:
@@ -378,5 +378,5 @@ def _plain(value: object) -> object:
 
 
 def plain_values(document: Mapping[str, Entry]) -> dict[str, object]:
-    """The document without its sources."""
+    """Return the document without its sources."""
     return {name: _plain(entry.value) for name, entry in document.items()}

@@ -160,7 +160,7 @@ class TrtllmArguments(Section):
 
     @model_serializer(mode="wrap")
     def _with_every_option(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Keeps undeclared options that are null, also where keys without a value are left out."""
+        """Keep undeclared options that are null, also where keys without a value are left out."""
         return {**serialize(self), **(self.model_extra or {})}
 
 
@@ -220,7 +220,7 @@ class TrtllmEngine(EngineSection):
 
 
 def _kind_of(engine: object) -> str:
-    """Returns the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""
+    """Return the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""
     kind = engine.get("kind") if isinstance(engine, dict) else getattr(engine, "kind", None)
     return kind if kind in ENGINE_KINDS else ENGINE_KINDS[0]
 

@@ -22,7 +22,7 @@ NO_WRITER = "no process writes to this pipe"
 
 
 def real_path(path: Path) -> Path:
-    """Returns the path without symbolic links, as far as that is possible."""
+    """Return the path without symbolic links, as far as that is possible."""
     return Path(os.path.realpath(path))
 
 
@@ -38,7 +38,7 @@ def is_missing(path: Path) -> bool:
 
 
 def read_at_most(path: Path, byte_count: int) -> bytes:
-    """Returns the contents of a file of at most `byte_count` bytes. Raises OSError, EFBIG for a larger one.
+    """Return the contents of a file of at most `byte_count` bytes. Raises OSError, EFBIG for a larger one.
 
     A FIFO must be written within FIFO_TIMEOUT_S. A pipe of the shell (`<(...)`) may take longer.
     """
@@ -72,7 +72,7 @@ def _is_readable(descriptor: int, timeout_s: float) -> bool:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; `open` alone would wait for the writer of a FIFO."""
+    """Open a file; `open` alone would wait for the writer of a FIFO."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return descriptor
@@ -87,7 +87,7 @@ def _is_fifo(path: Path) -> bool:
 
 
 def reason_not_readable(path: Path) -> str | None:
-    """Returns why this is not a regular file that can be read, None if it is."""
+    """Return why this is not a regular file that can be read, None if it is."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:

@@ -21,18 +21,18 @@ class Findings:
     is_incomplete: bool = False  # a file could not be read; missing keys may be in it
 
     def add(self, found: Iterable[Mistake]) -> list[Mistake]:
-        """Adds the mistakes that are not consequences of earlier ones, and returns them."""
+        """Add the mistakes that are not consequences of earlier ones, and return them."""
         new = [one for one in found if not self._is_consequence(one)]
         self.mistakes += new
         self.wrong |= {key for one in new for key in (one.key, one.meant) if key}
         return new
 
     def _is_consequence(self, mistake: Mistake) -> bool:
-        """True if the mistake only follows from the removal of a wrong key."""
+        """Return whether the mistake only follows from the removal of a wrong key."""
         return any(is_within(mistake.key, key) or is_within(key, mistake.key) for key in self.wrong)
 
     def in_order(self) -> tuple[ProfileError, ...]:
-        """Returns all mistakes: those in files by file and line, then those in variables and on the command line."""
+        """Return all mistakes: those in files by file and line, then those in variables and on the command line."""
         return tuple(sorted({one.message: one for one in self.mistakes}.values(), key=self._place))
 
     def _place(self, mistake: ProfileError) -> tuple[int, float, int]:
@@ -48,13 +48,13 @@ def is_within(key: str, section: str) -> bool:
 
 
 def remove_mistaken(document: Document, mistakes: Sequence[Mistake]) -> bool:
-    """Removes the entries of the mistakes from the document. Returns whether anything was removed."""
+    """Remove the entries of the mistakes from the document. Returns whether anything was removed."""
     removed = [_remove(document, mistake.key.split(".")) for mistake in mistakes]
     return any(removed)
 
 
 def _remove(document: Document, names: Sequence[str]) -> bool:
-    """Removes the entry at `names`, or a parent that is not a section. A name may contain dots."""
+    """Remove the entry at `names`, or a parent that is not a section. A name may contain dots."""
     for depth in range(len(names), 0, -1):
         name, below = ".".join(names[:depth]), names[depth:]
         entry = document.get(name)

@@ -46,12 +46,12 @@ EMBEDDED_ONLY: Mapping[str, str] = {
 
 
 def flag_name(written: str) -> str:
-    """Returns the name of a flag in the schema, with underscores instead of hyphens."""
+    """Return the name of a flag in the schema, with underscores instead of hyphens."""
     return written.replace("-", "_")
 
 
 def refused_flags(document: Document) -> Iterator[Mistake]:
-    """Yields a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
+    """Yield a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
         mistake = _refused_flag(name, entry)

@@ -67,7 +67,7 @@ _VARIABLE = re.compile(r"^\s*(?:export\s+)?[A-Z][A-Z0-9_]+=", re.MULTILINE)
 
 
 def foreign_file(keys: Collection[str]) -> tuple[str, str] | None:
-    """Returns what the file with these keys is, and a hint; None if it may be a profile."""
+    """Return what the file with these keys is, and a hint; None if it may be a profile."""
     names = {key.replace("-", "_") for key in keys}
     if names & OWN:
         return None
@@ -75,7 +75,7 @@ def foreign_file(keys: Collection[str]) -> tuple[str, str] | None:
 
 
 def hint_for_text(text: str) -> str | None:
-    """Returns a hint for a text that is not one mapping: an env file, a script, a unit, or several manifests."""
+    """Return a hint for a text that is not one mapping: an env file, a script, a unit, or several manifests."""
     if _MANIFEST.search(text) and not _OWN_KEY.search(text):
         return f"this is a manifest of Kubernetes, not a profile; {_IMPORT}"
     return _IMPORT if _VARIABLE.search(text) else None

@@ -36,7 +36,7 @@ class Form(enum.Enum):
     ENDPOINT = "a URL that begins with `http://` or `https://`, without credentials"
 
     def parse(self, text: str, source: Source) -> object:
-        """Returns the value for the profile key. ProfileError for text that is not of this form."""
+        """Return the value for the profile key. ProfileError for text that is not of this form."""
         stripped = text.strip()
         written = written_in_env_file(stripped, may_have_comment=self is not Form.TEXT or source.written == stripped)
         if not stripped or (written is not None and not written.meant):
@@ -68,7 +68,7 @@ def _boolean(text: str) -> bool | None:
 
 
 def _bucket(text: str) -> str | None:
-    """Returns the URL of a bucket."""
+    """Return the URL of a bucket."""
     return f"s3://{text}" if _BUCKET.fullmatch(text) else None
 
 
@@ -77,7 +77,7 @@ def _endpoint(text: str) -> str | None:
 
 
 def _hint(form: Form, text: str, written: WrittenValue | None, source: Source) -> str | None:
-    """Returns how to write the value. Of a value that is not shown, it names only what to remove."""
+    """Return how to write the value. Of a value that is not shown, it names only what to remove."""
     is_secret = source.written != text
     if text.startswith("tcp://"):
         return OF_KUBERNETES
@@ -90,7 +90,7 @@ def _hint(form: Form, text: str, written: WrittenValue | None, source: Source) -
 
 
 def _meant(form: Form, text: str) -> str | None:
-    """Returns the value in the correct form if the text contains it in another form, else None."""
+    """Return the value in the correct form if the text contains it in another form, else None."""
     if form is Form.BUCKET and (found := _BUCKET_URL.fullmatch(text)):
         return found[1]
     if form is Form.GIGABYTES:

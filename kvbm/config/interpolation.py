@@ -37,7 +37,7 @@ class Interpolation:
     mistakes: list[Mistake]
 
     def document(self, document: Mapping[str, Entry], prefix: str = "") -> Document:
-        """Returns a copy of the document with variables replaced."""
+        """Return a copy of the document with variables replaced."""
         return {name: self._entry(entry, f"{prefix}{name}") for name, entry in document.items()}
 
     def _entry(self, entry: Entry, path: str) -> Entry:
@@ -50,7 +50,7 @@ class Interpolation:
         return entry
 
     def _inside(self, value: object, entry: Entry, path: str) -> object:
-        """Processes the texts in a list or mapping."""
+        """Process the texts in a list or mapping."""
         if isinstance(value, list):
             return [self._inside(one, entry, path) for one in value]
         if isinstance(value, dict):
@@ -115,7 +115,7 @@ def is_interpolated(path: str) -> bool:
 
 
 def _to_its_bracket(text: str) -> str:
-    """Returns the text to the bracket that closes its first one, or all of it."""
+    """Return the text to the bracket that closes its first one, or all of it."""
     depth = 0
     for end, character in enumerate(text, 1):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -125,7 +125,7 @@ def _to_its_bracket(text: str) -> str:
 
 
 def _at(piece: str, entry: Entry) -> Source:
-    """Returns the place of the piece, or of the whole value if it was escaped."""
+    """Return the place of the piece, or of the whole value if it was escaped."""
     source = entry.source
     start = source.text.find(piece, source.column, source.column + source.width)
     return source if start < 0 else replace(source, column=start, width=len(piece))

@@ -48,14 +48,14 @@ _ENGINE_WITHOUT_PARENT = {
 
 
 def _section(schema: Schema) -> Schema:
-    """Schema of a model without its docstring and with every key optional."""
+    """Return the schema of a model without its docstring and with every key optional."""
     properties = {name: _key(one) for name, one in schema["properties"].items()}
     kept = {name: one for name, one in schema.items() if name not in ("description", "title", "required")}
     return {**kept, "properties": properties}
 
 
 def _key(schema: Schema) -> Schema:
-    """Schema of one key. A section may be empty."""
+    """Return the schema of one key. A section may be empty."""
     kept = {name: one for name, one in schema.items() if name != "title"}
     reference = kept.pop("$ref", None)
     if reference is None:
@@ -64,7 +64,7 @@ def _key(schema: Schema) -> Schema:
 
 
 def _engine(schema: Schema) -> Schema:
-    """Schema of `engine`: either kind. Without `kind`, the kind of the parent is not known."""
+    """Return the schema of `engine`: either kind. Without `kind`, the kind of the parent is not known."""
     return {**_about(schema), "anyOf": [*schema["oneOf"], {"type": "null"}]}
 
 

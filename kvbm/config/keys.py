@@ -27,7 +27,7 @@ class Key:
 
 
 def keys(model: type[BaseModel] = Profile, *, engine: str = ENGINE_KINDS[0]) -> tuple[Key, ...]:
-    """Returns every key in the order of the schema, each section before its keys, with those of one engine kind."""
+    """Return every key in the order of the schema, each section before its keys, with those of one engine kind."""
     return tuple(_walk(model, "", engine))
 
 
@@ -50,7 +50,7 @@ def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Returns the types of a union without `Annotated`, or the type itself."""
+    """Return the types of a union without `Annotated`, or the type itself."""
     return [getattr(one, "__origin__", one) for one in get_args(annotation) or (annotation,)]
 
 

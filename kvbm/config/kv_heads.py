@@ -21,7 +21,8 @@ def have_layers_equal_heads(config: Mapping[str, object], kv_heads: int) -> bool
 
 
 def replicas_of_heads(kv_heads: int, tensor_parallel: int) -> int:
-    """Number of ranks with the same head: 1 if every rank has heads of its own, or if heads cannot be divided."""
+    """Return the number of ranks with the same head: 1 if every rank has heads of its own, or if heads cannot be
+    divided."""
     if not 0 < kv_heads < tensor_parallel or tensor_parallel % kv_heads:
         return 1
     return tensor_parallel // kv_heads

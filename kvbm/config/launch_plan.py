@@ -29,7 +29,7 @@ class LaunchPlan:
     metrics_url: str = ""
 
     def placed(self, directory: Path) -> LaunchPlan:
-        """Returns the plan with its files in `directory`. Its starter writes them."""
+        """Return the plan with its files in `directory`. Its starter writes them."""
         paths = {name: str(directory / name) for name in self.files}
         argv = tuple(paths.get(word, word) for word in self.argv)
         return replace(self, argv=argv, files={paths[name]: text for name, text in self.files.items()})
@@ -41,6 +41,6 @@ _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def reachable(host: str) -> str:
-    """Returns the URL host by which this machine reaches a server that listens on `host`."""
+    """Return the URL host by which this machine reaches a server that listens on `host`."""
     address = _EVERY_ADDRESS.get(host, host)
     return f"[{address}]" if ":" in address else address

@@ -44,7 +44,7 @@ TIERS = frozenset(path for path in _SECTIONS if path.startswith("tiers."))
 
 
 def find(reference: str, *, directories: Sequence[Path], inside: Path | None = None) -> Path:
-    """Returns the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name.
+    """Return the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name.
 
     If no profile has the name, it is a file in the current directory; not if `inside` is given, the directory of the
     file that contains the reference. ProfileError for an unknown name.
@@ -106,7 +106,7 @@ def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
 
 
 def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
-    """Merges a file over all its parents. ProfileError if `path` itself cannot be read."""
+    """Merge a file over all its parents. ProfileError if `path` itself cannot be read."""
     chain: list[Document] = []
     files: list[Path] = []
     while True:
@@ -133,7 +133,7 @@ def file_with_parents(path: Path, directories: Sequence[Path], findings: Finding
 
 
 def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
-    """Returns the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
+    """Return the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
     reference, source = extends.value, extends.source
     if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
         raise located("`extends` must be the name or path of a profile", source, key="extends")
@@ -169,14 +169,14 @@ def _file(path: Path, findings: Findings) -> Document:
 
 
 def _valid_layer(document: Document, findings: Findings) -> Document:
-    """Returns a layer that can be merged: no value in place of a section, flags with underscores."""
+    """Return a layer that can be merged: no value in place of a section, flags with underscores."""
     document = dict(document)
     remove_mistaken(document, findings.add(not_sections(document, _SECTIONS)))
     return _one_spelling(_variables_as_written(document), findings)
 
 
 def _variables_as_written(document: Document) -> Document:
-    """Replaces the numbers in `engine.environment` by their text: a variable of `12.10` is not `12.1`."""
+    """Replace the numbers in `engine.environment` by their text: a variable of `12.10` is not `12.1`."""
     variables, engine = entry_at(document, ["engine", "environment"]), document.get("engine")
     if engine is None or variables is None or variables.section is None:
         return document
@@ -193,7 +193,7 @@ def _is_number(value: object) -> bool:
 
 
 def _one_spelling(document: Document, findings: Findings) -> Document:
-    """Renames the flags to their names in the schema."""
+    """Rename the flags to their names in the schema."""
     arguments = entry_at(document, ["engine", "arguments"])
     if arguments is None or arguments.section is None:
         return document
@@ -218,7 +218,7 @@ def with_layers(
     options: Mapping[str, tuple[str, str]],
     findings: Findings,
 ) -> tuple[Document, tuple[str, ...]]:
-    """Merges variables, overrides and options over the document. Returns it with warnings."""
+    """Merge variables, overrides and options over the document. Returns it with warnings."""
     variables, mistakes = valid_variables(environment)
     findings.mistakes += mistakes
     from_variables, warnings = read_variables(variables)
@@ -237,7 +237,7 @@ def with_layers(
 
 
 def _override(text: str) -> Document:
-    """Parses one `--set key=value`. The value is one line of YAML."""
+    """Parse one `--set key=value`. The value is one line of YAML."""
     path, equals, raw = text.partition("=")
     shown = f"--set {text}"
     names = path.strip().split(".")
@@ -260,7 +260,7 @@ def _override(text: str) -> Document:
 
 
 def _lookalike(shown: str, value: str) -> Mistake | None:
-    """Returns the mistake of a hidden character, or of typographic quotes around the value, which a shell keeps."""
+    """Return the mistake of a hidden character, or of typographic quotes around the value, which a shell keeps."""
     place = Source("--set", shown, len(shown) - len(value), len(value))
     if value[:1] in ("'", '"'):
         return None
@@ -272,7 +272,7 @@ def _lookalike(shown: str, value: str) -> Mistake | None:
 
 
 def _bracketed(raw: str, source: Source) -> object:
-    """Parses a list or mapping."""
+    """Parse a list or mapping."""
     value, mistakes = parse_value(raw, source)
     if mistakes:
         raise mistakes[0]
@@ -294,7 +294,7 @@ def _typed(raw: str) -> object:
 
 
 def merge(base: Document, over: Document, *, path: str = "") -> Document:
-    """Merges `over` over `base`, section by section, into a new document.
+    """Merge `over` over `base`, section by section, into a new document.
 
     An empty section changes nothing; a tier that is `null` removes that of `base`.
     """

@@ -51,7 +51,7 @@ class ResolvedProfile:
     warnings: tuple[str, ...]
 
     def mistake(self, key: str, message: str, *, hint: str | None = None) -> Mistake:
-        """Makes the error of a value that is invalid on this machine, at the place of `key`."""
+        """Make the error of a value that is invalid on this machine, at the place of `key`."""
         return Mistake(message, self.sources.get(key, self.path), hint=hint, key=key)
 
 
@@ -72,7 +72,7 @@ def load(
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
 ) -> ResolvedProfile:
-    """Resolves the profile `reference`, a path or a name in one of `directories`.
+    """Resolve the profile `reference`, a path or a name in one of `directories`.
 
     `overrides` are texts of `--set`. `options` are keys set by other options, as `{key: (option, text)}`; they override
     everything. ProfileError for a mistake, ProfileMistakes for several.
@@ -107,7 +107,7 @@ def examine_written(
     parent: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Examined:
-    """Resolves the document `written` as if it were the file `path` and extended `parent`."""
+    """Resolve the document `written` as if it were the file `path` and extended `parent`."""
     findings = Findings()
     below = file_with_parents(parent, directories, findings) if parent is not None else {}
     return _examined(path, merge(below, written), other_variables(variables or {}), (), {}, findings)
@@ -116,7 +116,7 @@ def examine_written(
 def written_by(
     overrides: Sequence[str], options: Mapping[str, tuple[str, str]]
 ) -> tuple[Document, tuple[ProfileError, ...]]:
-    """Converts `--set` and options to a document with absolute paths. Returns it with their mistakes."""
+    """Convert `--set` and options to a document with absolute paths. Returns it with their mistakes."""
     findings = Findings()
     document, _ = with_layers({}, {}, overrides, options, findings)
     return with_absolute_paths(document), findings.in_order()
@@ -150,7 +150,7 @@ def _examined(
 
 
 def _validated(document: Document, path: Path, findings: Findings) -> Profile | None:
-    """Returns the profile, None if the document without its mistakes is not valid. Consumes the document."""
+    """Return the profile, None if the document without its mistakes is not valid. Consumes the document."""
     remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
     if kind in _REFUSED:
@@ -171,7 +171,7 @@ def _validated(document: Document, path: Path, findings: Findings) -> Profile | 
 
 
 def _of_any_kind(document: Document) -> Document:
-    """Returns the document with engine kind vllm, which accepts the keys of every kind."""
+    """Return the document with engine kind vllm, which accepts the keys of every kind."""
     engine = document.get("engine")
     if engine is None or engine.section is None:
         return document
@@ -186,7 +186,7 @@ def _engine_kind(document: Document) -> str:
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:
-    """Returns the source of every key, None for a default."""
+    """Return the source of every key, None for a default."""
     entries = {path: entry_at(document, path.split(".")) for path in _paths(profile)}
     return {path: entry.source if entry else None for path, entry in entries.items()}
 
@@ -205,7 +205,7 @@ def _value_at(dumped: Mapping[str, object], path: str) -> object:
 
 
 def _paths(profile: Profile) -> list[str]:
-    """Returns every key of the profile; a missing tier is one key.
+    """Return every key of the profile; a missing tier is one key.
 
     Undeclared flags come after the declared ones. The variables of `engine.environment` replace that key.
     """

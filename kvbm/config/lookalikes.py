@@ -57,12 +57,12 @@ class Lookalike:
 
 
 def line_breaks(text: str) -> list[Lookalike]:
-    """Returns the characters at which YAML ends a line and an editor does not."""
+    """Return the characters at which YAML ends a line and an editor does not."""
     return [Lookalike(found.start(), found[0]) for found in _BREAK.finditer(text)]
 
 
 def in_scalar(text: str, start: int, end: int, *, is_free: bool) -> Iterator[Lookalike]:
-    """Yields those of the unquoted key or value `text[start:end]`. Free text may have quotes and hidden characters."""
+    """Yield those of the unquoted key or value `text[start:end]`. Free text may have quotes and hidden characters."""
     if is_free:
         return
     written = text[start:end]
@@ -72,14 +72,14 @@ def in_scalar(text: str, start: int, end: int, *, is_free: bool) -> Iterator[Loo
 
 
 def anywhere(text: str) -> list[Lookalike]:
-    """Returns those that can be the reason why a text is not valid YAML."""
+    """Return those that can be the reason why a text is not valid YAML."""
     bare = _FREE.sub(lambda found: " " * len(found[0]), text)
     found = (*_HIDDEN.finditer(bare), *_END_OF_VALUE.finditer(bare))
     return sorted((Lookalike(one.start(), one[0]) for one in found), key=lambda one: one.index)
 
 
 def without(text: str, found: list[Lookalike], *, quote: str = "") -> str:
-    """Returns the text with a space for each character like a space, `quote` for each quote, and without the others."""
+    """Return the text with a space for each character like a space, `quote` for each quote, and without the others."""
     kept, start = [], 0
     for one in sorted(found, key=lambda one: one.index):
         is_space = _SPACE.match(one.character) or _BREAK.match(one.character)
@@ -90,7 +90,7 @@ def without(text: str, found: list[Lookalike], *, quote: str = "") -> str:
 
 
 def with_dots(text: str) -> str:
-    """Returns the text with a dot for each hidden character, as many characters as before."""
+    """Return the text with a dot for each hidden character, as many characters as before."""
     return _HIDDEN.sub("·", _BREAK.sub("·", text))
 
 

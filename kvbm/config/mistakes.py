@@ -76,7 +76,7 @@ class FileKind:
 
 
 def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
-    """The kind of a profile, with the keys of one engine kind."""
+    """Return the kind of a profile, with the keys of one engine kind."""
     missing = {
         "engine": "add `engine.model`, such as `synthetic:tiny`",
         "tiers": "add `tiers.host.capacity`, such as `64GiB`",
@@ -85,7 +85,7 @@ def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
 
 
 def not_built(document: Document) -> Iterator[Mistake]:
-    """Yields a mistake for keys and engines that this version does not support, and for an unknown `kind`."""
+    """Yield a mistake for keys and engines that this version does not support, and for an unknown `kind`."""
     for name, hint in NOT_BUILT.items():
         entry = entry_at(document, name.split("."))
         if entry is not None:
@@ -96,7 +96,7 @@ def not_built(document: Document) -> Iterator[Mistake]:
 
 
 def invalid_text(document: Mapping[str, Entry], section: str = "") -> Iterator[Mistake]:
-    """Yields a mistake for text of the command line or a variable that is not UTF-8."""
+    """Yield a mistake for text of the command line or a variable that is not UTF-8."""
     for name, entry in document.items():
         key = f"{section}{name}"
         if entry.section is not None:
@@ -122,7 +122,7 @@ def _no_engine(kind: Entry) -> Mistake:
 
 
 def not_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
-    """Yields a mistake for each value in place of a section, which would hide the keys of lower layers."""
+    """Yield a mistake for each value in place of a section, which would hide the keys of lower layers."""
     for name, entry in document.items():
         path = f"{prefix}{name}"
         if entry.section is not None:
@@ -135,7 +135,7 @@ def not_sections(document: Document, sections: Collection[str], prefix: str = ""
 def mistakes_in(
     error: ValidationError, document: Document, path: Path | str, kind: FileKind, *, is_complete: bool = True
 ) -> list[Mistake]:
-    """Converts the errors of pydantic to mistakes with places, without mere consequences of others.
+    """Convert the errors of pydantic to mistakes with places, without mere consequences of others.
 
     If the document is not complete, missing keys are not reported.
     """
@@ -152,7 +152,7 @@ def mistakes_in(
 
 
 def _missing_together(missing: Sequence[Mistake]) -> Iterator[Mistake]:
-    """Yields one mistake for all missing keys with the same hint."""
+    """Yield one mistake for all missing keys with the same hint."""
     for hint in dict.fromkeys(one.hint for one in missing):
         alike = [one for one in missing if one.hint == hint]
         names = ", ".join(f"`{one.key}`" for one in alike)
@@ -185,7 +185,7 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
 
 
 def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None:
-    """Returns the entry at `names` or its nearest parent, because values inside a list have no entry."""
+    """Return the entry at `names` or its nearest parent, because values inside a list have no entry."""
     depths = range(len(names), 0, -1)
     return next((entry for depth in depths if (entry := entry_at(document, names[:depth])) is not None), None)
 
@@ -237,7 +237,7 @@ def _boolean_meant(value: object) -> str | None:
 
 
 def _section_meant(value: object) -> str | None:
-    """Returns how to write a list or a text as a section."""
+    """Return how to write a list or a text as a section."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         return "drop the quotes: JSON in braces is a section"
     text = value[0] if isinstance(value, list) and value else value
@@ -316,7 +316,7 @@ def _siblings(prefix: str, kind: FileKind) -> list[str]:
 
 
 def _nearest_key(dotted: str, kind: FileKind) -> str:
-    """Returns a hint for an unknown key: a known synonym, a sibling, a key elsewhere, or all keys of the section."""
+    """Return a hint for an unknown key: a known synonym, a sibling, a key elsewhere, or all keys of the section."""
     prefix, _, leaf = dotted.rpartition(".")
     if leaf == "<<":
         return "merge keys are not supported; use `extends` to share keys"

@@ -21,7 +21,7 @@ SYNTHETIC = "synthetic:"
 
 
 def with_absolute_paths(document: Document) -> Document:
-    """Returns a copy of the document in which the paths are absolute."""
+    """Return a copy of the document in which the paths are absolute."""
     for key in PATHS:
         section, _, name = key.partition(".")
         entry, holder = entry_at(document, [section, name]), document.get(section)
@@ -34,7 +34,7 @@ def with_absolute_paths(document: Document) -> Document:
 
 
 def absolute_path(key: str, value: str, source: Source) -> str:
-    """Returns the absolute path if the value of `key`, written at `source`, is a path, else the value."""
+    """Return the absolute path if the value of `key`, written at `source`, is a path, else the value."""
     if value.startswith("~"):
         value = os.path.expanduser(value)
     if os.path.isabs(value) or not _may_be_a_path(value):
@@ -52,7 +52,7 @@ def _is_dotted(value: str) -> bool:
 
 
 def _directory_of(source: Source) -> Path:
-    """Returns the directory of the file, or the current directory for a value of the command line."""
+    """Return the directory of the file, or the current directory for a value of the command line."""
     return Path(os.path.realpath(os.path.dirname(source.label))) if source.line is not None else Path.cwd()
 
 

@@ -175,7 +175,7 @@ class Tiers(Section):
         return self
 
     def host_memory(self) -> HostTierSection:
-        """Returns G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
+        """Return G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
 

@@ -33,7 +33,7 @@ _PATTERN = re.compile(r"(?P<number>(?:0|[1-9][0-9]*)(?:\.[0-9]+)?) ?(?P<unit>[A-
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes, rounded down. ValueError with the end of a message."""
+    """Return the bytes, rounded down. ValueError with the end of a message."""
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"must be a size such as 100GB or 64GiB, not `{shortened(text)}`")
@@ -57,13 +57,13 @@ def parse_size(text: str) -> int:
 
 
 def exact_size(byte_count: int) -> str:
-    """Formats bytes for a profile without loss, in the largest unit that divides them: `2500MB`, `1GiB`."""
+    """Format bytes for a profile without loss, in the largest unit that divides them: `2500MB`, `1GiB`."""
     unit = max((unit for unit, factor in UNITS.items() if byte_count % factor == 0), key=UNITS.__getitem__)
     return f"{byte_count // UNITS[unit]}{unit}"
 
 
 def format_size(byte_count: int) -> str:
-    """Formats bytes for display, in binary units: `1.0 GiB`."""
+    """Format bytes for display, in binary units: `1.0 GiB`."""
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if byte_count >= UNITS[unit]:
             return f"{byte_count / UNITS[unit]:.1f} {unit}"

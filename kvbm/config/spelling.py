@@ -21,13 +21,13 @@ _COMMENT = re.compile(r"\s+#.*", re.DOTALL)
 
 
 def snake_case(name: str) -> str:
-    """Returns a name as keys and flags are written: `max_model_len` for `maxModelLen` and `--max-model-len`."""
+    """Return a name as keys and flags are written: `max_model_len` for `maxModelLen` and `--max-model-len`."""
     words = _WORD_START.sub("_", _ONE_WORD.sub(lambda word: word[0].capitalize(), name.replace("-", "_")))
     return re.sub("_+", "_", words).strip("_").lower()
 
 
 def unquoted(text: str) -> str | None:
-    """Returns the text without the quotes around it, None if there are none."""
+    """Return the text without the quotes around it, None if there are none."""
     found = _QUOTED.fullmatch(text)
     return found[2].strip() if found is not None else None
 
@@ -41,7 +41,7 @@ class WrittenValue:
 
 
 def written_in_env_file(text: str, *, may_have_comment: bool = True) -> WrittenValue | None:
-    """Returns the value without quotes and a comment, None if it has neither."""
+    """Return the value without quotes and a comment, None if it has neither."""
     bare = _COMMENT.sub("", text) if may_have_comment else text
     inner = unquoted(bare)
     extra = [name for name, is_there in (("quotes", inner is not None), ("comment", bare != text)) if is_there]
@@ -63,7 +63,7 @@ _FILLERS = frozenset({"CACHE", "MAX", "LOCAL", "TYPE", "NUM", "OVERRIDE", "KV"})
 
 
 def nearest_variable(name: str, known: Collection[str], *, prefix: str) -> str | None:
-    """Returns the known variable that means the same as `name`, else the most similar one, else the only one that has
+    """Return the known variable that means the same as `name`, else the most similar one, else the only one that has
     all its words."""
     written = name.strip().removeprefix("export ").strip().upper()
     if written in known:

@@ -101,7 +101,7 @@ _COUNTS = ("kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens")  # 
 
 
 def refused_options(document: Document) -> Iterator[Mistake]:
-    """Yields a mistake for each option that kvbm sets, that no option is, or whose value kvbm cannot work with."""
+    """Yield a mistake for each option that kvbm sets, that no option is, or whose value kvbm cannot work with."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
         reason = _reason_against(name)
@@ -133,7 +133,7 @@ def _reason_against(name: str) -> tuple[str, str] | None:
 
 
 def _option(document: Document, option: str) -> Entry | None:
-    """Returns the option if it has a value."""
+    """Return the option if it has a value."""
     found = entry_at(document, ["engine", "arguments", *option.split(".")])
     return None if found is None or found.value is None else found
 

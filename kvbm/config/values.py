@@ -52,7 +52,7 @@ def absolute(directory: str) -> str:
 
 
 def _path_of_url(text: str) -> str:
-    """Returns what to write instead of a URL, as the end of a message."""
+    """Return what to write instead of a URL, as the end of a message."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         return ""
@@ -65,7 +65,7 @@ SHARED_SCHEMES = ("s3", "gs", "az", "file", "mooncake")
 
 
 def shared_url(url: str) -> str:
-    """Validates where the shared tier is. ValueError for another kind of place, and for credentials in the URL."""
+    """Validate where the shared tier is. ValueError for another kind of place, and for credentials in the URL."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in SHARED_SCHEMES:
         known = ", ".join(f"`{name}://`" for name in SHARED_SCHEMES)
@@ -85,7 +85,7 @@ _NEARLY_URL = re.compile(rf"(?i)({'|'.join(SHARED_SCHEMES)}):/*(.*)")
 
 
 def _url_meant(text: str) -> str:
-    """Returns how to write a directory or a bucket as a URL, as the end of a message."""
+    """Return how to write a directory or a bucket as a URL, as the end of a message."""
     if text.startswith(("/", "~")):
         return f": write `file://{text}`"
     if text.startswith("."):
@@ -112,7 +112,7 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, 
 
 
 def count_value(value: object) -> object:
-    """Validates a whole number as vLLM accepts it: 8192, `8k` (8000) or `8K` (8192)."""
+    """Validate a whole number as vLLM accepts it: 8192, `8k` (8000) or `8K` (8192)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, str) and _parsed_count(value) is not None:
@@ -125,7 +125,7 @@ def length_value(value: object) -> object:
 
 
 def count_of(value: int | str | None) -> int | None:
-    """Returns the number of a valid count, None for `auto` and -1, which leave it to the engine."""
+    """Return the number of a valid count, None for `auto` and -1, which leave it to the engine."""
     count = _parsed_count(value) if isinstance(value, str) else value
     return None if count == -1 else count
 
@@ -146,7 +146,7 @@ def names_value(value: object) -> object:
 
 
 def flag_value(value: object) -> object:
-    """Validates the value of a command-line flag: text, a number, a boolean, a list of those, or JSON."""
+    """Validate the value of a command-line flag: text, a number, a boolean, a list of those, or JSON."""
     if value is None:
         raise ValueError("requires a value; remove the key to use the engine's default")
     if not _is_finite(value):
@@ -155,7 +155,7 @@ def flag_value(value: object) -> object:
 
 
 def option_value(value: object) -> object:
-    """Validates the value of an option in a YAML file: JSON, also null."""
+    """Validate the value of an option in a YAML file: JSON, also null."""
     return value if value is None else flag_value(value)
 
 

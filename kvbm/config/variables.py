@@ -256,28 +256,28 @@ _CREDENTIALS = re.compile(r"//[^/]*@")
 
 
 def variable_names(environment: Mapping[str, str]) -> list[str]:
-    """Returns the names of DYN_KVBM_* variables and other names of the table, valid or not."""
+    """Return the names of DYN_KVBM_* variables and other names of the table, valid or not."""
     return sorted(name for name in environment if name in _BY_NAME or _is_meant_for_kvbm(name))
 
 
 def _is_meant_for_kvbm(name: str) -> bool:
-    """True for a name of ours, also one that an env file has spoilt: `export DYN_KVBM_METRICS`, ` DYN_KVBM_METRICS`."""
+    """Return whether a name is ours, also if an env file has spoilt it: `export DYN_KVBM_METRICS`."""
     return name.strip().removeprefix("export ").lstrip().upper().startswith(PREFIX)
 
 
 def other_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns all other variables, to which a profile may refer."""
+    """Return all other variables, to which a profile may refer."""
     ours = set(variable_names(environment))
     return {name: value for name, value in environment.items() if name not in ours}
 
 
 def variable_of(name: str) -> Variable | None:
-    """Returns the row of a name, None for an unknown name."""
+    """Return the row of a name, None for an unknown name."""
     return _BY_NAME.get(_NIXL_PREFIX + "<NAME>" if name.startswith(_NIXL_PREFIX) else name)
 
 
 def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str, ...]]:
-    """Returns the document of the supported variables, and one warning for each variable without effect.
+    """Return the document of the supported variables, and one warning for each variable without effect.
 
     Variables for the store are only checked.
     """
@@ -303,7 +303,7 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str,
 
 
 def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
-    """Returns the valid variables, and all mistakes."""
+    """Return the valid variables, and all mistakes."""
     found: dict[str, str] = {}
     mistakes: list[ProfileError] = []
     for name in variable_names(environment):
@@ -319,7 +319,7 @@ def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], lis
 def drop_unused(
     document: Document, environment: Mapping[str, str], *, below: Mapping[str, Entry] | None = None
 ) -> tuple[str, ...]:
-    """Removes values of variables that have no effect in a merged document, and returns a warning for each.
+    """Remove values of variables that have no effect in a merged document, and return a warning for each.
 
     `below` is the document below the variables. A warning also reports a tier of `below` that a variable removes.
     Settings of a disk tier without a size have no effect, and neither have a port without a metrics server and settings
@@ -337,7 +337,7 @@ def drop_unused(
 
 
 def overridden_values(variables: Document, merged: Document, below: Document, own: Collection[str]) -> Iterator[str]:
-    """Yields a warning for each value in the files `own` that a variable replaces by a different one.
+    """Yield a warning for each value in the files `own` that a variable replaces by a different one.
 
     `variables` is the document of the variables. Values of shipped profiles may be replaced without a warning.
     """
@@ -361,7 +361,7 @@ def _leaves(document: Mapping[str, Entry], prefix: str = "") -> Iterator[tuple[s
 
 
 def _equivalent_key(below: Document, path: str) -> str:
-    """Returns the key of `below` that `path` replaces. For the size of a tier: blocks, capacity, or the tier itself."""
+    """Return the key of `below` that `path` replaces. For the size of a tier: blocks, capacity, or the tier itself."""
     section, _, name = path.rpartition(".")
     if name not in ("capacity", "blocks"):
         return path
@@ -377,7 +377,7 @@ def _meaning(key: str, value: object) -> object:
 
 
 def put(document: Document, path: list[str], entry: Entry) -> None:
-    """Puts `entry` at `path` and creates missing sections with the source of the entry."""
+    """Put `entry` at `path` and create missing sections with the source of the entry."""
     for name in path[:-1]:
         holder = document.setdefault(name, Entry(entry.key, entry.source, {}))
         assert isinstance(holder.value, dict), "a value in place of a section"
@@ -386,7 +386,7 @@ def put(document: Document, path: list[str], entry: Entry) -> None:
 
 
 def _put_once(document: Document, path: list[str], entry: Entry) -> None:
-    """Puts an entry. Two variables may set the same key, but only to the same value."""
+    """Put an entry. Two variables may set the same key, but only to the same value."""
     other = entry_at(document, path)
     if other is not None and other.value != entry.value:
         message = f"`{entry.source.text}` contradicts `{other.source.text}`"
@@ -415,7 +415,7 @@ def _is_of_variable(entry: Entry) -> bool:
 
 
 def _remove_zero_tiers(document: Document) -> Iterator[str]:
-    """Makes a tier of size 0 null, unless a number of blocks is set. Its other settings then have no effect."""
+    """Make a tier of size 0 null, unless a number of blocks is set. Its other settings then have no effect."""
     for tier in _TIERS:
         capacity = entry_at(document, ["tiers", tier, "capacity"])
         if capacity is None or capacity.value != NO_CAPACITY:
@@ -429,7 +429,7 @@ def _remove_zero_tiers(document: Document) -> Iterator[str]:
 
 
 def _switch_shared(document: Document, switch: Entry | None) -> Iterator[str]:
-    """Makes the shared tier null if it is switched off. Its bucket then has no effect."""
+    """Make the shared tier null if it is switched off. Its bucket then has no effect."""
     if switch is None or switch.value:
         return
     bucket = _section(document, "shared")
@@ -456,7 +456,7 @@ def _idle_port(document: Document) -> tuple[str, ...]:
 
 
 def _idle_store(document: Document, environment: Mapping[str, str]) -> Iterator[str]:
-    """Yields a warning for each variable of a store that is not in S3, or that does not exist."""
+    """Yield a warning for each variable of a store that is not in S3, or that does not exist."""
     switch = entry_at(document, ["tiers", "shared"])
     url = entry_at(document, ["tiers", "shared", "url"])
     is_s3 = url is not None and str(url.value).startswith("s3://")
@@ -473,7 +473,7 @@ def _section(document: Document, tier: str) -> Mapping[str, Entry]:
 
 
 def _replace(document: Document, tier: str, section: Document) -> None:
-    """Replaces the section of a tier. An empty one removes the tier, and `tiers` with the last tier."""
+    """Replace the section of a tier. An empty one removes the tier, and `tiers` with the last tier."""
     tiers = document["tiers"]
     rest = {name: entry for name, entry in (tiers.section or {}).items() if name != tier}
     if section:

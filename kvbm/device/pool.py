@@ -149,7 +149,7 @@ class TransferPool:
         return finished
 
     def is_outstanding(self, ticket: int) -> bool:
-        """True until `poll` has returned the ticket."""
+        """Return True until `poll` has returned the ticket."""
         return ticket in self._outstanding
 
     def withdraw(self, ticket: int) -> bool:
@@ -205,7 +205,8 @@ class TransferPool:
             return None
 
     def _may_run(self, turn: int) -> bool:
-        """A turn that may run again at the end of a copy is seen by the thread that has ended it."""
+        """Return whether the thread may run a copy. A turn that may run again at the end of a copy is seen by the
+        thread that has ended it."""
         return sum(task.turn == turn for task in self._running.values()) < self._parts_at_once
 
     def _wait(self, idle: list[threading.Condition]) -> None:
@@ -219,7 +220,8 @@ class TransferPool:
                 idle.remove(woken)
 
     def _replace_dead_threads(self) -> None:
-        """A thread can also die outside `attempt`: another thread may raise an exception in it, or memory runs out."""
+        """Replace threads that have died. A thread can also die outside `attempt`: another thread may raise an
+        exception in it, or memory runs out."""
         if self._is_closed or all(thread.is_alive() for thread in self._threads):
             return
         for index, thread in enumerate(self._threads):

@@ -240,7 +240,7 @@ class BlockIndex:
         return self._connection.total_changes != before
 
     def delete(self, slots: Sequence[int]) -> None:
-        """Raises sqlite3.Error."""
+        """Raise sqlite3.Error."""
         self.change((), slots)
 
     def clear(self, tenant: bytes | None) -> None:
@@ -320,7 +320,7 @@ def require_private_index(path: Path) -> None:
 
 
 def remove_index(path: Path) -> None:
-    """Raises OSError."""
+    """May raise OSError."""
     for file in index_files(path):
         with suppress(FileNotFoundError):
             os.unlink(file)
@@ -338,7 +338,7 @@ def _copy_at_rest(path: Path, copy: Path) -> bool:
 
 
 def _copy_private(path: Path, copy: Path) -> None:
-    """Raises OSError or EnvironmentProblem."""
+    """May raise OSError or EnvironmentProblem."""
     with open(open_private(path, os.O_RDONLY), "rb") as source, copy.open("wb") as target:
         shutil.copyfileobj(source, target)
 
@@ -353,7 +353,7 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
 
 
 def _require_format(path: Path) -> None:
-    """Raises sqlite3.DatabaseError for a file that SQLite would open for reading only, because of its format."""
+    """Raise sqlite3.DatabaseError for a file that SQLite would open for reading only, because of its format."""
     with path.open("rb") as file:
         header = file.read(FORMAT_BYTE + 1)
     if len(header) > FORMAT_BYTE and header[FORMAT_BYTE] not in WRITABLE_FORMATS:
@@ -361,7 +361,7 @@ def _require_format(path: Path) -> None:
 
 
 def _require_table(connection: sqlite3.Connection) -> None:
-    """Raises sqlite3.DatabaseError for a view, whose rows may never end."""
+    """Raise sqlite3.DatabaseError for a view, whose rows may never end."""
     kinds = dict(connection.execute("SELECT name, type FROM sqlite_schema WHERE name IN ('blocks', 'notes')"))
     if kinds.get("blocks") != "table" or kinds.get("notes", "table") != "table":
         raise sqlite3.DatabaseError("`blocks` or `notes` is not a table")

@@ -275,7 +275,7 @@ class Instance:
             raise problem(f"cannot create {path}", error) from error
 
     def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
-        """Raises sqlite3.Error."""
+        """Raise sqlite3.Error."""
         assert self.index is not None
         if _has_equals(found.slots):
             raise sqlite3.DatabaseError("two rows have one slot")
@@ -363,7 +363,7 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
 
 
 def _open_index(path: Path) -> BlockIndex:
-    """Raises sqlite3.Error or OSError."""
+    """Raise sqlite3.Error or OSError."""
     os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     require_private_index(path)
     return BlockIndex.open(path)

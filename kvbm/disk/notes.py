@@ -44,7 +44,7 @@ class NoteTable:
         self.exists = bool(connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'notes'").fetchall())
 
     def insert(self, notes: Sequence[Note]) -> None:
-        """The caller sets `exists` when its transaction has been committed."""
+        """Insert notes. The caller sets `exists` when its transaction has been committed."""
         if notes and not self.exists:
             self._connection.execute(SCHEMA)
         for start in range(0, len(notes), ROWS_PER_STATEMENT):

@@ -161,7 +161,7 @@ class ProcessWorker:
 
 
 def _serve_worker(pipe: Connection, arguments: _ProcessArguments) -> None:
-    """Main function of a worker process: execute plans until the engine closes the pipe."""
+    """Execute plans in a worker process until the engine closes the pipe."""
     _die_with_parent(arguments.parent_pid)
     use_queued_stderr()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

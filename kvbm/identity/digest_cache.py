@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Entry]:
 
 
 def _decode(document: object) -> dict[str, Entry]:
-    """Raises ValueError for any entry that is not valid."""
+    """Raise ValueError for any entry that is not valid."""
     match document:
         case {"method": str(method), "files": dict(files)} if method == METHOD and len(files) <= MAX_ENTRIES:
             return {path: _entry(value) for path, value in files.items()}

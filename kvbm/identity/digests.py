@@ -110,7 +110,7 @@ def _by_process(files: Files) -> list[str]:
 
 
 def _answer(channel: Channel) -> list[str]:
-    """Raises Unidentified or ChannelClosed."""
+    """May raise Unidentified or ChannelClosed."""
     while True:
         channel.wait(None)
         for message in channel.receive():

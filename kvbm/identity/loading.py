@@ -45,7 +45,7 @@ class Loading:
     """One load of the files in a directory. *Owns* a watch until `end`."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         first = look(directory)
         self._moves = RenameWatch.watch(first.way)
         self._before = look(directory)
@@ -78,7 +78,7 @@ def loaded(path: Path) -> FileContent:
 
 
 def _require_traces(found: Look) -> None:
-    """Raises Unidentified if a file can change without a trace."""
+    """Raise Unidentified if a file can change without a trace."""
     if found.silent is not None:
         raise Unidentified(f"`{found.silent or found.root}` {SILENT}")
 
@@ -98,7 +98,7 @@ class _Pins:
     """Directories that are held open, so that neither their inodes nor their devices can be given to others."""
 
     def __init__(self, found: Look) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         self._fds: list[int] = []
         try:
             for path in (found.root, *found.way):

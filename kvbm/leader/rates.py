@@ -241,7 +241,7 @@ class RatesFile:
 
 
 def _parse(content: object) -> KnownRates:
-    """Raises ValueError if `content` has no rates, or rates that no machine has."""
+    """Raise ValueError if `content` has no rates, or rates that no machine has."""
     if not isinstance(content, dict):
         raise ValueError("expected an object with rates")
     blocks_per_s = content.get("blocks_per_s")

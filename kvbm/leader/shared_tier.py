@@ -119,7 +119,8 @@ class SharedTier(LowerTier):
             self.settle()
 
     def receive(self) -> None:
-        """The engine may not have settled for long. Results of reads and writes wait for `settle`."""
+        """Receive what has arrived. The engine may not have settled for long. Results of reads and writes wait for
+        `settle`."""
         for result in self._client.poll():
             if isinstance(result, ProbeResult):
                 self._end_probe(result)
@@ -193,7 +194,7 @@ class SharedTier(LowerTier):
     # -- writes --------------------------------------------------------------------------------------------------------
 
     def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
-        """The extents that are used often enough are written."""
+        """Write the extents that are used often enough."""
         if self._policy.writes and not self._has_ended and end and len(self._used) < MAX_USED:
             self._used.append((hashes, 0, end, tenant))
 

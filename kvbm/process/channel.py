@@ -53,7 +53,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: object) -> None:
-        """Raises ChannelClosed."""
+        """May raise ChannelClosed."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._outgoing += HEADER.pack(len(content)) + content
         self.flush()
@@ -131,7 +131,7 @@ class Channel:
 
 
 def _decoded(content: memoryview) -> object:
-    """Raises ChannelClosed for bytes that are not a message: the process that sent them is not trusted any more."""
+    """Raise ChannelClosed for bytes that are not a message: the process that sent them is not trusted any more."""
     try:
         return pickle.loads(content)
     except UNPICKLING_ERRORS as error:

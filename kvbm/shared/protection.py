@@ -92,7 +92,7 @@ class AesProtection:
     hides = True
 
     def __init__(self, secret: bytes) -> None:
-        """Raises EnvironmentProblem without the library."""
+        """Raise EnvironmentProblem without the library."""
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:

@@ -64,7 +64,7 @@ def size(
     on_cpu: bool = False,
     wanted: Wanted = Wanted(),
 ) -> Sizing:
-    """Computes the sizes of the tiers of one engine.
+    """Compute the sizes of the tiers of one engine.
 
     `environment` has the variables that vLLM gets besides those of the profile; `on_cpu` is true for a CPU build.
     ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only the engine
@@ -109,7 +109,7 @@ def state_findings(
     is_installed: bool,
     cpu: Cpu = PLAIN,
 ) -> list[StateFinding]:
-    """Returns what the settings of vLLM mean for a model with states. For others, an interval is the only finding.
+    """Return what the settings of vLLM mean for a model with states. For others, an interval is the only finding.
 
     The arguments have the meaning of `size` and `Wanted`; `is_installed`: vLLM is installed, so `on_cpu` is known.
     ProfileError if the model lacks a fact.
@@ -139,7 +139,7 @@ def state_findings(
 def latent_findings(
     profile: Profile, model_config: Mapping[str, object], *, environment: Mapping[str, str], on_cpu: bool, cpu: Cpu
 ) -> list[StateFinding]:
-    """Returns what the settings of vLLM mean for latent attention on a CPU, nothing elsewhere and for other models.
+    """Return what the settings of vLLM mean for latent attention on a CPU, nothing elsewhere and for other models.
 
     The arguments have the meaning of `size` and `Wanted`. SizeUnknown if only vLLM knows; ProfileError if the model
     lacks a fact.

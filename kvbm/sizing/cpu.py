@@ -108,7 +108,7 @@ class LatentAttention:
         return AMX_KERNEL_TOKENS if self.backend is LatentBackend.AMX else REFERENCE_BLOCK_TOKENS
 
     def findings(self) -> Iterator[StateFinding]:
-        """Yields a mistake if vLLM does not start, a warning for wrong answers, and the backend as a note."""
+        """Yield a mistake if vLLM does not start, a warning for wrong answers, and the backend as a note."""
         if self.cache is not None and (self.cache.is_narrow or self.backend is LatentBackend.AMX):
             message = (
                 f"{self.cache}: on a CPU, vLLM fails at the first request of a model with latent attention, because "
@@ -156,7 +156,7 @@ class LatentAttention:
         )
 
     def _named_backend(self) -> str:
-        """Returns the backend that the arguments name, empty without one."""
+        """Return the backend that the arguments name, empty without one."""
         extra = self.arguments.model_extra or {}
         config = extra.get("attention_config") or {}
         if not isinstance(config, Mapping) or config.get("backend_per_kind"):

@@ -51,7 +51,7 @@ class MemoryEstimate:
         return left
 
     def formula(self, ranks: int) -> str:
-        """The estimate as a formula with its numbers."""
+        """Return the estimate as a formula with its numbers."""
         left = self._left(ranks)
         return (
             f"{self.utilization} x {format_size(self.memory_bytes)} of GPU memory "

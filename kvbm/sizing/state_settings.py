@@ -88,7 +88,8 @@ class StateSettings:
         )
 
     def _other_interval(self) -> str:
-        """What to try for long shared prefixes: less than the maximum length. Empty if that is too short for one."""
+        """Return what to try for long shared prefixes: less than the maximum length. Empty if that is too short for
+        one."""
         start, tokens, many = ". For long shared prefixes, try", self.block_tokens, MANY_BLOCKS
         if tokens is None:
             return f"{start} {FEW_BLOCKS} to {MANY_BLOCKS} blocks (not measured)"
@@ -158,7 +159,8 @@ def _disabled(key: str, why: str) -> StateFinding:
 
 
 def without_effect() -> list[StateFinding]:
-    """Findings for an interval and a model with neither states nor sliding windows: vLLM 0.32 raises ValueError."""
+    """Return the findings for an interval and a model with neither states nor sliding windows: vLLM 0.32 raises
+    ValueError."""
     key = f"{PREFIX}{RETENTION}"
     message = f"`{key}` is only for models with states or sliding windows, and this model has neither"
     return [StateFinding(StateLevel.MISTAKE, key, message, "vLLM would not start; remove it, or set it to 0")]

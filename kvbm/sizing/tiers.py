@@ -113,7 +113,7 @@ class Sizing:
 
 
 def sizing_of(device: Device, tiers: Tiers) -> Sizing:
-    """Computes the sizes of all tiers. ProfileError if host memory or disk holds no block.
+    """Compute the sizes of all tiers. ProfileError if host memory or disk holds no block.
 
     Every part of a block has an equal share of the host capacity, so the largest part limits the number of blocks. Each
     rank has a part, or several ranks with equal KV have one together. On disk, the parts are stored together.

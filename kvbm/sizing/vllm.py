@@ -192,7 +192,8 @@ def device(
 
 
 def _replica_count(plan: VllmPlan, model_config: Mapping[str, object], ranks: int) -> int:
-    """Number of consecutive ranks with equal KV in every layer, by the rules of `vllm_integration/replicas.py`."""
+    """Return the number of consecutive ranks with equal KV in every layer, by the rules of
+    `vllm_integration/replicas.py`."""
     specs = [spec for group in plan.groups for spec in group.specs]
     kinds, counts = {spec.kind for spec in specs}, {spec.replicas for spec in specs}
     if len(counts) > 1:
@@ -406,7 +407,7 @@ def _layer_count(model_config: Mapping[str, object], specs: Sequence[LayerSpec])
 
 
 def _stages(layer_count: int, stage_count: int, partition: str | None) -> list[range]:
-    """Returns the layers of each pipeline stage. Surplus layers go to the stages before the last, from the back.
+    """Return the layers of each pipeline stage. Surplus layers go to the stages before the last, from the back.
 
     `partition` is the value of VLLM_PP_LAYER_PARTITION, as in `10,12,10`.
     """
@@ -422,7 +423,7 @@ def _stages(layer_count: int, stage_count: int, partition: str | None) -> list[r
 
 
 def _block_count(arguments: VllmArguments, block_bytes: int, setting: Setting) -> tuple[int | None, str | None]:
-    """Returns the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
+    """Return the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
     prefix = "engine.arguments."
     if arguments.num_gpu_blocks_override is not None:
         return arguments.num_gpu_blocks_override, f"{prefix}num_gpu_blocks_override"
@@ -443,7 +444,7 @@ def _snapshot_notes(arguments: VllmArguments, plan: VllmPlan, length: int) -> It
 
 
 def longest_tokens(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
-    """The maximum length of a sequence, None if unknown."""
+    """Yield the maximum length of a sequence, None if unknown."""
     return count_of(arguments.max_model_len) or positions(model_config)
 
 

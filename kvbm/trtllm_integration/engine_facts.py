@@ -25,7 +25,7 @@ class EngineFacts:
 
     @classmethod
     def of(cls, arguments: Any) -> EngineFacts:
-        """Raises EnvironmentProblem if the arguments do not contain the block size."""
+        """Raise EnvironmentProblem if the arguments do not contain the block size."""
         cache = getattr(arguments, "kv_cache_config", None)
         block_tokens = getattr(cache, "tokens_per_block", None) or getattr(arguments, "tokens_per_block", None)
         if not block_tokens:

@@ -175,7 +175,7 @@ class LeaderSide:
 
     @hook(when_off=True)
     def restart(self, request: Any) -> None:
-        """The engine takes the blocks of this request away: it computes it again, in other blocks."""
+        """Forget the blocks of this request: the engine computes it again, in other blocks."""
         tracked = self._requests.get(int(request.request_id))
         if self.leader is not None and tracked is not None:
             self._forget_progress(tracked)

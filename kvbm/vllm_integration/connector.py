@@ -156,7 +156,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return None, self._worker.failed_requests() if self._worker.has_failed_loads else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Used from 0.30 on, for loads of which nothing arrived; earlier versions accept failures by block id only."""
+        """Return loads of which nothing arrived. Used from 0.30 on; earlier versions accept failures by block id
+        only."""
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None and self._worker.has_failed_loads:
             results.failed_recving = self._worker.lost_requests()

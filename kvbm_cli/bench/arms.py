@@ -91,7 +91,7 @@ class ArmEngines:
         return running_server(arm.url)
 
     def _arm(self, name: str) -> Arm:
-        """The recording runs on the floor's engine, or without a profile on the first server."""
+        """Return an arm. The recording runs on the floor's engine, or without a profile on the first server."""
         if name == RECORDING:
             return self._comparison.floor or self._comparison.arms[0]
         return self._comparison.arm(name)
@@ -138,12 +138,12 @@ def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[Ru
 
 
 def base_url_of(url: str) -> str:
-    """The URL as given, without the `/v1` that clients of OpenAI append."""
+    """Return the URL as given, without the `/v1` that clients of OpenAI append."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def running_server(url: str) -> RunningEngine:
-    """The server at a URL. EngineError if it does not answer."""
+    """Return the server at a URL. EngineError if it does not answer."""
     base_url = base_url_of(url)
     key = api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -152,7 +152,7 @@ def running_server(url: str) -> RunningEngine:
 
 @contextmanager
 def fresh_disk(profile: Profile) -> Iterator[Profile]:
-    """The same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
+    """Yield the same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
     disk = profile.tiers.disk
     if disk is None:
         yield profile
@@ -175,7 +175,7 @@ def fresh_disk(profile: Profile) -> Iterator[Profile]:
 
 @contextmanager
 def fresh_shared(profile: Profile) -> Iterator[Profile]:
-    """The same profile with an empty shared tier: a new place below the profile's own, whose objects are deleted
+    """Yield the same profile with an empty shared tier: a new place below the profile's own, whose objects are deleted
     afterwards if the store can list them."""
     shared = profile.tiers.shared
     assert shared is not None
@@ -208,25 +208,27 @@ def delete_objects(url: str) -> None:
 
 
 def with_free_metrics_port(profile: Profile) -> Profile:
-    """The same profile with any free port for its metrics: arms of several profiles may run at the same time."""
+    """Return the same profile with any free port for its metrics: arms of several profiles may run at the same time."""
     return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
 
 
 def on_loopback(profile: Profile) -> Profile:
-    """The same profile on a loopback address: only this command uses the engine, which may have debug endpoints."""
+    """Return the same profile on a loopback address: only this command uses the engine, which may have debug
+    endpoints."""
     server = profile.server.model_copy(update={"host": LOOPBACK})
     return profile.model_copy(update={"server": server})
 
 
 def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
-    """The same plan with the endpoint that resets the prefix cache, which vLLM has only in its development mode."""
+    """Return the same plan with the endpoint that resets the prefix cache, which vLLM has only in its development
+    mode."""
     if profile.engine.kind != "vllm":
         return plan
     return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
 
 
 def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:
-    """The same profile with its prefix cache on and a G1 that holds everything without eviction.
+    """Return the same profile with its prefix cache on and a G1 that holds everything without eviction.
 
     A token takes at most one block in each of the KV cache groups.
     """

@@ -63,7 +63,7 @@ class BenchRequest:
     as_json: bool = False
 
     def words(self) -> list[str]:
-        """The command line that sends the same requests; without the directory of the output."""
+        """Return the command line that sends the same requests; without the directory of the output."""
         schedule = self.schedule
         options: list[tuple[str, Sequence[object]]] = [
             ("--profile", [self.profile]),
@@ -109,7 +109,7 @@ def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
 
 
 def _g1_tokens(comparison: Comparison, *, must_know: bool) -> int | None:
-    """What G1 of the first reference holds. With `must_know`, its engine is started if only it knows."""
+    """Return what G1 of the first reference holds. With `must_know`, its engine is started if only it knows."""
     arm = comparison.references[0] if comparison.references else comparison.measured
     if arm.resolved is not None:
         sizing = size_if_known(arm.resolved)

@@ -90,7 +90,7 @@ class RunGroup:
 
 
 def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) -> list[RunGroup]:
-    """The order of all runs of a cell.
+    """Return the order of all runs of a cell.
 
     In turn, arms alternate: A B, B A, A B, ... or the reverse, which the seed decides. So a machine that slowly gets
     slower changes no ratio. The floor runs once, at the end of the first pair. Interleaved, all arms run in each pair.
@@ -111,7 +111,7 @@ def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) 
 
 
 def free_name(wanted: str, taken: Sequence[str]) -> str:
-    """A name that is safe as a directory and in an HTTP header; a number is appended where it is taken."""
+    """Return a name that is safe as a directory and in an HTTP header; a number is appended where it is taken."""
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", wanted).strip("-")[:40] or "arm"
     candidates = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return next(candidate for candidate in candidates if candidate not in taken)

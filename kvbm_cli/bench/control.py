@@ -125,7 +125,7 @@ class Control:
 
 
 def served_model(base_url: str, headers: Mapping[str, str]) -> str:
-    """The first model that the server lists. EngineError if it does not answer like an OpenAI server."""
+    """Return the first model that the server lists. EngineError if it does not answer like an OpenAI server."""
     url = f"{base_url}/v1/models"
     answer = request("GET", url, headers=headers, timeout_s=TIMEOUT_S)
     if answer.failure:
@@ -143,5 +143,5 @@ def served_model(base_url: str, headers: Mapping[str, str]) -> str:
 
 
 def _has_reset(answer: HttpAnswer) -> bool:
-    """False if blocks are in use: the engine answers 409, or like vLLM 200 with `success` false in the body."""
+    """Return False if blocks are in use: the engine answers 409, or like vLLM 200 with `success` false in the body."""
     return answer.status != IN_USE and answer.fields().get("success") is not False

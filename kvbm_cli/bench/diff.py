@@ -147,7 +147,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _judged_arms(one: Experiment, other: Experiment) -> list[str]:
-    """The measured arm, if both ran it; else all arms in common."""
+    """Return the measured arm, if both ran it; else all arms in common."""
     common = [arm for arm in one.arms if arm in other.arms]
     measured = [arm for arm in common if arm in (one.results.plan["measured"], other.results.plan["measured"])]
     return measured or common
@@ -180,7 +180,7 @@ def _median_ms(cell: CellResult, arm: str) -> float | None:
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between the surroundings of the two."""
+    """Yield what differs between the surroundings of the two."""
     for section in SURROUNDINGS:
         one, other = _flat(first.get(section) or {}), _flat(second.get(section) or {})
         for key in sorted(one.keys() | other.keys()):
@@ -203,7 +203,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _notes(one: Experiment) -> Iterator[str]:
-    """An experiment that is not complete, or whose own verdict is bad."""
+    """Yield notes on an experiment that is not complete, or whose own verdict is bad."""
     verdict = one.summary.get("verdict")
     if verdict in (Verdict.WRONG, Verdict.INVALID) or not one.summary.get("complete"):
         yield f"{one.path} is {verdict}: {one.summary.get('explanation')}"

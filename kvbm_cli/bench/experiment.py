@@ -121,7 +121,7 @@ def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, pr
 
 
 def _runs_of(cell: Cell, group: RunGroup) -> dict[str, str]:
-    """The names of the runs of a group by arm."""
+    """Return the names of the runs of a group by arm."""
     return {name: run_name(cell.name, group.pair, name) for name in group.arms}
 
 
@@ -193,7 +193,7 @@ class _Experiment:
                         self._make_plan(preparation, cell, pair)
 
     def _capabilities(self, engine: RunningEngine) -> Capabilities:
-        """What all servers have in common; the first engine is the one that tokenizes."""
+        """Return what all servers have in common; the first engine is the one that tokenizes."""
         servers = [running_server(arm.url) for arm in self._setup.comparison.arms if arm.url is not None]
         others = [server for server in servers if server.base_url != engine.base_url]
         return capabilities_of([engine, *others], are_launched=not servers, seed=self._setup.seed)
@@ -267,7 +267,7 @@ class _Experiment:
             self._directory.append(RUNS, {**line, "notes": list(result.notes)})
 
     def _write_csv(self, cell: Cell, arm: str, file: str, text: str) -> None:
-        """The CSV file that LMBenchmark would write."""
+        """Write the CSV file that LMBenchmark would write."""
         folder = self._directory.path / "exports" / arm / cell.name
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / file, text)

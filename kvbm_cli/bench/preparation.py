@@ -76,7 +76,7 @@ def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, see
 def _common_dialect(
     engines: Sequence[RunningEngine], dialect: Dialect, prompt: tuple[int, ...] | str
 ) -> Dialect | None:
-    """The first of four dialects that all servers accept; `None` if they accept none."""
+    """Return the first of four dialects that all servers accept; `None` if they accept none."""
     for fewer in range(MOST_MISSING_FEATURES + 1):
         tried = _with_fewer(dialect, fewer)
         records = [_probe(engine, tried, prompt) for engine in engines]
@@ -151,7 +151,8 @@ class Preparation:
         )
 
     def script(self, cell: Cell, *, seed: int) -> Script:
-        """A server that cannot be emptied may still hold the prompts of an earlier command with the same seed."""
+        """Return the script. A server that cannot be emptied may still hold the prompts of an earlier command with the
+        same seed."""
         writer = self.capabilities.writer
         if self.capabilities.can_reset:
             return script_of(cell.workload, writer, seed=seed)
@@ -170,7 +171,7 @@ class Preparation:
         return Launches(interval_s=interval_s, duration_s=schedule.duration_s)
 
     def _interval_s(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> float:
-        """The interval at which computing every prompt takes `target_utilisation` of the time."""
+        """Return the interval at which computing every prompt takes `target_utilisation` of the time."""
         token_ms = percentile(
             [record.end_to_end_ms / (record.prompt_tokens or 1) for record in cold if record.end_to_end_ms], 75
         )
@@ -196,7 +197,7 @@ class Preparation:
     def _record(
         self, script: Script, cell: Cell, on_record: OnRecord
     ) -> tuple[tuple[RecordedAnswer, ...], tuple[RequestRecord, ...]]:
-        """The answers to all requests, sent one at a time in order, and the records of the cold ones."""
+        """Return the answers to all requests, sent one at a time in order, and the records of the cold ones."""
 
         async def all_answers() -> list[tuple[RecordedAnswer, RequestRecord]]:
             answers: list[tuple[RecordedAnswer, RequestRecord]] = []

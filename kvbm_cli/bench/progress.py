@@ -65,7 +65,7 @@ class BenchProgress(ProgressDisplay):
         return f"{coloured('━' * filled, GREEN)}{coloured('━' * (cells - filled), DIM)}  {words}"
 
     def _words(self, phase: str, clock: str, room: int) -> str:
-        """Returns phase, counts and `clock`. Drops the least important until the rest fits into `room`."""
+        """Return phase, counts and `clock`. Drops the least important until the rest fits into `room`."""
         details = []
         if self._answered or self._failed:
             details.append(f"{self._answered} answered" + (f", {self._failed} failed" if self._failed else ""))

@@ -98,7 +98,7 @@ def _print_whole(table: Table, console: Console) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """Returns the value with every text in it printable: names and errors come from profiles and engines."""
+    """Return the value with every text in it printable: names and errors come from profiles and engines."""
     if isinstance(value, dict):
         return {name: _printable(one) for name, one in value.items()}
     if isinstance(value, list):

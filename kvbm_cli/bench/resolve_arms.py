@@ -150,7 +150,7 @@ def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> No
 
 
 def require_startable(comparison: Comparison) -> None:
-    """The checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
+    """Run the checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
     with_kvbm = {id(arm.resolved) for arm in comparison.arms if arm.has_kvbm}
     for profile in profiles_of(comparison):
         has_cache = id(profile) in with_kvbm
@@ -165,6 +165,6 @@ def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:
 
 
 def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
-    """Returns the profile with a free port for its server, as each arm has it."""
+    """Return the profile with a free port for its server, as each arm has it."""
     server = resolved.profile.server.model_copy(update={"port": 0})
     return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))

@@ -9,7 +9,7 @@ DIGITS = 4
 
 
 def rounded(value: Any) -> Any:
-    """The same data with four significant digits below 1, four decimals above, and `None` for infinity."""
+    """Return the same data with four significant digits below 1, four decimals above, and `None` for infinity."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return None

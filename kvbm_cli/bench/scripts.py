@@ -15,7 +15,7 @@ from kvbm_cli.workload.schema import Lmbenchmark, Trace, Workload
 
 
 def warnings_of(workload: Workload) -> list[str]:
-    """What the files of the workload make doubtful, read before an engine starts. Errors as in `script_of`."""
+    """Return what the files of the workload make doubtful, read before an engine starts. Errors as in `script_of`."""
     if not isinstance(workload, Trace):
         return []
     return findings_of(Path(workload.file), _form(workload), request_limit=workload.requests)

@@ -37,7 +37,7 @@ def summarise(
     caveats: Sequence[str] = (),
     limits: VerdictLimits = DEFAULT_LIMITS,
 ) -> dict[str, Any]:
-    """The content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
+    """Return the content of summary.json. `surroundings` (machine, versions, profile) is copied into it unchanged."""
     cells = [cell for cell in results.cells if cell.runs]
     answers = {cell.name: answers_of(results, cell) for cell in cells}
     compared = {cell.name: _comparisons(results, cell, answers[cell.name], limits) for cell in cells}
@@ -69,13 +69,13 @@ def summarise(
 
 
 def _leading(comparisons: Sequence[Compared], verdict: Verdict) -> Compared | None:
-    """The comparison that the verdict comes from: of several, the one with the largest effect."""
+    """Return the comparison that the verdict comes from: of several, the one with the largest effect."""
     found = [one for one in comparisons if one.judgement.verdict is verdict]
     return max(found, key=lambda one: abs(math.log(one.ratio.ratio)) if one.ratio else math.inf, default=None)
 
 
 def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[str, Any]:
-    """The summary of an incomplete run."""
+    """Return the summary of an incomplete run."""
     return {
         "format": FORMAT,
         "complete": False,
@@ -93,7 +93,7 @@ def interrupted_summary(reason: str, surroundings: Mapping[str, Any]) -> dict[st
 
 
 def incomplete_summary(summary: Mapping[str, Any], *, missing: int, planned: int) -> dict[str, Any]:
-    """The summary of the runs that have ended, if others have not. Only wrong outputs are a result already."""
+    """Return the summary of the runs that have ended, if others have not. Only wrong outputs are a result already."""
     verdict = Verdict.WRONG if summary["verdict"] == Verdict.WRONG else Verdict.INVALID
     reason = f"incomplete: {missing} of {planned} runs have not ended"
     has_result = any(cell["comparisons"] for cell in summary["cells"])
@@ -170,7 +170,7 @@ def _cell(
 
 
 def _notes(cell: CellResult) -> list[str]:
-    """What the runs noticed: LMBenchmark's schedule, and gaps in the engine's metrics."""
+    """Return what the runs noticed: LMBenchmark's schedule, and gaps in the engine's metrics."""
     found = []
     for run in cell.runs:
         found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
@@ -262,12 +262,12 @@ def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
 
 
 def _g4_tokens(record: RequestRecord) -> int | None:
-    """Records of earlier versions have no such number."""
+    """Return the tokens from G4. Records of earlier versions have no such number."""
     return None if record.g3_tokens is None else record.g4_tokens or 0
 
 
 def _server_tokens(runs: Sequence[RunResult]) -> dict[str, int | None] | None:
-    """The same from the engine's counters; `None` if a run has none."""
+    """Return the same from the engine's counters; `None` if a run has none."""
     found = [run.server.get("prompt_tokens") for run in runs]
     if not all(found):
         return None

@@ -27,7 +27,7 @@ def _missing(results: Results, cell: CellResult) -> list[str]:
 
 
 def _order(cell: CellResult) -> list[tuple[int, str]]:
-    """The pair and the name of every run, as `kvbm bench` makes them."""
+    """Return the pair and the name of every run, as `kvbm bench` makes them."""
     order = cell.definition["order"]
     return [(group["pair"], run_name(cell.name, group["pair"], arm)) for group in order for arm in group["arms"]]
 

@@ -69,7 +69,7 @@ class BodyProcess:
 
 
 def _ask(process: subprocess.Popen[bytes], content: bytes) -> EngineRequests | WrongRequest:
-    """Runs in a thread. Raises OSError if the process has ended."""
+    """Send a body to the process. Runs in a thread. Raises OSError if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     _send(process.stdin, content)

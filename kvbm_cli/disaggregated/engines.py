@@ -46,7 +46,7 @@ class DisaggregatedEngines:
 
     @classmethod
     def start(cls, plan: DisaggregatedPlan, *, log_path: Path) -> DisaggregatedEngines:
-        """Starts the engines and returns immediately. `log_path` is the proxy's log; engines append their names."""
+        """Start the engines and return immediately. `log_path` is the proxy's log; engines append their names."""
         engines = cls(plan, log_path)
         try:
             for name, engine_plan in plan.engines:
@@ -78,12 +78,12 @@ class DisaggregatedEngines:
         }
 
     def phase(self) -> str:
-        """Returns which processes are still running."""
+        """Return which processes are still running."""
         running = [member.name for member in self._members if member.process.poll() is None]
         return f"waiting for {', '.join(running)}" if running else ""
 
     def poll(self) -> int | None:
-        """Returns None while they run. If one exits unexpectedly, kills the others and returns its exit code, or 1 in
+        """Return None while they run. If one exits unexpectedly, kills the others and returns its exit code, or 1 in
         place of 0. After a stop, returns the highest exit code."""
         if self._first_ended is None and not self._is_stopping:
             self._first_ended = next((member for member in self._members if member.process.poll() is not None), None)
@@ -96,8 +96,8 @@ class DisaggregatedEngines:
         return max(ended, default=0) if len(ended) == len(codes) else None
 
     def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-        """Returns when the proxy is healthy. Raises EngineError as soon as one has ended, or after `timeout_s`; then
-        all are killed.
+        """Return when the proxy is healthy. Raises EngineError as soon as one has ended, or after `timeout_s`; then all
+        are killed.
 
         Calls `on_progress` with the phase of the start a few times per second. It may stop the engines.
         """
@@ -106,7 +106,7 @@ class DisaggregatedEngines:
         self._wait_for(self._start("proxy", self._plan.proxy, self.log_path), timeout_s, on_progress)
 
     def ended_error(self, message: str) -> EngineError:
-        """Returns the error for the one that exited unexpectedly."""
+        """Return the error for the one that exited unexpectedly."""
         assert self.poll() is not None, "the engines are still running"
         return (self._first_ended or self._members[0]).ended_error(message)
 
@@ -117,7 +117,7 @@ class DisaggregatedEngines:
         return error
 
     def signal(self, signal_number: int) -> None:
-        """Sends a signal to all. Afterwards an exit is expected."""
+        """Send a signal to all. Afterwards an exit is expected."""
         self._is_stopping = True
         for member in self._members:
             member.process.signal(signal_number)
@@ -127,7 +127,7 @@ class DisaggregatedEngines:
         return self.stop(timeout_s=0)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Sends SIGTERM to all, waits up to `timeout_s` in total, then kills. Returns the exit code."""
+        """Send SIGTERM to all, wait up to `timeout_s` in total, then kill. Returns the exit code."""
         deadline = time.monotonic() + timeout_s
         self._is_stopping = True
         if timeout_s > 0:
@@ -160,7 +160,7 @@ class DisaggregatedEngines:
 
 
 def log_of(log_path: Path, name: str) -> Path:
-    """Returns `serve-prefill-0.log` for `serve.log` and `prefill 0`. All use a path that is not a regular file."""
+    """Return `serve-prefill-0.log` for `serve.log` and `prefill 0`. All use a path that is not a regular file."""
     if log_path.exists() and not log_path.is_file():
         return log_path
     return log_path.with_name(f"{log_path.stem}-{name.replace(' ', '-')}{log_path.suffix}")

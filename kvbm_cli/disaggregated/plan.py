@@ -46,7 +46,7 @@ class DisaggregatedPlan:
     proxy: LaunchPlan
 
     def placed(self, directory: Path) -> DisaggregatedPlan:
-        """Returns the plan with the files of all its programs in `directory`."""
+        """Return the plan with the files of all its programs in `directory`."""
         engines = tuple((name, engine.placed(directory)) for name, engine in self.engines)
         return DisaggregatedPlan(engines, self.proxy.placed(directory))
 
@@ -58,7 +58,7 @@ def plan(
     ports: Iterator[int] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> DisaggregatedPlan:
-    """Returns how to start the vLLM engines of `profile` and, on `port`, their proxy.
+    """Return how to start the vLLM engines of `profile` and, on `port`, their proxy.
 
     `ports` yields the ports of the engines, `environment` is the caller's.
     """
@@ -88,7 +88,7 @@ def plan(
 
 
 def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
-    """Returns the flags of PdConnector: DynamoConnector for the tiers, NixlConnector to send blocks to a decode engine.
+    """Return the flags of PdConnector: DynamoConnector for the tiers, NixlConnector to send blocks to a decode engine.
     Each prefill engine has its own metrics port, if metrics are served."""
     from kvbm.vllm_integration.launch import transfer_config
 
@@ -107,14 +107,14 @@ def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
 
 
 def with_metrics_port(profile: Profile, number: int) -> Profile:
-    """Returns the profile of prefill engine `number`, with a port of its own for metrics if they are served."""
+    """Return the profile of prefill engine `number`, with a port of its own for metrics if they are served."""
     metrics = profile.metrics
     port = metrics.port + number if metrics.port and metrics.serve else metrics.port
     return profile.model_copy(update={"metrics": metrics.model_copy(update={"port": port})})
 
 
 def require_nixl(profile: Profile) -> None:
-    """Raises EnvironmentProblem if the engines' interpreter has no NIXL. vLLM would fail only after half a minute."""
+    """Raise EnvironmentProblem if the engines' interpreter has no NIXL. vLLM would fail only after half a minute."""
     python = profile.engine.python or sys.executable
     environment = {**os.environ, **SAFE_PATH, **profile.engine.environment}
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
@@ -124,7 +124,7 @@ def require_nixl(profile: Profile) -> None:
 
 
 def free_ports() -> Iterator[int]:
-    """Yields free ports of this machine, each once."""
+    """Yield free ports of this machine, each once."""
     seen = set()
     while True:
         port = choose_port(ENGINE_HOST, 0)
@@ -136,7 +136,7 @@ def free_ports() -> Iterator[int]:
 def devices(
     profile: Profile, engine_count: int, environment: Mapping[str, str], *, ranks: int, on_cpu: bool = False
 ) -> Iterator[dict[str, str]]:
-    """Yields the variables that give each engine of `ranks` ranks its GPUs, in order. They are empty on a CPU, and if
+    """Yield the variables that give each engine of `ranks` ranks its GPUs, in order. They are empty on a CPU, and if
     the profile sets CUDA_VISIBLE_DEVICES.
 
     Raises EnvironmentProblem if the caller sees too few GPUs.
@@ -158,7 +158,7 @@ def devices(
 def _engine(
     profile: Profile, connector: Mapping[str, object], devices: dict[str, str], port: int, side_channel_port: int
 ) -> LaunchPlan:
-    """Returns the plan of one engine with this connector. Engines exchange block addresses on the side channel."""
+    """Return the plan of one engine with this connector. Engines exchange block addresses on the side channel."""
     server = profile.server.model_copy(update={"host": ENGINE_HOST})
     alone = launch_plan(profile.model_copy(update={"server": server}), connector=False, port=port)
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": ENGINE_HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port)}

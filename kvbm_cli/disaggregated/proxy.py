@@ -98,7 +98,7 @@ ENGINES = web.AppKey("ENGINES", Engines)
 
 
 def make_app(prefill: list[str], decode: list[str]) -> web.Application:
-    """Returns the proxy as an application. It keeps its connections to the engines while it runs."""
+    """Return the proxy as an application. It keeps its connections to the engines while it runs."""
 
     async def open_session(app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=ENGINE_TIMEOUT_S)
@@ -147,7 +147,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _prefill(engines: Engines, path: str, headers: CIMultiDict[str], body: bytes) -> dict[str, Any]:
-    """Returns the address of the blocks. Raises Refusal for any status except 200."""
+    """Return the address of the blocks. Raises Refusal for any status except 200."""
     base_url = next(engines.prefill)
     async with engines.post(base_url + path, headers, body) as answer:
         content = b""
@@ -187,7 +187,7 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
 
 
 async def _engine_requests(request: web.Request, bodies: BodyProcess) -> EngineRequests:
-    """Reads the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
+    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise Refusal.of(415, "the body is compressed: send it uncompressed")
     try:
@@ -221,7 +221,7 @@ async def _answer_for_problems(request: web.Request, handler: Any) -> web.Stream
 
 
 def _end_to_end(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """Returns the headers without those of one connection, some of which the header Connection names."""
+    """Return the headers without those of one connection, some of which the header Connection names."""
     named = {name.strip().lower() for value in headers.getall(hdrs.CONNECTION, ()) for name in value.split(",")}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in PER_HOP | named)
 

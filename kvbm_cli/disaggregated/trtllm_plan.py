@@ -31,7 +31,7 @@ def trtllm_plan(
     ports: Iterator[int] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> DisaggregatedPlan:
-    """Returns how to start the engines of `profile` and, on `port`, the server in front of them.
+    """Return how to start the engines of `profile` and, on `port`, the server in front of them.
 
     `ports` yields the ports of the engines, `environment` is the caller's.
     """

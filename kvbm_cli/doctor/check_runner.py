@@ -56,7 +56,7 @@ class CheckRunner:
             raise _TimeIsUp
 
     def in_time(self, action: Callable[[], Returned]) -> Returned | None:
-        """Runs the action. Returns its result, or None if the time is up first."""
+        """Run the action. Returns its result, or None if the time is up first."""
         try:
             try:
                 self._is_running = not self._is_over
@@ -69,7 +69,7 @@ class CheckRunner:
     def group(
         self, name: str, checks: Generator[Check, None, Returned] | Iterator[Check], *, about: str | None = None
     ) -> Returned | None:
-        """Runs the checks of one group and prints them below `name` and `about`.
+        """Run the checks of one group and print them below `name` and `about`.
 
         Returns what the generator returns, or None if the time is up first.
         """

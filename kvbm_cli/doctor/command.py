@@ -54,7 +54,7 @@ def doctor(
     prefill_rate: float | None = None,
     machine: Machine | None = None,
 ) -> int:
-    """Returns the exit code. ProfileError for a profile that cannot be read, UsageError for options that conflict.
+    """Return the exit code. ProfileError for a profile that cannot be read, UsageError for options that conflict.
 
     With `url` but without a profile and a directory, only the store is checked.
     """
@@ -97,7 +97,7 @@ def doctor(
 
 
 def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[Check]) -> RecommendedSettings | None:
-    """Returns the recommended settings of the disk tier."""
+    """Return the recommended settings of the disk tier."""
     settings = runner.group("disk", disk.checks(context), about=_shown(context.directory))
     if context.url is not None:
         runner.group("store", store.checks(context), about=context.url)
@@ -129,7 +129,7 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
 def _resolve(
     profile: str | None, overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
 ) -> ResolvedProfile | None:
-    """Resolves the profile with the valid variables, and with `--dir` as directory of its disk tier if it has one."""
+    """Resolve the profile with the valid variables, and with `--dir` as directory of its disk tier if it has one."""
     if profile is None:
         return None
     places = [profiles_directory()]
@@ -145,7 +145,7 @@ def _absolute(directory: Path) -> Path:
 
 
 def _directory(tiers: Tiers | None, given: Path | None) -> Path | None:
-    """Returns `--dir`, else the directory of the disk tier, else the default if no tiers are configured."""
+    """Return `--dir`, else the directory of the disk tier, else the default if no tiers are configured."""
     if given is not None:
         return _absolute(given)
     if tiers is None:
@@ -158,7 +158,7 @@ def _shown(directory: Path | None) -> str | None:
 
 
 def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]:
-    """Returns the sizes or None, and the checks that failed."""
+    """Return the sizes or None, and the checks that failed."""
     if resolved is None:
         return None, []
     try:
@@ -170,7 +170,7 @@ def _size(resolved: ResolvedProfile | None) -> tuple[Sizing | None, list[Check]]
 
 
 def _remedy_format(resolved: ResolvedProfile | None, tiers: Tiers | None) -> Callable[[str], str]:
-    """Returns how remedies are formatted: as variables if only variables configure the tiers, else as profile keys."""
+    """Return how remedies are formatted: as variables if only variables configure the tiers, else as profile keys."""
     return with_variables if resolved is None and tiers is not None else str
 
 

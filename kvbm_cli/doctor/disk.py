@@ -43,7 +43,7 @@ RECLAIM = "a cache of the same model is reused; for others set `tiers.disk.recla
 
 
 def checks(context: DoctorContext) -> Found:
-    """Returns the recommended settings, None if the directory cannot be used."""
+    """Return the recommended settings, None if the directory cannot be used."""
     directory = context.directory
     if directory is None:
         yield skipped("directory", "the profile has no `tiers.disk`", "add `--dir DIR` to check a directory")
@@ -188,7 +188,7 @@ def _host_bytes(context: DoctorContext) -> int:
 
 
 def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
-    """Checks the caches that earlier engines left in the directory."""
+    """Check the caches that earlier engines left in the directory."""
     if not caches:
         return
     taken, used = sum(cache.arena_bytes for cache in caches), sum(cache.is_locked for cache in caches)
@@ -203,7 +203,7 @@ def _caches(directory: Path, caches: Sequence[CacheFacts]) -> Iterator[Check]:
 
 
 def _quotas_and_limits(context: DoctorContext, report: DiskReport, needed: int | None) -> Iterator[Check]:
-    """Checks quotas and RLIMIT_FSIZE of this user; each engine has one file."""
+    """Check quotas and RLIMIT_FSIZE of this user; each engine has one file."""
     arena_bytes = needed if needed is None else needed // _engine_count(context)
     for quota in report.quotas:
         finding = f"{quota.kind}: {format_size(quota.left_bytes)} of {format_size(quota.limit_bytes)} left"
@@ -240,7 +240,7 @@ def _needed_bytes(context: DoctorContext) -> int | None:
 
 
 def _leftovers(context: DoctorContext, directory: Path) -> Iterator[Check]:
-    """Finds files of crashed engines with NVIDIA's block manager, here and in its default directory, and of a killed
+    """Find files of crashed engines with NVIDIA's block manager, here and in its default directory, and of a killed
     doctor."""
     for where in dict.fromkeys((directory, context.machine.nvidia_directory)):
         yield from _left(where, NVIDIA_FILES, "NVIDIA's block manager")

@@ -107,7 +107,7 @@ def _alignment(report: DiskReport, way: DirectIO) -> Check:
 
 
 def queue_checks(context: DoctorContext, report: DiskReport) -> Iterator[Check]:
-    """Checks the kernel queues that NIXL needs; `io: threads` needs none."""
+    """Check the kernel queues that NIXL needs; `io: threads` needs none."""
     assert report.io_uring is not None
     assert report.aio is not None
     wants_nixl = context.disk is not None and context.disk.io == "nixl"
@@ -136,7 +136,7 @@ def _speed(speed: Speed) -> Iterator[Check]:
 
 
 def _onboarding(context: DoctorContext, speed: Speed) -> Iterator[Check]:
-    """Reports the tokens/s of random reads, which is also the prefill rate above which recomputing is faster."""
+    """Report the tokens/s of random reads, which is also the prefill rate above which recomputing is faster."""
     if context.sizing is None:
         remedy = "add `--profile PROFILE`" if context.resolved is None else None
         yield skipped("onboarding", "tokens/s depend on the block size, which is unknown", remedy)

@@ -82,7 +82,7 @@ class SpeedTrial:
         )
 
     def _write(self, blocks: Sequence[int], limit: int) -> tuple[float, int]:
-        """Returns the rate, with the final fdatasync, and the number of blocks written."""
+        """Return the rate, with the final fdatasync, and the number of blocks written."""
         most = max(len(blocks), 1) if self._is_cached else limit // self._block_bytes
         order = itertools.islice(itertools.cycle(blocks), max(1, min(most, limit // self._block_bytes)))
         started = time.monotonic()
@@ -91,7 +91,7 @@ class SpeedTrial:
         return done * self._block_bytes / (time.monotonic() - started), done
 
     def _read(self, blocks: Sequence[int]) -> float:
-        """Reads in a cycle until the time is over; only once if the page cache would serve the second read."""
+        """Read in a cycle until the time is over; only once if the page cache would serve the second read."""
         order: Iterable[int] = blocks if self._is_cached else itertools.cycle(blocks)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         started = time.monotonic()
@@ -113,7 +113,7 @@ class SpeedTrial:
         return IoRun(block * self._block_bytes, [buffer])
 
     def _buffers(self, count: int) -> Buffer:
-        """Returns one row per block, filled with incompressible bytes."""
+        """Return one row per block, filled with incompressible bytes."""
         rows = np.frombuffer(mmap.mmap(-1, count * self._block_bytes), np.uint8).reshape(count, self._block_bytes)
         rows[:] = np.frombuffer(os.urandom(self._block_bytes), np.uint8)
         return rows

@@ -32,7 +32,7 @@ def show_check(check: Check) -> None:
 
 
 def _beside(text: str) -> str:
-    """The text in lines that begin at COLUMN; a word that is too long for one, such as a path, stays whole."""
+    """Return the text in lines that begin at COLUMN; a word that is too long for one, such as a path, stays whole."""
     room = max(1, (columns() or WIDTH) - COLUMN)
     return f"\n{INDENT}".join(textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False))
 

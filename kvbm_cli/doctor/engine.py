@@ -52,7 +52,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _nvidia_kvbm(context: DoctorContext) -> Check:
-    """Checks the interpreter of the command itself; `_installed` checks that of the engine."""
+    """Check the interpreter of the command itself; `_installed` checks that of the engine."""
     nvidia_kvbm = context.machine.nvidia_kvbm
     if nvidia_kvbm is None:
         return ok("NVIDIA's kvbm", "not installed")
@@ -91,7 +91,7 @@ def _connector(context: DoctorContext, python: str, kind: str) -> Check:
 def _run_probe(
     context: DoctorContext, python: str, program: str, arguments: list[str], *, timeout_s: float
 ) -> dict[str, Any] | Check:
-    """Returns the answer, or a check with the reason why there is none."""
+    """Return the answer, or a check with the reason why there is none."""
     timeout_s = min(timeout_s, QUICK_TIMEOUT_S) if context.is_quick else timeout_s
     try:
         return context.machine.run_probe(python, program, arguments, timeout_s=timeout_s)

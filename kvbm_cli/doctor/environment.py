@@ -28,7 +28,7 @@ FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def check_variables(environment: Mapping[str, str]) -> tuple[list[Check], dict[str, str]]:
-    """Returns the checks, and the variables that are valid."""
+    """Return the checks, and the variables that are valid."""
     found: list[Check] = []
     valid: dict[str, str] = {}
     for name in variable_names(environment):
@@ -44,13 +44,13 @@ def check_variables(environment: Mapping[str, str]) -> tuple[list[Check], dict[s
 
 
 def or_all_valid(found: list[Check], count: int) -> list[Check]:
-    """Returns `found`, or one passed check for `count` variables."""
+    """Return `found`, or one passed check for `count` variables."""
     shown = f"{count} DYN_KVBM_* variables, all valid" if count else "no DYN_KVBM_* variables"
     return found or [ok("variables", shown)]
 
 
 def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
-    """Returns the tiers of an engine that is started by its own command, None if it has none, and the checks."""
+    """Return the tiers of an engine that is started by its own command, None if it has none, and the checks."""
     from pydantic import ValidationError
 
     document, _ = read_variables(variables)
@@ -72,7 +72,7 @@ def tiers(variables: Mapping[str, str]) -> tuple[Tiers | None, list[Check]]:
 
 
 def check_with_profile(resolved: ResolvedProfile) -> list[Check]:
-    """Returns a check for each setting that this profile makes ineffective. None of its engines sends priorities."""
+    """Return a check for each setting that this profile makes ineffective. None of its engines sends priorities."""
     ineffective = [_ineffective(text) for text in resolved.warnings if _is_about_supported(text)]
     return [*ineffective, *_priority(resolved.profile.offload.min_priority, failure)]
 
@@ -90,7 +90,7 @@ def _ineffective(text: str) -> Check:
 
 
 def _is_about_supported(text: str) -> bool:
-    """False for a variable that never has an effect; `check_variables` has reported it."""
+    """Return False for a variable that never has an effect; `check_variables` has reported it."""
     variable = variable_of(_name_in(text))
     return variable is not None and variable.is_supported
 
@@ -100,7 +100,7 @@ def _name_in(text: str) -> str:
 
 
 def _misread(name: str, valid: Mapping[str, str]) -> Iterator[Check]:
-    """Yields a warning for a value that NVIDIA's block manager read differently."""
+    """Yield a warning for a value that NVIDIA's block manager read differently."""
     value, variable = valid[name].strip(), variable_of(name)
     if variable is None or not variable.is_supported:
         return

@@ -40,7 +40,7 @@ class ProbeFailed(Exception):
 
 
 def run_probe(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
-    """Runs `probes/<program>.py` with the interpreter `python` and returns its answer. Raises ProbeFailed."""
+    """Run `probes/<program>.py` with the interpreter `python` and return its answer. Raises ProbeFailed."""
     command = [python, "-P", str(PROBES / f"{program}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
     return _run(command, timeout_s=timeout_s, environment=environment, on_phase=lambda text: None)
@@ -49,7 +49,7 @@ def run_probe(python: str, program: str, arguments: Sequence[str] = (), *, timeo
 def probe_disk(
     directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, on_phase: PhaseCallback
 ) -> DiskReport:
-    """Runs `disk_probe` in a process of its own, because a filesystem can hang. Raises ProbeFailed."""
+    """Run `disk_probe` in a process of its own, because a filesystem can hang. Raises ProbeFailed."""
     command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.disk_probe", str(directory), "--seconds", str(phase_s)]
     command += [] if block_bytes is None else ["--block-bytes", str(block_bytes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -59,7 +59,7 @@ def probe_disk(
 
 
 def probe_store(url: str, *, seconds: float, writes: bool, timeout_s: float, on_phase: PhaseCallback) -> StoreReport:
-    """Runs `store_probe` in a process of its own, because a store can hang. Raises ProbeFailed."""
+    """Run `store_probe` in a process of its own, because a store can hang. Raises ProbeFailed."""
     command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.store_probe", url, "--seconds", str(seconds)]
     command += [] if writes else ["--read-only"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -70,7 +70,7 @@ def probe_store(url: str, *, seconds: float, writes: bool, timeout_s: float, on_
 def _run(
     command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str], on_phase: PhaseCallback
 ) -> dict[str, Any]:
-    """Runs a program and returns the last object that it prints; calls `on_phase` for each `{"phase": ...}`."""
+    """Run a program and return the last object that it prints; calls `on_phase` for each `{"phase": ...}`."""
     try:
         child = subprocess.Popen(
             die_with_parent.command_line(command),
@@ -155,7 +155,8 @@ def lockable_bytes() -> int | None:
 
 
 def nvidia_kvbm() -> str | None:
-    """The version of NVIDIA's distribution `kvbm` in the interpreter of this command, None if it is not installed."""
+    """Return the version of NVIDIA's distribution `kvbm` in the interpreter of this command, None if it is not
+    installed."""
     try:
         return version("kvbm")
     except PackageNotFoundError:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
-    """The block manager itself needs no port: results travel through shared memory."""
+    """Yield the checks of ports. The block manager itself needs no port: results travel through shared memory."""
     if context.resolved is None:
         yield skipped("server", "the address is unknown without a profile", "add `--profile PROFILE`")
         return

@@ -68,7 +68,7 @@ class ProbeFile:
 
     @classmethod
     def create(cls, directory: Path) -> ProbeFile:
-        """Raises OSError if no file can be created in the directory."""
+        """Raise OSError if no file can be created in the directory."""
         try:
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -79,7 +79,7 @@ class ProbeFile:
 
     @classmethod
     def _create_named(cls, path: Path) -> ProbeFile:
-        """Opens the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
+        """Open the file in both ways, then unlinks it. Blocks the signals that would end the process in between."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -135,7 +135,7 @@ def _open_direct(path: str) -> tuple[int | None, str | None]:
 
 @contextlib.contextmanager
 def direct_flag(fd: int) -> Iterator[bool]:
-    """Sets O_DIRECT by fcntl and yields whether the flag was kept. Raises OSError."""
+    """Set O_DIRECT by fcntl and yield whether the flag was kept. Raises OSError."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
     try:
@@ -145,7 +145,7 @@ def direct_flag(fd: int) -> Iterator[bool]:
 
 
 def _try_direct(fd: int) -> DirectIO:
-    """Writes the whole area, then finds the smallest alignment that works inside it."""
+    """Write the whole area, then find the smallest alignment that works inside it."""
     whole = attempt(lambda: _round_trip(fd, 0, AREA_BYTES))
     if not whole.works:
         return DirectIO(False, whole.reason)
@@ -159,7 +159,7 @@ def _try_direct(fd: int) -> DirectIO:
 
 
 def _round_trip(fd: int, offset: int, length: int) -> None:
-    """Writes random bytes and reads them back. OSError if they differ or are short."""
+    """Write random bytes and read them back. OSError if they differ or are short."""
     with mmap.mmap(-1, length) as out, mmap.mmap(-1, length) as back:
         out[:] = os.urandom(length)
         done = os.pwritev(fd, [out], offset)

@@ -44,7 +44,7 @@ class Quota:
 
 
 def quotas(directory: Path, filesystem: str) -> tuple[Quota, ...]:
-    """Returns every readable quota; the smallest applies."""
+    """Return every readable quota; the smallest applies."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -61,7 +61,7 @@ def quotas(directory: Path, filesystem: str) -> tuple[Quota, ...]:
 
 
 def _of_owner(fd: int, kind: str, number: int) -> Quota | None:
-    """Returns None without a limit."""
+    """Return None without a limit."""
     buffer = ctypes.create_string_buffer(DQBLK.size)
     command = ctypes.c_uint(Q_GETQUOTA << 8 | KINDS[kind])
     if LIBC.syscall(SYSCALL_QUOTACTL_FD, fd, command, ctypes.c_uint(number), buffer):
@@ -73,7 +73,7 @@ def _of_owner(fd: int, kind: str, number: int) -> Quota | None:
 
 
 def limit_of(block: bytes) -> tuple[int, int] | None:
-    """Returns the hard limit, else the soft limit, and the usage of a struct if_dqblk."""
+    """Return the hard limit, else the soft limit, and the usage of a struct if_dqblk."""
     hard, soft, used, *_ = DQBLK.unpack(block)
     limit = hard or soft
     return (limit * BLOCK_BYTES, used) if limit else None
@@ -96,7 +96,7 @@ def _of_subvolume(fd: int) -> Iterator[Quota]:
 
 
 def _qgroup_item(fd: int, kind: int, subvolume: int) -> bytes | None:
-    """Returns the item (0, kind, subvolume) of the quota tree, or None."""
+    """Return the item (0, kind, subvolume) of the quota tree, or None."""
     key = SEARCH_KEY.pack(BTRFS_QUOTA_TREE, 0, 0, subvolume, subvolume, 0, MAX_ID, kind, kind, 1, 0, 0, 0, 0, 0)
     argument = bytearray(key.ljust(BTRFS_ARGUMENT_BYTES, b"\0"))
     fcntl.ioctl(fd, BTRFS_IOC_TREE_SEARCH, argument)

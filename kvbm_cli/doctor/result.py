@@ -28,12 +28,12 @@ class Check:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Formats a rate in decimal units: `2.50 GB/s`."""
+    """Format a rate in decimal units: `2.50 GB/s`."""
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
 
 
 def capacity(byte_count: int) -> str:
-    """Formats a capacity for a profile: whole units, rounded down."""
+    """Format a capacity for a profile: whole units, rounded down."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6)):
         if byte_count >= 10 * factor:
             return f"{byte_count // factor}{unit}"

@@ -22,7 +22,7 @@ REMOVAL_TIMEOUT_S = 5.0
 
 @contextlib.contextmanager
 def scratch_directory(directory: Path) -> Iterator[Path]:
-    """Yields an empty private directory in `directory`, which is created too if it is missing. Raises OSError."""
+    """Yield an empty private directory in `directory`, which is created too if it is missing. Raises OSError."""
     directory = directory.absolute()
     place = directory / f"{PREFIX}{secrets.token_hex(8)}"
     missing = [str(path) for path in (directory, *directory.parents) if not path.exists()]

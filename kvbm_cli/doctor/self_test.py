@@ -33,7 +33,7 @@ PROFILE_SETTINGS = ("allocator", "zerofill", "o_direct", "io", "threads", "persi
 
 
 def checks(context: DoctorContext, settings: RecommendedSettings | None) -> Iterator[Check]:
-    """`settings` are the recommended ones, None if the directory cannot be used."""
+    """Yield the checks. `settings` are the recommended ones, None if the directory cannot be used."""
     disk = _disk_settings(context, settings)
     if context.resolved is None and disk is None:
         yield skipped("pattern", "the tiers are unknown without a profile", "add `--profile PROFILE`")
@@ -90,7 +90,7 @@ def _legs(context: DoctorContext, disk: dict[str, Any] | None, room: int) -> Ite
 
 
 def _device(context: DoctorContext) -> str:
-    """Returns the device of G1: `cuda` if there is a driver and the profile does not choose the CPU."""
+    """Return the device of G1: `cuda` if there is a driver and the profile does not choose the CPU."""
     if context.resolved is None or not (context.machine.devices / "nvidiactl").exists():
         return "cpu"
     engine = context.resolved.profile.engine

@@ -72,7 +72,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _library(context: DoctorContext, url: str) -> Iterator[Check]:
-    """Checks the interpreter of the engine, which may differ from this one. A store in a directory needs no library."""
+    """Check the interpreter of the engine, which may differ from this one. A store in a directory needs no library."""
     assert context.resolved is not None
     python = context.resolved.profile.engine.python or sys.executable
     is_encrypted = context.shared is not None and context.shared.protection == "aes-gcm"
@@ -127,7 +127,7 @@ def _permissions(report: StoreReport, remedies: Mapping[str, str], *, writes: bo
 
 
 def _pool(report: StoreReport, *, writes: bool) -> Iterator[Check]:
-    """Checks of a pool of Mooncake Store, which has no permissions, no listing and no clock."""
+    """Check of a pool of Mooncake Store, which has no permissions, no listing and no clock."""
     if report.failed is None:
         steps = "put, get and remove work" if writes else "the master answers; this engine does not write"
         yield ok("pool", steps)
@@ -181,14 +181,14 @@ def _speed(context: DoctorContext, report: StoreReport, *, writes: bool) -> Iter
 
 
 def _first_s(report: StoreReport) -> float:
-    """Returns the seconds until the first blocks of a read arrive: one request finds them, the next one reads them."""
+    """Return the seconds until the first blocks of a read arrive: one request finds them, the next one reads them."""
     assert report.small_get_s is not None
     assert report.object_get_s is not None
     return report.small_get_s + report.object_get_s
 
 
 def _break_even(sizing: Sizing, get_rate: float, first_s: float, prefill_rate: float | None) -> Check:
-    """Compares loading with computing, as `kvbm.leader.rates` does: a read takes at least `first_s`."""
+    """Compare loading with computing, as `kvbm.leader.rates` does: a read takes at least `first_s`."""
     stored_tokens, stored_bytes = sizing.host.token_count, sizing.host.total_bytes
     load_rate = get_rate * stored_tokens / stored_bytes
     facts = {"tokens_per_s": round(load_rate), "first_s": first_s}

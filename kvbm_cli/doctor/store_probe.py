@@ -128,7 +128,7 @@ class _StoreProbe:
         self._store.write(key, content)
 
     def _clock_s(self, key: str, began_s: float) -> float | None:
-        """Returns how far the store is ahead. A store that counts whole seconds may be behind by up to one."""
+        """Return how far the store is ahead. A store that counts whole seconds may be behind by up to one."""
         written_s, ended_s = self._store.about(key).written_s, time.time()
         if written_s > ended_s:
             return written_s - ended_s
@@ -140,7 +140,7 @@ class _StoreProbe:
         return time.monotonic() - began_s
 
     def _time_absent(self) -> float:
-        """Returns the median duration of looking for an object that is not there."""
+        """Return the median duration of looking for an object that is not there."""
         taken = []
         with self._step("get"):
             for _ in range(SMALL_GETS):
@@ -154,7 +154,7 @@ class _StoreProbe:
         self._put(f"{self._place}/{number % MAX_OBJECTS}", self._large)
 
     def _rate(self, move: Callable[[int], object], seconds: float) -> float:
-        """Returns the bytes per second of moving objects from IN_FLIGHT threads until the time is over."""
+        """Return the bytes per second of moving objects from IN_FLIGHT threads until the time is over."""
         began_s = time.monotonic()
 
         def run(first: int) -> int:
@@ -176,7 +176,7 @@ class _StoreProbe:
             raise OSError(why[0])
 
     def _remove(self) -> None:
-        """Removes what is left after a failure, as far as that is possible."""
+        """Remove what is left after a failure, as far as that is possible."""
         left = 0
         for key in sorted(set(self._written)):
             try:
@@ -186,7 +186,7 @@ class _StoreProbe:
         self._found = replace(self._found, left_objects=left)
 
     def _remove_left(self) -> None:
-        """Lists the objects of earlier doctors, and removes those of one that was killed."""
+        """List the objects of earlier doctors, and remove those of one that was killed."""
         before_s = time.time() - LEFT_AFTER_S
         for page in self._store.objects(PREFIX, _pass_over):
             old = [found.key for found in page if found.written_s < before_s]

@@ -34,7 +34,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
 
 
 def _by_bytes(tiers: Tiers) -> Iterator[Check]:
-    """Compares capacities, for an engine whose block size is not known yet."""
+    """Compare capacities, for an engine whose block size is not known yet."""
     host = tiers.host.capacity if tiers.host is not None else None
     disk = tiers.disk.capacity if tiers.disk is not None else None
     if host is None or disk is None:

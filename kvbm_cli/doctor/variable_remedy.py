@@ -13,7 +13,7 @@ _SWITCHES = {("tiers.disk.o_direct", "false"): "true", ("tiers.disk.o_direct", "
 
 
 def with_variables(remedy: str) -> str:
-    """Replaces keys by variables. A key without a variable stays, marked as a key of a profile."""
+    """Replace keys by variables. A key without a variable stays, marked as a key of a profile."""
     return _KEY.sub(_as_variable, remedy)
 
 

@@ -36,7 +36,7 @@ def require_disk_tier(resolved: ResolvedProfile | None) -> None:
 
 
 def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], target: Path) -> None:
-    """Writes `target`, which must not exist. EnvironmentProblem if it cannot be written."""
+    """Write `target`, which must not exist. EnvironmentProblem if it cannot be written."""
     require_disk_tier(resolved)
     keys = {**_from_elsewhere(resolved), **recommended}
     wanted = _load(resolved.path, keys)
@@ -56,7 +56,7 @@ def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> Iterator[str
 
 
 def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
-    """Returns the keys of the tier that come from the command line or a variable."""
+    """Return the keys of the tier that come from the command line or a variable."""
     disk = resolved.profile.tiers.disk
     assert disk is not None
     values = disk.model_dump(mode="json")
@@ -68,7 +68,7 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
 
 
 def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
-    """Loads a file with `keys` as options and without DYN_KVBM_* variables."""
+    """Load a file with `keys` as options and without DYN_KVBM_* variables."""
     options = {key: (key, value if isinstance(value, str) else scalar(value)) for key, value in keys.items()}
     places = [profiles_directory()]
     return load(_as_path(path), directories=places, variables=other_variables(os.environ), options=options).profile
@@ -93,7 +93,7 @@ def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
 
 
 def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
-    """Returns the text of the file with the keys set, None if it has no section for them."""
+    """Return the text of the file with the keys set, None if it has no section for them."""
     document = read_file(path, noun="profile")
     section = entry_at(document, SECTION.split("."))
     if section is None or not section.section:
@@ -118,7 +118,7 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
 
 
 def _absolute_paths(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
-    """Makes `extends` and the paths absolute, because the copy may be in another directory."""
+    """Make `extends` and the paths absolute, because the copy may be in another directory."""
     extends = document.get("extends")
     if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
         yield extends.source, scalar(_as_path(path.parent / os.path.expanduser(str(extends.value))))
@@ -138,7 +138,7 @@ def _replace(lines: list[str], source: Source, text: str) -> None:
 
 
 def _insert_in_line(lines: list[str], first: Source, added: list[str]) -> None:
-    """Inserts keys into a section in braces, such as `disk: {capacity: 1TB}`."""
+    """Insert keys into a section in braces, such as `disk: {capacity: 1TB}`."""
     assert first.line is not None
     line = lines[first.line - 1]
     lines[first.line - 1] = line[: first.column] + "".join(f"{text}, " for text in added) + line[first.column :]

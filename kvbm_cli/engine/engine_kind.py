@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 class EngineKind(Protocol):
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-        """Does not require the engine to be installed."""
+        """Do not require the engine to be installed."""
 
     def installed(self, profile: Profile) -> Installation | None:
-        """Returns the engine in the interpreter of the profile, None if it is missing or part of kvbm. Raises
+        """Return the engine in the interpreter of the profile, None if it is missing or part of kvbm. Raises
         EnvironmentProblem if the interpreter does not work."""
 
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
-        """Returns why the engine in the interpreter is not usable, with the cache or without, or not tested."""
+        """Return why the engine in the interpreter is not usable, with the cache or without, or not tested."""
 
     def block_tokens(self, profile: Profile) -> int:
-        """Returns the tokens per block."""
+        """Return the tokens per block."""
 
     def knows_block_tokens(self, profile: Profile) -> bool:
         """Whether `block_tokens` is certain."""
@@ -37,16 +37,16 @@ class EngineKind(Protocol):
         """Whether the engine computes on a CPU, as far as that decides the size of its cache."""
 
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
-        """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
+        """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""
 
 
 def python_of(profile: Profile) -> str:
-    """Returns the interpreter that runs the engine."""
+    """Return the interpreter that runs the engine."""
     return profile.engine.python or sys.executable
 
 
 def with_arguments(profile: Profile, **changed: object) -> Profile:
-    """Returns the profile with other values of some of its engine's arguments."""
+    """Return the profile with other values of some of its engine's arguments."""
     arguments = profile.engine.arguments.model_copy(update=changed)
     return profile.model_copy(update={"engine": profile.engine.model_copy(update={"arguments": arguments})})
 
@@ -54,7 +54,7 @@ def with_arguments(profile: Profile, **changed: object) -> Profile:
 def installation_problem(
     python: str, title: str, found: Installation, *, is_known: bool, tested: str
 ) -> EnvironmentProblem | None:
-    """Returns why this engine cannot be used with the cache, or is not tested with it. `title` names the engine."""
+    """Return why this engine cannot be used with the cache, or is not tested with it. `title` names the engine."""
     if found.rival is not None:
         hint = f"run `{python} -m pip uninstall kvbm`, then reinstall kvbm-cli there with `--force-reinstall --no-deps`"
         return EnvironmentProblem(

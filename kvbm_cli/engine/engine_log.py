@@ -25,7 +25,7 @@ class EngineLog:
     start: int
 
     def lines(self) -> list[str]:
-        """Returns the last non-empty lines, none if the file cannot be read."""
+        """Return the last non-empty lines, none if the file cannot be read."""
         try:
             with self.path.open("rb") as log:
                 log.seek(max(self.start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
@@ -35,25 +35,25 @@ class EngineLog:
         return [line.rstrip() for line in without_colours(text).splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
-        """Returns the same log from its current end on."""
+        """Return the same log from its current end on."""
         try:
             return EngineLog(self.path, self.path.stat().st_size)
         except OSError:
             return EngineLog(self.path, 0)
 
     def phase(self) -> str | None:
-        """Returns the last line that describes a phase of the start."""
+        """Return the last line that describes a phase of the start."""
         return next(filter(None, map(readable_phase, reversed(self.lines()))), None)
 
     def silent_s(self) -> float:
-        """Returns seconds since the last write, 0 if unknown."""
+        """Return seconds since the last write, 0 if unknown."""
         try:
             return max(0.0, time.time() - self.path.stat().st_mtime)
         except OSError:
             return 0.0
 
     def tail(self, *, without: Collection[str] = ()) -> str:
-        """Returns the last lines, and the first error shortly before them: several processes may end with long output.
+        """Return the last lines, and the first error shortly before them: several processes may end with long output.
 
         Omits the lines in `without`, which are already part of the error.
         """
@@ -77,7 +77,7 @@ _NOT_A_PHASE = re.compile(r"\s|WARNING|ERROR|\[?[WE]\d{4} |/|.*Warning: |.*\w\("
 
 
 def readable_phase(line: str) -> str | None:
-    """Returns a log line without its prefix (process, level, time, place) as a phase of the start, None if it is none.
+    """Return a log line without its prefix (process, level, time, place) as a phase of the start, None if it is none.
 
     Warnings, their continuation lines and drawings are not phases.
     """

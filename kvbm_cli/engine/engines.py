@@ -36,7 +36,7 @@ def kind_of(profile: Profile) -> EngineKind:
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-    """Returns the launch plan of a profile's engine; without `connector`, of the same engine without block manager.
+    """Return the launch plan of a profile's engine; without `connector`, of the same engine without block manager.
 
     Does not require the engine to be installed, nor `make_model` to have run.
     """
@@ -44,18 +44,18 @@ def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
 
 
 def require_known_engine(profile: Profile) -> None:
-    """Raises EnvironmentProblem if it is unknown whether the profile's interpreter has the engine: its command depends
+    """Raise EnvironmentProblem if it is unknown whether the profile's interpreter has the engine: its command depends
     on that."""
     kind_of(profile).installed(profile)
 
 
 def engine_problem(profile: Profile, *, has_cache: bool = True) -> EnvironmentProblem | None:
-    """Returns why the engine in the profile's interpreter is not usable, with the cache or without, or not tested."""
+    """Return why the engine in the profile's interpreter is not usable, with the cache or without, or not tested."""
     return kind_of(profile).problem(profile, has_cache=has_cache)
 
 
 def installation_of(profile: Profile) -> Installation | None:
-    """Returns the engine in the profile's interpreter, None if it or the interpreter is missing."""
+    """Return the engine in the profile's interpreter, None if it or the interpreter is missing."""
     try:
         return kind_of(profile).installed(profile)
     except EnvironmentProblem:
@@ -63,13 +63,13 @@ def installation_of(profile: Profile) -> Installation | None:
 
 
 def engine_version(profile: Profile) -> dict[str, str]:
-    """Returns the engine's distribution and version in the profile's interpreter, which may differ from this one."""
+    """Return the engine's distribution and version in the profile's interpreter, which may differ from this one."""
     found = installation_of(profile)
     return {} if found is None else {found.distribution: found.version}
 
 
 def versions(profile: Profile) -> dict[str, str]:
-    """Returns the versions of the packages of a run, without importing them."""
+    """Return the versions of the packages of a run, without importing them."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -88,7 +88,7 @@ def has_prefix_caching(profile: Profile) -> bool:
 
 
 def block_tokens(profile: Profile) -> int:
-    """Returns the tokens per block."""
+    """Return the tokens per block."""
     return kind_of(profile).block_tokens(profile)
 
 
@@ -103,25 +103,25 @@ def runs_on_cpu(profile: Profile) -> bool:
 
 
 def cpu_of(profile: Profile) -> Cpu:
-    """Returns this machine's CPU with the profile's vLLM, for engines that run on it."""
+    """Return this machine's CPU with the profile's vLLM, for engines that run on it."""
     found = installation_of(profile)
     return Cpu(cpu_flags(), None if found is None else release_of(found.version))
 
 
 def copy_count(profile: Profile) -> int:
-    """Returns how many engines with their own tiers the profile starts."""
+    """Return how many engines with their own tiers the profile starts."""
     arguments = profile.engine.arguments
     copies = (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
     return copies * max(profile.disaggregated.prefill, 1)
 
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
-    """Returns the profile with prefix caching enabled and at least `block_count` blocks in G1."""
+    """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""
     return kind_of(profile).with_device_blocks(profile, block_count)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:
-    """Generates a synthetic model for vLLM in the user's cache if it is missing. This takes several seconds.
+    """Generate a synthetic model for vLLM in the user's cache if it is missing. This takes several seconds.
 
     Raises EnvironmentProblem if neither this interpreter nor the engine's can generate it.
     """
@@ -136,7 +136,7 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
 
 
 def how_to_make_model(profile: Profile) -> list[str] | None:
-    """Returns the command line that does what `make_model` would do, None if the model exists."""
+    """Return the command line that does what `make_model` would do, None if the model exists."""
     preset = preset_of(profile)
     if preset is None or models.directory_of(preset).is_dir():
         return None

@@ -24,7 +24,7 @@ class FailureReason:
 
 
 def oom_kills() -> int:
-    """Returns how many processes the kernel's OOM killer has killed since boot, 0 if unknown."""
+    """Return how many processes the kernel's OOM killer has killed since boot, 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)
     except OSError:
@@ -33,7 +33,7 @@ def oom_kills() -> int:
 
 
 def failure_reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: int = 0) -> FailureReason | None:
-    """Returns the reason, None if it is not certain. `lines` are the last ones of the log, `oom_kill_count` counts OOM
+    """Return the reason, None if it is not certain. `lines` are the last ones of the log, `oom_kill_count` counts OOM
     kills during the run."""
     if oom_kill_count and exit_code != 0:
         return FailureReason("out of memory: the kernel's OOM killer killed a process", LESS_MEMORY)
@@ -46,7 +46,7 @@ _OWN = re.compile(r"^error: (.+)")
 
 
 def _own_error(lines: Sequence[str]) -> FailureReason | None:
-    """Returns the last `error:` of the embedded engine with its `hint:`."""
+    """Return the last `error:` of the embedded engine with its `hint:`."""
     for index in range(len(lines) - 1, -1, -1):
         if found := _OWN.match(lines[index]):
             hints = filter(None, map(_HINT.match, lines[index + 1 :]))
@@ -134,7 +134,7 @@ _PATTERNS = (
 
 
 def _known(lines: Sequence[str]) -> FailureReason | None:
-    """Returns the reason of the last line that matches a pattern of the table."""
+    """Return the reason of the last line that matches a pattern of the table."""
     for line in reversed(lines):
         for known in _PATTERNS:
             if found := known.pattern.search(line):

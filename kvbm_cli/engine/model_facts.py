@@ -31,7 +31,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
-    """Returns the content of a Hugging Face config.json for that kind of engine.
+    """Return the content of a Hugging Face config.json for that kind of engine.
 
     Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
@@ -92,12 +92,12 @@ def _preset(model: str, presets: Iterable[str]) -> str:
 
 
 def model_directory(model: str) -> Path | None:
-    """Returns the directory of a model for vLLM: a local one, or a snapshot in the Hugging Face cache."""
+    """Return the directory of a model for vLLM: a local one, or a snapshot in the Hugging Face cache."""
     return _directory(model) or _downloaded(model)
 
 
 def _with_quantization(directory: Path, facts: Mapping[str, object]) -> Mapping[str, object]:
-    """Adds what ModelOpt wrote into a file of its own, which vLLM reads if `config.json` has no such section."""
+    """Add what ModelOpt wrote into a file of its own, which vLLM reads if `config.json` has no such section."""
     path = directory / "hf_quant_config.json"
     if facts.get("quantization_config") is not None or not path.is_file():
         return facts
@@ -123,7 +123,7 @@ def _no_directory(model: str, hint: str) -> ProfileError:
 
 
 def _downloaded(model: str) -> Path | None:
-    """Returns the snapshot of the main branch in the Hugging Face cache, None if there is none."""
+    """Return the snapshot of the main branch in the Hugging Face cache, None if there is none."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
     repository = cache / f"models--{model.replace('/', '--')}"
@@ -135,7 +135,7 @@ def _downloaded(model: str) -> Path | None:
 
 
 def read_config(path: Path) -> Mapping[str, object]:
-    """Returns the content of a `config.json`. ProfileError if it is not one."""
+    """Return the content of a `config.json`. ProfileError if it is not one."""
     try:
         facts = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
     except OSError as error:

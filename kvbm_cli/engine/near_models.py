@@ -14,7 +14,7 @@ SAME_KV = "A quantized variant has the same KV, unless its configuration asks fo
 
 
 def suggestion(model: str, names: Iterable[str]) -> str | None:
-    """Returns a hint with the name of a known model: in other letters, without its quantization, or similar."""
+    """Return a hint with the name of a known model: in other letters, without its quantization, or similar."""
     by_name = {_last(name): name for name in names}
     wanted = _last(model)
     base = _QUANTIZED.sub("", wanted)

@@ -77,8 +77,8 @@ class EngineProcess:
 
     @classmethod
     def start(cls, plan: LaunchPlan, *, log_path: Path) -> EngineProcess:
-        """Starts the engine and returns immediately. Raises EnvironmentProblem if its program or a library is
-        missing, or if its log or a file of the plan cannot be written."""
+        """Start the engine and return immediately. Raises EnvironmentProblem if its program or a library is missing,
+        or if its log or a file of the plan cannot be written."""
         _check_program(plan)
         _write_files(plan)
         with _open_log(log_path) as log:
@@ -130,7 +130,7 @@ class EngineProcess:
         return {"engine": self.pid, "guard": self.guard_pid}
 
     def phase(self) -> str:
-        """Returns the last message in the engine's log since it was signalled to stop."""
+        """Return the last message in the engine's log since it was signalled to stop."""
         return (self._stop_log.phase() if self._stop_log is not None else None) or ""
 
     @property
@@ -142,7 +142,7 @@ class EngineProcess:
         return time.monotonic() - self._started
 
     def poll(self) -> int | None:
-        """Returns the exit code once the engine has ended (128 + n for signal n) and its leftovers are removed.
+        """Return the exit code once the engine has ended (128 + n for signal n) and its leftovers are removed.
 
         Removes the leftovers before it reaps the engine: until then no other process can get its process id.
         """
@@ -156,7 +156,7 @@ class EngineProcess:
         return code if code >= 0 else 128 - code
 
     def wait_healthy(self, timeout_s: float, on_progress: Callable[[str], None] = lambda phase: None) -> None:
-        """Returns when the engine answers 200 at its health address. Raises EngineError as soon as it has ended, or
+        """Return when the engine answers 200 at its health address. Raises EngineError as soon as it has ended, or
         `timeout_s` after its start; then it is killed.
 
         Calls `on_progress` with the phase of the start a few times per second. It may stop the engine.
@@ -173,7 +173,7 @@ class EngineProcess:
         raise self.ended_error("the engine exited before it was healthy")
 
     def ended_error(self, message: str) -> EngineError:
-        """Returns the error for an engine that exited unexpectedly."""
+        """Return the error for an engine that exited unexpectedly."""
         code = self.poll()
         assert code is not None, "the engine is still running"
         reason = failure_reason_of(self._log.lines(), code, oom_kill_count=oom_kills() - self._oom_kills_before)
@@ -192,7 +192,7 @@ class EngineProcess:
         return EngineError(f"{message}\n{self._log.tail()}", hint=hint)
 
     def signal(self, signal_number: int) -> None:
-        """Sends a signal to the engine process, which notifies its own processes."""
+        """Send a signal to the engine process, which notifies its own processes."""
         if self.poll() is None:
             self._stop_log = self._stop_log or self._log.from_here()
             os.kill(self.pid, signal_number)
@@ -204,7 +204,7 @@ class EngineProcess:
         return self.stop(timeout_s=0)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
-        """Sends SIGTERM, waits up to `timeout_s`, then kills all its processes. Returns the exit code."""
+        """Send SIGTERM, wait up to `timeout_s`, then kill all its processes. Returns the exit code."""
         deadline = time.monotonic() + timeout_s
         if timeout_s > 0:
             self.signal(signal.SIGTERM)
@@ -215,7 +215,7 @@ class EngineProcess:
         return code
 
     def _keep_guard(self) -> None:
-        """Starts another guard if the guard was killed. If this process dies before that, the kernel still kills the
+        """Start another guard if the guard was killed. If this process dies before that, the kernel still kills the
         engine itself."""
         if self._guard.has_ended() and not self._is_removed:
             self._guard.close()
@@ -225,7 +225,7 @@ class EngineProcess:
                 self._guard = GuardProcess(self._leftovers, log=log)
 
     def _remove_leftovers(self) -> None:
-        """Uses the guard, which has recorded the engine's files and processes."""
+        """Use the guard, which has recorded the engine's files and processes."""
         if self._is_removed:
             return
         self._is_removed = True
@@ -247,7 +247,7 @@ _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's.
+    """Return the engine's environment: the caller's without DYN_KVBM_*, what kvbm adds, and the profile's.
 
     The variables for the client of the store stay: they are in no profile.
     """
@@ -258,12 +258,12 @@ def engine_environment(plan: LaunchPlan, environment: Mapping[str, str]) -> dict
 
 
 def additions(plan: LaunchPlan) -> dict[str, str]:
-    """Returns the variables that kvbm and the profile add to the caller's, without TMPDIR."""
+    """Return the variables that kvbm and the profile add to the caller's, without TMPDIR."""
     return {"PYTHONUNBUFFERED": "1", **SAFE_PATH, **plan.environment}
 
 
 def choose_port(host: str, port: int) -> int:
-    """Returns `port`, or a free port for 0. Raises EnvironmentProblem if the port is in use or `host` is not local.
+    """Return `port`, or a free port for 0. Raises EnvironmentProblem if the port is in use or `host` is not local.
 
     A free port is outside of the kernel's ephemeral range: it must still be free when the engine listens, possibly a
     minute later.
@@ -276,7 +276,7 @@ def choose_port(host: str, port: int) -> int:
 
 
 def _stable_ports() -> Sequence[int]:
-    """Returns ports outside of the kernel's ephemeral range."""
+    """Return ports outside of the kernel's ephemeral range."""
     first, last = map(int, EPHEMERAL_PORTS.read_text().split())
     ports = [port for port in range(FIRST_CHOICE, 1 << 16) if not first <= port <= last]
     return ports if len(ports) >= CHOICES else range(FIRST_CHOICE, 1 << 16)
@@ -299,7 +299,7 @@ def _bound_port(host: str, port: int) -> int:
 
 
 def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
-    """Creates the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
+    """Create the engine's TMPDIR below the profile's or the caller's, or below /tmp if their name is too long."""
     preferred = plan.environment.get("TMPDIR") or tempfile.gettempdir()
     parent = preferred if len(preferred) <= LONGEST_TMPDIR else "/tmp"
     try:
@@ -310,7 +310,7 @@ def _make_tmpdir(plan: LaunchPlan) -> EngineTmpdir:
 
 
 def _check_program(plan: LaunchPlan) -> None:
-    """Checks libraries only in this interpreter. Another one reports missing libraries in its log."""
+    """Check libraries only in this interpreter. Another one reports missing libraries in its log."""
     if shutil.which(plan.argv[0]) is None:
         raise EnvironmentProblem(f"`{plan.argv[0]}` is not a program", hint="check `engine.python`")
     if plan.argv[0] == sys.executable:
@@ -330,7 +330,7 @@ def _write_files(plan: LaunchPlan) -> None:
 
 
 def _log_or_nothing(path: Path) -> BinaryIO:
-    """Opens the log unbuffered, or /dev/null if it cannot be opened: a running engine does not need it."""
+    """Open the log unbuffered, or /dev/null if it cannot be opened: a running engine does not need it."""
     try:
         return path.open("ab", buffering=0)
     except OSError:

@@ -70,7 +70,7 @@ print(json.dumps(found))
 
 
 def find_vllm(python: str) -> VllmInstallation | None:
-    """Returns vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
+    """Return vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
 
     Probes once: all parts of a command get the same answer, also if the probe failed or timed out.
     """
@@ -119,7 +119,7 @@ def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
 
 
 def _run(python: str, package: ProbedPackage) -> tuple[int, str]:
-    """Returns exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
+    """Return exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
     with subprocess.Popen(
         [python, "-c", _PROGRAM, package.module, package.command, *package.interface],
         stdin=subprocess.DEVNULL,

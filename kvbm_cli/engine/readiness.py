@@ -27,7 +27,7 @@ class Readiness:
         self._reported_phase: str | None = None
 
     def probe(self) -> bool:
-        """Returns True if the engine answers 200. Ignores the answer of another program that took the port."""
+        """Return True if the engine answers 200. Ignores the answer of another program that took the port."""
         answer = get(self._url, timeout_s=HEALTH_TIMEOUT_S)
         if answer.status == http.HTTPStatus.OK and self._is_own(answer.address):
             return True
@@ -37,11 +37,11 @@ class Readiness:
         return False
 
     def phase(self) -> str:
-        """Returns the phase of the start, from the health address or from the log."""
+        """Return the phase of the start, from the health address or from the log."""
         return self._reported_phase or self._log.phase() or "starting"
 
     def delay(self) -> str:
-        """Returns why the engine is not healthy, for how long, and when its log last grew."""
+        """Return why the engine is not healthy, for how long, and when its log last grew."""
         phase = f"; its last phase was `{self._reported_phase}`" if self._reported_phase else ""
         return f"{self._state} for {time.monotonic() - self._since:.0f} s{phase}{silence(self._log)}"
 
@@ -59,6 +59,6 @@ class Readiness:
 
 
 def silence(log: EngineLog) -> str:
-    """Returns how long the log has not grown, empty for a short time."""
+    """Return how long the log has not grown, empty for a short time."""
     silent_s = log.silent_s()
     return f"; no new log line for {silent_s:.0f} s" if silent_s >= SILENCE_S else ""

@@ -29,7 +29,7 @@ _DETAIL = re.compile(r" \[type=.*?(?:input_value=(?P<value>.*), input_type=.*)?\
 
 
 def without_usage(lines: Sequence[str]) -> list[str]:
-    """Returns the lines without the usage that a parser of command lines prints in front of its error."""
+    """Return the lines without the usage that a parser of command lines prints in front of its error."""
     kept: list[str] = []
     for line in lines:
         if _END_OF_USAGE.match(line):
@@ -41,7 +41,7 @@ def without_usage(lines: Sequence[str]) -> list[str]:
 
 
 def refusal(lines: Sequence[str]) -> tuple[str, str] | None:
-    """Returns what the engine refuses and a hint, None if its last lines do not say so."""
+    """Return what the engine refuses and a hint, None if its last lines do not say so."""
     for index in range(len(lines) - 1, max(-1, len(lines) - 1 - LAST_LINES), -1):
         if _VALIDATION.search(lines[index]):
             return _invalid(lines[index], lines[index + 1 :])
@@ -61,7 +61,7 @@ def _refused(found: re.Match[str], lines: Sequence[str]) -> tuple[str, str]:
 
 
 def _invalid(header: str, below: Sequence[str]) -> tuple[str, str]:
-    """Returns the first fields with their messages."""
+    """Return the first fields with their messages."""
     field, texts = None, []
     for line in below:
         if not line[:1].isspace() and not _FIELD.match(line):
@@ -86,7 +86,7 @@ def _said(name: str | None, text: str) -> str:
 
 
 def _nearest(written: str, lines: Sequence[str]) -> str:
-    """Returns a hint with the flag of the usage that is most similar."""
+    """Return a hint with the flag of the usage that is most similar."""
     offered = [line for line in lines if line[:1].isspace() or "Possible options" in line or "Did you mean" in line]
     known = {name for line in offered for name in _FLAG.findall(line)} - {written}
     wrong = (_FLAG.findall(written) or [written])[0]

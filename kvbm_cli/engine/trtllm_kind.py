@@ -34,7 +34,7 @@ class TrtllmKind:
         file: str = launch.OPTIONS_FILE,
         defaults: Mapping[str, object] = launch.NO_OPTIONS,
     ) -> LaunchPlan:
-        """Passes `file` and `defaults` to `launch.plan`."""
+        """Pass `file` and `defaults` to `launch.plan`."""
         return launch.plan(
             _with_local_model(profile),
             connector=connector,
@@ -47,7 +47,7 @@ class TrtllmKind:
     def disaggregated_server(
         self, profile: Profile, *, port: int, prefill: Sequence[str], decode: Sequence[str]
     ) -> LaunchPlan:
-        """Returns the plan of TensorRT-LLM's server in front of engines at these addresses."""
+        """Return the plan of TensorRT-LLM's server in front of engines at these addresses."""
         return launch.disaggregated_server(
             _with_local_model(profile),
             port=port,
@@ -103,7 +103,7 @@ class TrtllmKind:
 
 
 def _with_local_model(profile: Profile) -> Profile:
-    """Returns the profile with the path of a local model, without `~`."""
+    """Return the profile with the path of a local model, without `~`."""
     model = profile.engine.model
     engine = profile.engine.model_copy(update={"model": os.path.expanduser(model)})
     return profile.model_copy(update={"engine": engine})

@@ -24,7 +24,7 @@ class VllmKind:
     """See EngineKind."""
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-        """Does not require `make_model` to have run either."""
+        """Do not require `make_model` to have run either."""
         from kvbm.vllm_integration import launch
 
         return launch.plan(
@@ -58,7 +58,7 @@ class VllmKind:
         return default_block_tokens(_arguments(profile), on_cpu=self.runs_on_cpu(profile))
 
     def knows_block_tokens(self, profile: Profile) -> bool:
-        """It is a guess if vLLM is not installed."""
+        """Return whether the block size is certain. It is a guess if vLLM is not installed."""
         return _arguments(profile).block_size is not None or vllm_of(profile) is not None
 
     def has_prefix_caching(self, profile: Profile) -> bool:
@@ -77,7 +77,7 @@ class VllmKind:
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:
-    """Returns vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
+    """Return vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
     try:
         return find_vllm(python_of(profile))
     except EnvironmentProblem:
@@ -85,14 +85,14 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
 
 
 def preset_of(profile: Profile) -> str | None:
-    """Returns the name of a model to generate, None for one that exists or that the engine generates itself."""
+    """Return the name of a model to generate, None for one that exists or that the engine generates itself."""
     if profile.engine.kind != "vllm" or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
         return None
     return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
 
 
 def _with_local_model(profile: Profile) -> Profile:
-    """Returns the profile with a directory in place of `synthetic:...`, served under the name in the profile."""
+    """Return the profile with a directory in place of `synthetic:...`, served under the name in the profile."""
     model, arguments = profile.engine.model, _arguments(profile)
     preset = preset_of(profile)
     if preset is None:

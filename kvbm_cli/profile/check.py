@@ -18,7 +18,7 @@ from kvbm_cli.terminal.show_error import show_warning
 
 
 def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is_strict: bool = False) -> int:
-    """Reports all mistakes, including those of the workload for `kvbm bench`. Returns the exit code.
+    """Report all mistakes, including those of the workload for `kvbm bench`. Returns the exit code.
 
     `is_strict`: it is 1 if a tier holds less than the one above it, or if kvbm is disabled.
     """

@@ -26,7 +26,7 @@ class Side:
 
 
 def diff_profiles(reference: str, other: str, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Returns 0 if the profiles are equal except for name and description, else DIFFERENT. Overrides apply to both."""
+    """Return 0 if the profiles are equal except for name and description, else DIFFERENT. Overrides apply to both."""
     before, after = resolve(reference, overrides), resolve(other, overrides)
     found = {key: sides for key, *sides in differences(before, after)}
     if as_json:

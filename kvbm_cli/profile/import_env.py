@@ -54,7 +54,7 @@ WIDTH = 118
 def import_env(
     environment: Mapping[str, str], *, output: Path | None, model: str | None, engine: str | None = None
 ) -> None:
-    """Prints the profile, or writes it to `output`. ProfileError for invalid variables. `engine` is a kind of engines,
+    """Print the profile, or write it to `output`. ProfileError for invalid variables. `engine` is a kind of engines,
     by default the one to which the variables and the model belong."""
     if engine is not None and engine not in ENGINE_KINDS:
         kinds = ", ".join(f"`{kind}`" for kind in ENGINE_KINDS)
@@ -80,7 +80,7 @@ def import_env(
 
 
 def profile_text(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> str:
-    """Returns the text of a profile with this model and the values of the variables."""
+    """Return the text of a profile with this model and the values of the variables."""
     kind, reason = (engine, "") if engine is not None else _engine_kind(model or MODEL, environment)
     config = resolve_connector({}, environment, engine=kind, warns=False)
     if kind == "tensorrt-llm" and config.tiers.host is None:
@@ -100,7 +100,7 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
 
 
 def _engine_kind(model: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the engine kind for this model and these variables, and a comment if a variable decided. ProfileError for
+    """Return the engine kind for this model and these variables, and a comment if a variable decided. ProfileError for
     an unknown synthetic model."""
     if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC and model.startswith(SYNTHETIC_PREFIX):
         return "embedded", ""
@@ -125,14 +125,14 @@ def _section(section: Mapping[str, Entry], path: str) -> Iterator[str]:
 
 
 def _escaped(path: str, value: object) -> str:
-    """Formats a value as YAML in which no variable is replaced."""
+    """Format a value as YAML in which no variable is replaced."""
     if isinstance(value, str):
         value = value.replace("$", "$$") if is_interpolated(path) else value.replace("${", "$${")
     return scalar(value)
 
 
 def _store_note(environment: Mapping[str, str], warnings: tuple[str, ...]) -> Iterator[str]:
-    """Yields a comment with the variables that the client of the store reads."""
+    """Yield a comment with the variables that the client of the store reads."""
     names = [f"`{name}`" for name in sorted(STORE_VARIABLES & environment.keys())]
     used = [name for name in names if not any(text.startswith(f"{name} has no effect") for text in warnings)]
     if used:

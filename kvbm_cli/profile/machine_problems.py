@@ -55,7 +55,7 @@ class MachineProblem:
 
 
 def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False, is_strict: bool = False) -> None:
-    """Raises EnvironmentProblem for the problems, and prints those that are only warnings."""
+    """Raise EnvironmentProblem for the problems, and print those that are only warnings."""
     fatal = [one for one in problems if not one.is_warning(is_forced=is_forced, is_strict=is_strict)]
     warn_of([one for one in problems if one not in fatal])
     if fatal:
@@ -71,7 +71,7 @@ def warn_of(problems: Sequence[MachineProblem]) -> None:
 def problems_here(
     resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, *, has_cache: bool = True
 ) -> list[MachineProblem]:
-    """Returns all problems. Without `has_cache`, only those of the engine itself."""
+    """Return all problems. Without `has_cache`, only those of the engine itself."""
     disk = _disk(resolved, sizing) if has_cache else ()
     states = state_warnings(resolved) if has_cache else []
     return [
@@ -86,13 +86,13 @@ def problems_here(
 def reservation_problems(
     resolved: ResolvedProfile, sizing: Sizing | SizeUnknown, living: Sequence[EngineRun], *, has_cache: bool
 ) -> list[MachineProblem]:
-    """Returns the problems with what the engine shares with the living runs: the server's port and memory."""
+    """Return the problems with what the engine shares with the living runs: the server's port and memory."""
     memory = _memory(resolved, memory_bytes(resolved.profile, sizing), living) if has_cache else ()
     return [*_port(resolved, living), *memory]
 
 
 def memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
-    """Returns the host memory for blocks (G2) of all engines of a profile, 0 if unknown."""
+    """Return the host memory for blocks (G2) of all engines of a profile, 0 if unknown."""
     if not isinstance(sizing, SizeUnknown):
         return sizing.host.total_bytes * copy_count(profile)
     host = profile.tiers.host
@@ -111,7 +111,7 @@ def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
 
 
 def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
-    """The embedded engine is checked by its own process."""
+    """Yield problems of the engine. The embedded engine is checked by its own process."""
     if resolved.profile.engine.kind == "embedded":
         return
     if (public := _public_debug_endpoints(resolved.profile)) is not None:
@@ -127,7 +127,8 @@ def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachinePr
 
 
 def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[MachineProblem, ...]:
-    """A directory that hangs is a risk only: the engine starts without the tier, and uses it when it answers."""
+    """Yield problems of the disk tier. A directory that hangs is a risk only: the engine starts without the tier, and
+    uses it when it answers."""
     disk = resolved.profile.tiers.disk
     if disk is not None and not answers(expanded(disk.directory)):
         message = f"`{DIRECTORY_KEY}`: {disk.directory} does not answer within {ANSWER_LIMIT_S:g} s"
@@ -137,7 +138,7 @@ def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[Mach
 
 
 def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
-    """A directory below a missing mount would be created on the system's own drive."""
+    """Yield problems of the mount. A directory below a missing mount would be created on the system's own drive."""
     disk = resolved.profile.tiers.disk
     if disk is not None and (reason := missing_mount(expanded(disk.directory))) is not None:
         hint = f"mount it, or set `{DIRECTORY_KEY}` to another directory"
@@ -145,7 +146,8 @@ def _mount(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
 
 
 def _filesystem(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
-    """A disk tier needs a drive: a pseudo filesystem holds no files, and one in memory takes host memory."""
+    """Yield problems of the filesystem. A disk tier needs a drive: a pseudo filesystem holds no files, and one in
+    memory takes host memory."""
     disk = resolved.profile.tiers.disk
     if disk is None:
         return
@@ -158,7 +160,8 @@ def _filesystem(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
 
 
 def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iterator[MachineProblem]:
-    """A disk tier must fit, if necessary in the space of unused caches, which are reused or removed."""
+    """Yield problems of the space. A disk tier must fit, if necessary in the space of unused caches, which are reused
+    or removed."""
     from kvbm.disk.directory import list_caches
 
     disk = resolved.profile.tiers.disk
@@ -226,7 +229,7 @@ def require_metrics_ports(resolved: ResolvedProfile) -> None:
 def _memory(
     resolved: ResolvedProfile, needed_bytes: int, living: Sequence[EngineRun], *, memory: HostMemory = THIS_MACHINE
 ) -> Iterator[MachineProblem]:
-    """The tiers in memory must fit together with what the living runs will still allocate."""
+    """Yield problems of memory. The tiers in memory must fit together with what the living runs will still allocate."""
     room, pending = memory.room(), sum(map(pending_bytes, living))
     if needed_bytes + pending <= room.available_bytes:
         return
@@ -246,6 +249,6 @@ def _memory(
 
 
 def _at(resolved: ResolvedProfile, key: str, message: str, hint: str | None) -> EnvironmentProblem:
-    """Returns a problem that is shown at the place of `key`."""
+    """Return a problem that is shown at the place of `key`."""
     mistake: ProfileError = resolved.mistake(key, message)
     return EnvironmentProblem(mistake.message, hint=hint)

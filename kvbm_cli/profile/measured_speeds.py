@@ -25,7 +25,7 @@ class MeasuredSpeeds:
 
     @classmethod
     def read(cls, path: Path) -> MeasuredSpeeds:
-        """Reads a file that `kvbm doctor --json` wrote. UsageError if it is not one."""
+        """Read a file that `kvbm doctor --json` wrote. UsageError if it is not one."""
         try:
             checks = json.loads(read_at_most(path, MAX_BYTES))["checks"]
             facts = {check["name"]: check["facts"] for check in checks}

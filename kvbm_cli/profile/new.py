@@ -63,7 +63,7 @@ QUESTIONS = (
 def new_profile(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
 ) -> None:
-    """Writes `file`. KvbmError for a mistake; then nothing is written."""
+    """Write `file`. KvbmError for a mistake; then nothing is written."""
     _require_place(file, is_forced=is_forced)
     parent = find(extends, directories=[profiles_directory()]) if extends is not None else None
     missing = _missing(answers, overrides) if parent is None else []
@@ -157,7 +157,7 @@ def _examine(
 def _examined(
     file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None
 ) -> tuple[Document, Examined]:
-    """Returns the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
+    """Return the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
     written, examined = _examine(file, answers, overrides, parent)
     sizing, mistakes = all_mistakes(examined)
     if mistakes:
@@ -169,7 +169,7 @@ def _examined(
 
 
 def _reference(parent: Path, file: Path) -> str:
-    """Returns the value of `extends`: a path is relative to the new file."""
+    """Return the value of `extends`: a path is relative to the new file."""
     if real_path(parent.parent) == real_path(profiles_directory()):
         return parent.stem
     if parent.is_absolute():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | SizeUnknown:
-    """Returns the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
+    """Return the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
     Without `has_cache`, checks only what the engine needs.
     """
@@ -51,8 +51,8 @@ def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | Size
 def all_mistakes(
     examined: Examined, *, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
-    """Returns the sizes if known, and all mistakes of a profile: its own, and in valid keys those that only this
-    machine can find, including those of the workload of `kvbm bench`."""
+    """Return the sizes if known, and all mistakes of a profile: its own, and in valid keys those that only this machine
+    can find, including those of the workload of `kvbm bench`."""
     if examined.resolved is None:
         return None, list(examined.mistakes)
     sizing, found = examine_here(examined.resolved, has_cache=has_cache)
@@ -64,7 +64,7 @@ def all_mistakes(
 def examine_here(
     resolved: ResolvedProfile, *, has_cache: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
-    """Returns the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
+    """Return the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     sizing: Sizing | SizeUnknown | None = None
     mistakes: list[ProfileError] = []
     try:
@@ -99,7 +99,7 @@ def require_log(path: Path) -> None:
 
 
 def _reason_not_writable(path: Path) -> str | None:
-    """Returns why the file cannot be written or created, None if it can."""
+    """Return why the file cannot be written or created, None if it can."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def _require_none(resolved: ResolvedProfile, key: str, reason: str | None) -> No
 
 
 def _reason_not_private(directory: Path) -> str | None:
-    """Returns why the disk tier refuses an existing directory, None if it does not."""
+    """Return why the disk tier refuses an existing directory, None if it does not."""
     try:
         mode = os.lstat(directory).st_mode
     except OSError:
@@ -248,7 +248,7 @@ def _reason_too_long(directory: Path) -> str | None:
 
 
 def _reason_not_usable(directory: Path) -> str | None:
-    """Returns why files cannot be created in the directory, None if they can."""
+    """Return why files cannot be created in the directory, None if they can."""
     holder = nearest_existing(directory)
     try:
         mode = os.stat(holder).st_mode

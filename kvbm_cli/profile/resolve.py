@@ -15,7 +15,7 @@ from kvbm_cli.terminal.show_error import show_warning
 def resolve(
     reference: str, overrides: Sequence[str] = (), options: Mapping[str, tuple[str, str]] | None = None
 ) -> ResolvedProfile:
-    """Loads a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
+    """Load a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
     examined = _examined(reference, overrides, options)
     return _valid(examined, examined.mistakes)
 
@@ -44,7 +44,7 @@ def _examined(reference: str, overrides: Sequence[str], options: Mapping[str, tu
 
 
 def _valid(examined: Examined, mistakes: Sequence[ProfileError]) -> ResolvedProfile:
-    """Returns the profile, and prints its warnings. ProfileError with the mistakes, if there are any."""
+    """Return the profile, and print its warnings. ProfileError with the mistakes, if there are any."""
     if mistakes:
         raise together(mistakes)
     resolved = examined.resolved

@@ -15,7 +15,7 @@ from kvbm_cli.terminal.console import WIDTH, print_data, print_json
 
 
 def show_schema(key: str | None) -> None:
-    """Prints the JSON Schema, or the description of a key or section. UsageError for an unknown key."""
+    """Print the JSON Schema, or the description of a key or section. UsageError for an unknown key."""
     if key is None:
         print_json(json_schema())
         return
@@ -26,7 +26,7 @@ def show_schema(key: str | None) -> None:
 
 
 def _lines(wanted: str) -> Iterator[str]:
-    """Describes the key and all keys below it; once per engine kind if the descriptions differ."""
+    """Describe the key and all keys below it; once per engine kind if the descriptions differ."""
     seen = set()
     for kind in ENGINE_KINDS:
         for key in keys(engine=kind):

@@ -34,7 +34,7 @@ def _listed(resolved: ResolvedProfile) -> dict[str, str]:
 
 
 def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Prints every key with its value and origin, and `***` for secrets among the engine's variables."""
+    """Print every key with its value and origin, and `***` for secrets among the engine's variables."""
     resolved = resolve(reference, overrides)
     values = {key: without_secret_value(key, value) for key, value in resolved.values.items()}
     if as_json:
@@ -56,7 +56,7 @@ def _line(key: str, value: str, origin: str, width: int) -> str:
 
 
 def short_origin(origin: str) -> str:
-    """Returns an origin without the directories of its file."""
+    """Return an origin without the directories of its file."""
     place, space, variables = origin.partition(" ")
     return f"{place.rpartition('/')[2]}{space}{variables}"
 

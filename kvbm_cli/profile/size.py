@@ -22,7 +22,7 @@ _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 
 def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
-    """Returns a warning for each tier that adds little: it is smaller than the one above it, or, with states, than a
+    """Return a warning for each tier that adds little: it is smaller than the one above it, or, with states, than a
     sequence."""
     host = sizing.host if resolved.profile.tiers.host is not None else None  # else a buffer, not a tier
     tiers = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
@@ -37,7 +37,7 @@ def tier_warnings(resolved: ResolvedProfile, sizing: Sizing) -> tuple[str, ...]:
 
 
 def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str]:
-    """A hit needs a snapshot and all attention blocks before it, so a part of a sequence is useless."""
+    """Yield warnings. A hit needs a snapshot and all attention blocks before it, so a part of a sequence is useless."""
     host = sizing.host
     if sizing.snapshot is not None and resolved.profile.tiers.host is not None and host.sequence_count == 0:
         yield (
@@ -47,7 +47,7 @@ def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str
 
 
 def blocks_text(sizing: Sizing) -> str:
-    """The blocks of a sequence, in parts if it has a snapshot."""
+    """Return the blocks of a sequence, in parts if it has a snapshot."""
     blocks = _counted(sizing.sequence_blocks, "block")
     if sizing.snapshot is None:
         return blocks
@@ -62,7 +62,7 @@ def _counted(count: int, name: str) -> str:
 def size_of(
     resolved: ResolvedProfile, wanted: Wanted | None = None, *, facts: Mapping[str, object] | None = None
 ) -> Sizing:
-    """Computes the sizes of the tiers. `facts` is the model's configuration, by default that of `engine.model`.
+    """Compute the sizes of the tiers. `facts` is the model's configuration, by default that of `engine.model`.
 
     ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
     the engine knows the sizes.
@@ -85,7 +85,7 @@ def size_of(
 
 
 def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
-    """Returns the sizes, None if only the engine knows them."""
+    """Return the sizes, None if only the engine knows them."""
     try:
         return size_of(resolved)
     except SizeUnknown:
@@ -93,7 +93,7 @@ def size_if_known(resolved: ResolvedProfile) -> Sizing | None:
 
 
 def size_key(resolved: ResolvedProfile) -> str:
-    """The key that sets the size of G2, or of G3 without a host tier."""
+    """Return the key that sets the size of G2, or of G3 without a host tier."""
     tiers = resolved.profile.tiers
     section, name = (tiers.host, "tiers.host") if tiers.host is not None else (tiers.disk, "tiers.disk")
     return f"{name}.blocks" if section is not None and section.blocks else f"{name}.capacity"
@@ -105,7 +105,7 @@ def block_line(sizing: Sizing) -> str:
 
 
 def tier_table(resolved: ResolvedProfile, sizing: Sizing, *, has_cache: bool = True, has_ranks: bool = False) -> str:
-    """Returns the table. `has_ranks` adds the bytes of a tier on one rank, if there are several."""
+    """Return the table. `has_ranks` adds the bytes of a tier on one rank, if there are several."""
     tiers: dict[str, TierSize | None] = {"G1": sizing.device}
     if has_cache:
         tiers |= {"G2": sizing.host, **({"G3": sizing.disk} if sizing.disk else {})}
@@ -125,7 +125,7 @@ def _row(name: str, tier: TierSize | None) -> tuple[str, ...]:
 
 
 def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]:
-    """Returns the key that set the size of a tier, and its origin."""
+    """Return the key that set the size of a tier, and its origin."""
     if tier is None:
         return "determined by the engine at start-up", ""
     if tier.set_by == ESTIMATE:
@@ -138,7 +138,7 @@ def _set_by(resolved: ResolvedProfile, tier: TierSize | None) -> tuple[str, str]
 
 
 def as_data(sizing: Sizing, *, has_cache: bool = True) -> Mapping[str, object]:
-    """The sizes as JSON data. G1 is null if the engine determines it at start-up, the others without a cache."""
+    """Return the sizes as JSON data. G1 is null if the engine determines it at start-up, the others without a cache."""
     host, disk = (sizing.host, sizing.disk) if has_cache else (None, None)
     return {
         "token_bytes": sizing.token_bytes,
@@ -152,7 +152,7 @@ def as_data(sizing: Sizing, *, has_cache: bool = True) -> Mapping[str, object]:
 
 
 def _snapshot_data(sizing: Sizing) -> Mapping[str, int] | None:
-    """The cost of a snapshot, null for a model without states. `bytes`: its blocks, on all ranks."""
+    """Return the cost of a snapshot, null for a model without states. `bytes`: its blocks, on all ranks."""
     snapshot = sizing.snapshot
     if snapshot is None:
         return None
@@ -165,7 +165,7 @@ def _snapshot_data(sizing: Sizing) -> Mapping[str, int] | None:
 
 
 def snapshot_line(sizing: Sizing) -> str | None:
-    """The cost of a snapshot, None for a model without states."""
+    """Return the cost of a snapshot, None for a model without states."""
     snapshot = sizing.snapshot
     if snapshot is None:
         return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def show_size(request: SizeRequest, *, as_json: bool, is_strict: bool) -> int:
-    """Prints the sizes. Returns 1 if `is_strict` and a tier holds less than the one above it."""
+    """Print the sizes. Returns 1 if `is_strict` and a tier holds less than the one above it."""
     demand, speeds, resolved = request.demand(), request.speeds(), request.resolve()
     wanted, facts = request.wanted(resolved), request.facts()
     sizing = size_of(resolved, wanted, facts=facts)
@@ -65,7 +65,7 @@ def show_catalogue(*, as_json: bool) -> None:
 def _report(
     resolved: ResolvedProfile, sizing: Sizing, longest: Sizing | None, needed: Mapping[str, object] | None
 ) -> list[str]:
-    """Returns the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
+    """Return the lines. `longest` has the sequences of maximum length, if those of `sizing` have another one."""
     lines = [f"a token is {format_size(sizing.token_bytes)}, {block_line(sizing)}"]
     lines += [line for line in (snapshot_line(sizing),) if line is not None]
     lines += [f"note: {note}" for note in sizing.notes]
@@ -89,14 +89,14 @@ def _sequence_lines(sizing: Sizing) -> list[str]:
 
 
 def _needed(sizing: Sizing, sequences: int, tokens: int) -> dict[str, object]:
-    """Returns the capacity that holds this many sequences of this length."""
+    """Return the capacity that holds this many sequences of this length."""
     blocks = sequences * sizing.sequence_blocks
     size = sizing.host_bytes(blocks)
     return {"sequences": sequences, "tokens": sequences * tokens, "blocks": blocks, "bytes": size}
 
 
 def _demand_warnings(sizing: Sizing, needed: Mapping[str, object] | None) -> Iterator[str]:
-    """A model with states needs whole sequences: a part of one has no hit."""
+    """Yield warnings. A model with states needs whole sequences: a part of one has no hit."""
     if needed is None or sizing.snapshot is None:
         return
     blocks, sequences = int(str(needed["blocks"])), int(str(needed["sequences"]))

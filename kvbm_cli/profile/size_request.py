@@ -49,7 +49,7 @@ class SizeRequest:
     options: Mapping[str, str]
 
     def resolve(self) -> ResolvedProfile:
-        """A model without a profile has the settings of the shipped profile of its engine."""
+        """Return the profile. A model without a profile has the settings of the shipped profile of its engine."""
         if self.profile is None and self.model is None:
             raise UsageError("`kvbm size` requires a model or a profile", hint="try `kvbm size Qwen/Qwen3-8B`")
         engine = self.options.get("--engine", "vllm")
@@ -78,7 +78,7 @@ class SizeRequest:
         return str(path.parent) if path is not None and path.name == "config.json" and path.is_file() else self.model
 
     def facts(self) -> Mapping[str, object] | None:
-        """The configuration in a file of another name, None if MODEL is not a file."""
+        """Return the configuration in a file of another name, None if MODEL is not a file."""
         path = None if self._model is None else Path(os.path.expanduser(self._model))
         return read_config(path) if path is not None and path.is_file() else None
 
@@ -92,7 +92,7 @@ class SizeRequest:
         )
 
     def demand(self) -> tuple[int, int] | None:
-        """The number of sequences to hold, and the tokens of each; None without such options."""
+        """Return the number of sequences to hold, and the tokens of each; None without such options."""
         per_user = [self.count(name) for name in ("--users", "--turns", "--turn-tokens")]
         tokens = self.count("--tokens")
         if tokens is not None and any(part is not None for part in per_user):
@@ -107,12 +107,13 @@ class SizeRequest:
         return users, turns * turn_tokens
 
     def speeds(self) -> MeasuredSpeeds | None:
-        """The speeds in the file of `--doctor`, None without the option."""
+        """Return the speeds in the file of `--doctor`, None without the option."""
         name = self.options.get("--doctor")
         return None if name is None else MeasuredSpeeds.read(Path(name))
 
     def count(self, option: str) -> int | None:
-        """The whole number of an option, None if it was not given; `2M` is 2 million. UsageError names the option."""
+        """Return the whole number of an option, None if it was not given; `2M` is 2 million. UsageError names the
+        option."""
         if (text := self.options.get(option)) is None:
             return None
         try:
@@ -135,7 +136,7 @@ class SizeRequest:
             raise UsageError(f"`{option}` {error}") from None
 
     def _gpu(self) -> Gpu | None:
-        """The GPU of `--gpu` with the memory of `--gpu-memory`, None without both."""
+        """Return the GPU of `--gpu` with the memory of `--gpu-memory`, None without both."""
         name, memory_bytes = self.options.get("--gpu"), self._size("--gpu-memory")
         if name is None:
             return None if memory_bytes is None else Gpu(memory_bytes, None)

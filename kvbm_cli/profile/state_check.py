@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 def state_mistakes(resolved: ResolvedProfile) -> list[Mistake]:
-    """Returns the settings with which vLLM does not start."""
+    """Return the settings with which vLLM does not start."""
     found = _findings(resolved, StateLevel.MISTAKE)
     return [resolved.mistake(one.key, one.message, hint=one.hint) for one in found]
 
 
 def state_warnings(resolved: ResolvedProfile) -> list[Mistake]:
-    """Returns the settings that turn kvbm off, prevent hits or let vLLM fail later."""
+    """Return the settings that turn kvbm off, prevent hits or let vLLM fail later."""
     return [resolved.mistake(one.key, one.message) for one in _findings(resolved, StateLevel.WARNING)]
 
 
 def is_disabled(resolved: ResolvedProfile) -> bool:
-    """Returns whether kvbm is disabled by the model or the settings."""
+    """Return whether kvbm is disabled by the model or the settings."""
     return any(one.disables for one in _findings(resolved, StateLevel.WARNING))
 
 
 def state_notes(resolved: ResolvedProfile) -> list[str]:
-    """Returns what the settings mean."""
+    """Return what the settings mean."""
     return [one.message for one in _findings(resolved, StateLevel.NOTE)]
 
 
 def _findings(resolved: ResolvedProfile, level: StateLevel) -> Sequence[StateFinding]:
-    """Returns the findings of a level. ProfileError for a wrong model."""
+    """Return the findings of a level. ProfileError for a wrong model."""
     profile = resolved.profile
     if profile.engine.kind != "vllm":
         return []

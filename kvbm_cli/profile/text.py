@@ -26,7 +26,7 @@ SHORT_HEAD = "# Written by `kvbm profile new`. `kvbm profile show FILE` lists ev
 
 
 def whole_text(values: Mapping[str, object], *, engine: str) -> str:
-    """A profile with `values`, and with every other key of that engine kind as a comment."""
+    """Return a profile with `values`, and with every other key of that engine kind as a comment."""
     lines = [HEAD.rstrip()]
     absent = [
         f"tiers.{name}"
@@ -40,7 +40,7 @@ def whole_text(values: Mapping[str, object], *, engine: str) -> str:
 
 
 def short_text(values: Mapping[str, object], *, extends: str) -> str:
-    """A profile that extends another one and contains only `values`."""
+    """Return a profile that extends another one and contains only `values`."""
     described = {key.path: key.description for kind in ENGINE_KINDS for key in keys(engine=kind)}
     return "\n".join([f"{SHORT_HEAD}extends: {scalar(extends)}", *_section(values, "", described), ""])
 
@@ -63,7 +63,7 @@ def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[
 
 
 def _undeclared_flags(section: Key, values: Mapping[str, object]) -> Iterator[str]:
-    """Flags that the schema does not declare."""
+    """Return flags that the schema does not declare."""
     known = {key.path for kind in ENGINE_KINDS for key in keys(engine=kind)}
     given = _value(values, section.path)
     for name, value in given.items() if isinstance(given, Mapping) else ():
@@ -98,7 +98,7 @@ def _written(name: str, value: object, indent: str) -> Iterator[str]:
 
 
 def scalar(value: object) -> str:
-    """Formats a value as one line of YAML that is read back as the same value."""
+    """Format a value as one line of YAML that is read back as the same value."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -128,7 +128,7 @@ def _default(key: Key) -> str:
 
 
 def _value(values: Mapping[str, object], path: str) -> object:
-    """Returns the value at `path`, MISSING if there is none."""
+    """Return the value at `path`, MISSING if there is none."""
     value: object = values
     for name in path.split("."):
         value = value.get(name, MISSING) if isinstance(value, Mapping) else MISSING

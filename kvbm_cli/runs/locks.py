@@ -37,7 +37,7 @@ def is_locked(path: Path) -> bool:
 
 
 def holder_state(path: Path) -> bool | None:
-    """Returns whether a process holds the lock; None if the file cannot be opened, or on a filesystem without locks."""
+    """Return whether a process holds the lock; None if the file cannot be opened, or on a filesystem without locks."""
     try:
         with open(open_regular(path), "rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -49,7 +49,7 @@ def holder_state(path: Path) -> bool | None:
 
 
 def open_regular(path: Path) -> int:
-    """Opens a regular file only. Opening a FIFO would block."""
+    """Open a regular file only. Opening a FIFO would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -37,7 +37,7 @@ class LogTail:
         return self.path.is_file()
 
     def read(self) -> list[bytes]:
-        """Returns the next whole lines without their ends, empty at the end of the file. A longer line is split."""
+        """Return the next whole lines without their ends, empty at the end of the file. A longer line is split."""
         while chunk := self._read_chunk():
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             if len(self._rest) > CHUNK_BYTES:
@@ -47,7 +47,7 @@ class LogTail:
         return []
 
     def finish(self) -> list[bytes]:
-        """Returns an incomplete last line and closes the file."""
+        """Return an incomplete last line and close the file."""
         if self._file is not None:
             self._file.close()
         lines, self._rest = ([self._rest] if self._rest else []), b""
@@ -75,7 +75,7 @@ class LogTail:
 
 
 def start_of_last_lines(file: BinaryIO, line_count: int) -> int:
-    """Returns the offset of the last `line_count` lines. Reads only these lines."""
+    """Return the offset of the last `line_count` lines. Reads only these lines."""
     position = file.seek(0, os.SEEK_END)
     if line_count == 0:
         return position
@@ -94,13 +94,13 @@ def start_of_last_lines(file: BinaryIO, line_count: int) -> int:
 
 
 def prefixes_of(names: Sequence[str]) -> list[str]:
-    """Returns the prefixes of the logs of several engines, or an empty one for the log of a single engine."""
+    """Return the prefixes of the logs of several engines, or an empty one for the log of a single engine."""
     width = max(map(len, names))
     return [f"{name:<{width}} | " if len(names) > 1 else "" for name in names]
 
 
 def shown_line(line: bytes) -> str:
-    """Returns a line as text that cannot control a terminal.
+    """Return a line as text that cannot control a terminal.
 
     Colours are removed, and of a progress bar that overwrites itself only the last state is kept.
     """

@@ -15,7 +15,7 @@ POLL_S = 0.2
 
 
 def show_logs(reference: str | None, *, follow: bool, line_count: int | None) -> None:
-    """Prints logs, of several engines with their names as prefixes. Raises UsageError for an ambiguous reference."""
+    """Print logs, of several engines with their names as prefixes. Raises UsageError for an ambiguous reference."""
     run = Runs.of_user().one(reference)
     paths = log_paths(run)
     tails = [

@@ -24,7 +24,7 @@ def living_runs() -> list[EngineRun]:
 
 
 def require_port(host: str, port: int, living: Sequence[EngineRun]) -> None:
-    """Raises EnvironmentProblem if a living run uses the port at this address."""
+    """Raise EnvironmentProblem if a living run uses the port at this address."""
     for run in living:
         if holds_port(run, host, port):
             stop = f"`kvbm stop {shlex.quote(run.facts.name)}`"
@@ -42,7 +42,7 @@ def taken_ports(living: Sequence[EngineRun]) -> set[int]:
 
 
 def pending_bytes(run: EngineRun) -> int:
-    """Returns the host memory that a starting run will still allocate. A healthy run has allocated all of it."""
+    """Return the host memory that a starting run will still allocate. A healthy run has allocated all of it."""
     if run.state is not RunState.STARTING:
         return 0
     has_bytes = 0 if run.is_elsewhere else _shared_memory_bytes(run)
@@ -50,13 +50,13 @@ def pending_bytes(run: EngineRun) -> int:
 
 
 def largest_run(living: Sequence[EngineRun]) -> EngineRun | None:
-    """Returns the run whose end frees the most host memory; None if none has any."""
+    """Return the run whose end frees the most host memory; None if none has any."""
     largest = max(living, key=lambda run: run.facts.memory_bytes, default=None)
     return largest if largest is not None and largest.facts.memory_bytes else None
 
 
 def memory_lines(living: Sequence[EngineRun]) -> list[str]:
-    """Returns a line for each run with host memory for blocks."""
+    """Return a line for each run with host memory for blocks."""
     return [
         f"  {run.facts.name} ({run.state}, {_place_of(run)}) uses {format_size(run.facts.memory_bytes)}"
         for run in living
@@ -70,7 +70,7 @@ def _place_of(run: EngineRun) -> str:
 
 
 def _shared_memory_bytes(run: EngineRun) -> int:
-    """Returns the largest shared memory of one process of the run: several processes map the same segment."""
+    """Return the largest shared memory of one process of the run: several processes map the same segment."""
     return max(map(_shared_bytes_of, _processes_of(run)), default=0)
 
 
@@ -82,7 +82,7 @@ def _shared_bytes_of(pid: int) -> int:
 
 
 def _processes_of(run: EngineRun) -> Iterator[int]:
-    """Yields the living processes of the run: its launcher and all descendants."""
+    """Yield the living processes of the run: its launcher and all descendants."""
     known = [run.facts.launcher.pid]
     for pid in known:
         yield pid

@@ -79,7 +79,7 @@ class EngineRun:
         return not self.is_living and any(process.is_alive() for process in self.facts.processes.values())
 
     def last_sign_s(self) -> float:
-        """Returns the time of the last write of its launcher or engine, in seconds since 1970."""
+        """Return the time of the last write of its launcher or engine, in seconds since 1970."""
         written = [self.path / FACTS, *map(Path, self.facts.logs.values())]
         return max((path.stat().st_mtime for path in written if path.exists()), default=self.facts.started_s)
 
@@ -103,7 +103,7 @@ class UnreadableRun:
         return self.path.name
 
     def problem(self) -> str:
-        """Returns what is wrong, and whether an engine runs."""
+        """Return what is wrong, and whether an engine runs."""
         certainty = {
             True: "an engine is running there",
             False: "its engine has ended",
@@ -112,12 +112,12 @@ class UnreadableRun:
         return f"`{self.path / FACTS}` {self.why}; {certainty[self.has_launcher]}"
 
     def again(self) -> EngineRun | UnreadableRun | None:
-        """Returns None if it was removed."""
+        """Return None if it was removed."""
         return None if is_missing(self.path / FACTS) else _read(self.path)
 
 
 def write_stop_timeout(path: Path, timeout_s: float) -> None:
-    """Sets the stop timeout that the launcher of this run directory uses when it is signalled."""
+    """Set the stop timeout that the launcher of this run directory uses when it is signalled."""
     _write(path / STOP, json.dumps({"timeout_s": timeout_s}))
 
 
@@ -139,7 +139,7 @@ class RunDirectory:
         return self.path / ENGINE_LOG
 
     def begin(self, facts: RunFacts) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         _write(self.path / FACTS, facts.to_json())
         self._facts = facts
 
@@ -150,7 +150,7 @@ class RunDirectory:
             self._save()
 
     def restore(self) -> None:
-        """Writes run.json again if that has failed, or if it was removed. To be called now and then."""
+        """Write run.json again if that has failed, or if it was removed. To be called now and then."""
         if self._facts is not None and (self.problem is not None or not (self.path / FACTS).exists()):
             self._save()
 
@@ -173,7 +173,7 @@ class RunDirectory:
         return self._facts.processes
 
     def stop_timeout_s(self) -> float:
-        """Returns how long the engine may take to stop: the timeout of `kvbm stop`, else that of the profile."""
+        """Return how long the engine may take to stop: the timeout of `kvbm stop`, else that of the profile."""
         assert self._facts is not None, "the run has not begun"
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             return float(json.loads((self.path / STOP).read_text())["timeout_s"])
@@ -185,12 +185,12 @@ class RunDirectory:
         _write(self.path / PROFILE, f"{commentable(head)}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
 
     def write_admin_token(self, token: str) -> None:
-        """Writes the token. Ignores errors, like `_write`."""
+        """Write the token. Ignores errors, like `_write`."""
         with contextlib.suppress(OSError):
             _write(self.path / ADMIN_TOKEN, token)
 
     def remove(self) -> None:
-        """Removes the directory of a run that has not begun."""
+        """Remove the directory of a run that has not begun."""
         remove_tree(self.path)
         self.close()
 
@@ -199,7 +199,7 @@ class RunDirectory:
         self._lock.close()
 
     def _save(self) -> None:
-        """Sets `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
+        """Set `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
         assert self._facts is not None, "the run has not begun"
         try:
             if not self.path.is_dir():
@@ -224,7 +224,7 @@ class Runs:
 
     @classmethod
     def of_user_if_known(cls) -> list[EngineRun]:
-        """Returns all runs of the user, none without a home directory or if it is not readable."""
+        """Return all runs of the user, none without a home directory or if it is not readable."""
         try:
             return cls.of_user().all()
         except (RuntimeError, OSError):
@@ -232,7 +232,7 @@ class Runs:
 
     @classmethod
     def writable(cls) -> Runs | None:
-        """Returns those of the user, None if the directory is not writable."""
+        """Return those of the user, None if the directory is not writable."""
         try:
             runs = cls.of_user()
             make_private_directories(runs._directory)
@@ -244,7 +244,7 @@ class Runs:
         return None
 
     def _make_private(self) -> None:
-        """Removes permissions to change run directories from others, which an earlier umask may have given."""
+        """Remove permissions to change run directories from others, which an earlier umask may have given."""
         for path in (self._directory, self._directory.parent):
             found = path.stat()
             if found.st_uid == os.geteuid() and found.st_mode & OTHERS_WRITE:
@@ -252,7 +252,7 @@ class Runs:
 
     @classmethod
     def temporary(cls) -> Runs:
-        """Returns runs in a temporary directory, which no other command finds."""
+        """Return runs in a temporary directory, which no other command finds."""
         try:
             elsewhere = cls(Path(tempfile.mkdtemp(prefix="kvbm-")))
         except OSError as error:
@@ -262,12 +262,12 @@ class Runs:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[list[EngineRun]]:
-        """Keeps others from starting a run in the meantime. Yields the living runs."""
+        """Keep others from starting a run in the meantime. Yields the living runs."""
         with locked(self._directory):
             yield self.living()
 
     def create(self, profile: str) -> RunDirectory:
-        """Creates the next run of a profile and removes the oldest ended runs. Call it under `starting`."""
+        """Create the next run of a profile and remove the oldest ended runs. Call it under `starting`."""
         self._prune()
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:LONGEST_NAME].strip("-.") or "run"
         number = 1 + max((_number(path.name, stem) for path in self._paths()), default=0)
@@ -281,12 +281,12 @@ class Runs:
             raise EnvironmentProblem(f"cannot create the run directory `{path}`: {reason_of(error)}") from None
 
     def all(self) -> list[EngineRun]:
-        """Returns every readable run, by start time."""
+        """Return every readable run, by start time."""
         found = [run for run in map(_read, self._paths()) if isinstance(run, EngineRun)]
         return sorted(found, key=lambda run: (run.facts.started_s, run.facts.name))
 
     def unreadable(self) -> list[UnreadableRun]:
-        """Returns runs whose run.json is damaged, not readable, or has the format of another version."""
+        """Return runs whose run.json is damaged, not readable, or has the format of another version."""
         paths = [path for path in sorted(self._paths()) if not is_missing(path / FACTS)]
         return [run for run in map(_read, paths) if isinstance(run, UnreadableRun)]
 
@@ -294,7 +294,7 @@ class Runs:
         return [run for run in self.all() if run.is_living]
 
     def find(self, reference: str | None, *, ended: bool) -> list[EngineRun]:
-        """Returns the runs with this name, else of this profile, or all without a reference: the living ones, or if
+        """Return the runs with this name, else of this profile, or all without a reference: the living ones, or if
         there are none and `ended` is set the last one. Raises UsageError if there is no such run."""
         every = self.all()
         named = [run for run in every if reference in (None, run.facts.name)] or [
@@ -306,13 +306,13 @@ class Runs:
         return living or (named[-1:] if ended else [])
 
     def with_leftovers(self, reference: str | None) -> list[EngineRun]:
-        """Returns the runs with this name or profile whose launcher was killed, but not all their processes."""
+        """Return the runs with this name or profile whose launcher was killed, but not all their processes."""
         return [
             run for run in self.all() if run.has_leftovers() and reference in (None, run.facts.name, run.facts.profile)
         ]
 
     def one(self, reference: str | None) -> EngineRun:
-        """Returns the one run that `reference` names, living or ended. Raises UsageError if it is none, or several, and
+        """Return the one run that `reference` names, living or ended. Raises UsageError if it is none, or several, and
         EnvironmentProblem if it cannot be read."""
         self.require_readable(reference)
         found = self.find(reference, ended=True)
@@ -324,7 +324,7 @@ class Runs:
         return found[0]
 
     def require_readable(self, reference: str | None) -> None:
-        """Raises EnvironmentProblem if this run, or without a reference one whose launcher is alive, cannot be read."""
+        """Raise EnvironmentProblem if this run, or without a reference one whose launcher is alive, cannot be read."""
         for run in self.unreadable():
             if reference == run.name or (reference is None and run.has_launcher):
                 stops = run.has_launcher and run.launcher is not None
@@ -359,7 +359,7 @@ def _number(name: str, stem: str) -> int:
 
 
 def _read(path: Path) -> EngineRun | UnreadableRun:
-    """Reads a run. Without run.json, which is also the case while a run is being created, it is unreadable."""
+    """Read a run. Without run.json, which is also the case while a run is being created, it is unreadable."""
     try:
         with open(open_regular(path / FACTS), encoding="utf-8", errors="replace") as file:
             text = file.read(MOST_BYTES + 1)
@@ -386,7 +386,7 @@ def _unreadable(path: Path, why: str) -> UnreadableRun:
 
 
 def _owner(path: Path) -> str:
-    """Returns whose directory it is, if it belongs to another user."""
+    """Return whose directory it is, if it belongs to another user."""
     with contextlib.suppress(OSError):
         if (owner := path.lstat().st_uid) != os.geteuid():
             return f"; it belongs to user {owner}"
@@ -403,7 +403,7 @@ def _locked(path: Path) -> BinaryIO:
 
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:
-    """Checks the lock of a launcher in another container or on another machine. False for a local launcher."""
+    """Check the lock of a launcher in another container or on another machine. False for a local launcher."""
     return not facts.launcher.is_here() and is_locked(path / LOCK)
 
 
@@ -414,7 +414,7 @@ def _age_s(path: Path) -> float:
 
 
 def _write_without_space(path: Path, text: str) -> None:
-    """Writes a file atomically. On a full disk, overwrites it in place, which needs no new block."""
+    """Write a file atomically. On a full disk, overwrites it in place, which needs no new block."""
     try:
         _write(path, text)
     except OSError as error:
@@ -426,5 +426,5 @@ def _write_without_space(path: Path, text: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file that only the user can read: it may hold the engine's environment."""
+    """Write a file that only the user can read: it may hold the engine's environment."""
     write_atomically(path, text, mode=0o600)

@@ -63,7 +63,7 @@ class RunFacts:
 
     @classmethod
     def from_json(cls, text: str) -> RunFacts:
-        """Raises UnreadableFacts for invalid content. Ignores keys of later versions."""
+        """Raise UnreadableFacts for invalid content. Ignores keys of later versions."""
         later = False
         try:
             content = json.loads(text)
@@ -75,7 +75,7 @@ class RunFacts:
 
     @classmethod
     def _from_content(cls, content: Any) -> RunFacts:
-        """Raises ValueError, TypeError, KeyError or AttributeError for invalid content."""
+        """Raise ValueError, TypeError, KeyError or AttributeError for invalid content."""
         known = {name: content[name] for name in (one.name for one in fields(cls)) if name in content}
         known["launcher"] = ProcessIdentity(**known["launcher"])
         known["processes"] = {name: ProcessIdentity(**one) for name, one in known.get("processes", {}).items()}

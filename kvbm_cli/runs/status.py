@@ -113,7 +113,7 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
 
 
 def _failure(run: EngineRun) -> str | None:
-    """Returns how a run failed, None for one that runs or was stopped."""
+    """Return how a run failed, None for one that runs or was stopped."""
     if run.state is RunState.DEAD:
         return f"died, {_death(run)}"
     if run.state is RunState.ENDED and run.facts.exit_code and run.facts.message:
@@ -131,7 +131,7 @@ def _when(seconds: float | None) -> str:
 
 
 def warn_of_unreadable(runs: Runs) -> list[UnreadableRun]:
-    """Returns the runs that cannot be read, after a warning for each."""
+    """Return the runs that cannot be read, after a warning for each."""
     found = runs.unreadable()
     for run in found:
         show_warning(run.problem())
@@ -181,7 +181,7 @@ def _row(status: RunStatus) -> tuple[str, ...]:
 
 
 def _age(run: EngineRun) -> str:
-    """Returns how long it has run or ran, a dash if its end is unknown."""
+    """Return how long it has run or ran, a dash if its end is unknown."""
     facts = run.facts
     if run.state is RunState.DEAD:
         return "-"

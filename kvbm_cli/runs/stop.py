@@ -70,7 +70,7 @@ class StoppedRun:
 
 
 def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as_json: bool) -> int:
-    """Returns the exit code. What cannot be stopped is named, and the rest is stopped. Raises UsageError if `reference`
+    """Return the exit code. What cannot be stopped is named, and the rest is stopped. Raises UsageError if `reference`
     is ambiguous."""
     runs, unreadable = _select(Runs.of_user(), reference, every=every)
     problems: Problems = {}
@@ -91,7 +91,7 @@ def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as
 
 
 def _select(runs: Runs, reference: str | None, *, every: bool) -> tuple[list[EngineRun], list[UnreadableRun]]:
-    """Returns the runs to stop, and those of which the description cannot be read."""
+    """Return the runs to stop, and those of which the description cannot be read."""
     if every and reference is not None:
         raise UsageError("`--all` stops every engine and cannot be combined with a name", hint="omit one of them")
     unreadable = [run for run in runs.unreadable() if reference in (None, run.name, run.name.rpartition("-")[0])]
@@ -143,7 +143,7 @@ def _stop(
     timeout_s: float | None,
     problems: Problems,
 ) -> list[StoppedRun]:
-    """Stops all in parallel. Does not signal a run that is already stopping: a second signal would kill it."""
+    """Stop all in parallel. Does not signal a run that is already stopping: a second signal would kill it."""
     started = time.monotonic()
     with ProgressDisplay("stopping") as display:
         signalled = _signal_all(runs, started, timeout_s, problems)
@@ -172,7 +172,7 @@ def _is_signalled(run: UnreadableRun, timeout_s: float | None, problems: Problem
 def _wait_unreadable(
     run: UnreadableRun, started: float, timeout_s: float | None, display: ProgressDisplay
 ) -> StoppedRun:
-    """Waits like `_wait` once the launcher, which was signalled, has written the description of the run again. If it
+    """Wait like `_wait` once the launcher, which was signalled, has written the description of the run again. If it
     does not, kills it after the deadline; its guard then ends the engine."""
     assert run.launcher is not None, f"{run.name} has no known launcher"
     deadline = started + (UNKNOWN_TIMEOUT_S if timeout_s is None else timeout_s) + GRACE_S
@@ -242,7 +242,7 @@ def _of_another_user(name: str) -> EnvironmentProblem:
 def _wait(
     run: EngineRun, started: float, timeout_s: float | None, display: ProgressDisplay, *, is_signalled: bool
 ) -> StoppedRun:
-    """Waits until the launcher and its processes have ended. After the deadline, kills the launcher and the engine.
+    """Wait until the launcher and its processes have ended. After the deadline, kills the launcher and the engine.
 
     A launcher that another command signalled does not know this `timeout_s`: it gets a second signal when it is over.
     """

@@ -72,5 +72,5 @@ class Background:
         os.close(self.pipe)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """The child was not waited for yet, so its process id still belongs to it."""
+        """Forward a signal. The child was not waited for yet, so its process id still belongs to it."""
         os.kill(self.child, number)

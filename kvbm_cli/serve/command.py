@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> int:
-    """Runs the engine of a profile and returns its exit code; if detached, returns 0 when it is ready."""
+    """Run the engine of a profile and return its exit code; if detached, returns 0 when it is ready."""
     if options.is_detached and options.is_dry_run:
         raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
     if options.log is not None:
@@ -89,7 +89,7 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
-    """Returns the profile. ProfileError for mistakes in it."""
+    """Return the profile. ProfileError for mistakes in it."""
     port, has_cache = options.port, not options.is_baseline
     given = {"server.port": ("--port", port)} if port is not None else None
     resolved = resolve_to_start(reference, overrides, given, has_cache=has_cache)
@@ -121,7 +121,7 @@ def _runs(*, is_detached: bool) -> Runs:
 
 
 def _free_port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> int:
-    """Returns the port of the profile, or a free one that no starting engine has reserved."""
+    """Return the port of the profile, or a free one that no starting engine has reserved."""
     server, taken = resolved.profile.server, taken_ports(living)
     while (port := choose_port(server.host, server.port)) in taken:
         pass
@@ -131,7 +131,7 @@ def _free_port(resolved: ResolvedProfile, living: Sequence[EngineRun]) -> int:
 def _describe(
     run: RunDirectory, served: ServedProfile, plan: LaunchPlan | DisaggregatedPlan, options: ServeOptions
 ) -> None:
-    """Writes the run directory's facts before the engine starts."""
+    """Write the run directory's facts before the engine starts."""
     endpoint, named, resolved = endpoint_of(plan), named_plans(plan), served.resolved
     log = options.log or run.log
     logs = {name: str(log_of(log, name)) for name in named}

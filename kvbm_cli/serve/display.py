@@ -55,14 +55,14 @@ class ServeDisplay:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        """Prints the rest. Gives up on a terminal that does not take it."""
+        """Print the rest. Gives up on a terminal that does not take it."""
         self._deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         self._is_closing.set()
         self._wakes.set()
         self._thread.join(2 * CLOSE_TIMEOUT_S)
 
     def report(self, phase: str) -> None:
-        """Sets what the engine is doing now; an empty phase removes the live line."""
+        """Set what the engine is doing now; an empty phase removes the live line."""
         self._phase = phase
 
     def restart(self, verb: str) -> None:
@@ -71,19 +71,19 @@ class ServeDisplay:
         self._verb, self._started = verb, time.monotonic()
 
     def note(self, text: str) -> None:
-        """Prints a text to stderr."""
+        """Print a text to stderr."""
         self._put(sys.stderr.fileno(), f"{text}\n")
 
     def data(self, text: str) -> None:
-        """Prints a text to stdout."""
+        """Print a text to stdout."""
         self._put(sys.stdout.fileno(), f"{text}\n")
 
     def has_printed(self) -> bool:
-        """Returns whether all notes and data have been printed."""
+        """Return whether all notes and data have been printed."""
         return not self._queue
 
     def raise_failure(self) -> None:
-        """Raises BrokenPipeError or EnvironmentProblem if data could not be written."""
+        """Raise BrokenPipeError or EnvironmentProblem if data could not be written."""
         failure, self._failure = self._failure, None
         if isinstance(failure, BrokenPipeError):
             raise failure
@@ -124,7 +124,7 @@ class ServeDisplay:
             self._queue.popleft()
 
     def _print_log(self) -> None:
-        """Prints new lines until none is left. Before the end, notes in between do not wait for a long log."""
+        """Print new lines until none is left. Before the end, notes in between do not wait for a long log."""
         is_behind = True
         while is_behind:
             is_behind = False
@@ -166,7 +166,7 @@ class ServeDisplay:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Writes all of it, also to a descriptor that another process has made non-blocking."""
+    """Write all of it, also to a descriptor that another process has made non-blocking."""
     rest = memoryview(data)
     while rest:
         try:

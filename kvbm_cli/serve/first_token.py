@@ -30,7 +30,7 @@ NOT_NOW = (0, http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAIL
 def wait_first_token(
     engine: EngineProcess | DisaggregatedEngines, timeout_s: float, on_progress: Callable[[str], None]
 ) -> str | None:
-    """Returns when a healthy engine has answered: None for a token, the error text for a 4xx status. An engine that
+    """Return when a healthy engine has answered: None for a token, the error text for a 4xx status. An engine that
     serves embeddings or requires another kind of prompt answers 4xx.
 
     Raises EngineError as soon as the engine has ended or failed, or `timeout_s` after its start; then it is killed.
@@ -63,7 +63,7 @@ class FirstToken:
         self._thread = self._start()
 
     def poll(self) -> HttpAnswer | None:
-        """Returns the answer, None while there is none. Repeats a request that the engine refused temporarily."""
+        """Return the answer, None while there is none. Repeats a request that the engine refused temporarily."""
         if self._thread.is_alive():
             return None
         if self._answer.status in NOT_NOW:
@@ -87,7 +87,7 @@ class FirstToken:
 
 
 def _authorization(plan: LaunchPlan) -> dict[str, str]:
-    """Returns the API key header if the engine's command line or environment sets a key."""
+    """Return the API key header if the engine's command line or environment sets a key."""
     given = re.search(r"(?:^|\0)--api-key[\0=]([^\0]+)", "\0".join(plan.argv))
     key = given[1] if given else plan.environment.get("VLLM_API_KEY", os.environ.get("VLLM_API_KEY"))
     return {"Authorization": f"Bearer {key}"} if key else {}

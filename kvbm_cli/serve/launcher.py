@@ -55,7 +55,7 @@ def launch(
     init_timeout_s: float,
     background: Background | None,
 ) -> int:
-    """Prints `heading`, runs the engine until it ends and records the result. Returns its exit code or raises
+    """Print `heading`, run the engine until it ends and record the result. Returns its exit code or raises
     EngineError. When the engine is ready, a difference between `sizing` and its log is printed."""
     log_path = options.log or run.log
     tails = _tails(run.logs) if options.streams_log else []
@@ -98,7 +98,7 @@ def launch(
 
 
 def _tails(logs: Mapping[str, Path]) -> Sequence[LogTail]:
-    """Returns the logs from their current ends on: `--log` may name the log of an earlier engine."""
+    """Return the logs from their current ends on: `--log` may name the log of an earlier engine."""
     starts = [path.stat().st_size if path.is_file() else 0 for path in logs.values()]
     prefixes = prefixes_of(list(logs))
     return [
@@ -109,7 +109,7 @@ def _tails(logs: Mapping[str, Path]) -> Sequence[LogTail]:
 
 @contextlib.contextmanager
 def _failure_recorded(run: RunDirectory) -> Iterator[None]:
-    """Records an exception as the end of the run."""
+    """Record an exception as the end of the run."""
     try:
         yield
     except KvbmError as error:
@@ -134,7 +134,7 @@ def _watch(
     signals: _Signals,
     background: Background | None,
 ) -> int:
-    """Returns the exit code of an engine that was stopped. Releases the background when its output is printed."""
+    """Return the exit code of an engine that was stopped. Releases the background when its output is printed."""
     record = _Record(run, display)
     while (code := engine.poll()) is None:
         _record_processes(run, engine)
@@ -172,7 +172,7 @@ class _Record:
 
 
 def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:
-    """Forwards signals. Returns True once one has arrived, and then shows the progress of the stop."""
+    """Forward signals. Returns True once one has arrived, and then shows the progress of the stop."""
     if signals.forward(engine):
         display.restart("stopping")
         display.note("stopping; press Ctrl-C again to kill the engine")
@@ -190,7 +190,7 @@ def _start(plan: LaunchPlan | DisaggregatedPlan, log_path: Path) -> EngineProces
 
 
 def _record_processes(run: RunDirectory, engine: EngineProcess | DisaggregatedEngines) -> None:
-    """Records the processes that `kvbm stop` waits for. The guard may be replaced by another one."""
+    """Record the processes that `kvbm stop` waits for. The guard may be replaced by another one."""
     pids = engine.pids()
     if pids != {name: one.pid for name, one in run.processes.items()}:
         found = {name: ProcessIdentity.of(pid) for name, pid in pids.items()}
@@ -220,7 +220,7 @@ class _Signals:
             signal.signal(number, handler)
 
     def forward(self, engine: EngineProcess | DisaggregatedEngines) -> bool:
-        """Sends the first signal to the engine and returns True. A second one, or the stop timeout, kills it."""
+        """Send the first signal to the engine and return True. A second one, or the stop timeout, kills it."""
         if len(self.received) > 1 or time.monotonic() > self._deadline:
             self._has_killed = True
             engine.kill()
@@ -263,5 +263,5 @@ def _print_ready(
 
 
 def _urls(plan: LaunchPlan | DisaggregatedPlan) -> Mapping[str, str]:
-    """Returns the URLs of the engines behind a proxy, empty without a proxy."""
+    """Return the URLs of the engines behind a proxy, empty without a proxy."""
     return {} if isinstance(plan, LaunchPlan) else {name: one.base_url for name, one in plan.engines}

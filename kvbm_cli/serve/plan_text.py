@@ -21,12 +21,12 @@ END = "END"  # ends the text of a file in a command
 
 
 def named_plans(plan: LaunchPlan | DisaggregatedPlan) -> dict[str, LaunchPlan]:
-    """Returns the engines behind a proxy by name, empty without a proxy."""
+    """Return the engines behind a proxy by name, empty without a proxy."""
     return {} if isinstance(plan, LaunchPlan) else dict(plan.engines)
 
 
 def endpoint_of(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
-    """Returns the server that clients use: the engine, or the proxy."""
+    """Return the server that clients use: the engine, or the proxy."""
     return plan if isinstance(plan, LaunchPlan) else plan.proxy
 
 
@@ -58,8 +58,8 @@ def _sizes(served: ServedProfile) -> Mapping[str, object]:
 
 
 def _command(plan: LaunchPlan) -> str:
-    """Returns the command that starts the engine like `kvbm serve`, except for its temporary directory. `***` stands
-    for secrets."""
+    """Return the command that starts the engine like `kvbm serve`, except for its temporary directory. `***` stands for
+    secrets."""
     names = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in STORE_VARIABLES]
     unset = [word for name in names for word in ("-u", name)]
     assignments = [f"{name}={value}" for name, value in without_secret_values(additions(plan)).items()]
@@ -67,7 +67,7 @@ def _command(plan: LaunchPlan) -> str:
 
 
 def _creation(name: str, text: str) -> str:
-    """Returns the command that writes a file of the plan into the current directory."""
+    """Return the command that writes a file of the plan into the current directory."""
     assert END not in text.splitlines(), "the text would end the command early"
     return f"cat > {shlex.quote(name)} <<'{END}'\n{text}{END}"
 

@@ -19,7 +19,7 @@ GRACE_S = 15.0  # after its stop timeout, for the launcher and its guard to kill
 
 
 def await_predecessors(served: ServedProfile) -> None:
-    """Returns when they have ended. After their stop timeout, prints a warning and returns anyway."""
+    """Return when they have ended. After their stop timeout, prints a warning and returns anyway."""
     started = time.monotonic()
     for run in _predecessors(served):
         print_note(f"waiting for `{run.facts.name}` to end, which uses the same {_resource(run, served)}")
@@ -44,7 +44,7 @@ def _is_ending(run: EngineRun) -> bool:
 
 
 def _resource(run: EngineRun, served: ServedProfile) -> str | None:
-    """Returns what both use, None if the new engine need not wait."""
+    """Return what both use, None if the new engine need not wait."""
     server, disk = served.profile.server, served.disk
     if holds_port(run, server.host, server.port):
         return f"port {server.port}"

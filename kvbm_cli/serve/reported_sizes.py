@@ -28,7 +28,7 @@ class ReportedSizes:
 
     @classmethod
     def of(cls, log: str) -> ReportedSizes:
-        """Reads a log. A later line replaces an earlier one: the file may have the log of an earlier engine."""
+        """Read a log. A later line replaces an earlier one: the file may have the log of an earlier engine."""
         ranks = {rank: (int(blocks), int(size)) for rank, blocks, size in _HOST.findall(log)}
         tokens = _DEVICE.findall(log)
         return cls(
@@ -46,7 +46,7 @@ class ReportedSizes:
 
 
 def difference_text(sizing: Sizing | Exception, logs: Iterable[Path]) -> str | None:
-    """Returns one line about what the engines report in another way, None if nothing differs or nothing is known."""
+    """Return one line about what the engines report in another way, None if nothing differs or nothing is known."""
     if isinstance(sizing, Exception):
         return None
     found = [one for log in logs for one in ReportedSizes.of(_end_of(log)).differences(sizing)]

@@ -61,7 +61,7 @@ class ServedProfile:
         return STOP_TIMEOUT_S + (0.0 if self.is_baseline else self.profile.tiers.drain_s)
 
     def plan(self, port: int, *, taken: Sequence[int] = ()) -> LaunchPlan | DisaggregatedPlan:
-        """Returns how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""
+        """Return how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""
         if self.profile.disaggregated.is_enabled:
             return DISAGGREGATED[self.profile.engine.kind](
                 self.profile, port=port, ports=(free for free in free_ports() if free not in (port, *taken))
@@ -70,7 +70,7 @@ class ServedProfile:
 
 
 def require_baseline(resolved: ResolvedProfile, overrides: Sequence[str]) -> None:
-    """Raises UsageError for a profile or an override that cannot be combined with `--baseline`."""
+    """Raise UsageError for a profile or an override that cannot be combined with `--baseline`."""
     from kvbm.config.schema import ConnectorConfig
 
     if resolved.profile.disaggregated.is_enabled:

@@ -25,7 +25,7 @@ RIGHT = (3, 4, 5, 6, 7)
 
 
 def list_objects(request: StoreRequest, *, as_json: bool) -> int:
-    """Returns INCOMPLETE if a part of the store cannot be listed."""
+    """Return INCOMPLETE if a part of the store cannot be listed."""
     inventory = opened(request)
     found = select(inventory, request)
     if as_json:
@@ -39,7 +39,7 @@ def list_objects(request: StoreRequest, *, as_json: bool) -> int:
 
 
 def purge(request: StoreRequest, *, is_sure: bool, is_dry_run: bool) -> int:
-    """Deletes the selection. Returns 1 if the user did not confirm, or if something cannot be listed or deleted."""
+    """Delete the selection. Returns 1 if the user did not confirm, or if something cannot be listed or deleted."""
     inventory = opened(request)
     found = select(inventory, request)
     if not found:
@@ -68,7 +68,7 @@ def note_left_out(inventory: Inventory) -> int:
 
 
 def _delete(inventory: Inventory, selected: Selected, progress: ProgressDisplay) -> Selected:
-    """Deletes objects, and their namespace if none is left. Returns what was deleted."""
+    """Delete objects, and their namespace if none is left. Returns what was deleted."""
     remaining = set(inventory.delete(selected.runs, partial(_report, progress, len(selected.runs))))
     if selected.is_whole and not remaining:
         inventory.delete_facts(selected.stored.namespace)

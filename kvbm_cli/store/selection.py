@@ -78,14 +78,14 @@ class Selected:
 
 
 def block_tokens(selected: Selected) -> int | None:
-    """Returns the tokens of a block, None if unknown."""
+    """Return the tokens of a block, None if unknown."""
     facts = selected.stored.facts
     found = facts.get("block_tokens", facts.get("block_size"))
     return found if isinstance(found, int) else None
 
 
 def opened(request: StoreRequest) -> Inventory:
-    """Connects to the store. UsageError for a wrong option, EnvironmentProblem for a store that cannot be used."""
+    """Connect to the store. UsageError for a wrong option, EnvironmentProblem for a store that cannot be used."""
     url = checked_url(request.url)
     if url.startswith("mooncake:"):
         raise UsageError(
@@ -101,7 +101,7 @@ def opened(request: StoreRequest) -> Inventory:
 
 
 def checked_url(url: str) -> str:
-    """Returns the URL with the user's home in place of `~`. UsageError if it is none of a store."""
+    """Return the URL with the user's home in place of `~`. UsageError if it is none of a store."""
     try:
         scheme, _, rest = shared_url(url).partition("://")
     except ValueError as error:
@@ -110,7 +110,7 @@ def checked_url(url: str) -> str:
 
 
 def select(inventory: Inventory, request: StoreRequest) -> list[Selected]:
-    """Returns the selection, the namespace with the most recent object first."""
+    """Return the selection, the namespace with the most recent object first."""
     prefix, before_s = _namespace(request.namespace), _before(request.older_than)
     with ProgressDisplay("listing", delay_s=PROGRESS_AFTER_S) as progress:
         stored = inventory.namespaces(
@@ -139,7 +139,7 @@ def _namespace(text: str | None) -> str:
 
 
 def _before(age: str | None) -> float | None:
-    """Returns the time in seconds since 1970 of an age."""
+    """Return the time in seconds since 1970 of an age."""
     if age is None:
         return None
     found = AGE.fullmatch(age.strip())
@@ -152,7 +152,7 @@ def _before(age: str | None) -> float | None:
 
 
 def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: ProgressDisplay) -> list[StoredRun]:
-    """Returns the runs of the requests with this cache salt. A damaged header has no tenant."""
+    """Return the runs of the requests with this cache salt. A damaged header has no tenant."""
     from kvbm.errors import EnvironmentProblem
     from kvbm.shared.inspection import HEAD_BYTES, found_run
     from kvbm.shared.inventory import PARALLEL_HEADS

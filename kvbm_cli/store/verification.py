@@ -61,7 +61,7 @@ class Keys:
     """The protections that a secret allows; none without a secret."""
 
     def __init__(self, key_file: Path | None) -> None:
-        """Raises EnvironmentProblem if the secret cannot be read."""
+        """Raise EnvironmentProblem if the secret cannot be read."""
         from kvbm.shared.protection import protection_of
         from kvbm.shared.settings import KEY_VARIABLE
 
@@ -73,7 +73,7 @@ class Keys:
             self._known[authentic.code] = authentic
 
     def of(self, code: int) -> Protection | None:
-        """Returns what opens objects with this protection, None without a secret. Raises EnvironmentProblem."""
+        """Return what opens objects with this protection, None without a secret. Raises EnvironmentProblem."""
         from kvbm.shared.protection import AesProtection, protection_of
 
         if self.has_secret and code == AesProtection.code and code not in self._known:
@@ -84,7 +84,7 @@ class Keys:
 def verify_objects(
     request: StoreRequest, *, key_file: Path | None, sample: int | None, deletes_bad: bool, as_json: bool
 ) -> int:
-    """Returns 1 if an object is bad, or if an object or a part of the store could not be read."""
+    """Return 1 if an object is bad, or if an object or a part of the store could not be read."""
     keys = Keys(key_file)
     inventory = opened(request)
     found = [one for one in select(inventory, request) if one.runs]
@@ -102,7 +102,7 @@ def verify_objects(
 
 
 def _sampled(found: Sequence[Selected], sample: int | None) -> list[Selected]:
-    """Returns `sample` random objects of the selection, all if there are not more."""
+    """Return `sample` random objects of the selection, all if there are not more."""
     runs = [run for one in found for run in one.runs]
     if sample is None or len(runs) <= sample:
         return list(found)

@@ -53,7 +53,7 @@ def answers(directory: Path) -> bool:
 
 
 def require_answering(directory: Path) -> None:
-    """Raises EnvironmentProblem for a directory whose file system hangs."""
+    """Raise EnvironmentProblem for a directory whose file system hangs."""
     if not answers(directory):
         raise EnvironmentProblem(
             f"{directory} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",

@@ -15,7 +15,7 @@ CANNOT_RUN = 127
 
 
 def command_line(command: Sequence[str]) -> list[str]:
-    """Returns the command line that runs `command` and ends it when this process dies."""
+    """Return the command line that runs `command` and ends it when this process dies."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

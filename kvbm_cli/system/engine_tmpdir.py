@@ -35,7 +35,7 @@ class EngineTmpdir:
 
 
 def sweep(parent: str) -> None:
-    """Removes empty directories of this user whose launchers are gone. Ignores errors."""
+    """Remove empty directories of this user whose launchers are gone. Ignores errors."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):

@@ -12,7 +12,7 @@ from kvbm.errors import PATH_HINTS, EnvironmentProblem, UsageError, reason_of
 
 
 def nearest_existing(directory: Path) -> Path:
-    """Returns the directory, or its nearest existing parent. A broken symbolic link exists, but is not a directory."""
+    """Return the directory, or its nearest existing parent. A broken symbolic link exists, but is not a directory."""
     return next(path for path in (directory, *directory.parents) if os.path.lexists(path))
 
 
@@ -21,7 +21,7 @@ _FOR_MOUNTS = tuple(map(Path, ("/", "/mnt", "/media", "/run/media")))
 
 
 def missing_mount(directory: Path, *, fstab: Path = FSTAB) -> str | None:
-    """Returns why the drive of the directory does not seem to be mounted, None if it does.
+    """Return why the drive of the directory does not seem to be mounted, None if it does.
 
     The directory would then be created on the drive of the system, and fill it.
     """
@@ -44,7 +44,7 @@ def _mount_points(fstab: Path) -> set[Path]:
 
 
 def expanded(directory: str) -> Path:
-    """Returns the path with `~` replaced by a home directory. Raises EnvironmentProblem if there is none."""
+    """Return the path with `~` replaced by a home directory. Raises EnvironmentProblem if there is none."""
     name = directory.partition("/")[0]
     if name == "~" and not os.path.isabs(os.environ.get("HOME", "/")):
         raise no_home()
@@ -61,7 +61,7 @@ def no_home() -> EnvironmentProblem:
 
 
 def state_directory() -> Path:
-    """Returns the directory of runs and crash reports. Raises RuntimeError if the user has no home."""
+    """Return the directory of runs and crash reports. Raises RuntimeError if the user has no home."""
     given = os.environ.get("XDG_STATE_HOME")
     if given and os.path.isabs(given):
         return Path(given) / "kvbm"
@@ -90,7 +90,7 @@ NO_MAPPING = "failed to map segment from shared object"
 
 
 def problem_of(error: BaseException) -> EnvironmentProblem | None:
-    """Returns an error of the operating system as EnvironmentProblem, None for any other exception, which is a bug."""
+    """Return an error of the operating system as EnvironmentProblem, None for any other exception, which is a bug."""
     is_of_memory = isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MAPPING in str(error))
     number = errno.ENOMEM if is_of_memory else getattr(error, "errno", None)
     if isinstance(error, RuntimeError) and NO_HOME in str(error):
@@ -131,7 +131,7 @@ def no_temporary_file(error: OSError) -> EnvironmentProblem:
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replaces a file atomically: writes a temporary file and renames it. Raises OSError."""
+    """Replace a file atomically: writes a temporary file and renames it. Raises OSError."""
     draft = path.with_name(f".{path.name}")
     try:
         with open(_new_file(draft, mode), "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -145,7 +145,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def _new_file(path: Path, mode: int) -> int:
-    """Creates a file, in place of one with this name: that may be a link, or a name of another user's file. Raises
+    """Create a file, in place of one with this name: that may be a link, or a name of another user's file. Raises
     OSError."""
     for _ in range(DRAFT_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):
@@ -156,7 +156,7 @@ def _new_file(path: Path, mode: int) -> int:
 
 
 def write_new(file: Path, text: str) -> None:
-    """Writes a new file completely or not at all. Raises UsageError if it exists, EnvironmentProblem on failure."""
+    """Write a new file completely or not at all. Raises UsageError if it exists, EnvironmentProblem on failure."""
     try:
         with open(file, "x", encoding="utf-8") as opened:
             try:

@@ -41,7 +41,7 @@ class GuardProcess:
         return self._child.poll() is not None
 
     def scan(self) -> None:
-        """Returns when the guard has recorded all that exists at this moment."""
+        """Return when the guard has recorded all that exists at this moment."""
         assert self._child.stdout is not None
         self._child.send_signal(signal.SIGCONT)  # it may have been stopped
         with contextlib.suppress(BrokenPipeError):  # the guard was killed
@@ -52,7 +52,7 @@ class GuardProcess:
                 os.read(self._child.stdout.fileno(), 1)
 
     def remove(self, timeout_s: float) -> bool:
-        """Removes the leftovers. False if the guard is still busy after `timeout_s`; it then continues alone."""
+        """Remove the leftovers. False if the guard is still busy after `timeout_s`; it then continues alone."""
         self._child.send_signal(signal.SIGCONT)
         try:
             self._child.communicate(END, timeout_s)
@@ -69,7 +69,7 @@ class GuardProcess:
         self._leftovers.remove()
 
     def close(self) -> None:
-        """Closes the pipes of a guard that has ended."""
+        """Close the pipes of a guard that has ended."""
         self._child.communicate()
 
     def _send(self, data: bytes) -> None:

@@ -41,7 +41,7 @@ class HttpAnswer:
         return self.body.decode(errors="replace")
 
     def fields(self) -> dict[str, Any]:
-        """Returns the JSON object of the body, empty if there is none."""
+        """Return the JSON object of the body, empty if there is none."""
         try:
             content = json.loads(self.body)
         except (ValueError, RecursionError):  # no JSON, or nested too deeply
@@ -49,7 +49,7 @@ class HttpAnswer:
         return content if isinstance(content, dict) else {}
 
     def error(self) -> str:
-        """Returns the body of an error as one line: OpenAI's error object, vLLM's older one, or plain text."""
+        """Return the body of an error as one line: OpenAI's error object, vLLM's older one, or plain text."""
         fields = self.fields()
         error = fields.get("error", fields)
         message = error.get("message") if isinstance(error, dict) else error
@@ -62,7 +62,7 @@ def get(url: str, *, timeout_s: float) -> HttpAnswer:
 
 
 def get_metrics(url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float) -> HttpAnswer:
-    """Returns a page of metrics, or a failure for one that is too long to parse at every sample."""
+    """Return a page of metrics, or a failure for one that is too long to parse at every sample."""
     return request("GET", url, headers=headers, timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
 
 
@@ -75,8 +75,8 @@ def request(
     timeout_s: float | None,
     max_bytes: int | None = None,
 ) -> HttpAnswer:
-    """Sends one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to
-    the last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES."""
+    """Send one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to the
+    last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES."""
     connection = None
     try:
         parts = urlsplit(url)

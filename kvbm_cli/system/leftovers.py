@@ -72,7 +72,7 @@ class Leftovers:
         return json.dumps([self.directory, self.parents, self.process_group, list(self.existing_files)]).encode()
 
     def scan(self, *, is_last: bool = False) -> None:
-        """Records new processes and files. A file that was scanned SCAN_LIMIT times is skipped until the last scan."""
+        """Record new processes and files. A file that was scanned SCAN_LIMIT times is skipped until the last scan."""
         if self.process_group is None:
             return
         unknown = set(shared_files()).difference(self.existing_files, self._owned)
@@ -85,7 +85,7 @@ class Leftovers:
                 self._scans[inode] = self._scans.get(inode, 0) + 1
 
     def members(self) -> set[int]:
-        """Returns the living processes of the engine."""
+        """Return the living processes of the engine."""
         table = _processes()
         self._escaped = {
             pid: started for pid, started in self._escaped.items() if pid in table and table[pid].started == started
@@ -103,7 +103,7 @@ class Leftovers:
         return self._remove_directories() and are_dead
 
     def _kill(self) -> bool:
-        """Stops all processes before the last scan: a stopped process makes no new file and no new process."""
+        """Stop all processes before the last scan: a stopped process makes no new file and no new process."""
         stopped: set[int] = set()
         while members := self._signal(signal.SIGSTOP) - stopped:
             stopped |= members
@@ -143,7 +143,7 @@ class Leftovers:
 
 
 def _remove_tree(directory: str) -> None:
-    """Removes a directory, as far as that is possible. Leaves it while something is mounted in it: `shutil.rmtree`
+    """Remove a directory, as far as that is possible. Leaves it while something is mounted in it: `shutil.rmtree`
     follows no link, but would delete what is mounted."""
     inside = os.path.realpath(directory) + "/"
     with (
@@ -158,7 +158,7 @@ def _remove_tree(directory: str) -> None:
 
 
 def shared_files() -> dict[int, str]:
-    """Returns inode to name of this user's files in shared memory."""
+    """Return inode to name of this user's files in shared memory."""
     files = {}
     with os.scandir(SHARED_MEMORY) as entries:
         for entry in entries:
@@ -169,7 +169,7 @@ def shared_files() -> dict[int, str]:
 
 
 def _held_files(pids: Iterable[int]) -> set[int]:
-    """Returns the inodes in shared memory that at least one of these processes maps or holds open."""
+    """Return the inodes in shared memory that at least one of these processes maps or holds open."""
     device = os.stat(SHARED_MEMORY).st_dev
     mapping = re.compile(rb" %02x:%02x (\d+) " % (os.major(device), os.minor(device)))
     held: set[int] = set()
@@ -190,7 +190,7 @@ def _open_files(pid: int, device: int) -> Iterable[int]:
 
 
 def _processes() -> dict[int, _Stat]:
-    """Returns all living processes."""
+    """Return all living processes."""
     table = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", "rb") as file:

@@ -24,7 +24,7 @@ class Mount:
 
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
-    """Returns the mount with the longest mount point above `path`; of several at one point, the last."""
+    """Return the mount with the longest mount point above `path`; of several at one point, the last."""
     found = Mount("unknown", "unknown", "/")
     try:
         lines = table.read_text(errors="surrogateescape").splitlines()
@@ -40,7 +40,7 @@ def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount:
 
 
 def _unescaped(text: str) -> str:
-    """Decodes the octal escapes of blanks and backslashes in the table."""
+    """Decode the octal escapes of blanks and backslashes in the table."""
     for code in ("040", "011", "012", "134"):
         text = text.replace(f"\\{code}", chr(int(code, 8)))
     return text

@@ -31,7 +31,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Returns None if no such process is alive."""
+        """Return None if no such process is alive."""
         found = stat_of(pid)
         return None if found is None else cls(pid, found.started, *_surroundings())
 
@@ -51,14 +51,14 @@ class ProcessIdentity:
         return found is not None and found.started == self.started
 
     def age_s(self) -> float | None:
-        """Returns how long the process has run, whatever happened to the clock; None if it is not alive here."""
+        """Return how long the process has run, whatever happened to the clock; None if it is not alive here."""
         if not self.is_alive():
             return None
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
         return max(0.0, uptime_s - self.started / os.sysconf("SC_CLK_TCK"))
 
     def signal(self, number: signal.Signals) -> bool:
-        """Sends a signal. Returns False if the process is not alive. Never signals another process: opens a descriptor
+        """Send a signal. Returns False if the process is not alive. Never signals another process: opens a descriptor
         of the process first, then checks its identity."""
         with self._descriptor() as descriptor:
             if descriptor is None:
@@ -68,7 +68,7 @@ class ProcessIdentity:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s`. Returns whether the process has ended."""
+        """Wait up to `timeout_s`. Returns whether the process has ended."""
         with self._descriptor() as descriptor:
             if descriptor is None:
                 return True

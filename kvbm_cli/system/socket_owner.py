@@ -23,7 +23,7 @@ def is_served_by(pids: Iterable[int], *, address: str, port: int) -> bool:
 
 
 def _listening_sockets(address: Address, port: int) -> set[int]:
-    """Returns inodes of the sockets bound to exactly this address, else of those bound to all addresses."""
+    """Return inodes of the sockets bound to exactly this address, else of those bound to all addresses."""
     exact, every = set(), set()
     for bound, inode in _bound_to(port):
         if bound == address:
@@ -34,7 +34,7 @@ def _listening_sockets(address: Address, port: int) -> set[int]:
 
 
 def _bound_to(port: int) -> Iterator[tuple[Address, int]]:
-    """Yields address and inode of every listening socket of a port."""
+    """Yield address and inode of every listening socket of a port."""
     for table in TABLES:
         with contextlib.suppress(FileNotFoundError):  # no tcp6 on a machine without IPv6
             for line in table.read_text().splitlines()[1:]:
@@ -45,7 +45,7 @@ def _bound_to(port: int) -> Iterator[tuple[Address, int]]:
 
 
 def _address(hexadecimal: str) -> Address:
-    """Parses an address of the table: words of four bytes in the machine's byte order."""
+    """Parse an address of the table: words of four bytes in the machine's byte order."""
     words = (hexadecimal[start : start + WORD_DIGITS] for start in range(0, len(hexadecimal), WORD_DIGITS))
     raw = b"".join(int(word, 16).to_bytes(4, sys.byteorder) for word in words)
     address = ipaddress.ip_address(raw)

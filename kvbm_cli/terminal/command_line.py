@@ -52,7 +52,7 @@ def _check(command: TyperCommand | TyperGroup, ctx: typer.Context, args: list[st
 def _parsed(
     command: TyperCommand | TyperGroup, ctx: typer.Context, args: list[str]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Returns the last value of each parameter by its name, and the parameters in their order."""
+    """Return the last value of each parameter by its name, and the parameters in their order."""
     try:
         values, _, order = command.make_parser(ctx).parse_args(args=list(args))
     except typer.TyperException as error:

@@ -39,14 +39,14 @@ complete -F _kvbm_completion {PROGRAM}"""
 
 
 def script(shell: str, variable: str) -> str:
-    """Returns the script that the shell evaluates once. On Tab it then runs `kvbm` with `variable` set."""
+    """Return the script that the shell evaluates once. On Tab it then runs `kvbm` with `variable` set."""
     if shell == "bash":
         return bash_script(variable)
     return get_completion_script(prog_name=PROGRAM, complete_var=variable, shell=shell)
 
 
 def answer_shells() -> None:
-    """Registers the completion classes with the parser."""
+    """Register the completion classes with the parser."""
     add_completion_class(_Bash, "bash")
     add_completion_class(_Zsh, "zsh")
     add_completion_class(_Fish, "fish")

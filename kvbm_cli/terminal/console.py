@@ -32,7 +32,7 @@ def print_question(text: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Formats rows with two spaces between columns. Columns with an index in `right` are right-aligned."""
+    """Format rows with two spaces between columns. Columns with an index in `right` are right-aligned."""
     rows = [[one_line(text) for text in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
 
@@ -43,12 +43,12 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def columns(stream: TextIO | None = None) -> int | None:
-    """Returns the width of the terminal, or COLUMNS. None in a pipe or a file, where nothing is wrapped."""
+    """Return the width of the terminal, or COLUMNS. None in a pipe or a file, where nothing is wrapped."""
     return shutil.get_terminal_size((WIDTH, 24)).columns if (stream or sys.stdout).isatty() else None
 
 
 def labelled(label: str, text: str, *, label_width: int) -> list[str]:
-    """Formats `text` next to `label`, or right-aligned below it if one of them is too long."""
+    """Format `text` next to `label`, or right-aligned below it if one of them is too long."""
     width = columns()
     if width is None:
         return [f"{label.ljust(label_width)}  {text}"]
@@ -61,7 +61,7 @@ def labelled(label: str, text: str, *, label_width: int) -> list[str]:
 
 
 def noted(line: str, note: str, *, separator: str = "  ") -> str:
-    """Formats `note` after `line`, or right-aligned below it if the line is too long."""
+    """Format `note` after `line`, or right-aligned below it if the line is too long."""
     whole, width = f"{line}{separator}{note}", columns()
     if width is None or len(whole) <= width:
         return whole
@@ -75,5 +75,5 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def stopped_text(name: str, took_s: float, *, was_killed: bool) -> str:
-    """Formats the result of a stop."""
+    """Format the result of a stop."""
     return f"{name} {'was killed' if was_killed else 'stopped'} after {took_s:.1f} s"

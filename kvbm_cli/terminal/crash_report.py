@@ -22,7 +22,7 @@ LONGEST_REPORT = 200_000
 
 
 def show_bug(error: Exception, arguments: Sequence[str]) -> int:
-    """Prints an unexpected exception, saves its report, and returns the exit code."""
+    """Print an unexpected exception, save its report, and return the exit code."""
     saved = save_report(error, arguments)
     hint = (
         f"report it with the traceback in {saved}"
@@ -34,7 +34,7 @@ def show_bug(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def save_report(error: BaseException, arguments: Sequence[str]) -> Path | None:
-    """Writes a report that only the user can read and removes the oldest ones. None if it cannot write."""
+    """Write a report that only the user can read and remove the oldest ones. None if it cannot write."""
     from importlib.metadata import version
 
     head = f"kvbm {version('kvbm-cli')}, Python {sys.version}\n$ {shlex.join(['kvbm', *arguments])}\n\n"

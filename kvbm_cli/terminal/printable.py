@@ -20,7 +20,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printable(text: str) -> str:
-    """Returns the text with escapes such as `\\x1b` for unsafe characters. Keeps tabs and newlines."""
+    """Return the text with escapes such as `\\x1b` for unsafe characters. Keeps tabs and newlines."""
     return _UNSAFE.sub(escaped, text)
 
 
@@ -36,7 +36,7 @@ def without_commands(text: str) -> str:
 
 
 def commentable(text: str) -> str:
-    """Returns the text with `?` for characters that a comment of YAML must not contain, such as a newline."""
+    """Return the text with `?` for characters that a comment of YAML must not contain, such as a newline."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

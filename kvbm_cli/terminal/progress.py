@@ -47,7 +47,7 @@ class ProgressDisplay:
         self.clear()
 
     def report(self, phase: str) -> None:
-        """Sets what the command is doing now. A server may have sent the text."""
+        """Set what the command is doing now. A server may have sent the text."""
         phase = one_line(phase)
         with self._lock:
             if phase != self._phase:
@@ -58,7 +58,7 @@ class ProgressDisplay:
             self._thread.start()
 
     def clear(self) -> None:
-        """Removes the line and starts the clock again; to be called before something else is printed."""
+        """Remove the line and start the clock again; to be called before something else is printed."""
         with self._lock:
             self._started = time.monotonic()
             if self._has_line:
@@ -72,7 +72,7 @@ class ProgressDisplay:
         self.clear()
 
     def line(self, phase: str, elapsed_s: float, width: int) -> str:
-        """Returns the text to show, shorter than `width`: some terminals wrap after the last column."""
+        """Return the text to show, shorter than `width`: some terminals wrap after the last column."""
         return f"{self._verb}  {elapsed_s:5.1f} s  {phase}"[: width - 1]
 
     def _redraw(self) -> None:

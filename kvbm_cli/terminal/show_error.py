@@ -37,7 +37,7 @@ def _fit(text: str) -> str:
 
 
 def show_kvbm_error(error: KvbmError) -> None:
-    """Prints an error. Several mistakes or problems are printed each with its hint, followed by their number."""
+    """Print an error. Several mistakes or problems are printed each with its hint, followed by their number."""
     if isinstance(error, ProfileMistakes):
         _show_several(error.mistakes, "mistakes")
     elif isinstance(error, EnvironmentProblems):
@@ -62,7 +62,7 @@ def _causes(cause: BaseException | None) -> Iterator[str]:
 
 
 def coloured(text: str, code: str) -> str:
-    """Returns the text in an ANSI colour or style, plain if stderr is not a terminal or NO_COLOR is set."""
+    """Return the text in an ANSI colour or style, plain if stderr is not a terminal or NO_COLOR is set."""
     return f"\033[{code}m{text}\033[0m" if text and _is_coloured() else text
 
 

@@ -20,7 +20,7 @@ BROKEN_PIPE = 141  # the exit code: 128 + SIGPIPE
 
 
 def repair() -> None:
-    """Replaces a closed stream (`2>&-`) by /dev/null. Replaces characters that the encoding lacks by `?`."""
+    """Replace a closed stream (`2>&-`) by /dev/null. Replaces characters that the encoding lacks by `?`."""
     _fill_descriptors()
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout = _on(sys.stdout, _Output)
@@ -28,7 +28,7 @@ def repair() -> None:
 
 
 def _fill_descriptors() -> None:
-    """Opens /dev/null for closed descriptors. Otherwise the next opened file would get the number of a stream."""
+    """Open /dev/null for closed descriptors. Otherwise the next opened file would get the number of a stream."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -28,7 +28,7 @@ NEAR = 0.7
 
 
 def show_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Prints an error and returns its exit code. The parser gives the nearest name as a list or inside its text."""
+    """Print an error and return its exit code. The parser gives the nearest name as a list or inside its text."""
     context = getattr(error, "ctx", None)
     possible = getattr(error, "possibilities", None)
     text = _number_error(error) or (error.message if possible else error.format_message())
@@ -55,7 +55,7 @@ def _number_error(error: typer.TyperException) -> str | None:
 
 
 def _if_near(message: str, suggested: str) -> str:
-    """Returns the suggestion if it is close; the parser suggests `status` even for `restart`."""
+    """Return the suggestion if it is close; the parser suggests `status` even for `restart`."""
     given = message.partition("`")[2].partition("`")[0]
     if given in INSTEAD:
         return INSTEAD[given]

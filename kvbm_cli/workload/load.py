@@ -65,7 +65,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    """The beginning of the file; nothing if it cannot be read, which the caller reports."""
+    """Return the beginning of the file; nothing if it cannot be read, which the caller reports."""
     try:
         with open(path, "rb") as file:
             return file.read(HEAD_BYTES)
@@ -78,7 +78,7 @@ def _stem(path: Path) -> str:
 
 
 def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:
-    """The same workload; files that it names are relative to its own."""
+    """Return the same workload; files that it names are relative to its own."""
     named = {key: getattr(workload, key, None) for key in ("file", "warm_up_file")}
     return workload.model_copy(
         update={key: str(path.resolve().parent / file) for key, file in named.items() if file is not None}

@@ -103,7 +103,7 @@ class Workload(Section):
 
     @model_validator(mode="after")
     def _has_safe_name(self) -> Self:
-        """The name becomes a directory and part of an HTTP header."""
+        """Check the name. The name becomes a directory and part of an HTTP header."""
         if not NAME.fullmatch(self.name) or len(self.name.encode()) > LONGEST_NAME_BYTES:
             message = f"must be letters, digits, spaces and `_ . + -`, at most {LONGEST_NAME_BYTES} bytes in UTF-8"
             raise WrongKey("name", f"{message}, and begin with a letter or digit")
@@ -128,13 +128,13 @@ class Workload(Section):
         return 1
 
     def scaled(self, working_set_tokens: int) -> Self:
-        """The same workload with the nearest working set. The kind must have a `scale_key`."""
+        """Return the same workload with the nearest working set. The kind must have a `scale_key`."""
         assert self.scale_key is not None
         one, two = (self.with_count(count).working_set_tokens or 0 for count in (1, 2))
         return self.with_count(max(self.smallest_count, round((working_set_tokens - one) / (two - one)) + 1))
 
     def with_count(self, count: int) -> Self:
-        """The same workload with another value of the key that `scale_key` names."""
+        """Return the same workload with another value of the key that `scale_key` names."""
         assert self.scale_key is not None
         return self.model_copy(update={self.scale_key: count})
 
@@ -396,5 +396,5 @@ KINDS: Mapping[str, type[Workload]] = {
 
 
 def as_definition(workload: Workload) -> dict[str, Any]:
-    """The workload as plain data, for plan.json and summary.json."""
+    """Return the workload as plain data, for plan.json and summary.json."""
     return {"kind": DEFAULT_KIND, **workload.model_dump(mode="json")}

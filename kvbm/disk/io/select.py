@@ -192,7 +192,7 @@ def _in_a_process(command: Sequence[str], timeout_s: float) -> tuple[str | None,
 
 
 def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Raises OSError."""
+    """May raise OSError."""
     paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         command,

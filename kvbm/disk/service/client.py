@@ -298,8 +298,8 @@ class DiskClient:
         return received
 
     def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
-        """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
-        it as silent until it has ended. The kernel ends it only after the last I/O of its threads."""
+        """Kill a process that closed the channel or sent invalid data: it may still write into host memory. Treat it as
+        silent until it has ended. The kernel ends it only after the last I/O of its threads."""
         if is_expected or is_gone(self.pid):
             self._handle_exit(is_expected=is_expected)
         else:

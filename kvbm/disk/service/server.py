@@ -121,7 +121,7 @@ def main() -> int:
 
 
 def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
-    """Raises EnvironmentProblem."""
+    """May raise EnvironmentProblem."""
     region = Region.map(order.segments)
     if order.settings.persist and order.instance is None:
         name = order.namespace.digest.hex()

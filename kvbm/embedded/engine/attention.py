@@ -98,7 +98,8 @@ class Batch:
         return self._packed[window]
 
     def _make_plan(self, window: int | None, *, fetches_cold: bool) -> _ReadPlan:
-        """A query at position p sees keys p - window + 1 to p, so blocks before the first query's window stay out."""
+        """Make the plan. A query at position p sees keys p - window + 1 to p, so blocks before the first query's window
+        stay out."""
         size, device = self.pool.block_size, self.write_blocks.device
         block_ids: list[int] = []
         first_keys: list[int] = []

@@ -30,7 +30,7 @@ def token_of_environment() -> str | None:
 
 
 def require_admin(request: web.Request, token: str | None) -> None:
-    """Raises RequestError 403 unless the caller may change the engine."""
+    """Raise RequestError 403 unless the caller may change the engine."""
     for is_refused, reason in (
         (token is None, f"it is off; set the variable {ADMIN_VARIABLE} of the server to a secret"),
         (not _is_loopback(request.remote), "it answers only programs on the same machine"),

@@ -138,7 +138,8 @@ class Completion:
             self._engine.abort(self.request_id)
 
     def _hand_over(self, output: RequestOutput) -> None:
-        """Runs in the engine thread. Outputs that arrive after the loop is closed are dropped."""
+        """Hand an output to the event loop. Runs in the engine thread. Outputs that arrive after the loop is closed are
+        dropped."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._arrive, output)
 

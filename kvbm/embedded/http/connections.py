@@ -144,7 +144,7 @@ class BoundedSite(web.BaseSite):
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
-        """Raises OSError if it cannot listen."""
+        """Raise OSError if it cannot listen."""
         loop, server = asyncio.get_running_loop(), self._runner.server
         assert server is not None, "the runner is set up"
         infos = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -99,7 +99,7 @@ class Usage:
 
 
 def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
-    """The part of the usage that is known before an answer has ended."""
+    """Return the part of the usage that is known before an answer has ended."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -88,7 +88,7 @@ def _characters(prompt: TextPrompt | ChatPrompt) -> int:
 
 
 def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) -> list[int]:
-    """Raises RequestError before tokenizing if the text is far too long for `max_tokens`."""
+    """Raise RequestError before tokenizing if the text is far too long for `max_tokens`."""
     if isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
     else:

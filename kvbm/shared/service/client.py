@@ -248,8 +248,8 @@ class SharedClient:
         self.counters = replace(counters, times_off=counters.times_off + self._silences)
 
     def _handle_end_of_channel(self, *, is_expected: bool = False) -> None:
-        """A process that closed the channel or sent invalid data may still write into host memory: kill it, and treat
-        it as silent until it has ended."""
+        """Kill a process that closed the channel or sent invalid data: it may still write into host memory. Treat it as
+        silent until it has ended."""
         if self._process is not None and not (is_expected or is_gone(self.pid)):
             self._process.child.kill()
             return
@@ -359,7 +359,7 @@ def _order(
     block_tokens: int,
     has_runs: bool,
 ) -> messages.OpenStore:
-    """Raises EnvironmentProblem if the secret is missing."""
+    """Raise EnvironmentProblem if the secret is missing."""
     digest, facts = named
     namespace = protection_of(settings.protection, settings.key_file).namespace(digest)
     cores = frozenset(allowed_cores())
@@ -385,7 +385,7 @@ class OpenProcess:
         first: FirstOpening | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> OpenProcess:
-        """Raises EnvironmentProblem. `first` hears the messages of the process."""
+        """May raise EnvironmentProblem. `first` hears the messages of the process."""
         process = cls(*start_child(MODULE, "the process of the shared tier"))
         try:
             process.channel.send(order)

@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpened]:
-    """Raises EnvironmentProblem."""
+    """May raise EnvironmentProblem."""
     settings, region = order.settings, Region.map(order.segments)
     shard_bytes = [info.block_bytes for info in order.segments if info.replica == 0]
     protection = protection_of(settings.protection, settings.key_file)

@@ -175,7 +175,8 @@ class DirectoryStore:
         return StoreAnswer(Outcome.GOOD if is_written else Outcome.EXISTS)
 
     def _is_present(self, key: str) -> bool | None:
-        """A file that cannot be read is not there; that says nothing about the others."""
+        """Return whether there is an object. A file that cannot be read is not there; that says nothing about the
+        others."""
         try:
             with Tree.open(self._root) as root:
                 about = root.about(key)
@@ -195,7 +196,7 @@ class DirectoryStore:
             return [entry.name for entry in files if not REMAINS.fullmatch(entry.name)]
 
     def _write(self, one: Outgoing, *, creates: bool) -> bool:
-        """Raises OSError."""
+        """May raise OSError."""
         with Tree.open(self._root) as root:
             try:
                 return write_file(root, one.key, one.buffers, creates=creates)
@@ -337,7 +338,7 @@ def _reason(error: OSError) -> str:
 
 
 def _is_regular(root: Tree, key: str) -> bool:
-    """Raises OSError."""
+    """May raise OSError."""
     try:
         return stat.S_ISREG(root.about(key).st_mode)
     except FileNotFoundError:

@@ -219,7 +219,7 @@ class _Scratch:
         self._used = 0
 
     def register(self, address: int, length: int) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         if self._pool is not None and (code := self._pool.register_buffer(address, length)) != 0:
             raise OSError(f"Mooncake cannot register {length} bytes of host memory (code {code})")
 

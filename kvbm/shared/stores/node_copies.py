@@ -65,7 +65,7 @@ class NodeCopies:
     """An ObjectStore around another one. See the module's text."""
 
     def __init__(self, store: ObjectStore, directory: Path, url: str) -> None:
-        """Raises OSError if the directory cannot be used, or belongs to another user."""
+        """Raise OSError if the directory cannot be used, or belongs to another user."""
         self._store = store
         self._url = url
         self._directory, self._home = directory, directory / COPIES
@@ -89,7 +89,7 @@ class NodeCopies:
             self._stop_keeping(error)
 
     def _open(self) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         make_private_directories(self._home)
         with Tree.open(self._directory) as parent:
             self._copies = parent.directory(COPIES)  # what is done in it begins here, whatever becomes of its name
@@ -159,7 +159,7 @@ class NodeCopies:
         return self._calls.run(function, *arguments, drop=drop)
 
     def _forget(self, name: str) -> None:
-        """Raises OSError."""
+        """May raise OSError."""
         with suppress(FileNotFoundError):
             self._on_disk(self._copies.unlink_file, name)
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def open_store(url: str, threads: int, keys: KeySpace, facts: Mapping[str, object], *, writes: bool) -> ObjectStore:
-    """Raises EnvironmentProblem."""
+    """May raise EnvironmentProblem."""
     description = json.dumps(facts, indent=1, sort_keys=True, default=str).encode()
     if url.startswith("mooncake://"):
         from kvbm.shared.stores.mooncake import MooncakeStore
@@ -71,5 +71,5 @@ def open_access(url: str, limit_s: float) -> StoreAccess:
 
 
 def open_inventory(url: str) -> Inventory:
-    """Raises EnvironmentProblem."""
+    """May raise EnvironmentProblem."""
     return Inventory(open_access(url, INVENTORY_LIMIT_S), url)

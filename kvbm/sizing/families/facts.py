@@ -106,7 +106,7 @@ class ModelFacts(Mapping[str, object]):
 
 
 def text_facts(model_config: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the part of a configuration that describes the language model."""
+    """Return the part of a configuration that describes the language model."""
     text_config = model_config.get("text_config")
     return text_config if isinstance(text_config, Mapping) else model_config
 
@@ -117,7 +117,7 @@ MAX_LAYERS, MAX_NUMBER = 4096, 2**31 - 1
 
 
 def count(facts: Mapping[str, object], name: str, *, default: int | None = None) -> int:
-    """Returns a positive whole number within its limit. ProfileError if the configuration has none of that name."""
+    """Return a positive whole number within its limit. ProfileError if the configuration has none of that name."""
     value = facts.get(name)
     value = default if value is None else value
     limit = MAX_LAYERS if name in _LAYER_COUNTS else MAX_NUMBER
@@ -129,6 +129,6 @@ def count(facts: Mapping[str, object], name: str, *, default: int | None = None)
 
 
 def positions(model_config: Mapping[str, object]) -> int | None:
-    """Returns `max_position_embeddings`, None if the configuration has none. ProfileError like `count`."""
+    """Return `max_position_embeddings`, None if the configuration has none. ProfileError like `count`."""
     facts = ModelFacts.of(model_config)
     return None if facts.get("max_position_embeddings") is None else count(facts, "max_position_embeddings")

@@ -14,7 +14,8 @@ def mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 
 
 def glm4_lite(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    """transformers stores `head_dim` of this family as `qk_rope_head_dim`, so they must not differ."""
+    """Return the layers. transformers stores `head_dim` of this family as `qk_rope_head_dim`, so they must not
+    differ."""
     if facts.get("head_dim") not in (None, facts.get("qk_rope_head_dim")):
         raise SizeUnknown("vLLM confuses `head_dim` and `qk_rope_head_dim` of this model")
     return mla(facts, ranks)

@@ -50,7 +50,8 @@ class Slo:
         return ",".join(f"{key}:{limit:g}" for key, limit in limits if limit is not None)
 
     def is_met(self, times: RequestTimes) -> bool:
-        """A failed request never meets it. An answer of one token has no TPOT and meets any limit of it."""
+        """Return whether the goal is met. A failed request never meets it. An answer of one token has no TPOT and meets
+        any limit of it."""
         if times.ttft_ms is None or times.e2e_ms is None:
             return False
         return (

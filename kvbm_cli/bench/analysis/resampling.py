@@ -98,7 +98,7 @@ def share_of_possible_gain(
     seed: int = 0,
     draws: int = DRAWS,
 ) -> ShareOfGain | None:
-    """(reference - measured) / (reference - floor) of the medians.
+    """Return (reference - measured) / (reference - floor) of the medians.
 
     `None` if an arm has too few requests, or if the floor is not clearly faster than the reference: then there is
     nothing to gain, and the share is noise over noise.

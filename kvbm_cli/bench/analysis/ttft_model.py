@@ -108,7 +108,7 @@ def fit_ttft(requests: Sequence[PromptTime]) -> TtftModel | NoModel:
 
 
 def _columns(requests: Sequence[PromptTime]) -> dict[str, np.ndarray[Any, Any]]:
-    """The columns that vary. The constant column of the base is not among them."""
+    """Return the columns that vary. The constant column of the base is not among them."""
     import numpy as np
 
     columns = {
@@ -126,7 +126,8 @@ def _loaded(request: PromptTime) -> int:
 
 
 def _collinear(columns: dict[str, np.ndarray[Any, Any]]) -> tuple[str, str] | None:
-    """The column that the others predict best and the one it follows most, if they predict it nearly completely."""
+    """Return the column that the others predict best and the one it follows most, if they predict it nearly
+    completely."""
     import numpy as np
 
     for name, column in columns.items():

@@ -16,6 +16,6 @@ def encoded(message: object) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """The next message of a process that this one started, or of its parent. IncompleteReadError at the end."""
+    """Return the next message of a process that this one started, or of its parent. IncompleteReadError at the end."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return pickle.loads(await reader.readexactly(length))

@@ -13,7 +13,7 @@ from kvbm_cli.bench.client.together import together
 async def drive_part(
     part: Part, targets: Sequence[Target], start_ns: int, on_record: OnRecord, monitor: HealthMonitor
 ) -> None:
-    """The first target's schedule starts at `start_ns`."""
+    """Send the requests of one part. The first target's schedule starts at `start_ns`."""
     async with open_session() as session:
         with monitor.running():
             await together(Launcher(part, target, session, start_ns, on_record).run() for target in targets)

@@ -12,7 +12,7 @@ LONGEST_READ = 20_000  # a key that a message has further on is not shown
 
 
 def api_key() -> str | None:
-    """The key of all servers by URL. UsageError if no HTTP header can have it."""
+    """Return the key of all servers by URL. UsageError if no HTTP header can have it."""
     key = os.environ.get(API_KEY_VARIABLE)
     if key and not all("!" <= character <= "~" for character in key):
         raise UsageError(f"`{API_KEY_VARIABLE}` must be ASCII without spaces and line ends")
@@ -20,6 +20,6 @@ def api_key() -> str | None:
 
 
 def error_text(text: str) -> str:
-    """The beginning of the text, without the key: servers may repeat the headers of a request in an error."""
+    """Return the beginning of the text, without the key: servers may repeat the headers of a request in an error."""
     key, text = os.environ.get(API_KEY_VARIABLE), text[:LONGEST_READ]
     return shown(text.replace(key, "***") if key else text)

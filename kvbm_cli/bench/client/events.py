@@ -45,7 +45,7 @@ class EventSplitter:
         return payloads
 
     def last(self) -> list[bytes]:
-        """The payload of an end mark without an empty line after it."""
+        """Return the payload of an end mark without an empty line after it."""
         return [DONE] if self._rest.strip().removeprefix(b"data:").strip() == DONE else []
 
 

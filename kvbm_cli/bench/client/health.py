@@ -91,7 +91,8 @@ class HealthMonitor:
 
     @contextmanager
     def garbage_collector_off(self) -> Iterator[None]:
-        """A collection would stop every stream for milliseconds. Requests leave few objects in reference cycles.
+        """Turn the garbage collector off. A collection would stop every stream for milliseconds. Requests leave few
+        objects in reference cycles.
 
         Entering it takes time, so it comes before the start of the schedule.
         """
@@ -118,7 +119,7 @@ class HealthMonitor:
         )
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A timer, which costs less than a task."""
+        """Measure with a timer, which costs less than a task."""
         now_s = loop.time()
         if self._due_s:
             self._lags_ms.append((now_s - self._due_s) * 1e3)

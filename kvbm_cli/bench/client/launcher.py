@@ -220,7 +220,7 @@ class Launcher:
         self._release(request, end_s)
 
     def _drop(self, request: PlannedRequest, end_s: float) -> None:
-        """The duration is over: neither this request nor any that awaits it is launched."""
+        """Drop a request. The duration is over: neither this request nor any that awaits it is launched."""
         dropped = [request]
         while dropped:
             one = dropped.pop()

@@ -43,7 +43,8 @@ class Target:
     has_ended: Callable[[], bool] = lambda: False
 
     def all_headers(self) -> dict[str, str]:
-        """A compressed answer would arrive in blocks instead of tokens, hence no encoding is accepted."""
+        """Return the headers. A compressed answer would arrive in blocks instead of tokens, hence no encoding is
+        accepted."""
         key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         return {"Content-Type": "application/json", "Accept-Encoding": "identity", **self.headers, **key}
 
@@ -62,7 +63,7 @@ class Target:
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without proxy, retries, cookies or connection limit. Only each request has a timeout."""
+    """Yield a session without proxy, retries, cookies or connection limit. Only each request has a timeout."""
     import aiohttp
 
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
@@ -140,7 +141,7 @@ class Exchange:
 def _error_of(
     request: PlannedRequest, record: RequestRecord, answer: StreamedAnswer, failure: str | None
 ) -> str | None:
-    """What is wrong with the answer. A failure after its end mark does not count."""
+    """Return what is wrong with the answer. A failure after its end mark does not count."""
     try:
         answer.finish()
     except UNREADABLE as caught:

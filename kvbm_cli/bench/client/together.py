@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all calls. If one fails, end the others before its exception is raised."""
+    """Return the results of all calls. If one fails, end the others before its exception is raised."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)

@@ -57,7 +57,7 @@ def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
 
 
 def estimated_load(plan: Plan, target_count: int) -> float:
-    """The share of one core that the plan takes in its busiest 10 s, if the engines keep up."""
+    """Return the share of one core that the plan takes in its busiest 10 s, if the engines keep up."""
     costs_s = [
         REQUEST_S + CHUNK_S * (request.answer_tokens or ASSUMED_TOKENS) + PROMPT_TOKEN_S * (request.prompt_tokens or 0)
         for request in plan.requests
@@ -67,7 +67,7 @@ def estimated_load(plan: Plan, target_count: int) -> float:
 
 
 def _busiest(timed: Sequence[tuple[float, float]]) -> float:
-    """The largest load of any window of the timed requests."""
+    """Return the largest load of any window of the timed requests."""
     largest = inside = 0.0
     first = 0
     for at_s, cost_s in timed:
@@ -204,7 +204,7 @@ async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> A
 
 
 async def _started() -> asyncio.subprocess.Process:
-    """A worker in its own session, so that Ctrl-C reaches only this process."""
+    """Return a worker in its own session, so that Ctrl-C reaches only this process."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return await asyncio.create_subprocess_exec(
         *die_with_parent.command_line(COMMAND),

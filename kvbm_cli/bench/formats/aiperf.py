@@ -45,7 +45,7 @@ def aiperf_summary(measured: Measured) -> dict[str, Any]:
 
 
 def aiperf_records(measured: Measured) -> Iterator[dict[str, Any]]:
-    """The lines of profile_export.jsonl."""
+    """Yield the lines of profile_export.jsonl."""
     for record in measured.requests:
         line = {"metadata": _metadata(measured, record), "metrics": {}}
         if record.is_ok:
@@ -232,7 +232,7 @@ def _run(measured: Measured) -> dict[str, Any]:
 
 
 def _identifier(measured: Measured) -> str:
-    """The same for the same runs."""
+    """Return an identifier, the same for the same runs."""
     return hashlib.sha256(json.dumps([measured.arm, measured.cell.name, measured.started_unix_s]).encode()).hexdigest()[
         :12
     ]

@@ -43,7 +43,7 @@ def _write(exports: Path, measured: Measured) -> list[Path]:
 
 
 def _csv_files(measured: Measured) -> dict[str, str]:
-    """A faithful run of LMBenchmark has a CSV of its own, equal to LMBenchmark's to the byte."""
+    """Return the CSV files. A faithful run of LMBenchmark has a CSV of its own, equal to LMBenchmark's to the byte."""
     workload = measured.cell.definition["workload"]
     if workload.get("kind") == "lmbenchmark" and workload.get("mode") == "faithful":
         return {}

@@ -32,7 +32,8 @@ def file_name(measured: Measured, run: RunResult) -> str:
 
 
 def lmbenchmark_csv(measured: Measured, run: RunResult) -> str:
-    """The text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput wrong."""
+    """Return the text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput
+    wrong."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow((*LMBENCHMARK_COLUMNS, *OUR_COLUMNS))

@@ -118,7 +118,7 @@ def output_tokens(record: RequestRecord) -> int:
 
 
 def launch_ms(record: RequestRecord) -> float:
-    """The launch; of a request that was never sent, the intended launch or the moment at which it failed."""
+    """Return the launch; of a request that was never sent, the intended launch or the moment at which it failed."""
     stamps = (record.launched_ms, record.intended_ms, record.end_ms, 0.0)
     return next(stamp for stamp in stamps if stamp is not None)
 

@@ -21,7 +21,7 @@ PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
 def vllm_bench_result(measured: Measured, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
-    """The whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
+    """Return the whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
     requests, succeeded, duration_s = measured.requests, measured.succeeded, measured.duration_s
     input_tokens = total_of(succeeded, "prompt_tokens")
     tokens = sum(output_tokens(record) for record in succeeded)
@@ -101,13 +101,13 @@ def tpot_s(record: RequestRecord) -> float | None:
 
 
 def _runs(measured: Measured) -> list[list[RequestRecord]]:
-    """The successful requests of each run that has any."""
+    """Return the successful requests of each run that has any."""
     runs = ([record for record in run.records if record.is_ok] for run in measured.runs)
     return [records for records in runs if records]
 
 
 def _good(measured: Measured) -> int:
-    """Requests within the limits. Times count from the launch, as in vLLM."""
+    """Return the requests within the limits. Times count from the launch, as in vLLM."""
     assert measured.slo is not None
     tpots = ((record, tpot_s(record)) for record in measured.succeeded)
     times = (

@@ -22,7 +22,7 @@ def arms(run_data: RunData) -> Markup | None:
 
 
 def _address(arm: Any) -> str | None:
-    """The URL without user and password."""
+    """Return the URL without user and password."""
     url = string(at(arm, "url"))
     return None if url is None else re.sub(r"//[^/@]*@", "//", url)
 
@@ -32,7 +32,7 @@ def _differences(arm: Any) -> str | None:
 
 
 def order(run_data: RunData) -> Markup | None:
-    """The runs in the order in which they were completed."""
+    """Return the runs in the order in which they were completed."""
     rows = [
         (
             str(run["run"]),
@@ -56,7 +56,7 @@ def order(run_data: RunData) -> Markup | None:
 
 
 def machine(summary: dict[str, Any]) -> Markup:
-    """The machine and the versions, every value as the summary has it."""
+    """Return the machine and the versions, every value as the summary has it."""
     rows = [*_values(summary.get("machine")), *_values(summary.get("versions"))]
     return facts(rows) if rows else element("p", "The summary does not name the machine.")
 
@@ -70,7 +70,7 @@ def _values(data: Any) -> list[tuple[str, str]]:
 
 
 def reproduce(run_data: RunData) -> Markup:
-    """The command of an equal run, or if the summary lacks it, one from the names in the summary."""
+    """Return the command of an equal run, or if the summary lacks it, one from the names in the summary."""
     command = strings(run_data.summary.get("command")) or _command(run_data)
     digests = [f"{cell['name']}: {found}" for cell in run_data.cells() if (found := string(at(cell, "plan", "digest")))]
     return join(
@@ -103,7 +103,7 @@ def _command(run_data: RunData) -> list[str]:
 
 
 def _compared(name: str, arm: Any, profile: str | None) -> str | None:
-    """What `--compare` takes for the arm; `None` for arms that need no option."""
+    """Return what `--compare` takes for the arm; `None` for arms that need no option."""
     kind, own = at(arm, "kind"), string(at(arm, "profile"))
     if kind == "url":
         return f"{name}={_address(arm)}"

@@ -105,7 +105,7 @@ def _scientific(value: Any) -> str | None:
 
 
 def median_interval(cell: dict[str, Any], arm: str) -> str | None:
-    """The interval of an arm's median TTFT, which is part of its comparisons."""
+    """Return the interval of an arm's median TTFT, which is part of its comparisons."""
     for found in listing(cell.get("comparisons")):
         for role in ("measured", "reference"):
             if at(found, role) == arm:
@@ -185,7 +185,7 @@ def load(cell: dict[str, Any]) -> Markup | None:
 
 
 def plan(cell: dict[str, Any]) -> Markup | None:
-    """What was sent: the workload and its plan."""
+    """Return what was sent: the workload and its plan."""
     g1, working_set = number(cell.get("g1_tokens")), number(cell.get("working_set_tokens"))
     rows = [
         ("Workload", string(at(cell, "workload", "name"))),

@@ -74,7 +74,7 @@ class CellView:
         return next((phase for phase in (planned, STEADY) if phase in found), None) if planned != "all" else None
 
     def by_arm(self, points: Iterable[RequestPoint]) -> dict[str, list[RequestPoint]]:
-        """The points of every arm that has some, in the order of the arms."""
+        """Return the points of every arm that has some, in the order of the arms."""
         found: dict[str, list[RequestPoint]] = {arm: [] for arm in self.arms}
         for point in points:
             found[point.arm].append(point)
@@ -85,7 +85,7 @@ class CellView:
 
 
 def figures_of(view: CellView) -> list[Figure]:
-    """The figures of the requests, in the order of the page."""
+    """Return the figures of the requests, in the order of the page."""
     makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf)
     return [figure for make in makers if view.answered and (figure := make(view)) is not None]
 
@@ -144,7 +144,7 @@ def by_turn(view: CellView) -> Figure | None:
 
 
 def source_of(point: RequestPoint) -> str | None:
-    """The source of most of the prompt's tokens. `None` if the server reports no source."""
+    """Return the source of most of the prompt's tokens. `None` if the server reports no source."""
     tokens = dict(point.tokens)
     if not tokens.keys() & {*TIERS} - {TIERS[-1]} and point.cached_tokens is not None:
         tokens["cached"] = point.cached_tokens

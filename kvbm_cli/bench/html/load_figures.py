@@ -28,7 +28,7 @@ PARTS = ("client late", "queue", "first token", "generation")
 
 
 def ladder(run_data: RunData) -> Figure | None:
-    """The paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
+    """Return the paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
     lines: dict[tuple[str, str], list[list[float]]] = {}
     rows, unusable = [], []
     for cell in run_data.cells():
@@ -67,7 +67,7 @@ def ladder(run_data: RunData) -> Figure | None:
 
 
 def _styles(arms: list[str], measured: list[str]) -> list[int]:
-    """The style of every line: that of its arm, or its own number if an arm has several lines."""
+    """Return the style of every line: that of its arm, or its own number if an arm has several lines."""
     if len(set(measured)) < len(measured) or not set(measured) <= set(arms):
         return list(range(len(measured)))
     return [arms.index(arm) for arm in measured]
@@ -128,7 +128,7 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[flo
 
 
 def time_models(cell: dict[str, Any]) -> Markup | None:
-    """The linear model of TTFT over prompt tokens by source, of every comparison that has one."""
+    """Return the linear model of TTFT over prompt tokens by source, of every comparison that has one."""
     rows = []
     for found in listing(cell.get("comparisons")):
         model = mapping(at(found, "ttft_model"))
@@ -155,7 +155,7 @@ def _microseconds(per_token_ms: Any) -> str | None:
 
 
 def costs(view: CellView) -> Markup | None:
-    """What the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
+    """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
     rows = []
     for arm in view.arms:
         runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]

@@ -29,7 +29,7 @@ def text(value: str) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """The children one after another. Leaves out None."""
+    """Return the children one after another. Leaves out None."""
     parts: list[str] = []
     for child in children:
         if isinstance(child, str):
@@ -54,8 +54,8 @@ def _attribute(name: str, value: str | int | bool | None) -> str:
 
 
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | None]], *, names: int = 1) -> Markup:
-    """A table in a box that scrolls. The first column names the row; the first `names` columns are text, the others are
-    numbers. `None` is shown as a dash."""
+    """Return a table in a box that scrolls. The first column names the row; the first `names` columns are text, the
+    others are numbers. `None` is shown as a dash."""
     titles = [element("th", title, scope="col", class_=_align(i, names)) for i, title in enumerate(header)]
     head = element("thead", element("tr", titles))
     body = element("tbody", [_row(row, names) for row in rows])
@@ -76,7 +76,7 @@ def _align(column: int, names: int) -> str | None:
 
 
 def prose(sentence: str) -> Markup:
-    """A sentence whose `code` is in backticks."""
+    """Return a sentence whose `code` is in backticks."""
     parts = sentence.split("`")
     if len(parts) % 2 == 0:
         return text(sentence)
@@ -84,7 +84,7 @@ def prose(sentence: str) -> Markup:
 
 
 def facts(pairs: Iterable[tuple[str, Child]], **attributes: str) -> Markup:
-    """A list of terms with their descriptions."""
+    """Return a list of terms with their descriptions."""
     return element("dl", [element("div", element("dt", k), element("dd", v)) for k, v in pairs], **attributes)
 
 

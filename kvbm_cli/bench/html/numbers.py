@@ -13,7 +13,7 @@ THIN = "\u202f"  # narrow space that does not break
 
 
 def at(data: Any, *path: str) -> Any:
-    """The value below the keys, `None` where one of them is missing."""
+    """Return the value below the keys, `None` where one of them is missing."""
     for key in path:
         if not isinstance(data, dict):
             return None
@@ -22,7 +22,7 @@ def at(data: Any, *path: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """The value if it is a finite number."""
+    """Return the value if it is a finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 

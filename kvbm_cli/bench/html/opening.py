@@ -68,7 +68,7 @@ def compared(summary: dict[str, Any]) -> str | None:
 
 
 def key_numbers(run_data: RunData) -> Markup:
-    """The gains, each with its interval, then the caveats in the same size."""
+    """Return the gains, each with its interval, then the caveats in the same size."""
     summary = run_data.summary
     every = [(cell, one) for cell in summary["cells"] for one in listing(cell.get("comparisons"))]
     if len(every) > 1:
@@ -120,7 +120,7 @@ def _names(comparison: dict[str, Any]) -> str:
 
 
 def _speedup(comparison: dict[str, Any], place: str) -> Markup | None:
-    """The paired ratio with its interval, and of how many samples."""
+    """Return the paired ratio with its interval, and of how many samples."""
     paired = mapping(comparison.get("ttft_speedup_paired"))
     mean, ends = ratio(paired.get("geometric_mean")), interval(paired.get("interval_95"))
     if mean is None:

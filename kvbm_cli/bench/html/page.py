@@ -32,7 +32,7 @@ class FigureList:
         self.charts: list[dict[str, Any]] = []
 
     def add(self, figure: Figure | None) -> Markup | None:
-        """The element of the figure; the script finds its data by its number."""
+        """Return the element of the figure; the script finds its data by its number."""
         if figure is None:
             return None
         self.charts.append({"kind": figure.kind, **figure.data})
@@ -48,7 +48,7 @@ class FigureList:
 
 
 def page(run_data: RunData) -> str:
-    """The whole document."""
+    """Return the whole document."""
     figures = FigureList()
     body = element(
         "main",
@@ -78,14 +78,14 @@ def page(run_data: RunData) -> str:
 
 
 def page_files() -> tuple[list[str], str]:
-    """The scripts of the page, in the order in which they run, and its style sheet."""
+    """Return the scripts of the page, in the order in which they run, and its style sheet."""
     files = (LIBRARY, FOLDER / "report.js", FOLDER / "report.css")
     library, script, style = (file.read_text(encoding="utf-8") for file in files)
     return [library, script], style
 
 
 def policy(scripts: list[str], style: str) -> str:
-    """The content security policy: no network, and no script but these."""
+    """Return the content security policy: no network, and no script but these."""
     return "; ".join(
         (
             "default-src 'none'",

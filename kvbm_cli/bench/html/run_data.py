@@ -61,7 +61,7 @@ class RunData:
         return list(dict.fromkeys([*self.summary["arms"], *(point.arm for point in self.points)]))
 
     def cells(self) -> list[dict[str, Any]]:
-        """The cells of the summary, then those that only have requests, as after an interruption."""
+        """Return the cells of the summary, then those that only have requests, as after an interruption."""
         known = {cell["name"]: cell for cell in self.summary["cells"]}
         names = dict.fromkeys(point.cell for point in self.points if point.cell not in known)
         return [*known.values(), *({**self.planned.get(name, {}), "name": name} for name in names)]
@@ -177,7 +177,7 @@ def _samples(directory: Path, run: str, notes: list[str]) -> list[dict[str, Any]
 
 
 def _lines(file: Path, notes: list[str], *, is_optional: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one on each line, with line numbers."""
+    """Yield the objects of a file with one on each line, with line numbers."""
     if not file.exists():
         if not is_optional:
             notes.append(f"{file.name} is missing: the report has no data of it")

@@ -68,7 +68,7 @@ def _run_of(view: CellView, pair: int, arm: str) -> str:
 
 
 def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
-    """The arm under test, or the first that has samples of its server."""
+    """Return the arm under test, or the first that has samples of its server."""
     with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.run_data.samples]
     kinds = {arm: view.run_data.summary["arms"].get(arm) for arm in with_samples}
     tested = [arm for arm, is_ in kinds.items() if isinstance(is_, dict) and is_.get("kind") in ("kvbm", "profile")]

@@ -6,7 +6,8 @@ import time
 
 
 def sentence_case(sentence: str) -> str:
-    """Starts with a capital letter, unless the first word is a name such as `kvbm` or `p99`, and ends with a stop."""
+    """Let a sentence start with a capital letter, unless its first word is a name such as `kvbm` or `p99`, and end with
+    a stop."""
     first = sentence.partition(" ")[0].rstrip(",:;")
     start = sentence[:1].upper() if first.isalpha() and first != "kvbm" else sentence[:1]
     return start + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")

@@ -19,7 +19,7 @@ from kvbm_cli.bench.lmbenchmark.sharegpt import run_sharegpt
 async def run_faithful(
     parameters: FaithfulParameters, target: Target, *, model: str, on_record: OnRecord
 ) -> FaithfulResult:
-    """Raises UsageError for unreadable files, EnvironmentProblem if the server answers no request of the warm-up."""
+    """Raise UsageError for unreadable files, EnvironmentProblem if the server answers no request of the warm-up."""
     async with connect(target, model) as server:
         try:
             if isinstance(parameters, LmbenchmarkParameters):

@@ -54,7 +54,7 @@ class ProgramRequest:
         return self.record.is_ok
 
     def measured(self) -> MeasuredAnswer:
-        """The numbers of the CSV file; a missing token count is 0."""
+        """Return the numbers of the CSV file; a missing token count is 0."""
         record, created_ms = self.record, self.created_ms
         assert record.end_ms is not None, "the request has not ended"
         first_ms = record.first_text_ms
@@ -115,7 +115,7 @@ class ProgramServer:
 
 
 def _error_of(record: RequestRecord, answer: StreamedAnswer, failure: str | None) -> str | None:
-    """What is wrong with the answer. A failure after its end mark does not count."""
+    """Return what is wrong with the answer. A failure after its end mark does not count."""
     try:
         answer.finish()
     except UNREADABLE as error:

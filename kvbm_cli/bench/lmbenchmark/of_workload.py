@@ -33,7 +33,7 @@ AGENT_QUESTION_TOKENS = 10
 
 
 def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
-    """The preset with the changes of the workload. UsageError for values that LMBenchmark does not take."""
+    """Return the preset with the changes of the workload. UsageError for values that LMBenchmark does not take."""
     if workload.scenario == "sharegpt":
         assert workload.file is not None
         found = ShareGptParameters(
@@ -60,7 +60,7 @@ def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
 
 
 def strict_workload(workload: Workload) -> Workload:
-    """The conversations of a strict multi-round scenario; any other workload as it is."""
+    """Return the conversations of a strict multi-round scenario; any other workload as it is."""
     if not isinstance(workload, Lmbenchmark) or workload.mode != "strict":
         return workload
     parameters = faithful_parameters(workload)

@@ -77,7 +77,7 @@ class LmbenchmarkParameters:
         return self.users * self.gap_between_users_s
 
     def warm_up(self) -> LmbenchmarkParameters | None:
-        """The run that the scripts make before each rate: a new user every 0.5 s, two rounds each."""
+        """Return the run that the scripts make before each rate: a new user every 0.5 s, two rounds each."""
         if self.warm_up_users < 2:
             return None
         return replace(
@@ -161,7 +161,7 @@ PRESETS: dict[tuple[str, Sizes], LmbenchmarkParameters] = {
 
 
 def preset(name: str, *, sizes: Sizes = "documented") -> LmbenchmarkParameters:
-    """The preset of that name. Raises UsageError."""
+    """Return the preset of that name. Raises UsageError."""
     found = PRESETS.get((name, sizes))
     if found is None:
         known = ", ".join(f"{name} ({sizes})" for name, sizes in PRESETS)

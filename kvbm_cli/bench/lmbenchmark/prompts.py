@@ -18,7 +18,7 @@ ENGINE_WARM_UP_ANSWER_TOKENS = 100
 
 
 def opening(user: int, *, system_words: int, history_words: int) -> str:
-    """The start of a user's first message. LMBenchmark has no spaces after the full stops."""
+    """Return the start of a user's first message. LMBenchmark has no spaces after the full stops."""
     return (
         f"Hi, here's some system prompt: {_words(system_words)}."
         f"For user {user}, here are some other context: {_words(history_words)}."
@@ -30,12 +30,12 @@ def question(number: int) -> str:
 
 
 def engine_warm_up(position: int) -> str:
-    """The text of one of the requests that every run of the multi-round program sends at its start."""
+    """Return the text of one of the requests that every run of the multi-round program sends at its start."""
     return f"WARMUP: Hi, I'm user {position}. Here are some text: {'hi ' * 100}."
 
 
 def joined(messages: Sequence[Message], *, ends_with_assistant: bool = True) -> str:
-    """The prompt of completions mode. The ShareGPT program leaves out the last line."""
+    """Return the prompt of completions mode. The ShareGPT program leaves out the last line."""
     lines = [f"{message['role'].upper()}: {message['content']}" for message in messages]
     return "\n".join([*lines, "ASSISTANT:"] if ends_with_assistant else lines)
 

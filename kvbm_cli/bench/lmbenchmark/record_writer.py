@@ -32,7 +32,7 @@ class RecordWriter:
         self._next_index = 0
 
     def launched(self, session: int, turn: int, *, is_warm_up: bool = False, has_history: bool = True) -> RequestRecord:
-        """The record of a request that is sent next. Without history, nothing of its prompt can be reused."""
+        """Return the record of a request that is sent next. Without history, nothing of its prompt can be reused."""
         phase = Phase.COLD
         if session in self._sessions and has_history:
             phase = Phase.STEADY if len(self._sessions) >= self._session_count else Phase.FILL

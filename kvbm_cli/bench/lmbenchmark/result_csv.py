@@ -93,7 +93,7 @@ def _text(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _as_one_type(column: Sequence[Cell]) -> Sequence[Cell]:
-    """A column with one float has only floats."""
+    """Return a column of one type: one with a float has only floats."""
     if any(isinstance(cell, float) for cell in column):
         return [float(cell) for cell in column]
     return column

@@ -100,7 +100,7 @@ class TranscriptReplay:
 def read_transcripts(
     warm_up_file: str | None, run_file: str
 ) -> tuple[list[PreparedTranscript], list[PreparedTranscript]]:
-    """The transcripts of both files. Raises UsageError.
+    """Return the transcripts of both files. Raises UsageError.
 
     The files do not name conversations. A transcript continues the conversation whose last transcript it starts with.
     """

@@ -41,16 +41,16 @@ class ArmFacts:
         return found
 
     def size(self, name: str) -> int | None:
-        """A size of the engine, such as `g2_blocks`: the same in all runs."""
+        """Return a size of the engine, such as `g2_blocks`: the same in all runs."""
         return next((run["engine"][name] for run in self._servers if run["engine"].get(name)), None)
 
     def counter(self, name: str) -> int | None:
-        """A kvbm_* counter, summed over all runs; `None` if a run has none."""
+        """Return a kvbm_* counter, summed over all runs; `None` if a run has none."""
         found = [run["kvbm_counters"].get(name) for run in self._servers]
         return None if None in found or not found else round(sum(found))
 
     def runs_with(self, state: str) -> list[str]:
-        """The runs in which this kvbm_* state was 1."""
+        """Return the runs in which this kvbm_* state was 1."""
         runs = zip(self.summary["runs"], self.summary["server"], strict=True)
         return [name for name, server in runs if (server.get("kvbm_states", {}).get(state) or 0) >= 1]
 

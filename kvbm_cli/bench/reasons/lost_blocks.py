@@ -34,7 +34,7 @@ def lost_blocks(facts: CellFacts) -> list[Why]:
 
 
 def small_g2(facts: CellFacts) -> str | None:
-    """A caveat on a run that paid although G2 does not hold its working set."""
+    """Return a caveat on a run that paid although G2 does not hold its working set."""
     needed, g2_tokens = facts.working_set_tokens, facts.g2_tokens
     if needed is None or g2_tokens is None or g2_tokens >= needed:
         return None
@@ -76,7 +76,7 @@ def _g2_too_small(facts: CellFacts) -> tuple[int, Why] | None:
 
 
 def _enough_host_memory(facts: CellFacts, g2_tokens: int, needed: int) -> tuple[str, str]:
-    """The key that sets the size of G2, and a value with room for the working set."""
+    """Return the key that sets the size of G2, and a value with room for the working set."""
     host: dict[str, Any] = (facts.profile.get("tiers") or {}).get("host") or {}
     wanted_tokens = ROOM * needed
     if host.get("blocks") or not host.get("capacity"):

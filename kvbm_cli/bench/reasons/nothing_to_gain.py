@@ -49,7 +49,7 @@ def short_prefixes(facts: CellFacts) -> Why | None:
 
 
 def fits_g1(facts: CellFacts) -> Why | None:
-    """The reference found nearly everything that repeats in its own G1."""
+    """Return a reason if the reference found nearly everything that repeats in its own G1."""
     reachable, found = facts.reachable_share, facts.reference.share_from("g1")
     if reachable is None or found is None or reachable < facts.limits.gain or found < G1_FINDS * reachable:
         return None

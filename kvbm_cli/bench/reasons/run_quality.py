@@ -14,7 +14,7 @@ SAME = "same"
 
 
 def client_limited(facts: CellFacts) -> Why | None:
-    """The client was late, busy, or too slow to take its own times, by the limits of the verdict."""
+    """Return a reason if the client was late, busy, or too slow to take its own times, by the limits of the verdict."""
     limits, cell = facts.limits, facts.cell
     clients = [run.client for arm in (facts.reference, facts.measured) for run in cell.of_arm(arm.name)]
     late_ms = max(client["lateness_p99_ms"] or 0.0 for client in clients)
@@ -69,8 +69,8 @@ def _less_load(facts: CellFacts) -> tuple[str, str]:
 
 
 def noisy(facts: CellFacts) -> Why | None:
-    """The interval is wider than the margin, so a gain of the margin could not have been shown; or the mean is beyond
-    the margin, and the verdict does not trust it."""
+    """Return a reason if the interval is wider than the margin, so a gain of the margin could not have been shown; or
+    the mean is beyond the margin, and the verdict does not trust it."""
     ratio, margin = facts.ratio, facts.limits.gain
     if facts.verdict != SAME or ratio is None or ratio.session_count < 2:
         return None

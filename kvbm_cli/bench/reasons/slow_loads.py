@@ -42,7 +42,7 @@ def _left_on_disk(facts: CellFacts) -> Why | None:
 
 
 def _slow_disk_loads(facts: CellFacts) -> Why | None:
-    """Requests that loaded from disk were not faster than the same requests with the reference."""
+    """Return a reason if requests that loaded from disk were not faster than the same requests with the reference."""
     pairs = _pairs(facts, lambda record: bool(record.g3_tokens))
     if not _is_no_gain(facts, pairs):
         return None
@@ -56,7 +56,8 @@ def _slow_disk_loads(facts: CellFacts) -> Why | None:
 
 
 def host_slower(facts: CellFacts) -> Why | None:
-    """Requests that loaded from host memory only were not faster than the same requests with the reference."""
+    """Return a reason if requests that loaded from host memory only were not faster than the same requests with the
+    reference."""
     pairs = _pairs(facts, lambda record: bool(record.g2_tokens) and not (record.g3_tokens or record.g4_tokens))
     if not _is_no_gain(facts, pairs):
         return None
@@ -68,7 +69,7 @@ def host_slower(facts: CellFacts) -> Why | None:
 
 
 def _pairs(facts: CellFacts, is_wanted: Callable[[RequestRecord], bool]) -> list[Pair]:
-    """Times of the primary requests that the measured arm answered with tokens of the tier."""
+    """Return times of the primary requests that the measured arm answered with tokens of the tier."""
     cell = facts.cell
     references = {
         (run.pair, one.key): one.ttft_ms
@@ -99,7 +100,7 @@ def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
 
 
 def _per_token(facts: CellFacts, tier: str) -> str:
-    """The costs by the TTFT model, if it exists and explains the same."""
+    """Return the costs by the TTFT model, if it exists and explains the same."""
     model = facts.ttft_model
     if not isinstance(model, TtftModel):
         return ""

@@ -15,7 +15,7 @@ class Why:
 
 
 def share(value: float) -> str:
-    """A share with the digits that tell it from 0 and from 1."""
+    """Return a share with the digits that tell it from 0 and from 1."""
     percent = 100 * value
     return f"{percent:.1f}%" if 0 < percent < 10 or 90 < percent < 99.95 else f"{percent:.0f}%"
 

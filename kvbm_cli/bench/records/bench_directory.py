@@ -37,7 +37,8 @@ def run_name(cell: str, pair: int, arm: str) -> str:
 
 
 def cell_plan(cell: str, pair: int = 1) -> str:
-    """The file with the plan of a cell. Servers that cannot be emptied get other prompts, so another plan, per pair."""
+    """Return the file with the plan of a cell. Servers that cannot be emptied get other prompts, so another plan, per
+    pair."""
     return f"cells/{cell}/" + ("plan.json" if pair == 1 else f"plan-{pair}.json")
 
 
@@ -127,7 +128,7 @@ class BenchDirectory:
             yield found
 
     def records(self) -> dict[str, list[RequestRecord]]:
-        """The records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
+        """Return the records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
         ended = {run["run"] for run in self.runs()}
         records: dict[str, list[RequestRecord]] = {name: [] for name in ended}
         for number, line in enumerate(self.lines(REQUESTS), start=1):
@@ -140,7 +141,7 @@ class BenchDirectory:
         return {name: sorted(of_run, key=lambda record: record.index) for name, of_run in records.items()}
 
     def runs(self) -> list[dict[str, Any]]:
-        """The lines of runs.jsonl. UsageError for a line without what every run has."""
+        """Return the lines of runs.jsonl. UsageError for a line without what every run has."""
         runs = list(self.lines(RUNS))
         for number, run in enumerate(runs, start=1):
             for name, wanted in RUN_FIELDS.items():

@@ -22,7 +22,7 @@ _TOOLS = {  # all of these names are in the beginning of its results
 
 
 def reader_of(path: Path) -> str:
-    """Returns a hint for a path that is not the directory of a run."""
+    """Return a hint for a path that is not the directory of a run."""
     if path.is_file() and (path.parent / PLAN).is_file():
         return f"give the directory: `{shlex.quote(str(path.parent))}`"
     tool = next((found for file in _files(path) if (found := _tool_of(file)) is not None), None)

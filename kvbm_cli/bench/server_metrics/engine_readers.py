@@ -123,14 +123,14 @@ NAMES = frozenset(
 
 
 def read_counters(page: MetricsPage) -> dict[str, float]:
-    """Returns the counters of the page by the names of COUNTERS, and every kvbm_* counter by its own name."""
+    """Return the counters of the page by the names of COUNTERS, and every kvbm_* counter by its own name."""
     found = {name: _first(sources, page) for name, sources in COUNTERS.items()}
     found |= {name: MetricSource(name).total(page) for name in KVBM_COUNTERS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def read_gauges(page: MetricsPage) -> dict[str, float]:
-    """Returns `running`, `waiting`, `kv_usage` (0 to 1, the mean of data-parallel engines) and the states of kvbm."""
+    """Return `running`, `waiting`, `kv_usage` (0 to 1, the mean of data-parallel engines) and the states of kvbm."""
     found = {name: _first(sources, page) for name, sources in GAUGES.items()}
     for name in KV_USAGE:
         if usage := page.values(name):
@@ -141,7 +141,7 @@ def read_gauges(page: MetricsPage) -> dict[str, float]:
 
 
 def read_facts(page: MetricsPage) -> dict[str, int]:
-    """Returns what does not change while the engine runs: block size in tokens, blocks and tokens of every tier."""
+    """Return what does not change while the engine runs: block size in tokens, blocks and tokens of every tier."""
     facts: dict[str, int] = {}
     for name, metric in SGLANG_SIZES.items():
         if values := page.values(metric):
@@ -156,7 +156,7 @@ def read_facts(page: MetricsPage) -> dict[str, int]:
 
 
 def started_s(page: MetricsPage) -> float | None:
-    """Returns a time that is different after a restart of the engine, in seconds since 1970."""
+    """Return a time that is different after a restart of the engine, in seconds since 1970."""
     return next((min(values) for name in STARTED if (values := page.values(name))), None)
 
 
@@ -165,7 +165,7 @@ def _first(sources: tuple[MetricSource, ...], page: MetricsPage) -> float | None
 
 
 def _vllm_sizes(engines: list[dict[str, str]]) -> dict[str, int]:
-    """Sums up data-parallel engines. vLLM reports `None` as text until the blocks are allocated."""
+    """Sum up data-parallel engines. vLLM reports `None` as text until the blocks are allocated."""
     blocks = [int(labels["num_gpu_blocks"]) for labels in engines if labels.get("num_gpu_blocks", "").isdigit()]
     sizes = [int(labels["block_size"]) for labels in engines if labels.get("block_size", "").isdigit()]
     tokens = [

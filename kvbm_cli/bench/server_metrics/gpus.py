@@ -30,7 +30,7 @@ class Gpus:
         return cls(nvml)
 
     def sample(self, pids: Collection[int]) -> list[dict[str, float | int | None]]:
-        """Returns one entry per GPU. What a GPU does not report is None."""
+        """Return one entry per GPU. What a GPU does not report is None."""
         if self._nvml is None:
             return []
         nvml = self._nvml

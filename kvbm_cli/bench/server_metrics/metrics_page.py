@@ -25,8 +25,8 @@ class MetricsPage:
 
     @classmethod
     def parse(cls, text: str, names: Collection[str]) -> MetricsPage:
-        """Reads the series with these names, given without `_total`. `is_readable` is False if no line of the text is
-        a comment or a series, as on an error page."""
+        """Read the series with these names, given without `_total`. `is_readable` is False if no line of the text is a
+        comment or a series, as on an error page."""
         series: dict[str, list[tuple[dict[str, str], float]]] = {}
         is_readable = not text
         for line in text.splitlines():

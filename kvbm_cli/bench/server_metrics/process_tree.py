@@ -71,7 +71,7 @@ class ProcessTree:
         return members
 
     def _stat(self, pid: int) -> list[bytes]:
-        """Returns the fields after the name, which may contain anything; empty if no such process is alive."""
+        """Return the fields after the name, which may contain anything; empty if no such process is alive."""
         try:
             fields = (self._proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
@@ -79,7 +79,7 @@ class ProcessTree:
         return [] if fields[0] in DEAD else fields
 
     def _fields(self, pid: int, name: str) -> dict[str, int] | None:
-        """Returns the numbers of a file of a process. None if it has ended, empty if the file may not be read."""
+        """Return the numbers of a file of a process. None if it has ended, empty if the file may not be read."""
         try:
             text = (self._proc / str(pid) / name).read_text(errors="replace")
         except PermissionError:

@@ -8,7 +8,7 @@ TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 def prompt_tokens_by_tier(counters: Mapping[str, float]) -> dict[str, int | None] | None:
-    """Returns the tokens of g1, g2, g3, g4 and computed; None if the engine reports no sources.
+    """Return the tokens of g1, g2, g3, g4 and computed; None if the engine reports no sources.
 
     g3 and g4 are None if the engine reports only that tokens were loaded, but not from where: g2 then has all of them.
     """

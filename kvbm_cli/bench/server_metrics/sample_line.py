@@ -50,7 +50,7 @@ class SampleLine:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> SampleLine:
-        """Raises KeyError, TypeError or AttributeError if the line is not one of a sampler."""
+        """Raise KeyError, TypeError or AttributeError if the line is not one of a sampler."""
         gauges = {name: line[name] for name in ("running", "waiting", "kv_usage") if line[name] is not None}
         return cls(
             t_ms=float(line["t_ms"]),

@@ -50,7 +50,7 @@ class Sampler:
         interval_s: float = 1.0,
         headers: Mapping[str, str] | None = None,
     ) -> Sampler:
-        """Returns when the first sample is in the file, also if the server does not answer.
+        """Return when the first sample is in the file, also if the server does not answer.
 
         `kvbm_metrics_url` is the full address of the kvbm_* series if the engine's /metrics lacks them, such as
         `LaunchPlan.metrics_url`. `pid` is the engine's first process. `start_ns` is the start of the run by
@@ -95,7 +95,7 @@ class Sampler:
         return self._child.pid
 
     def stop(self) -> None:
-        """Takes a last sample and ends the process within STOP_TIMEOUT_S. May be called twice."""
+        """Take a last sample and end the process within STOP_TIMEOUT_S. May be called twice."""
         stdin, stdout, stderr = self._pipes()
         if stderr.closed:
             return

@@ -72,7 +72,7 @@ class Scraper:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Samples until the input ends."""
+        """Sample until the input ends."""
         self._sample(self._task.interval_s + EXTRA_S)
         sys.stdout.write(READY)
         sys.stdout.flush()
@@ -95,7 +95,7 @@ class Scraper:
             pass
 
     def _sample(self, timeout_s: float) -> None:
-        """Writes one line. Writes nothing if the run ends before the pages have arrived: a last sample follows."""
+        """Write one line. Writes nothing if the run ends before the pages have arrived: a last sample follows."""
         self._round += 1
         began_s, began_ns = time.monotonic(), time.perf_counter_ns()
         was_stopping = self._is_stopping

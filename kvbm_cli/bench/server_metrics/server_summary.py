@@ -68,12 +68,12 @@ class ServerSummary:
 
 
 def summarise(path: Path) -> ServerSummary:
-    """Raises UsageError if the file cannot be read, has no complete line, or is not one of a sampler."""
+    """Raise UsageError if the file cannot be read, has no complete line, or is not one of a sampler."""
     return summary_of(read_samples(path))
 
 
 def read_samples(path: Path) -> list[SampleLine]:
-    """Reads all samples. Ignores a last line that is incomplete, because the sampler may have been killed."""
+    """Read all samples. Ignores a last line that is incomplete, because the sampler may have been killed."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -170,7 +170,7 @@ def _changes(samples: Sequence[SampleLine]) -> dict[str, float]:
 
 
 def _process_changes(samples: Sequence[SampleLine]) -> dict[str, float | None]:
-    """Changes of CPU time and disk traffic; None if unknown, or if a process took its share along when it ended."""
+    """Return the changes of CPU time and disk traffic; None if unknown, or if a process took its share when ending."""
     changes: dict[str, float | None] = {}
     for name in ("cpu_s", "read_bytes", "written_bytes"):
         values = [value for sample in samples if (value := sample.process.get(name)) is not None]

@@ -76,7 +76,7 @@ class TraceAnalysis:
 
 
 def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
-    """Reads the file once, then computes. `report` is called with what is being done."""
+    """Read the file once, then computes. `report` is called with what is being done."""
     reader = TraceReader(path, form)
     trace = _CollectedTrace(Sessions(path, form), form)
     for number, request in enumerate(reader):
@@ -163,7 +163,8 @@ class _CollectedTrace:
 
 
 def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ...]:
-    """The prefixes of most requests. A prefix counts only at its full length, where fewer requests continue it."""
+    """Return the prefixes of most requests. A prefix counts only at its full length, where fewer requests continue
+    it."""
     continued = array("q", bytes(8 * len(tree)))
     for node in range(1, len(tree)):
         continued[tree.parent[node]] = max(continued[tree.parent[node]], counts[node])
@@ -173,7 +174,7 @@ def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ..
 
 
 def rate_doubt(requests: int, duration_s: float | None) -> str | None:
-    """A question if so many requests per second come of timestamps in seconds rather than milliseconds."""
+    """Return a question if so many requests per second come of timestamps in seconds rather than milliseconds."""
     if not duration_s or requests / duration_s <= PLAUSIBLE_PER_S:
         return None
     return f"{requests / duration_s:,.0f} requests per second: are these seconds?"
@@ -184,7 +185,7 @@ def has_sessions(analysis: TraceAnalysis) -> bool:
 
 
 def notes(analysis: TraceAnalysis) -> list[str]:
-    """What a reader of the numbers must know about this trace."""
+    """Return what a reader of the numbers must know about this trace."""
     found = [*analysis.skips]
     if (doubt := rate_doubt(analysis.requests, analysis.duration_s)) is not None:
         found.append(f"{doubt} `--time-scale 1000` is for seconds")

@@ -29,7 +29,7 @@ def trace(
     turns: str = Turns.ADDED,
     as_json: bool = False,
 ) -> int:
-    """Prints the analysis. `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
+    """Print the analysis. `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
     form = TraceFormat(block_tokens, time_scale, parse_columns(list(columns)), _turns(turns))
     token_bytes = _token_bytes(bytes_per_token, model)
     with ProgressDisplay("trace", delay_s=PROGRESS_AFTER_S) as progress:
@@ -53,7 +53,7 @@ def _turns(text: str) -> Turns:
 
 
 def _token_bytes(given: str | None, model: str | None) -> int | None:
-    """The bytes of a token's KV. SizeUnknown if only the engine of the model knows them."""
+    """Return the bytes of a token's KV. SizeUnknown if only the engine of the model knows them."""
     if given is not None and model is not None:
         raise UsageError("use either `--bytes-per-token` or `--model`: a model sets the bytes of a token")
     if model is not None:

@@ -40,7 +40,7 @@ class HitCurve:
         return self.found_tokens[index - 1] / self.prompt_tokens if index else 0.0
 
     def capacity_for(self, share: float) -> int | None:
-        """The smallest capacity in tokens with this share of the ideal hit rate; None if nothing repeats."""
+        """Return the smallest capacity in tokens with this share of the ideal hit rate; None if nothing repeats."""
         if not self.found_tokens:
             return None
         index = bisect_left(self.found_tokens, share * self.found_tokens[-1])
@@ -56,7 +56,8 @@ class Use:
 
 
 def hit_curve(tree: PrefixTree, uses: Sequence[Use], *, report: Callable[[int], None] = lambda done: None) -> HitCurve:
-    """`uses` are in the order of the launches. `report` is called with the number of finished requests."""
+    """Return the curve. `uses` are in the order of the launches. `report` is called with the number of finished
+    requests."""
     stack = _Stack(tree, sum(tree.depth[use.kept] for use in uses))
     found: Counter[int] = Counter()
     for number, use in enumerate(uses):
@@ -99,7 +100,7 @@ class _Stack:
             yield distance, tokens
 
     def use(self, path: Sequence[int]) -> None:
-        """Makes the nodes the latest ones, from the last to the first of the prompt."""
+        """Make the nodes the latest ones, from the last to the first of the prompt."""
         tokens, pushed, slots = self._tokens, self._pushed, self._slot
         run_slot = run_tokens = 0
         for node in path:
@@ -126,7 +127,7 @@ class _Stack:
         return self._pushed_tokens - self._pushed[node] - (self._replaced_tokens - replaced_before)
 
     def _replace(self, slot: int, token_count: int) -> None:
-        """Marks a run as replaced, at its last slot: no block that is still in the stack is within the run."""
+        """Mark a run as replaced, at its last slot: no block that is still in the stack is within the run."""
         self._replaced_tokens += token_count
         fenwick, size = self._fenwick, len(self._fenwick)
         while 0 < slot < size:

@@ -15,7 +15,8 @@ LEAST_DECADES, MOST_DECADES = 1, 3
 
 
 def plot_lines(curve: HitCurve, *, bytes_per_token: int | None) -> list[str]:
-    """The lines of the plot, none if nothing repeats. With `bytes_per_token`, the axis is in bytes, else in tokens."""
+    """Return the lines of the plot, none if nothing repeats. With `bytes_per_token`, the axis is in bytes, else in
+    tokens."""
     first, last = curve.capacity_for(FIRST_SHARE), curve.capacity_for(1)
     if first is None or last is None:
         return []
@@ -37,7 +38,7 @@ def _cell(height: float, row: int) -> str:
 
 
 def _label(curve: HitCurve, row: int) -> str:
-    """The hit rate at the top of a row, for the highest, the middle and the lowest one."""
+    """Return the hit rate at the top of a row, for the highest, the middle and the lowest one."""
     is_shown = row in (ROWS - 1, ROWS // 2 - 1)
     return f"{curve.ideal * (row + 1) / ROWS:.1%} ".rjust(LABEL_CELLS) if is_shown else " " * LABEL_CELLS
 

@@ -23,7 +23,7 @@ class PrefixTree:
         return len(self.parent)
 
     def add(self, start: int, hash_ids: tuple[int, ...], *, token_count: int, block_tokens: int) -> int:
-        """Returns the node of the last block. The ids cover `token_count` tokens after the path of `start`."""
+        """Return the node of the last block. The ids cover `token_count` tokens after the path of `start`."""
         children, node = self._children, start
         last_tokens = token_count - (len(hash_ids) - 1) * block_tokens
         whole, partial = (hash_ids, ()) if last_tokens == block_tokens else (hash_ids[:-1], hash_ids[-1:])
@@ -40,7 +40,7 @@ class PrefixTree:
         return node
 
     def append(self, parent: int, token_count: int) -> int:
-        """Returns a new node that no other prompt shares, unless it continues this one."""
+        """Return a new node that no other prompt shares, unless it continues this one."""
         node = len(self.parent)
         self.parent.append(parent)
         self.tokens.append(token_count)
@@ -49,7 +49,7 @@ class PrefixTree:
         return node
 
     def path(self, node: int) -> list[int]:
-        """The nodes from this one up to the first block."""
+        """Return the nodes from this one up to the first block."""
         nodes, parent = [], self.parent
         while node:
             nodes.append(node)

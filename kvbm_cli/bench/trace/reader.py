@@ -131,7 +131,7 @@ class _Line:
             )
 
     def length_of_zero(self) -> str | None:
-        """The field of a request that failed."""
+        """Return the field of a request that failed."""
         names = (self.form.name(name) for name in ("input_length", "output_length"))
         return next((name for name in names if type(self.values.get(name)) is int and self.values[name] == 0), None)
 
@@ -273,7 +273,7 @@ class _Line:
 
 
 def _other_block(input_tokens: int, id_count: int) -> str | None:
-    """A hint with a usual block length that fits, if there is one."""
+    """Return a hint with a usual block length that fits, if there is one."""
     for block_tokens in (512, 16, 32, 64, 128, 256, 1024):
         if math.ceil(input_tokens / block_tokens) == id_count:
             return f"{block_tokens} tokens per block would fit this line"

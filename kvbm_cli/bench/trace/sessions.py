@@ -110,7 +110,8 @@ class Sessions:
             )
 
     def _require_added(self, request: TraceRequest, session: _Session, turn: int) -> None:
-        """The first block of the session in a later turn shows that the lines hold whole prompts."""
+        """Refuse lines that hold whole prompts. The first block of the session in a later turn shows that the lines
+        hold whole prompts."""
         if self._form.turns is Turns.ADDED and request.hash_ids and request.hash_ids[0] == session.first_hash_id:
             self._refuse(
                 request,

@@ -41,7 +41,7 @@ def trace_script(
     length_scale: float = 1.0,
     request_limit: int | None = None,
 ) -> Script:
-    """The first `request_limit` lines as a script. `length_scale` multiplies the tokens of blocks and answers.
+    """Return the first `request_limit` lines as a script. `length_scale` multiplies the tokens of blocks and answers.
 
     ProfileError for a wrong line.
     """
@@ -93,7 +93,7 @@ class _Builder:
     block_tokens: int
 
     def script(self, requests: Iterable[TraceRequest]) -> Script:
-        """The requests in the order of their launches; ties keep the order of the file."""
+        """Return the requests in the order of their launches; ties keep the order of the file."""
         lines = [(request, self.sessions.place(request)) for request in requests]
         self._require_one_history([request for request, _ in lines])
         lines.sort(key=lambda line: line[1].launch_ms or 0.0)
@@ -154,7 +154,7 @@ class _Builder:
         return self.contents.blocks(request.hash_ids, request.input_tokens, self.block_tokens)
 
     def _body_parts(self, request: TraceRequest) -> Iterator[Content]:
-        """The text of a fixed body in pieces; each message begins a new one."""
+        """Yield the text of a fixed body in pieces; each message begins a new one."""
         payload = request.payload or {}
         prompt = payload.get("prompt")
         messages = request.messages or payload.get("messages") or ()
@@ -174,7 +174,7 @@ class _Builder:
 
 
 def _body(request: TraceRequest, answer_tokens: int | None) -> tuple[tuple[str, object], ...] | None:
-    """The body of a line with messages or a payload, without the model and `extra`. None for other lines."""
+    """Return the body of a line with messages or a payload, without the model and `extra`. None for other lines."""
     limit = {} if answer_tokens is None else {"max_tokens": answer_tokens}
     if request.messages is not None:
         tools = {"tools": list(request.tools)} if request.tools else {}

@@ -53,12 +53,12 @@ class TraceFormat:
                 raise UsageError(f"the fields {' and '.join(f'`{one}`' for one in given)} have one column, `{name}`")
 
     def name(self, field_name: str) -> str:
-        """The name of a field in the file."""
+        """Return the name of a field in the file."""
         return self.columns.get(field_name, field_name)
 
 
 def parse_columns(texts: list[str]) -> dict[str, str]:
-    """The `columns` of a TraceFormat from texts such as `input_length=prompt_tokens`."""
+    """Return the `columns` of a TraceFormat from texts such as `input_length=prompt_tokens`."""
     columns: dict[str, str] = {}
     for text in texts:
         name, separator, column = text.partition("=")

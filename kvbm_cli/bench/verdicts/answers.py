@@ -71,14 +71,14 @@ def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
 
 
 def judged_arms(results: Results) -> list[str]:
-    """The measured arm, and references with kvbm whose engine is the measured arm's."""
+    """Return the measured arm, and references with kvbm whose engine is the measured arm's."""
     measured: str = results.plan["measured"]
     others = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "profile"]
     return [measured, *others]
 
 
 def _references_with_the_engine(results: Results) -> list[str]:
-    """References that the measured arm's profile does not tell apart by the engine; servers are among them."""
+    """Return references that the measured arm's profile does not tell apart by the engine; servers are among them."""
     return [name for name in results.plan["references"] if not _has_other_engine(results, name)]
 
 
@@ -140,7 +140,7 @@ def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
 
 
 def _control_arms(results: Results) -> list[str]:
-    """The same engine without kvbm. Another profile's engine may have a cache of its own."""
+    """Return the same engine without kvbm. Another profile's engine may have a cache of its own."""
     baselines = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "baseline"]
     floor = results.plan["floor"]
     return [*baselines, *([floor] if floor else [])]
@@ -175,7 +175,7 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
 
 
 def answers_in(run: RunResult) -> dict[Key, Answer]:
-    """The answers of one run, without failed requests."""
+    """Return the answers of one run, without failed requests."""
     return {
         record.key: Answer(
             tuple(record.token_ids) if record.token_ids else None, tuple(record.logprobs), record.text or None

@@ -153,7 +153,8 @@ def compare(
 
 
 def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
-    """A server elsewhere may be faster for any reason; without `is_known`, no load is not a finding."""
+    """Return whether blocks were loaded. A server elsewhere may be faster for any reason; without `is_known`, no load
+    is not a finding."""
     if transfers_of(runs).are_proven:
         return True
     return False if is_known and has_counters(runs) else None
@@ -167,7 +168,7 @@ def is_cell_tight(cell: CellResult, *, measured: str, reference: str) -> bool:
 def pairs_of(
     cell: CellResult, reference: Sequence[RunResult], measured: Sequence[RunResult]
 ) -> dict[int, dict[int, list[tuple[float, float]]]]:
-    """Times to first token in both arms, by pair and session, of every primary request that both answered.
+    """Return the times to first token in both arms, by pair and session, of every primary request that both answered.
 
     If pairs got other prompts, their sessions have other numbers.
     """
@@ -200,7 +201,7 @@ def _flat(samples: Samples) -> list[float]:
 
 
 def _prompt_times(run: RunResult) -> list[PromptTime]:
-    """Requests whose tokens are known by tier."""
+    """Return requests whose tokens are known by tier."""
     return [
         PromptTime(
             record.ttft_from_launch_ms,
@@ -243,7 +244,7 @@ def utilisation_of(run: RunResult) -> float | None:
 
 
 def queue_share_of(runs: Sequence[RunResult]) -> float | None:
-    """The largest share of the mean TTFT that requests of a run waited in the engine's queue."""
+    """Return the largest share of the mean TTFT that requests of a run waited in the engine's queue."""
     shares = []
     for run in runs:
         times = [record.ttft_ms for record in run.records if record.ttft_ms is not None]

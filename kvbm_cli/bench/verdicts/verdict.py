@@ -37,7 +37,7 @@ class Verdict(enum.StrEnum):
 
 
 def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of several comparisons: the first in the order of the class."""
+    """Return the verdict of several comparisons: the first in the order of the class."""
     found = set(verdicts)
     return next((one for one in Verdict if one in found), Verdict.MEASURED)
 
@@ -62,7 +62,7 @@ class VerdictLimits:
     collapse_queue_share: float = 0.5
 
     def most_late_ms(self, reference_ttft_ms: float | None) -> float:
-        """The limit of the client's lateness at p99."""
+        """Return the limit of the client's lateness at p99."""
         return max(self.lateness_ms, self.lateness_share * (reference_ttft_ms or 0.0))
 
 

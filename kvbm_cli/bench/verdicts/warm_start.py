@@ -21,7 +21,7 @@ TOLERANCE = 0.1  # for the inexact lengths of prompts that are text
 
 
 def warm_start(run: RunResult, plan: Plan) -> str | None:
-    """What shows that the cache was not empty, or None. The shared tier has what another engine computed."""
+    """Return what shows that the cache was not empty, or None. The shared tier has what another engine computed."""
     for record in run.records:
         cached, prompt = (record.cached_tokens or 0) - (record.g4_tokens or 0), record.prompt_tokens or 0
         if record.phase != Phase.COLD or cached <= (COLD_SHARE + TOLERANCE) * prompt:
@@ -37,7 +37,8 @@ def warm_start(run: RunResult, plan: Plan) -> str | None:
 
 
 def _share_sent(record: RequestRecord, records: Sequence[RequestRecord], plan: Plan) -> float:
-    """The largest part of the prompt with which another request begins that was launched before the first token."""
+    """Return the largest part of the prompt with which another request begins that was launched before the first
+    token."""
     prompt = [one for part in _parts(plan.requests[record.index]) for one in part]
     until_ms = record.first_token_ms if record.first_token_ms is not None else float("inf")
     earlier = (
@@ -61,7 +62,7 @@ def _common_length(prompt: Sequence[int | str], other: PlannedRequest) -> int:
 
 
 def _parts(request: PlannedRequest) -> Iterator[Content]:
-    """The prompt, and the answer if it is planned. A fixed body has its prompt among its fields."""
+    """Yield the prompt, and the answer if it is planned. A fixed body has its prompt among its fields."""
     if request.parts:
         yield from request.parts
     else:

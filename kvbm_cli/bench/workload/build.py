@@ -17,7 +17,7 @@ from kvbm_cli.workload.schema import AgenticCoding, Conversations, Rag, SharedPr
 
 
 def build_script(workload: Workload, writer: Writer, *, seed: int) -> Script:
-    """The script of a workload of any kind but `trace` and `lmbenchmark`, which have modules of their own."""
+    """Return the script of a workload of any kind but `trace` and `lmbenchmark`, which have modules of their own."""
     generator = random.Random(seed)
     requests = list(BUILDERS[type(workload)](workload, writer, generator))
     warmup = writer.content(generator, requests[0].prompt_token_count)
@@ -25,7 +25,7 @@ def build_script(workload: Workload, writer: Writer, *, seed: int) -> Script:
 
 
 def conversations(workload: Conversations, writer: Writer, generator: random.Random) -> Iterator[ScriptedRequest]:
-    """The first turn of every user, then the second of every user, and so on.
+    """Yield the first turn of every user, then the second of every user, and so on.
 
     With `rounds_of_users` above 1, place p of P places starts with a user who has (P - p) / P of the turns left, so
     that a user joins about every `turns` / P launches.

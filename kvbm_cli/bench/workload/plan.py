@@ -36,7 +36,7 @@ class Dialect:
     has_usage: bool = True
 
     def fields(self, answer_tokens: int | None) -> dict[str, Any]:
-        """The fields of a greedy, streamed request without its prompt."""
+        """Return the fields of a greedy, streamed request without its prompt."""
         fields: dict[str, Any] = {"model": self.model, "temperature": 0.0, "stream": True}
         if self.has_usage:
             fields["stream_options"] = {"include_usage": True}
@@ -93,7 +93,7 @@ class PlannedRequest:
         return [token for part in self.parts for token in part if isinstance(token, int)]
 
     def encode(self) -> bytes:
-        """The body. It takes about a millisecond for 10,000 tokens."""
+        """Return the body. It takes about a millisecond for 10,000 tokens."""
         prompt = {"prompt": self.prompt} if self.parts else {}
         return json.dumps({**prompt, **dict(self.fields)}, separators=(",", ":")).encode()
 
@@ -224,7 +224,7 @@ class Plan:
 
 
 def unplanned(dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int | None) -> PlannedRequest:
-    """A request outside a schedule."""
+    """Return a request outside a schedule."""
     has_text = any(isinstance(part, str) for part in parts)
     return PlannedRequest(
         index=0,

@@ -76,7 +76,7 @@ class Script:
     def of(
         cls, requests: Iterable[ScriptedRequest], *, warmup: Content, working_set_tokens: int | None = None
     ) -> Script:
-        """A script with the phase of each request. Without a working set, all tokens are one."""
+        """Return a script with the phase of each request. Without a working set, all tokens are one."""
         listed = list(requests)
         known = _Prefixes()
         reused = [(known.token_count, *known.add(index, request)) for index, request in enumerate(listed)]
@@ -85,7 +85,7 @@ class Script:
 
 
 def with_canned_answers(script: Script, write: Callable[[int], Content]) -> Script:
-    """The same script with content of `write` instead of answers, so that no answer must be recorded."""
+    """Return the same script with content of `write` instead of answers, so that no answer must be recorded."""
     written: dict[int, Content] = {}
 
     def canned(part: Part) -> Part:

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _answer(*lines: Any) -> None:
-    """Prints the lines and exits without running the libraries' cleanup, in which UCX can crash."""
+    """Print the lines and exits without running the libraries' cleanup, in which UCX can crash."""
     for line in lines:
         print(json.dumps(line), flush=True)
     os._exit(0)
@@ -61,7 +61,7 @@ def _tried(name: str) -> dict[str, str | None]:
 
 
 def _in_a_process(arguments: list[str]) -> list[Any]:
-    """Runs this program with other arguments and returns the objects that it prints; none if it crashes or hangs."""
+    """Run this program with other arguments and return the objects that it prints; none if it crashes or hangs."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", __file__, *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
@@ -72,7 +72,7 @@ def _in_a_process(arguments: list[str]) -> list[Any]:
 
 
 def _try(shown: str) -> list[Any]:
-    """Creates a backend and returns [error or None]. With an empty name, returns the names of all plugins."""
+    """Create a backend and return [error or None]. With an empty name, returns the names of all plugins."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
