@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.store import BlockStore
     from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.load_choice import LoadChoice
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+    from kvbm.leader.rates import LoadChoice
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import Tier

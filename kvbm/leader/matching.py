@@ -1,7 +1,7 @@
 """Matching: how much of a chain a request can load now, in any tier. Starts nothing, except what is read ahead.
 
 A lookup walks along a chain: through host memory, and where that lacks a block, through the lower tiers. A long chain
-is examined in slices over several steps (long_match.py). An engine that accepts no failed load is promised blocks in
+is examined in slices over several steps (long_matches.py). An engine that accepts no failed load is promised blocks in
 host memory only, which stay pinned until it loads them (prefetches.py reads the others ahead).
 
 The leader's thread owns it.

@@ -30,14 +30,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.host.control_words import LANES
-from kvbm.leader.load import Load, LoadPart, LowerPart
 from kvbm.leader.lower_tier import Claim
+from kvbm.leader.request import Load, LoadPart, LowerPart
 from kvbm.plan import Onboard
 from kvbm.types import SlotState
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.leader.long_match import LongMatch
+    from kvbm.leader.long_matches import LongMatch
     from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.open_reads import Fetch
     from kvbm.leader.request import LiveRequest

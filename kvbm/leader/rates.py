@@ -5,8 +5,9 @@ become hopeless. Older work counts less, so that a slower tier or a busier engin
 While the rate of a tier is unknown, or has not been measured for long, one request tries to read; `is_hopeless` limits
 what that can cost. A read from the shared tier takes at least as long as its first blocks take to arrive.
 
-`RatesFile` keeps the rates of computing and of the disk in a small file of the disk tier's directory. The next engine
-with the same namespace uses them to judge its first request. One thread owns both classes.
+`LoadChoice` decides from them how many blocks of a chain are loaded, and when a load gives up. `RatesFile` keeps the
+rates of computing and of the disk in a small file of the disk tier's directory. The next engine with the same namespace
+uses them to judge its first request. One thread owns all three.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbm.disk.files import open_private
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import start
 from kvbm.types import Tier
+
+if TYPE_CHECKING:
+    from kvbm.metrics import Counters
 
 MIN_STEP_TOKENS = 64  # the duration of a step with fewer tokens is a fixed cost
 KEPT = 0.8  # weight of the older samples, per sample
@@ -178,6 +183,41 @@ class Rates:
 
     def _is_trial_due(self, rate: ReadRate) -> bool:
         return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S
+
+
+class LoadChoice:
+    """With `reads_always`, blocks are read even where computing them is faster."""
+
+    def __init__(self, rates: Rates, counters: Counters, *, reads_always: bool) -> None:
+        self.rates = rates
+        self._counters = counters
+        self._reads_always = reads_always
+
+    def worthwhile(self, spans: Sequence[tuple[Tier, int]]) -> int:
+        """Return how many blocks of a chain are loaded faster than computed. `spans` are (where, blocks)."""
+        found = sum(count for _, count in spans)
+        if self._reads_always or all(tier is Tier.HOST for tier, _ in spans):
+            return found
+        wanted, begin = self.rates.worthwhile(spans), 0
+        for tier, count in spans:
+            declined = max(0, begin + count - max(begin, wanted))
+            if tier is not Tier.HOST:
+                self._counters.add("{}_declined_blocks", tier, declined)
+            begin += count
+        return wanted
+
+    def may_pay(self, tier: Tier) -> bool:
+        """Whether reading blocks of this tier may be faster than computing them."""
+        return self._reads_always or self.rates.may_pay(tier)
+
+    def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
+        """Whether a request that has waited `waited_s` and got `blocks` of its `of_blocks` should compute the rest."""
+        return not self._reads_always and self.rates.is_hopeless(waited_s=waited_s, blocks=blocks, of_blocks=of_blocks)
+
+    def give_up(self, tier: Tier, blocks: int, missing: int, waited_s: float) -> None:
+        """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
+        self.rates.note_read(blocks, waited_s, tier, first_s=waited_s / (blocks + 1))
+        self._counters.add("{}_late_blocks", tier, missing)
 
 
 class RatesFile:

@@ -1,16 +1,19 @@
-"""LiveRequest: what the leader knows of one request. The leader's thread owns it."""
+"""LiveRequest: what the leader knows of one request. Load: the blocks that it was promised, in the parts in which they
+move into G1 (onboards.py). The leader's thread owns both."""
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.leader.lower_tier import LowerTier
+    from kvbm.leader.lower_tier import Claim, LowerTier
     from kvbm.leader.offloads import OffloadProgress
-    from kvbm.leader.open_reads import Extent
+    from kvbm.leader.open_reads import Extent, OpenReads
     from kvbm.types import Tier
 
 
@@ -44,3 +47,108 @@ class LiveRequest:
     promised: PinnedBlocks | None = None
     match_restarts: int = 0
     extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """Blocks of a load that move together: `block_ids[i]` receives `hashes[i]`. `first` is the position in the load."""
+
+    first: int
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LowerPart(LoadPart):
+    """A part that is read from a lower tier, where `extent` has its blocks."""
+
+    tier: LowerTier
+    extent: Extent | None
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What was promised to a request. The engine need not compute `tokens` tokens.
+
+    `lower` are the positions of the blocks that were in each lower tier, in order. `waiting` are parts of them that
+    have not begun, pinned there by `kept`; `slices` are parts in host memory that have not begun, with their pins.
+    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded. `idle_s`: how long its first missing
+    part has made no progress; `lost_s`: the sum of such times that are over. `read_s`: when the first and the last read
+    from a tier ended, after the load began; not for the tiers in `unrated`.
+    """
+
+    number: int
+    request: LiveRequest
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    tokens: int
+    born_s: float
+    born_step: int
+    end: int
+    lower: dict[Tier, list[int]] = field(default_factory=dict)
+    waiting: deque[LowerPart] = field(default_factory=deque)
+    kept: list[PinnedBlocks] = field(default_factory=list)
+    slices: deque[tuple[LoadPart, PinnedBlocks]] = field(default_factory=deque)
+    open_parts: int = 0
+    is_failed: bool = False
+    is_failed_below: bool = False
+    is_reported: bool = False
+    read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)
+    unrated: set[Tier] = field(default_factory=set)
+    idle_s: float = 0.0
+    lost_s: float = 0.0
+
+    def part(self, positions: Sequence[int]) -> LoadPart:
+        """Return the blocks at these positions as a part."""
+        return LoadPart(*self._blocks(positions))
+
+    def _blocks(self, positions: Sequence[int]) -> tuple[int, tuple[bytes, ...], tuple[int, ...]]:
+        first, last = (positions[0], positions[-1]) if positions else (0, -1)
+        if last - first + 1 == len(positions):
+            return first, self.hashes[first : last + 1], self.block_ids[first : last + 1]
+        hashes, block_ids = self.hashes, self.block_ids
+        return first, tuple(hashes[i] for i in positions), tuple(block_ids[i] for i in positions)
+
+    def add(self, tier: LowerTier, claim: Claim) -> None:
+        """Add a part per batch. Parts wait in the order of their positions, so that the beginning arrives first."""
+        if not claim.batches:
+            return
+        here, known = self.lower.setdefault(tier.kind, []), len(self.waiting)
+        for positions, extent in claim.batches:
+            here += positions
+            self.waiting.append(LowerPart(*self._blocks(positions), tier, extent))
+        if known and self.waiting[known].first < self.waiting[known - 1].first:
+            here.sort()
+            self.waiting = deque(sorted(self.waiting, key=lambda part: part.first))
+        self.kept += claim.kept
+
+    def count_of(self, tier: Tier, end: int) -> int:
+        """Return how many of its first `end` blocks come from this tier."""
+        return bisect_left(self.lower.get(tier, ()), end)
+
+    def lower_blocks(self, end: int) -> int:
+        """Return how many of its first `end` blocks come from lower tiers."""
+        return sum(bisect_left(positions, end) for positions in self.lower.values())
+
+    def lower_tokens(self) -> dict[Tier, int]:
+        """Return the part of `tokens` that comes from each lower tier. With several KV cache groups it is the share of
+        the blocks."""
+        whole = max(1, len(self.hashes))
+        return {tier: self.tokens * self.count_of(tier, self.end) // whole for tier in self.lower}
+
+    def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
+        """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much
+        time. `reads`: of its tier."""
+        if idle_s < self.idle_s and self.idle_s > reads.grace_s:
+            self.lost_s += self.idle_s
+        self.idle_s = idle_s
+        return self.lost_s + (idle_s if idle_s > reads.grace_s else 0.0) > reads.limit_s
+
+    def note_read(self, tier: Tier, waited_s: float) -> None:
+        """Note that a read from this tier has ended."""
+        self.read_s[tier] = (self.read_s.get(tier, (waited_s, waited_s))[0], waited_s)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """The part of `tokens` that the engine gets in the end. With several KV cache groups it is all of them."""
+        return self.tokens * self.end // max(1, len(self.hashes))

@@ -62,12 +62,10 @@ class EngineTraits:
 class DiskPolicy:
     """Which blocks go to disk and which are read back.
 
-    `is_configured`: the profile has a disk tier. `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`,
-    blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier: blocks only pass
-    through it.
+    `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`, blocks are read even where computing them is
+    faster. With `is_buffer`, host memory is not a tier: blocks only pass through it.
     """
 
-    is_configured: bool = False
     to_disk: str = "frequency"
     is_buffer: bool = False
     frequency_threshold: int = 2
@@ -82,7 +80,6 @@ class DiskPolicy:
     def of(cls, config: ConnectorConfig) -> DiskPolicy:
         """Return the policy. Without a host tier nothing can be hit in G2, so every block goes to disk."""
         return cls(
-            is_configured=config.tiers.disk is not None,
             to_disk="always" if config.tiers.host is None else config.offload.to_disk,
             is_buffer=config.tiers.host is None,
             frequency_threshold=config.offload.frequency_threshold,

@@ -31,7 +31,7 @@ def make(*, disk=None, store=None, slots=16, **options):
         blocks=64,
         fake_disk=disk,
         store=store,
-        disk=DiskPolicy(is_configured=disk is not None, to_disk="always", reads_always=True, batch_blocks=2),
+        disk=DiskPolicy(to_disk="always", reads_always=True, batch_blocks=2),
         shared=SharedPolicy(to_shared="always"),
         **options,
     )

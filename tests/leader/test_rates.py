@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from kvbm.leader.load_choice import LoadChoice
-from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, Rates, RatesFile
+from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, LoadChoice, Rates, RatesFile
 from kvbm.metrics import Counters
 from kvbm.types import Tier
 

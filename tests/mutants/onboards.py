@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="match-survives-a-reset",
         bug="a long match continues with blocks that were forgotten",
-        file="kvbm/leader/long_match.py",
+        file="kvbm/leader/long_matches.py",
         old="return self._losses == self._count_losses()",
         new="return True",
         fails="tests/leader/test_long_chains.py",
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         name="loads-have-a-deadline-per-read",
         bug="a load whose reads hang one after the other waits for each of them",
-        file="kvbm/leader/load.py",
+        file="kvbm/leader/request.py",
         old="            self.lost_s += self.idle_s\n",
         new="            pass\n",
         fails="tests/leader/test_hanging_tiers.py",
