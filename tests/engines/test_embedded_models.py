@@ -171,6 +171,13 @@ def test_models_that_would_run_wrongly_are_refused_before_their_weights_are_read
         load(copy)
 
 
+def test_a_model_with_an_adapter_is_refused(copy):
+    """With peft installed, transformers would apply it, and no digest of tensors covers its scale."""
+    (copy / "adapter_config.json").write_text("{}")
+    with pytest.raises(ProfileError, match="has an adapter"):
+        load(copy)
+
+
 def test_a_directory_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ProfileError, match="no such directory"):
         load(tmp_path / "nowhere")

@@ -6,6 +6,7 @@ The engine checks before it reads weights, and the command `kvbm` before it star
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,6 +30,7 @@ SUPPORTED = (
     "smollm3",
 )
 _RUNS = f"supported models, text only: {', '.join(SUPPORTED)}"
+ADAPTER = "adapter_config.json"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -46,6 +48,11 @@ def require_supported(directory: Path, facts: Mapping[str, object]) -> None:
         )
     if facts.get("quantization_config"):
         raise ProfileError(f"`{directory}` has quantized weights, which the embedded engine does not support")
+    if os.path.lexists(directory / ADAPTER):  # transformers would load it if peft is installed
+        raise ProfileError(
+            f"`{directory}` has an adapter (`{ADAPTER}`), which the embedded engine does not support",
+            hint="merge the adapter into the weights, or use a directory without it",
+        )
     layer_types = facts.get("layer_types")
     unknown = sorted({str(entry) for entry in layer_types} - LAYER_TYPES) if isinstance(layer_types, list) else []
     if unknown:
