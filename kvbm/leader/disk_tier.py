@@ -71,7 +71,7 @@ class DiskTier(LowerTier):
         self._block_bytes = context.settings.block_bytes
         self._counters = context.counters
         self._clock = clock = context.callbacks.clock
-        self._engine = context.settings.engine
+        self._traits = context.settings.traits
         self.store = self._empty_store()
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
@@ -317,9 +317,9 @@ class DiskTier(LowerTier):
         return None if self._disk.home is None else RatesFile(self._disk.home / RATES, clock=self._clock)
 
     def _empty_store(self) -> BlockStore:
-        engine = self._engine
+        traits = self._traits
         return BlockStore(
-            self._disk.slot_count, tier=Tier.DISK, hash_bytes=engine.hash_bytes, events=engine.publishes_events
+            self._disk.slot_count, tier=Tier.DISK, hash_bytes=traits.hash_bytes, events=traits.publishes_events
         )
 
     def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:

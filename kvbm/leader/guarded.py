@@ -54,7 +54,7 @@ class GuardedLeader:
         self.boundary = boundary
         self._region = region
         self._settings = settings
-        self._engine = callbacks
+        self._block_pool = callbacks
         self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
         self._loads: dict[tuple[str, tuple[int, ...]], bool] = {}  # the engine waits for them -> is the request live?
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
@@ -207,7 +207,7 @@ class GuardedLeader:
                 self._release(order.block_ids[::-1])
         self._drop_results_of_tiers()
         copied = {block_id for order in orders.values() for block_id in order.block_ids}
-        gives_up = self._settings.engine.gives_up_blocks
+        gives_up = self._settings.traits.gives_up_blocks
         ended = [key for key in self._loads if gives_up or copied.isdisjoint(key[1])]
         return [LoadResult(*key, failed_block_ids=key[1], is_live=self._loads.pop(key)) for key in ended]
 
@@ -232,7 +232,7 @@ class GuardedLeader:
     # -- references in the engine's block pool -------------------------------------------------------------------------
 
     def _hold(self, block_ids: Sequence[int]) -> None:
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
         self._held.update(block_ids)
 
     def _release(self, block_ids: Sequence[int]) -> None:
@@ -243,7 +243,7 @@ class GuardedLeader:
                 held[block_id] = count - 1
             elif not count:
                 raise InvariantError(f"release of block {block_id}, which kvbm does not hold")
-        self._engine.release(block_ids)
+        self._block_pool.release(block_ids)
 
 
 class _Trace:

@@ -91,15 +91,15 @@ class Leader:
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
-        engine = settings.engine
-        self._host = HostTier(region, self.counters, hash_bytes=engine.hash_bytes, events=engine.publishes_events)
-        rates = Rates(block_tokens=engine.block_tokens, clock=callbacks.clock)
+        traits = settings.traits
+        self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
+        rates = Rates(block_tokens=traits.block_tokens, clock=callbacks.clock)
         self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
         context = TierContext(self._host, settings, self.counters, self._choice, callbacks)
         self.lower_tiers = tuple(open_tier(context) for open_tier in open_tiers)
         self._host.listeners = self.lower_tiers
         self._prefetches = Prefetches(context, self.lower_tiers)
-        if not engine.accepts_failed_loads:
+        if not traits.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
         self._offloads = Offloads(context, self._slices)
@@ -153,7 +153,7 @@ class Leader:
         wanted = hashes[start : start + len(block_ids)]
         if self._trace is not None:
             self._trace("onboard", request=request_id, start=start, hashes=wanted, device_blocks=tuple(block_ids))
-        worth = len(block_ids) * self._settings.engine.block_tokens if tokens is None else tokens
+        worth = len(block_ids) * self._settings.traits.block_tokens if tokens is None else tokens
         may_begin = request.promised is not None or self._onboards.can_begin()
         load = None
         if may_begin:
@@ -506,11 +506,11 @@ class Leader:
         self.counters.onboard_blocks += load.end
         self.counters.onboard_failed_blocks += len(left_out)
         self.counters.onboard_bytes += load.end * self._settings.block_bytes
-        request.hit_blocks += load.loaded_tokens // self._settings.engine.block_tokens
+        request.hit_blocks += load.loaded_tokens // self._settings.traits.block_tokens
         request.lower_tokens = load.lower_tokens()
         for tier, tokens in request.lower_tokens.items():
             self.counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
-            request.lower_hits[tier] += tokens // self._settings.engine.block_tokens
+            request.lower_hits[tier] += tokens // self._settings.traits.block_tokens
         request.may_onboard &= not left_out
         if self._is_live(request):
             self.counters.matched_tokens += load.loaded_tokens

@@ -62,7 +62,7 @@ class Matching:
         self._host = context.host
         self._choice = context.choice
         self._counters = context.counters
-        self._accepts_failed_loads = context.settings.engine.accepts_failed_loads
+        self._accepts_failed_loads = context.settings.traits.accepts_failed_loads
         self._groups = groups = context.settings.groups
         self._with_kv = [index for index, group in enumerate(groups) if not isinstance(group, StateGroup)]
         self._unit = math.lcm(*(group.block_tokens for group in groups))  # a hit ends at a multiple of it

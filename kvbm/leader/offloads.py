@@ -94,7 +94,7 @@ class Offloads:
 
     def __init__(self, context: TierContext, slices: Slices) -> None:
         self._host = context.host
-        self._engine = context.callbacks
+        self._block_pool = context.callbacks
         self._settings = context.settings
         self._counters = context.counters
         self._slices = slices
@@ -277,7 +277,7 @@ class Offloads:
     def _collect(
         self, batch: _Batch, hashes: list[bytes], block_ids: list[int], tenant: bytes, unwritten: int | None
     ) -> None:
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
         self._held_blocks += len(block_ids)
         self._departing.update(hashes)
         self._keeps_unwritten |= unwritten is not None
@@ -326,7 +326,7 @@ class Offloads:
 
     def _release_blocks(self, block_ids: Sequence[int]) -> None:
         self._held_blocks -= len(block_ids)
-        self._engine.release(block_ids[::-1])
+        self._block_pool.release(block_ids[::-1])
 
 
 def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ class Onboards:
         self._host = context.host
         self._tiers = tiers
         self._choice = context.choice
-        self._engine = context.callbacks
+        self._block_pool = context.callbacks
         self._settings = context.settings
         self._clock = context.callbacks.clock
         self._step = 0
@@ -233,7 +233,7 @@ class Onboards:
         for copy, result in zip(copies, results, strict=True):
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
-        if self._settings.engine.gives_up_blocks:
+        if self._settings.traits.gives_up_blocks:
             self._give_up_late()
         ended, self._ended = self._ended, []
         return ended
@@ -276,12 +276,12 @@ class Onboards:
 
     def _open(self, load: Load, block_ids: Sequence[int]) -> None:
         """Hold the G1 blocks of a part that begins."""
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
         load.open_parts += 1
 
     def _close(self, load: Load, block_ids: Sequence[int]) -> None:
         """Release the G1 blocks of a part to which nothing writes any more."""
-        self._engine.release(block_ids[::-1])
+        self._block_pool.release(block_ids[::-1])
         load.open_parts -= 1
 
     def _order(self, load: Load, part: LoadPart, source: PinnedBlocks) -> None:

@@ -165,7 +165,7 @@ def _begin_shared(
         if doubt:
             log.warning("kvbm: this engine does not use the shared tier: %s", doubt)
             return None
-        facts = {"block_bytes": settings.block_bytes, "block_tokens": settings.engine.block_tokens}
+        facts = {"block_bytes": settings.block_bytes, "block_tokens": settings.traits.block_tokens}
         return name.digest, {**facts, **public_facts(name)}
 
     disk = config.tiers.disk
@@ -179,8 +179,8 @@ def _begin_shared(
         node_directory=None if disk is None else Path(disk.directory).expanduser(),
     )
     shape: dict[str, Any] = {
-        "hash_bytes": settings.engine.hash_bytes,
-        "block_tokens": settings.engine.block_tokens,
+        "hash_bytes": settings.traits.hash_bytes,
+        "block_tokens": settings.traits.block_tokens,
         "has_runs": len(settings.groups) == 1,
     }
     if not identity.done():

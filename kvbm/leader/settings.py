@@ -129,7 +129,7 @@ class LeaderSettings:
     last `window_requests` requests. Longer chains than `slice_blocks` are handled in slices over several steps.
     """
 
-    engine: EngineTraits
+    traits: EngineTraits
     block_bytes: int
     max_in_flight_blocks: int
     offload_generated: bool = True
@@ -146,11 +146,11 @@ class LeaderSettings:
 
     @classmethod
     def of(
-        cls, config: ConnectorConfig, segments: Sequence[SegmentInfo], engine: EngineTraits, *, g1_blocks: int
+        cls, config: ConnectorConfig, segments: Sequence[SegmentInfo], traits: EngineTraits, *, g1_blocks: int
     ) -> LeaderSettings:
         """Return the settings for an engine with these segments and `g1_blocks` blocks of device memory."""
         return cls(
-            engine,
+            traits,
             block_bytes=sum(segment.block_bytes for segment in segments if segment.replica == 0),
             max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
             offload_generated=config.offload.generated,
@@ -163,7 +163,7 @@ class LeaderSettings:
     @property
     def groups(self) -> tuple[Group, ...]:
         """KV cache groups of the engine, at least one."""
-        return self.engine.groups or (Group(self.engine.block_tokens),)
+        return self.traits.groups or (Group(self.traits.block_tokens),)
 
     @property
     def can_cut_loads(self) -> bool:

@@ -260,7 +260,7 @@ def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monk
         infos = [rank.worker.info for rank in rig.ranks]
         settings = LeaderSettings.of(config, infos, EngineTraits(16), g1_blocks=8)
         for _ in range(2):
-            engine = EngineAtStart(infos, settings.engine, 8, lambda: known({"model": "m", "ranks": 4}))
+            engine = EngineAtStart(infos, settings.traits, 8, lambda: known({"model": "m", "ranks": 4}))
             open_tiers(config, engine, settings)
         rig.close()
     assert (len(names), len(set(names))) == (6, 3)

@@ -139,7 +139,7 @@ MUTANTS = (
         bug="sources of an offload are not held (and not released)",
         file="kvbm/leader/offloads.py",
         old="""\
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
 """,
         new="",
         fails="tests/leader",

@@ -84,7 +84,7 @@ MUTANTS = (
         bug="the blocks that an onboard writes are not held",
         file="kvbm/leader/onboards.py",
         old="""\
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
 """,
         new="",
         fails="tests/leader",
@@ -98,7 +98,7 @@ MUTANTS = (
 """,
         new="""\
             self._fail(copy.load)
-            self._engine.release(copy.order.block_ids)
+            self._block_pool.release(copy.order.block_ids)
 """,
         fails="tests/leader",
     ),

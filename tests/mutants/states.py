@@ -73,11 +73,11 @@ MUTANTS = (
         bug="the engine may overwrite a snapshot under its copy",
         file="kvbm/leader/offloads.py",
         old="""\
-        self._engine.hold(block_ids)
+        self._block_pool.hold(block_ids)
 """,
         new="""\
         if not is_snapshot:
-            self._engine.hold(block_ids)
+            self._block_pool.hold(block_ids)
 """,
         fails="tests/leader/test_states.py tests/leader/test_leader_machine.py -k states",
     ),

@@ -906,7 +906,7 @@ def test_without_kv_events_nothing_is_described():
         quiet.step()
         assert quiet.scheduler._announcer is None
         assert quiet.scheduler.take_events() == []
-        assert quiet.scheduler.leader.leader._settings.engine.publishes_events is False
+        assert quiet.scheduler.leader.leader._settings.traits.publishes_events is False
     finally:
         quiet.end_request()
         quiet.close()
