@@ -1,9 +1,11 @@
-"""A third lower tier, whose blocks are in a dict: the leader uses it through LowerTier alone."""
+"""The contract of LowerTier, for each implementation, and for a third tier whose blocks are in a dict.
+
+The leader uses the third tier through the Protocol alone.
+"""
 
 import pytest
-from bookkeeping import tier_of
 from fake_store import FakeStore
-from rig import Rig, chain
+from rig import Rig
 
 from kvbm.leader.lower_tier import Claim, LowerTier
 from kvbm.leader.open_reads import OpenReads
@@ -67,51 +69,133 @@ class DictTier(LowerTier):
         pass
 
 
-def make(slots=4, **options):
-    policy = DiskPolicy(to_disk="always", reads_always=True)
-    return Rig(slots=slots, blocks=32, more_tiers=[DictTier], disk=policy, **options)
+TIERS = ["disk", "shared", "dict"]
 
 
-def evicted(rig, length=4):
+def make(kind, *, slots=4, **options):
+    """A leader with one lower tier. An extent of the shared tier is one block."""
+    parts = {
+        "disk": {"fake_disk": 32},
+        "shared": {"store": FakeStore(1)},
+        "dict": {"more_tiers": [DictTier]},
+    }
+    policy = {
+        "disk": DiskPolicy(to_disk="always", reads_always=True, batch_blocks=1),
+        "shared": SharedPolicy(to_shared="always"),
+    }
+    return Rig(slots=slots, blocks=32, **parts[kind], **policy, **options)
+
+
+def evicted(rig, name="a", length=4):
     """A chain that has left host memory."""
-    hashes = rig.fill("a", length)
-    rig.fill("other", rig.leader._host.capacity_blocks)
-    assert rig.leader._host.store.missing(hashes) == list(range(length))
+    hashes = rig.fill(name, length)
+    rig.settle_store()
+    rig.leader._host.store.forget(hashes)
+    (tier,) = rig.leader.lower_tiers
+    assert tier.match(hashes, 0, length) == length
     return hashes
+
+
+def damage(rig, block_hash):
+    """Let the next read of this block bring other bytes."""
+    if rig.disk is not None:
+        (slot,) = [slot for slot, (name, _) in rig.disk.kept.items() if name == block_hash]
+        rig.disk.kept[slot] = (b"other", rig.disk.kept[slot][1])
+    elif rig.store is not None:
+        del rig.store.kept[block_hash]
+    else:
+        rig.leader.lower_tiers[0].damaged.add(block_hash)
+
+
+def settled(rig, steps=8):
+    return [result for _ in range(steps) for result in rig.step()]
 
 
 def load(rig, hashes):
     blocks = rig.load("r", hashes)
-    results = [result for _ in range(8) for result in rig.step()]
-    assert [result.failed_block_ids for result in results] == [()]
+    assert len(blocks) == len(hashes)
+    assert [result.failed_block_ids for result in settled(rig)] == [()]
     assert all(map(rig.g1.holds, blocks, hashes))
     return blocks
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_of_a_third_tier_come_back_to_g1(ranks):
-    rig = make(ranks=ranks)
+@pytest.mark.parametrize("kind", TIERS)
+def test_blocks_of_a_lower_tier_come_back_to_g1(kind, ranks):
+    rig = make(kind, ranks=ranks)
     hashes = evicted(rig)
-    assert rig.leader.match("r", hashes, 0) == 4
     rig.finish("r", hashes, load(rig, hashes))
-    assert rig.leader.counters.onboard_shared_blocks == 4
-    assert rig.leader.counters.hits() == (0, 0, 4, 4)
+    below = rig.leader.lower_tiers[0].kind
+    assert getattr(rig.leader.counters, f"onboard_{'disk' if below is Tier.DISK else 'shared'}_blocks") == 4
+    assert rig.leader.counters.hit_rate(below) == 1.0
     rig.close()
 
 
-def test_a_block_that_a_third_tier_has_damaged_is_no_hit():
-    rig = make()
+@pytest.mark.parametrize("kind", TIERS)
+def test_a_block_that_a_lower_tier_has_damaged_is_no_hit(kind):
+    rig = make(kind)
     hashes = evicted(rig)
-    tier_of(rig.leader, Tier.SHARED).damaged.add(hashes[2])
+    damage(rig, hashes[2])
     blocks = rig.load("r", hashes)
-    (result,) = [result for _ in range(8) for result in rig.step()]
-    assert result.failed_block_ids == tuple(blocks[2:])
-    assert all(map(rig.g1.holds, blocks[:2], hashes))
+    (result,) = settled(rig)
+    assert result.failed_block_ids in (tuple(blocks), tuple(blocks[2:]))
+    assert all(map(rig.g1.holds, blocks[: 4 - len(result.failed_block_ids)], hashes))
+    assert not rig.leader._host.store.contains(hashes[2])
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_a_request_that_ends_during_a_read_leaves_no_slot_reserved(kind):
+    rig = make(kind)
+    hashes = evicted(rig)
+    blocks = rig.load("r", hashes)
+    rig.finish("r", hashes, blocks)
+    assert settled(rig) == []
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == rig.leader.blocks()[Tier.HOST]["pinned"] == 0
+    assert rig.leader._host.arriving_blocks == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_a_read_waits_while_host_memory_has_no_room(kind):
+    rig = make(kind)
+    hashes = evicted(rig)
+    taken = rig.leader._host.reserve(4)
+    (tier,) = rig.leader.lower_tiers
+    extents = tier.extents_of(hashes, 0, 1)
+    assert tier.fetch(hashes[:1], b"", *extents) is None
+    taken.release()
+    assert tier.fetch(hashes[:1], b"", *extents) is not None
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_an_engine_without_failed_loads_reads_a_lower_tier_ahead(kind):
+    rig = make(kind, accepts_failed_loads=False)
+    hashes = evicted(rig)
+    assert rig.leader.match("r", hashes, 0) == 0
+    settled(rig)
+    load(rig, hashes)
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_after_a_reset_a_lower_tier_gives_no_block(kind):
+    rig = make(kind)
+    hashes = evicted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    assert rig.leader.reset()
+    results = rig.settle() + settled(rig)
+    assert [result.failed_block_ids for result in results] == [tuple(blocks)]
+    assert rig.leader.match("again", hashes, 0) == 0
     rig.close()
 
 
 def test_a_chain_lies_in_three_tiers_below_host_memory():
-    rig = make(fake_disk=2, store=FakeStore(2), shared=SharedPolicy(to_shared="always"))
+    policy = DiskPolicy(to_disk="always", reads_always=True)
+    options = {"fake_disk": 2, "store": FakeStore(2), "more_tiers": [DictTier]}
+    rig = Rig(slots=8, blocks=32, disk=policy, shared=SharedPolicy(to_shared="always"), **options)
     disk, store, third = rig.leader.lower_tiers
     hashes = rig.fill("a", 6)
     rig.settle_store()
@@ -121,26 +205,4 @@ def test_a_chain_lies_in_three_tiers_below_host_memory():
     spans = [tier.match(hashes, 0, 6) for tier in (disk, store, third)]
     assert max(spans) < 6, "no tier has all of it"
     load(rig, hashes)
-    rig.close()
-
-
-def test_an_engine_without_failed_loads_reads_a_third_tier_ahead():
-    rig = make(accepts_failed_loads=False)
-    hashes = evicted(rig)
-    assert rig.leader.match("r", hashes, 0) == 0
-    for _ in range(4):
-        rig.step()
-    load(rig, hashes)
-    rig.close()
-
-
-def test_after_a_reset_a_third_tier_gives_no_block():
-    rig = make()
-    hashes = evicted(rig)
-    blocks = rig.load("r", hashes)
-    rig.order()
-    assert rig.leader.reset()
-    (result,) = rig.settle()
-    assert result.failed_block_ids == tuple(blocks)
-    assert rig.leader.match("again", chain("a", 4), 0) == 0
     rig.close()

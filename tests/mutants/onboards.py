@@ -218,4 +218,20 @@ MUTANTS = (
         new="later.has_moved = True",
         fails="tests/leader/test_hanging_tiers.py",
     ),
+    Mutant(
+        name="loads-that-cannot-begin-keep-their-pins",
+        bug="blocks on disk stay pinned for a load that did not begin",
+        file="kvbm/leader/onboards.py",
+        old="        self._release_kept(load)\n        return False\n",
+        new="        return False\n",
+        fails="tests/leader/test_disk_tier.py -k cannot_begin",
+    ),
+    Mutant(
+        name="reads-are-unknown-to-the-other-tiers",
+        bug="blocks that come from the shared tier are never written to disk",
+        file="kvbm/leader/open_reads.py",
+        old="if other is not self._tier:",
+        new="if False:",
+        fails="tests/leader/test_shared_tier.py -k have_come_go_to_disk",
+    ),
 )
