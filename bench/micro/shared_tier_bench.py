@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.shared.geometry import RunGeometry
-from kvbm.shared.keys import KeySpace, run_blocks
+from kvbm.shared.extent_format import ExtentFormat
+from kvbm.shared.geometry import ExtentGeometry
+from kvbm.shared.keys import KeySpace, extent_blocks
 from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, Outcome, Put
 from kvbm.shared.protection import NoProtection
-from kvbm.shared.run_format import RunFormat
 from kvbm.shared.storage import SharedStorage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -32,9 +32,9 @@ class TierUnderTest:
 
     def __init__(self, store: ObjectStore, size: int, count: int) -> None:
         self.slots = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
-        self.blocks_in_object = run_blocks(size, BLOCK_TOKENS, min_bytes=store.min_run_bytes)
-        form = RunFormat(NAMESPACE, self.blocks_in_object, size, 16)
-        geometry = RunGeometry([self.slots], [size], form, NoProtection())
+        self.blocks_in_object = extent_blocks(size, BLOCK_TOKENS, min_bytes=store.min_extent_bytes)
+        form = ExtentFormat(NAMESPACE, self.blocks_in_object, size, 16)
+        geometry = ExtentGeometry([self.slots], [size], form, NoProtection())
         self.storage = SharedStorage(store, KeySpace(NAMESPACE), geometry, lambda *_: True)
         self._has_result = threading.Event()
         self.storage.on_result = self._has_result.set

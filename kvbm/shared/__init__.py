@@ -1,1 +1,1 @@
-"""Shared tier (G4): runs of blocks as objects in a store that many engines share."""
+"""Shared tier (G4): extents of blocks as objects in a store that many engines share."""

@@ -1,4 +1,4 @@
-"""RunGeometry: where the bytes of a run are in host memory, and how they are verified."""
+"""ExtentGeometry: where the bytes of an extent are in host memory, and how they are verified."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbm.shared.extent_format import BadObject, ExtentFormat, tenant_tag
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Put
 from kvbm.shared.protection import Buffer, Protection
-from kvbm.shared.run_format import BadObject, RunFormat, tenant_tag
 
 
 class ArrivingChecksums:
     """Checksums of blocks, computed while their bytes arrive in host memory: in order, after the header."""
 
-    def __init__(self, form: RunFormat, hashes: Sequence[bytes]) -> None:
+    def __init__(self, form: ExtentFormat, hashes: Sequence[bytes]) -> None:
         self._block_bytes = form.block_bytes
         self._hashers = [form.hasher(sequence_hash) for sequence_hash in hashes]
         self._position = -form.header_bytes  # in the payload of the blocks
@@ -37,8 +37,8 @@ class ArrivingChecksums:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A run that is being read. `read` is its header, or all of it if it is protected. `checksums` are computed only by
-    stores that report what they have filled."""
+    """An extent that is being read. `read` is its header, or all of it if it is protected. `checksums` are computed
+    only by stores that report what they have filled."""
 
     incoming: Incoming
     read: memoryview
@@ -46,12 +46,12 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class RunGeometry:
+class ExtentGeometry:
     """`shards[r][s]` is slot s of segment r, of which the first `shard_bytes[r]` bytes are payload."""
 
     shards: Sequence[NDArray[np.uint8]]
     shard_bytes: Sequence[int]
-    form: RunFormat
+    form: ExtentFormat
     protection: Protection
 
     def block(self, slot: int) -> list[memoryview]:
@@ -110,7 +110,7 @@ class RunGeometry:
         return [self.form.checksum(name, self.block(slot)) for name, slot in pairs if slot != NOT_WANTED]
 
     def _open(self, order: Get, read: memoryview) -> Sequence[bytes]:
-        """Return the checksums of the blocks. Raises BadObject if the object is not the run that was ordered.
+        """Return the checksums of the blocks. Raises BadObject if the object is not the extent that was ordered.
 
         A protected payload is copied to the host slots here.
         """

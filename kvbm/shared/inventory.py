@@ -1,6 +1,6 @@
 """Inventory: the objects in a store, for people who list, verify and delete them. It needs no engine.
 
-Objects belong to kvbm if they have the key of a run or of the description of a namespace; no other object is deleted.
+Objects belong to kvbm if they have the key of an extent or of the description of a namespace; no others are deleted.
 Reads run on threads, and none is repeated.
 """
 
@@ -28,9 +28,9 @@ Returned = TypeVar("Returned")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRun:
-    """An object with the key of a run. `name` is the sequence hash of its last block; `written_s` is in seconds since
-    1970, by the clock of the store."""
+class StoredExtent:
+    """An object with the key of an extent. `name` is the sequence hash of its last block; `written_s` is in seconds
+    since 1970, by the clock of the store."""
 
     namespace: bytes
     name: bytes
@@ -49,7 +49,7 @@ class StoredNamespace:
 
     namespace: bytes
     facts: Mapping[str, object]
-    runs: Sequence[StoredRun]
+    extents: Sequence[StoredExtent]
     other_count: int
 
 
@@ -72,41 +72,41 @@ class Inventory:
                 if namespace is None or not is_wanted(namespace):
                     continue
                 listed = self._listed(namespace, progress, count)
-                if listed.runs or listed.facts:
+                if listed.extents or listed.facts:
                     found.append(listed)
-                count += len(listed.runs)
+                count += len(listed.extents)
         except OSError as error:
             raise EnvironmentProblem(
                 f"cannot list {self.url}: {_reason(error)}", hint=f"run `kvbm doctor --url {shlex.quote(self.url)}`"
             ) from None
         return found
 
-    def head(self, run: StoredRun, byte_count: int) -> bytes | None:
+    def head(self, extent: StoredExtent, byte_count: int) -> bytes | None:
         """Return the first bytes of an object; None if it is gone. Raises OSError."""
-        end = min(byte_count, run.byte_count)
-        return self._read(run, end) if end else b""
+        end = min(byte_count, extent.byte_count)
+        return self._read(extent, end) if end else b""
 
-    def content(self, run: StoredRun) -> bytes | None:
+    def content(self, extent: StoredExtent) -> bytes | None:
         """Return an object; None if it is gone. Raises OSError."""
-        return self._read(run, None)
+        return self._read(extent, None)
 
     def each(
-        self, read: Callable[[StoredRun], Returned], runs: Sequence[StoredRun], *, threads: int
+        self, read: Callable[[StoredExtent], Returned], extents: Sequence[StoredExtent], *, threads: int
     ) -> Iterator[Returned]:
-        """Call `read` for each run on threads, and yield the results in order."""
+        """Call `read` for each extent on threads, and yield the results in order."""
         pool = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-inventory")
         try:
-            yield from pool.map(read, runs)
+            yield from pool.map(read, extents)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def delete(self, runs: Sequence[StoredRun], progress: Callable[[int], None]) -> list[StoredRun]:
+    def delete(self, extents: Sequence[StoredExtent], progress: Callable[[int], None]) -> list[StoredExtent]:
         """Delete objects; one that is missing is ignored. Return those that remain. Raises EnvironmentProblem."""
         remaining: set[str] = set()
-        for start in range(0, len(runs), DELETED_AT_ONCE):
-            remaining.update(self._delete([run.key for run in runs[start : start + DELETED_AT_ONCE]]))
-            progress(min(len(runs), start + DELETED_AT_ONCE))
-        return [run for run in runs if run.key in remaining]
+        for start in range(0, len(extents), DELETED_AT_ONCE):
+            remaining.update(self._delete([extent.key for extent in extents[start : start + DELETED_AT_ONCE]]))
+            progress(min(len(extents), start + DELETED_AT_ONCE))
+        return [extent for extent in extents if extent.key in remaining]
 
     def delete_facts(self, namespace: bytes) -> None:
         """Delete the description of a namespace. Raises EnvironmentProblem."""
@@ -119,19 +119,19 @@ class Inventory:
             self.left_out.append(one)
 
     def _listed(self, namespace: bytes, progress: Callable[[int], None], before: int) -> StoredNamespace:
-        keys, runs, other_count = KeySpace(namespace), [], 0
+        keys, extents, other_count = KeySpace(namespace), [], 0
         facts: Mapping[str, object] = {}
         for page in self._access.objects(keys.prefix, self._leave_out):
             for found in page:
                 name = keys.name_of(found.key)
                 if name is not None:
-                    runs.append(StoredRun(namespace, name, found.byte_count, found.written_s))
+                    extents.append(StoredExtent(namespace, name, found.byte_count, found.written_s))
                 elif found.key == keys.facts:
                     facts = self._facts(found)
                 else:
                     other_count += 1
-            progress(before + len(runs))
-        return StoredNamespace(namespace, facts, runs, other_count)
+            progress(before + len(extents))
+        return StoredNamespace(namespace, facts, extents, other_count)
 
     def _facts(self, found: FoundObject) -> Mapping[str, object]:
         if not 0 < found.byte_count <= MAX_FACTS_BYTES:
@@ -145,9 +145,9 @@ class Inventory:
             return {}
         return facts if isinstance(facts, dict) else {}
 
-    def _read(self, run: StoredRun, byte_count: int | None) -> bytes | None:
+    def _read(self, extent: StoredExtent, byte_count: int | None) -> bytes | None:
         try:
-            return self._access.read(run.key, byte_count)
+            return self._access.read(extent.key, byte_count)
         except FileNotFoundError:
             return None
 

@@ -1,6 +1,6 @@
 """Names of objects in the store, and how many blocks an object holds.
 
-    <prefix of the URL>/v1/<namespace, 32 hex>/<2 hex>/<sequence hash of the last block, hex>      a run of blocks
+    <prefix of the URL>/v1/<namespace, 32 hex>/<2 hex>/<sequence hash of the last block, hex>      an extent of blocks
     <prefix of the URL>/v1/<namespace, 32 hex>/namespace.json                                      what it belongs to
 
 Keys begin with the hash, so that a store that splits its keys into ranges spreads the load.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 VERSION = "v1"
 FACTS = "namespace.json"
-MIN_RUN_BYTES = 4 << 20  # requests of at least 4 MiB reach most of an object store's throughput
-MAX_RUN_TOKENS = 256  # a hit ends at a run, so that long runs lose reuse where prompts part
+MIN_EXTENT_BYTES = 4 << 20  # requests of at least 4 MiB reach most of an object store's throughput
+MAX_EXTENT_TOKENS = 256  # a hit ends at an extent, so that long extents lose reuse where prompts part
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class KeySpace:
         return f"{self.prefix}/{FACTS}"
 
     def key(self, name: bytes) -> str:
-        """Return the key of a run."""
+        """Return the key of an extent."""
         text = name.hex()
         return f"{self.prefix}/{text[:2]}/{text}"
 
     def name_of(self, key: str) -> bytes | None:
-        """Return the name of the run with this key; None if it is another object."""
+        """Return the name of the extent with this key; None if it is another object."""
         try:
             name = bytes.fromhex(key.rpartition("/")[2])
         except ValueError:
@@ -45,12 +45,12 @@ class KeySpace:
         return name if name and self.key(name) == key else None
 
 
-def run_blocks(block_bytes: int, block_tokens: int, *, min_bytes: int = MIN_RUN_BYTES) -> int:
-    """Return the number of blocks in an object: the smallest power of two with `min_bytes` and MAX_RUN_TOKENS at most.
+def extent_blocks(block_bytes: int, block_tokens: int, *, min_bytes: int = MIN_EXTENT_BYTES) -> int:
+    """Return the number of blocks in an object: the smallest power of two with `min_bytes`, within MAX_EXTENT_TOKENS.
 
     `block_bytes` is the payload of one block over all ranks.
     """
-    most = max(1, MAX_RUN_TOKENS // block_tokens)
+    most = max(1, MAX_EXTENT_TOKENS // block_tokens)
     count = 1
     while count * block_bytes < min_bytes and 2 * count <= most:
         count *= 2

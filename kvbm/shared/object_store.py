@@ -96,7 +96,7 @@ class ObjectStore(Protocol):
     threads: int
     write_threads: int  # of these, that write at most
     batch_objects: int
-    min_run_bytes: int
+    min_extent_bytes: int
     creates_once: bool
     can_list: bool
 

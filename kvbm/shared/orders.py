@@ -3,7 +3,7 @@
     SharedTier -> SharedClient -> channel -> server -> SharedStorage      Get, Put, Probe
     SharedTier <- SharedClient <- channel <- server <- SharedStorage      ObjectResult, ProbeResult, Listing
 
-Every submitted order ends as exactly one result with its ticket. An object holds a run: consecutive blocks of one
+Every submitted order ends as exactly one result with its ticket. An object holds an extent: consecutive blocks of one
 chain, from all ranks. The sequence hash of the last block names it, because that hash covers the whole prefix.
 """
 
@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read the run of `hashes`. Block i goes to `host_slots[i]`, and is skipped if that is NOT_WANTED."""
+    """Read the extent of `hashes`. Block i goes to `host_slots[i]`, and is skipped if that is NOT_WANTED."""
 
     ticket: int
     hashes: Sequence[bytes]
@@ -38,7 +38,7 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write the run of `hashes` from host slots. Nothing is written unless the slots still carry `generations` after
+    """Write the extent of `hashes` from host slots. Nothing is written unless the slots still carry `generations` after
     their payload has been read. With `replaces`, an object of that name is overwritten."""
 
     ticket: int
@@ -51,7 +51,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Find how many of the runs of one chain are in the store, from the first on. `names` are their names in order."""
+    """Find how many of the extents of one chain are in the store, from the first on. `names` are in order."""
 
     ticket: int
     names: Sequence[bytes]
@@ -59,8 +59,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ObjectResult:
-    """The end of a Get or a Put. `is_good` is per block of the run. `is_aging`: the object will expire soon. `is_copy`:
-    it was read from another engine's copy on this machine, which says nothing about the speed of the store."""
+    """The end of a Get or a Put. `is_good` is per block of the extent. `is_aging`: the object will expire soon.
+    `is_copy`: it was read from another engine's copy on this machine, which does not show the speed of the store."""
 
     ticket: int
     outcome: Outcome
@@ -76,7 +76,7 @@ class ObjectResult:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The end of a Probe: the first `present` runs are in the store; None if that could not be found out."""
+    """The end of a Probe: the first `present` extents are in the store; None if that could not be found out."""
 
     ticket: int
     present: int | None

@@ -1,9 +1,9 @@
-"""Presence: which runs the shared tier holds, as far as this engine knows. A request per block would not scale.
+"""Presence: which extents the shared tier holds, as far as this engine knows. A request per block would not scale.
 
-    listed     a listing of the namespace: 8 bytes per run, sorted
-    added      runs that this engine has written, read, or found by a probe since that listing began
-    erased     runs that a read did not find since then: a listing may still contain them
-    absent     runs that a probe did not find, for ABSENT_S
+    listed     a listing of the namespace: 8 bytes per extent, sorted
+    added      extents that this engine has written, read, or found by a probe since that listing began
+    erased     extents that a read did not find since then: a listing may still contain them
+    absent     extents that a probe did not find, for ABSENT_S
 
 A name is known by a digest of 64 bits. If two names have the same digest, a read may find no object, which is a miss.
 One thread owns it; `clock` returns seconds.
@@ -75,7 +75,7 @@ class Presence:
             self._added.popitem(last=False)
 
     def erase(self, name: bytes) -> None:
-        """Forget a run that could not be read."""
+        """Forget an extent that could not be read."""
         digest = digest_of(name)
         self._added.pop(digest, None)
         self._erased[digest] = self._clock()
@@ -84,7 +84,7 @@ class Presence:
         self.note_absent(name)
 
     def note_absent(self, name: bytes) -> None:
-        """Note that a probe did not find a run."""
+        """Note that a probe did not find an extent."""
         digest = digest_of(name)
         self._absent[digest] = self._clock() + ABSENT_S
         self._absent.move_to_end(digest)

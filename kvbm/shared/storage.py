@@ -20,7 +20,7 @@ import numpy as np
 
 from kvbm.host.cores import allowed_cores
 from kvbm.shared.breaker import Breaker, WritePause
-from kvbm.shared.geometry import Arrival, RunGeometry
+from kvbm.shared.geometry import Arrival, ExtentGeometry
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
@@ -66,7 +66,7 @@ class SharedStorage:
         self,
         store: ObjectStore,
         keys: KeySpace,
-        geometry: RunGeometry,
+        geometry: ExtentGeometry,
         slots_carry: SlotsCarry,
         *,
         expire_s: float = 0.0,
@@ -291,7 +291,7 @@ class SharedStorage:
         return [order for order in orders if order.ticket not in ended]
 
     def _probe(self, order: Probe) -> ProbeResult:
-        """Find the end of the runs that are present: runs are written head first, so that a chain has no gaps."""
+        """Find the end of the extents that are present: extents are written head first, so that a chain has no gaps."""
         self.counters.probes += 1
         low, high = 0, len(order.names)  # those before low are present; high is absent, or the end
         while low < high:
@@ -368,7 +368,7 @@ class SharedStorage:
 
 
 def _positions(low: int, high: int, *, is_first: bool) -> list[int]:
-    """Return which runs to look for next: at growing distances at first, then evenly between both ends."""
+    """Return which extents to look for next: at growing distances at first, then evenly between both ends."""
     if is_first:
         count = (high - low).bit_length()
         return sorted({min((1 << power) - 1, high - 1) for power in range(count + 1)})

@@ -201,7 +201,7 @@ def delete_objects(url: str) -> None:
     try:
         inventory = open_inventory(url)
         for found in inventory.namespaces(lambda _: True, lambda _: None):
-            inventory.delete(found.runs, lambda _: None)
+            inventory.delete(found.extents, lambda _: None)
             inventory.delete_facts(found.namespace)
     except EnvironmentProblem as problem:
         print_note(f"the objects of this run remain in {url}: {problem.message}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import run_blocks
+from kvbm.shared.keys import extent_blocks
 from kvbm.shared.settings import directory_of
 from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
@@ -200,7 +200,7 @@ def _break_even(sizing: Sizing, get_rate: float, first_s: float, prefill_rate: f
         finding = f"the store delivers {shown}: never faster than a prefill of {prefill_rate:,.0f} tokens/s"
         return warning("break-even", finding, "use a faster store or network, or remove `tiers.shared`", **facts)
     has_runs = sizing.group_count == 1
-    run_tokens = sizing.block_tokens * (run_blocks(sizing.stored_bytes, sizing.block_tokens) if has_runs else 1)
+    run_tokens = sizing.block_tokens * (extent_blocks(sizing.stored_bytes, sizing.block_tokens) if has_runs else 1)
     tokens = math.ceil(max(first_s * prefill_rate, 1) / run_tokens) * run_tokens
     finding = f"pays from a common prefix of {tokens:,} tokens on: the store delivers {shown}"
     return ok("break-even", finding, **facts, pays_from_tokens=tokens)

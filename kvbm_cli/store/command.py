@@ -69,10 +69,10 @@ def note_left_out(inventory: Inventory) -> int:
 
 def _delete(inventory: Inventory, selected: Selected, progress: ProgressDisplay) -> Selected:
     """Delete objects, and their namespace if none is left. Returns what was deleted."""
-    remaining = set(inventory.delete(selected.runs, partial(_report, progress, len(selected.runs))))
+    remaining = set(inventory.delete(selected.extents, partial(_report, progress, len(selected.extents))))
     if selected.is_whole and not remaining:
         inventory.delete_facts(selected.stored.namespace)
-    return replace(selected, runs=[run for run in selected.runs if run not in remaining])
+    return replace(selected, extents=[extent for extent in selected.extents if extent not in remaining])
 
 
 def _report(progress: ProgressDisplay, total: int, done: int) -> None:
@@ -84,14 +84,14 @@ def _rows(found: Sequence[Selected]) -> str:
 
 
 def _row(one: Selected) -> tuple[str, ...]:
-    written = [run.written_s for run in one.runs]
+    written = [extent.written_s for extent in one.extents]
     tokens = block_tokens(one)
     return (
         one.name[:SHOWN_HEX],
         one.fact("model") or "-",
         one.fact("engine") or "-",
         "-" if tokens is None else str(tokens),
-        f"{len(one.runs):,}",
+        f"{len(one.extents):,}",
         shown_size(one.byte_count),
         time_since(min(written, default=None)),
         time_since(max(written, default=None)),
@@ -99,7 +99,7 @@ def _row(one: Selected) -> tuple[str, ...]:
 
 
 def _sum(found: Sequence[Selected]) -> str:
-    objects, size = sum(len(one.runs) for one in found), sum(one.byte_count for one in found)
+    objects, size = sum(len(one.extents) for one in found), sum(one.byte_count for one in found)
     return f"{counted(objects, 'object')} of {counted(len(found), 'namespace')}, {shown_size(size)}"
 
 

@@ -17,7 +17,7 @@ from kvbm_cli.system.answering import require_answering
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from kvbm.shared.inventory import Inventory, StoredNamespace, StoredRun
+    from kvbm.shared.inventory import Inventory, StoredExtent, StoredNamespace
 
 NAMESPACE_HEX = 32
 PROGRESS_AFTER_S = 2.0
@@ -38,14 +38,14 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """The objects of one namespace that were selected. `is_whole`: these are all runs of the namespace."""
+    """The objects of one namespace that were selected. `is_whole`: these are all extents of the namespace."""
 
     stored: StoredNamespace
-    runs: Sequence[StoredRun]
+    extents: Sequence[StoredExtent]
 
     @property
     def is_whole(self) -> bool:
-        return len(self.runs) == len(self.stored.runs)
+        return len(self.extents) == len(self.stored.extents)
 
     @property
     def name(self) -> str:
@@ -53,14 +53,14 @@ class Selected:
 
     @property
     def byte_count(self) -> int:
-        return sum(run.byte_count for run in self.runs)
+        return sum(extent.byte_count for extent in self.extents)
 
     def fact(self, name: str) -> str | None:
         value = self.stored.facts.get(name)
         return None if value is None else str(value)
 
     def as_data(self) -> dict[str, object]:
-        written = [run.written_s for run in self.runs]
+        written = [extent.written_s for extent in self.extents]
         facts: Mapping[str, object] = self.stored.facts
         return {
             "namespace": self.name,
@@ -68,7 +68,7 @@ class Selected:
             "engine": facts.get("engine"),
             "block_tokens": block_tokens(self),
             "block_bytes": facts.get("block_bytes"),
-            "objects": len(self.runs),
+            "objects": len(self.extents),
             "bytes": self.byte_count,
             "oldest": min(written, default=None),
             "newest": max(written, default=None),
@@ -116,15 +116,17 @@ def select(inventory: Inventory, request: StoreRequest) -> list[Selected]:
         stored = inventory.namespaces(
             lambda namespace: namespace.hex().startswith(prefix), lambda count: progress.report(f"{count:,} objects")
         )
-        found = [Selected(one, one.runs) for one in stored if request.model in (None, one.facts.get("model"))]
+        found = [Selected(one, one.extents) for one in stored if request.model in (None, one.facts.get("model"))]
         if before_s is not None:
-            found = [replace(one, runs=[run for run in one.runs if run.written_s < before_s]) for one in found]
+            found = [
+                replace(one, extents=[extent for extent in one.extents if extent.written_s < before_s]) for one in found
+            ]
         if request.tenant is not None:
             progress.restart("reading headers")
-            found = [replace(one, runs=_of_tenant(inventory, one, request.tenant, progress)) for one in found]
+            found = [replace(one, extents=_of_tenant(inventory, one, request.tenant, progress)) for one in found]
     if request.tenant is not None or before_s is not None:
-        found = [one for one in found if one.runs]
-    return sorted(found, key=lambda one: max((run.written_s for run in one.runs), default=0.0), reverse=True)
+        found = [one for one in found if one.extents]
+    return sorted(found, key=lambda one: max((extent.written_s for extent in one.extents), default=0.0), reverse=True)
 
 
 def _namespace(text: str | None) -> str:
@@ -151,31 +153,31 @@ def _before(age: str | None) -> float | None:
     return time.time() - int(found[1]) * SECONDS[found[2]]
 
 
-def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: ProgressDisplay) -> list[StoredRun]:
-    """Return the runs of the requests with this cache salt. A damaged header has no tenant."""
+def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: ProgressDisplay) -> list[StoredExtent]:
+    """Return the extents of the requests with this cache salt. A damaged header has no tenant."""
     from kvbm.errors import EnvironmentProblem
-    from kvbm.shared.inspection import HEAD_BYTES, found_run
+    from kvbm.shared.extent_format import BadObject, tenant_tag
+    from kvbm.shared.inspection import HEAD_BYTES, found_extent
     from kvbm.shared.inventory import PARALLEL_HEADS
-    from kvbm.shared.run_format import BadObject, tenant_tag
 
     wanted = tenant_tag(tenant(salt))
 
-    def is_of_tenant(run: StoredRun) -> bool:
-        head = inventory.head(run, HEAD_BYTES)
+    def is_of_tenant(extent: StoredExtent) -> bool:
+        head = inventory.head(extent, HEAD_BYTES)
         try:
             return head is not None and (
-                found_run(head, namespace=run.namespace, byte_count=run.byte_count).tenant == wanted
+                found_extent(head, namespace=extent.namespace, byte_count=extent.byte_count).tenant == wanted
             )
         except BadObject:
             return False
 
     found = []
     try:
-        answers = inventory.each(is_of_tenant, selected.runs, threads=PARALLEL_HEADS)
-        for done, (run, is_wanted) in enumerate(zip(selected.runs, answers, strict=True), 1):
-            progress.report(f"{done} of {len(selected.runs)} objects")
+        answers = inventory.each(is_of_tenant, selected.extents, threads=PARALLEL_HEADS)
+        for done, (extent, is_wanted) in enumerate(zip(selected.extents, answers, strict=True), 1):
+            progress.report(f"{done} of {len(selected.extents)} objects")
             if is_wanted:
-                found.append(run)
+                found.append(extent)
     except OSError as error:
         raise EnvironmentProblem(f"cannot read the headers of objects in {inventory.url}: {error}") from None
     return found

@@ -16,7 +16,7 @@ from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 if TYPE_CHECKING:
-    from kvbm.shared.inventory import Inventory, StoredRun
+    from kvbm.shared.inventory import Inventory, StoredExtent
     from kvbm.shared.protection import Protection
 
 DAMAGED = 1
@@ -27,7 +27,7 @@ SHOWN_OBJECTS = 10
 class ObjectVerdict:
     """What a read of one object has shown. `problem` is why its bytes are wrong, `failure` why they are unknown."""
 
-    run: StoredRun
+    extent: StoredExtent
     problem: str | None = None
     failure: str | None = None
     is_gone: bool = False
@@ -87,7 +87,7 @@ def verify_objects(
     """Return 1 if an object is bad, or if an object or a part of the store could not be read."""
     keys = Keys(key_file)
     inventory = opened(request)
-    found = [one for one in select(inventory, request) if one.runs]
+    found = [one for one in select(inventory, request) if one.extents]
     if not found and not as_json:
         print_data(f"no objects in {request.url}")
     verdicts = []
@@ -103,12 +103,12 @@ def verify_objects(
 
 def _sampled(found: Sequence[Selected], sample: int | None) -> list[Selected]:
     """Return `sample` random objects of the selection, all if there are not more."""
-    runs = [run for one in found for run in one.runs]
-    if sample is None or len(runs) <= sample:
+    extents = [extent for one in found for extent in one.extents]
+    if sample is None or len(extents) <= sample:
         return list(found)
-    chosen = set(random.sample(runs, sample))
-    parts = [Selected(one.stored, [run for run in one.runs if run in chosen]) for one in found]
-    return [part for part in parts if part.runs]
+    chosen = set(random.sample(extents, sample))
+    parts = [Selected(one.stored, [extent for extent in one.extents if extent in chosen]) for one in found]
+    return [part for part in parts if part.extents]
 
 
 def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad: bool) -> NamespaceVerdict:
@@ -116,47 +116,47 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
 
     verdict, bad = NamespaceVerdict(selected.name), []
     progress, done = ReadProgress(selected.name[:SHOWN_HEX]), 0
-    for one in inventory.each(lambda run: _read(inventory, run, keys), selected.runs, threads=PARALLEL_READS):
-        done += one.run.byte_count
+    for one in inventory.each(lambda extent: _read(inventory, extent, keys), selected.extents, threads=PARALLEL_READS):
+        done += one.extent.byte_count
         progress(done, selected.byte_count)
         if one.problem is not None:
-            bad.append(one.run)
+            bad.append(one.extent)
         _count(verdict, one, has_secret=keys.has_secret)
     if bad and deletes_bad:
         verdict.deleted = len(bad) - len(inventory.delete(bad, lambda count: None))
     return verdict
 
 
-def _read(inventory: Inventory, run: StoredRun, keys: Keys) -> ObjectVerdict:
-    from kvbm.shared.inspection import HEAD_BYTES, found_run, verify
-    from kvbm.shared.run_format import BadObject
+def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdict:
+    from kvbm.shared.extent_format import BadObject
+    from kvbm.shared.inspection import HEAD_BYTES, found_extent, verify
 
     try:
-        content = inventory.head(run, HEAD_BYTES)
+        content = inventory.head(extent, HEAD_BYTES)
         if content is not None:  # does its header allow this length, before it is read into memory
-            found_run(content, namespace=run.namespace, byte_count=run.byte_count)
-            content = inventory.content(run)
+            found_extent(content, namespace=extent.namespace, byte_count=extent.byte_count)
+            content = inventory.content(extent)
     except OSError as error:
-        return ObjectVerdict(run, failure=(error.strerror or str(error)).lower())
+        return ObjectVerdict(extent, failure=(error.strerror or str(error)).lower())
     except BadObject as error:
-        return ObjectVerdict(run, problem=str(error))
+        return ObjectVerdict(extent, problem=str(error))
     if content is None:
-        return ObjectVerdict(run, is_gone=True)
+        return ObjectVerdict(extent, is_gone=True)
     try:
-        head = found_run(content, namespace=run.namespace, byte_count=len(content))
-        is_proven = verify(content, head, run.name, keys.of(head.protection))
+        head = found_extent(content, namespace=extent.namespace, byte_count=len(content))
+        is_proven = verify(content, head, extent.name, keys.of(head.protection))
     except BadObject as error:
-        return ObjectVerdict(run, problem=str(error))
-    return ObjectVerdict(run, protection=head.protection, is_proven=is_proven)
+        return ObjectVerdict(extent, problem=str(error))
+    return ObjectVerdict(extent, protection=head.protection, is_proven=is_proven)
 
 
 def _count(verdict: NamespaceVerdict, one: ObjectVerdict, *, has_secret: bool) -> None:
     from kvbm.shared.protection import AesProtection
 
     if one.problem is not None:
-        verdict.bad.append({"key": one.run.key, "problem": one.problem})
+        verdict.bad.append({"key": one.extent.key, "problem": one.problem})
     elif one.failure is not None:
-        verdict.unread.append({"key": one.run.key, "problem": one.failure})
+        verdict.unread.append({"key": one.extent.key, "problem": one.failure})
     elif one.is_gone:
         verdict.gone += 1
     else:

@@ -279,14 +279,14 @@ def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store: P
     inventory = open_inventory(f"file://{store}")
     (listed,) = inventory.namespaces(lambda _: True, lambda _: None)
     home = store / "v1" / OWN.hex()
-    keys = [run.key for run in listed.runs]
+    keys = [run.key for run in listed.extents]
     for key in keys:  # files of the same names outside
         (outside := backup / "data" / key.partition(f"{OWN.hex()}/")[2]).parent.mkdir(exist_ok=True)
         outside.write_bytes(b"also somebody's")
     before = content(backup)
     home.rename(store / "moved")
     link(home, backup / "data")
-    assert [run.key for run in inventory.delete(listed.runs, lambda _: None)] == keys
+    assert [run.key for run in inventory.delete(listed.extents, lambda _: None)] == keys
     inventory.delete_facts(OWN)
     assert content(backup) == before
     assert {one.why for one in inventory.left_out} == {"a link, which kvbm does not follow"}

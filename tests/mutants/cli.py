@@ -203,8 +203,8 @@ MUTANTS = (
         name="purge-forgets-the-age",
         bug="The newest objects are selected instead of the oldest.",
         file="kvbm_cli/store/selection.py",
-        old="run.written_s < before_s",
-        new="run.written_s >= before_s",
+        old="extent.written_s < before_s",
+        new="extent.written_s >= before_s",
         fails="tests/cli/test_shared_store.py -k selection",
     ),
     Mutant(

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvbm.shared.geometry import RunGeometry
+from kvbm.shared.extent_format import ExtentFormat
+from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
 from kvbm.shared.protection import NoProtection
-from kvbm.shared.run_format import RunFormat
 from kvbm.shared.storage import SharedStorage
 from kvbm.shared.stores.directory import DirectoryStore
 from kvbm.shared.stores.obstore import connection
@@ -45,10 +45,10 @@ class Rig:
     def __init__(self, store, *, namespace=NAMESPACE, protection=None, run_blocks=RUN_BLOCKS, **options):
         self.store = store
         self.shards = [np.zeros((SLOTS, size + PADDING), np.uint8) for size in SHARDS]
-        self.form = RunFormat(namespace, run_blocks, sum(SHARDS), HASH_BYTES)
+        self.form = ExtentFormat(namespace, run_blocks, sum(SHARDS), HASH_BYTES)
         self.keys = KeySpace(namespace)
         self.carries = True
-        geometry = RunGeometry(self.shards, SHARDS, self.form, protection or NoProtection())
+        geometry = ExtentGeometry(self.shards, SHARDS, self.form, protection or NoProtection())
         self.storage = SharedStorage(store, self.keys, geometry, lambda *_: self.carries, **options)
         self.last_ticket = 0
         self.ended = {}

@@ -9,7 +9,7 @@ import pytest
 from storage_rig import make_run, opened
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.geometry import RunGeometry
+from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
 from kvbm.shared.stores import directory
@@ -165,6 +165,6 @@ def test_checksums_are_computed_while_the_bytes_of_a_server_arrive(monkeypatch):
     """So that no second pass reads the blocks from memory; tests of damaged objects show that they are compared."""
     with opened("memory:///") as rig:
         rig.put(RUN)
-        monkeypatch.setattr(RunGeometry, "_checksums", lambda *_: pytest.fail("a second pass"))
+        monkeypatch.setattr(ExtentGeometry, "_checksums", lambda *_: pytest.fail("a second pass"))
         assert all(rig.get(RUN, wanted=(1, 3)).is_good[position] for position in (1, 3))
         assert rig.holds(33, RUN[1])

@@ -169,7 +169,7 @@ def test_a_listing_that_comes_with_the_answer_to_the_start_is_not_lost(url, monk
         time.sleep(1.0)  # as on a busy machine: the listing comes meanwhile
 
     with opened(url) as rig:
-        rig.put(0)
+        assert rig.put(0).outcome is Outcome.GOOD
     wait = Channel.wait
     monkeypatch.setattr(Channel, "wait", wait_long)
     with opened(url) as rig:

@@ -19,12 +19,12 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
-from kvbm.shared.geometry import RunGeometry
-from kvbm.shared.keys import KeySpace, run_blocks
+from kvbm.shared.extent_format import ExtentFormat
+from kvbm.shared.geometry import ExtentGeometry
+from kvbm.shared.keys import KeySpace, extent_blocks
 from kvbm.shared.orders import Get, Listing, Probe, Put
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.protection import protection_of
-from kvbm.shared.run_format import RunFormat
 from kvbm.shared.service import messages
 from kvbm.shared.storage import SharedStorage
 from kvbm.shared.stores.open import open_store, with_copies
@@ -128,12 +128,12 @@ def _open(order: messages.OpenStore) -> tuple[SharedStorage, messages.StoreOpene
     store = open_store(settings.url, settings.requests, keys, order.facts, writes=settings.writes)
     store = with_copies(store, settings.url, settings.node_directory)
     block_bytes = sum(shard_bytes)
-    count = run_blocks(block_bytes, order.block_tokens, min_bytes=store.min_run_bytes) if order.has_runs else 1
-    form = RunFormat(order.namespace, count, block_bytes, order.hash_bytes)
+    count = extent_blocks(block_bytes, order.block_tokens, min_bytes=store.min_extent_bytes) if order.has_runs else 1
+    form = ExtentFormat(order.namespace, count, block_bytes, order.hash_bytes)
     storage = SharedStorage(
         store,
         keys,
-        RunGeometry(region.shards, shard_bytes, form, protection),
+        ExtentGeometry(region.shards, shard_bytes, form, protection),
         region.slots_carry,
         expire_s=settings.expire_s,
         list_interval_s=settings.list_interval_s,

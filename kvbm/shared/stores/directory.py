@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.host.tree import NOT_ENTERED, Tree
-from kvbm.shared.keys import MIN_RUN_BYTES
+from kvbm.shared.keys import MIN_EXTENT_BYTES
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
@@ -67,7 +67,7 @@ class DirectoryStore:
     name = "directory"
     batch_objects = 1
     can_list = True
-    min_run_bytes = MIN_RUN_BYTES
+    min_extent_bytes = MIN_EXTENT_BYTES
 
     def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
         """`facts` is the description of the namespace. Raises OSError."""

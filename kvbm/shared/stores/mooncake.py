@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import MIN_RUN_BYTES
+from kvbm.shared.keys import MIN_EXTENT_BYTES
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
@@ -62,7 +62,7 @@ class MooncakeStore:
 
     name = "mooncake"
     threads = write_threads = 1
-    min_run_bytes = MIN_RUN_BYTES  # a header of its own for each MiB costs a fifth (bench/micro/shared_mooncake.py)
+    min_extent_bytes = MIN_EXTENT_BYTES  # a header for each MiB costs a fifth (bench/micro/shared_mooncake.py)
     creates_once = True
     can_list = False
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import MIN_RUN_BYTES
+from kvbm.shared.keys import MIN_EXTENT_BYTES
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, scatter, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.settings import directory_of
@@ -57,7 +57,7 @@ class ObstoreStore:
 
     batch_objects = 1
     can_list = True
-    min_run_bytes = MIN_RUN_BYTES
+    min_extent_bytes = MIN_EXTENT_BYTES
 
     def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int) -> None:
         """`connect(limit_s)` returns a store of obstore whose requests end within that time."""
@@ -211,6 +211,7 @@ class ObstoreStore:
 def connection(url: str) -> Callable[[float], Any]:
     """Return a function that connects to the store of a URL. Raises EnvironmentProblem for a wrong one."""
     try:
+        from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise EnvironmentProblem(
@@ -250,9 +251,8 @@ def connection(url: str) -> Callable[[float], Any]:
         return from_url(url, **limits, **options)
 
     try:
-        with translated():
-            connect(FIRST_LIMIT_S)
-    except (OSError, ValueError, TypeError) as error:
+        connect(FIRST_LIMIT_S)
+    except (BaseError, OSError, ValueError, TypeError) as error:
         raise EnvironmentProblem(f"cannot use `tiers.shared.url` {url}: {_first_line(error)}") from None
     return connect
 

@@ -1,4 +1,4 @@
-"""RunFormat: the bytes of an object, which hold a run of blocks.
+"""ExtentFormat: the bytes of an object, which hold an extent of blocks.
 
     | header, a multiple of 4096 bytes | block 0 | block 1 | ... | block K-1 |
 
@@ -8,7 +8,7 @@
     block    the shards of all ranks in their order, without padding
 
 A checksum is xxh3-128 over the namespace, the sequence hash and the bytes. All numbers are little-endian. Namespace,
-run length and block size decide the length of an object, so that a short or longer one is recognised before it is read.
+extent length and block size decide the length of an object, so that one of another length is recognised before a read.
 Nothing in an object is trusted before it is compared with what the reader expects.
 """
 
@@ -33,12 +33,12 @@ PAGE = 4096
 
 
 class BadObject(Exception):
-    """Why an object is not the run that was expected."""
+    """Why an object is not the extent that was expected."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunFormat:
-    """The form of all runs of a namespace. `block_bytes` is the payload of a block over all ranks."""
+class ExtentFormat:
+    """The form of all extents of a namespace. `block_bytes` is the payload of a block over all ranks."""
 
     namespace: bytes
     block_count: int
@@ -93,7 +93,7 @@ class RunFormat:
         return (described + seal).ljust(self.header_bytes, b"\0")
 
     def read_header(self, header: Buffer, hashes: Sequence[bytes], *, protection: int, seal_bytes: int) -> ReadHeader:
-        """Return what a header says about a run of these hashes. Raises BadObject if it is not that run."""
+        """Return what a header says about an extent of these hashes. Raises BadObject if it is not that extent."""
         head = bytes(header[: self.header_bytes])
         end = FIXED.size + self.block_count * (self.hash_bytes + CHECKSUM_BYTES)
         if head[: len(MAGIC)] != MAGIC:
@@ -102,7 +102,7 @@ class RunFormat:
         if version != FORMAT_VERSION:
             raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
         if shape != [self.header_bytes, self.block_count, self.hash_bytes, self.block_bytes]:
-            raise BadObject("another run length, hash length or block size")
+            raise BadObject("another extent length, hash length or block size")
         if _digest(head[:end]) != head[end : end + CHECKSUM_BYTES]:
             raise BadObject("damaged header")
         if namespace != self.namespace:
