@@ -3,10 +3,12 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvbm.config.engine import VllmArguments
+from kvbm.config.vllm_states import disabled_by
 from kvbm.metrics import COUNTERS
 from kvbm.sizing.catalogue import catalogue
 from kvbm.sizing.vllm import Setting, plan_of
@@ -21,10 +23,19 @@ SIZES = re.findall(
 
 
 def reasons() -> list[re.Pattern[str]]:
-    """Return what the function can return, with any word in place of a value."""
+    """Return what the function can return, with any word in place of a value, and what the table of settings says."""
     function = next(node for node in SOURCE.body if isinstance(node, ast.FunctionDef) and node.name == WITH_STATES)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-    return [pattern(value) for value in returned if not (isinstance(value, ast.Constant) and value.value is None)]
+    texts = [value for value in returned if isinstance(value, ast.JoinedStr | ast.Constant)]
+    own = [pattern(value) for value in texts if not (isinstance(value, ast.Constant) and value.value is None)]
+    return own + [re.compile(f"^{re.escape(why)}$", re.MULTILINE) for why in settings()]
+
+
+def settings() -> list[str]:
+    works: dict[str, Any] = {"mode": "align", "pipeline_parallel_size": 1, "speculates": False, "replays": False}
+    wrong = ({"mode": "none"}, {"mode": "all"}, {"pipeline_parallel_size": 2}, {"speculates": True}, {"replays": True})
+    found = [disabled_by(**(works | one)) for one in wrong]
+    return [one[1] for one in found if one is not None]
 
 
 def pattern(value: ast.expr | None) -> re.Pattern[str]:
@@ -37,7 +48,7 @@ def test_each_reason_is_quoted() -> None:
     """Except those of old versions: the guide names the version that is required."""
     quoted = GUIDE.partition("## What is declined")[2].partition("```text\n")[2].partition("```")[0]
     found = [reason for reason in reasons() if not reason.pattern.startswith("^vLLM\\ before")]
-    assert len(found) >= 4
+    assert len(found) == 7
     assert [reason.pattern for reason in found if not reason.search(quoted)] == []
 
 
