@@ -406,7 +406,7 @@ class Leader:
                 self._touch(hashes[: max(progress.considered, request.hit_blocks)])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
-            disk, shared = (request.lower_hits[tier] for tier in LOWER)
+            disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
             host = request.hit_blocks - disk - shared
             self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
             self.counters.finished_requests += 1
@@ -510,7 +510,8 @@ class Leader:
         request.lower_tokens = load.lower_tokens()
         for tier, tokens in request.lower_tokens.items():
             self.counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
-            request.lower_hits[tier] += tokens // self._settings.traits.block_tokens
+            hits = tokens // self._settings.traits.block_tokens
+            request.lower_hits[tier] = request.lower_hits.get(tier, 0) + hits
         request.may_onboard &= not left_out
         if self._is_live(request):
             self.counters.matched_tokens += load.loaded_tokens

@@ -4,7 +4,7 @@ move into G1 (onboards.py). The leader's thread owns both."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ class LiveRequest:
     may_offload: bool = True
     probed_blocks: int = 0
     hit_blocks: int = 0
-    lower_hits: Counter[Tier] = field(default_factory=Counter)
+    lower_hits: dict[Tier, int] = field(default_factory=dict)
     lower_tokens: dict[Tier, int] = field(default_factory=dict)
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
