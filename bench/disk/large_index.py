@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,8 +86,9 @@ class EngineMemory:
         self.region = Region.map([self.segment.info])
 
     def open_disk(self, directory: Path, block_count: int) -> DiskSupervisor:
-        settings = DiskSettings(directory, block_count=block_count)
-        disk = DiskSupervisor.begin(settings, NAMESPACE, [self.segment.info], hash_bytes=HASH_BYTES)
+        named: Future[tuple[DiskSettings, Namespace]] = Future()
+        named.set_result((DiskSettings(directory, block_count=block_count), NAMESPACE))
+        disk = DiskSupervisor(named, [self.segment.info], hash_bytes=HASH_BYTES)
         disk.await_opening()
         return disk
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import DiskTier
@@ -117,13 +117,10 @@ def _begin_disk(config: ConnectorConfig, engine: EngineAtStart, identity: Future
         return None
     from kvbm.disk.service.supervisor import DiskSupervisor
 
-    segments, hash_bytes = engine.segments, engine.traits.hash_bytes
-    if not identity.done():
+    named = _then(identity, partial(_disk_settings, config, engine.segments))
+    if not named.done():
         log.info("kvbm: %s: the disk tier is off until then", WAITS)
-        later = _then(identity, partial(_disk_settings, config, segments))
-        return DiskSupervisor.open_later(later, segments, hash_bytes=hash_bytes)
-    settings, name = _disk_settings(config, segments, identity.result())
-    return DiskSupervisor.begin(settings, name, segments, hash_bytes=hash_bytes, progress=engine.progress)
+    return DiskSupervisor(named, engine.segments, hash_bytes=engine.traits.hash_bytes, progress=engine.progress)
 
 
 def _disk_settings(
@@ -157,7 +154,7 @@ def _begin_shared(
     section = config.tiers.shared
     if section is None:
         return None
-    from kvbm.shared.service.client import SharedClient
+    from kvbm.shared.service.client import BlockShape, SharedClient
     from kvbm.shared.settings import SharedSettings
 
     def named(identity: Identity) -> tuple[bytes, Mapping[str, object]] | None:
@@ -178,20 +175,20 @@ def _begin_shared(
         requests=section.requests,
         node_directory=None if disk is None else Path(disk.directory).expanduser(),
     )
-    shape: dict[str, Any] = {
-        "hash_bytes": settings.traits.hash_bytes,
-        "block_tokens": settings.traits.block_tokens,
-        "has_runs": len(settings.groups) == 1,
-    }
-    if not identity.done():
+    shape = BlockShape(settings.traits.hash_bytes, settings.traits.block_tokens, len(settings.groups) == 1)
+    name = _then(identity, named)
+    if not name.done():
         log.info("kvbm: %s: the shared tier is off until then", WAITS)
-        return SharedClient.open_later(_then(identity, named), shared_settings, segments, **shape)
-    name = named(identity.result())
-    return None if name is None else SharedClient.begin(shared_settings, *name, segments, **shape)
+    elif name.result() is None:
+        return None
+    return SharedClient(name, shared_settings, segments, shape)
 
 
 def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> Future[Result]:
-    """Return a future of `function(result)`."""
+    """Return a future of `function(result)`, done at once if `future` is. Raises what `function` raises then."""
     after: Future[Result] = Future()
-    future.add_done_callback(lambda done: after.set_result(function(done.result())))
+    if future.done():
+        after.set_result(function(future.result()))
+    else:
+        future.add_done_callback(lambda done: after.set_result(function(done.result())))
     return after

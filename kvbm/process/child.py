@@ -8,9 +8,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvbm.host.log_queue import use_queued_stderr
 from kvbm.process.channel import Channel, ChannelClosed
@@ -25,6 +25,32 @@ First = TypeVar("First")
 
 class Opening(NamedTuple):
     """Heartbeat while the child opens what it serves, sent every BEAT_S. It says nothing about progress."""
+
+
+class Problem(NamedTuple):
+    """What the child should serve cannot be opened."""
+
+    message: str
+    hint: str | None
+
+
+class Status(NamedTuple):
+    """Orders that have ended, and the state of what is served. Sent at least every BEAT_S while results are due.
+
+    `moved_s`: until when there was progress, in the clock of `time.monotonic`, which all processes share; 0 if the
+    leader judges that.
+    """
+
+    results: Sequence[Any]
+    off_because: str | None
+    counters: Any
+    moved_s: float
+
+
+class Close(NamedTuple):
+    """Finish within `timeout_s`, and exit."""
+
+    timeout_s: float
 
 
 class Logged(NamedTuple):

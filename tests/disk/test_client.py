@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -23,14 +24,16 @@ from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service import client, messages
-from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient, UnresponsiveDisk
+from kvbm.disk.service.client import DiskClient
 from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.process import deadlines, service_process
 from kvbm.process.channel import HEADER, Channel
 from kvbm.process.child import Opening
+from kvbm.process.service_process import UnresponsiveProcess
 from kvbm.types import SlotState
 
 HOST_SLOTS = 16
@@ -202,7 +205,7 @@ def test_blocks_of_a_process_that_does_not_answer_are_not_waited_for(tmp_path: P
         with stopped(rig):
             started = time.monotonic()
             assert rig.tier.recovered() is None
-            assert time.monotonic() - started < 5 * ANSWER_LIMIT_S
+            assert time.monotonic() - started < 5 * deadlines.ANSWER_LIMIT_S
         assert rig.recovered() == {number: number for number in range(5)}
 
 
@@ -238,8 +241,8 @@ def test_problem_of_opening_is_the_leaders(tmp_path: Path) -> None:
 def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "BEAT_LIMIT_S", 0.3)
-    start, started = client.start_child, []
+    monkeypatch.setattr(deadlines, "BEAT_LIMIT_S", 0.3)
+    start, started = service_process.start_child, []
 
     def start_and_stop(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channel]:
         child, channel = start(module, what)
@@ -247,8 +250,8 @@ def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
         os.kill(child.pid, signal.SIGSTOP)
         return child, channel
 
-    monkeypatch.setattr(client, "start_child", start_and_stop)
-    with pytest.raises(UnresponsiveDisk, match=r"does not answer for 0\.3 s"), opened(tmp_path):
+    monkeypatch.setattr(service_process, "start_child", start_and_stop)
+    with pytest.raises(UnresponsiveProcess, match=r"does not answer for 0\.3 s"), opened(tmp_path):
         pass
     assert has_ended(started[0].pid)
 
@@ -310,13 +313,16 @@ def test_heartbeats_extend_the_time_to_open_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch, count: int, opens: bool
 ) -> None:
     beats = Beats(interval_s=10, count=count)
-    monkeypatch.setattr(client, "time", beats)
-    opening = DiskClient(SimpleNamespace(pid=1), beats)  # type: ignore[arg-type]
+    monkeypatch.setattr(service_process, "time", beats)
+    opening = DiskClient()
+    opening._adopt(SimpleNamespace(pid=1), beats)  # type: ignore[arg-type]
+    wait = partial(opening._wait_until_open, "disk", None, lambda: False)
     if opens:
-        assert opening._wait_until_open(None).slot_count == 1
+        wait()
+        assert opening.slot_count == 1
     else:
-        with pytest.raises(UnresponsiveDisk, match="no progress for 300 s"):
-            opening._wait_until_open(None)
+        with pytest.raises(UnresponsiveProcess, match="no progress for 300 s"):
+            wait()
 
 
 def test_progress_of_taking_space_is_told(tmp_path: Path) -> None:
@@ -391,7 +397,7 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
             tickets = [rig.start_read([1], [1], [1]), rig.start_write([9], [9], [9])]
             assert rig.tier.is_on
             rig.wait_until(lambda: not rig.tier.is_on)
-            assert ANSWER_LIMIT_S <= time.monotonic() - started < 5 * ANSWER_LIMIT_S
+            assert deadlines.ANSWER_LIMIT_S <= time.monotonic() - started < 5 * deadlines.ANSWER_LIMIT_S
             assert not rig.ended.keys() & set(tickets), "their host slots are not free yet"
             assert rig.tier.counters.times_off == 1
         assert [rig.wait(ticket).is_good for ticket in tickets] == [(True,), (True,)]
@@ -399,15 +405,15 @@ def test_process_that_does_not_answer_is_off_until_it_does(tmp_path: Path, caplo
         assert all(rig.read(range(4), range(4)).is_good)
         assert rig.tier.counters.times_off == 1
     assert [message for message in caplog.messages if "answers" in message] == [
-        f"the disk tier is off until disk process {rig.tier.pid} answers or its reads make progress",
-        f"disk process {rig.tier.pid} answers again",
+        f"kvbm: the disk tier is off until its process {rig.tier.pid} answers or makes progress",
+        f"kvbm: disk process {rig.tier.pid} answers again",
     ]
     with opened(tmp_path) as rig:
         assert rig.recovered() == {0: 0, 1: 1, 2: 2, 3: 3, 9: 9}
 
 
 def test_process_from_which_no_answer_is_due_is_never_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ANSWER_LIMIT_S", 0.1)
+    monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 0.1)
     with opened(tmp_path) as rig:
         rig.write([1], [0])
         with stopped(rig):
@@ -417,8 +423,8 @@ def test_process_from_which_no_answer_is_due_is_never_silent(tmp_path: Path, mon
 
 
 def test_process_that_never_answers_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ANSWER_LIMIT_S", 0.2)
-    monkeypatch.setattr(client, "REPLACE_AFTER_S", 0.5)
+    monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(deadlines, "REPLACE_AFTER_S", 0.5)
     with opened(tmp_path) as rig:
         rig.write([1], [0])
         with stopped(rig):
@@ -439,7 +445,9 @@ def test_close_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path, 
                 rig.wait_until(lambda: not rig.tier.is_on)
             started = time.monotonic()
             rig.tier.close(0.1)
-            assert time.monotonic() - started < ANSWER_LIMIT_S * (1 if is_noticed else 5), "0.1 s, or 2 s, if not busy"
+            assert time.monotonic() - started < deadlines.ANSWER_LIMIT_S * (1 if is_noticed else 5), (
+                "0.1 s, or 2 s, if not busy"
+            )
             assert has_ended(pid)
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 0}

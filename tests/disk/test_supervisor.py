@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,26 +22,32 @@ from waiting import slept_s
 
 from kvbm.disk.directory import list_caches
 from kvbm.disk.orders import FoundBlocks
-from kvbm.disk.service import supervisor
-from kvbm.disk.service.client import ANSWER_LIMIT_S, DiskClient
+from kvbm.disk.service.client import DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.process import deadlines
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", 0.05)
+
+
+def named(directory: Path, **keys) -> Future:
+    name: Future = Future()
+    name.set_result((settings_for(directory, **keys), NAMESPACE))
+    return name
 
 
 @contextmanager
 def lasting(directory: Path, **keys):
     with host_memory() as (infos, region):
-        disk = DiskSupervisor.begin(settings_for(directory, **keys), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+        disk = DiskSupervisor(named(directory, **keys), infos, hash_bytes=HASH_BYTES)
         disk.await_opening()
         try:
             yield ProcessRig(disk, region)
@@ -139,7 +144,7 @@ def test_repeated_kills_make_the_pauses_longer_and_a_long_life_short_again(
         for restarts in (1, 2, 3):
             kill(rig)
             come_back(rig, restarts)
-        monkeypatch.setattr(supervisor, "LONGEST_PAUSE_S", 0.0)
+        monkeypatch.setattr(deadlines, "LONGEST_PAUSE_S", 0.0)
         kill(rig)
         come_back(rig, 4)
     pauses = [message.rpartition(" in ")[2] for message in caplog.messages if "restarting in" in message]
@@ -162,7 +167,7 @@ def test_next_process_takes_over_no_other_cache(tmp_path: Path) -> None:
 def test_next_process_makes_a_cache_where_another_engine_has_taken_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 2.0)
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", 2.0)
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
         own = rig.tier._process.path
@@ -193,12 +198,12 @@ def test_clear_does_not_wait_for_a_process_that_does_not_answer(tmp_path: Path) 
             started = time.monotonic()
             with pytest.raises(EnvironmentProblem, match=r"not cleared durably yet: no answer in 2 s"):
                 rig.tier.clear()
-            assert time.monotonic() - started < 5 * ANSWER_LIMIT_S
+            assert time.monotonic() - started < 5 * deadlines.ANSWER_LIMIT_S
             for _ in range(3):
                 started = time.monotonic()
                 with pytest.raises(EnvironmentProblem, match="not cleared durably yet"):
                     rig.tier.clear()
-                assert time.monotonic() - started < ANSWER_LIMIT_S, "it is known not to answer"
+                assert time.monotonic() - started < deadlines.ANSWER_LIMIT_S, "it is known not to answer"
             assert not rig.tier.is_on
         rig.wait_until(lambda: rig.tier.is_on)
         assert rig.tier.recovered() == FoundBlocks(b"", b"", True)
@@ -237,7 +242,7 @@ def test_clear_that_was_not_durable_is_repeated_by_the_next_process(tmp_path: Pa
 def test_clear_that_was_not_durable_is_done_when_the_engine_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", LIMIT_S)
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", LIMIT_S)
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
         kill(rig)
@@ -261,7 +266,7 @@ def test_clear_of_a_stopped_process_is_done_when_the_engine_ends(tmp_path: Path)
 
 
 def test_clear_that_another_engine_prevents_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", 1.0)
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
         kill(rig)
@@ -323,11 +328,11 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
     with lasting(tmp_path) as rig:
         open_next = rig.tier._open_next
 
-        def slowly(path: Path, uses_threads: bool, is_cancelled: Callable[[], bool]) -> DiskClient:
+        def slowly() -> DiskClient:
             assert goes_on.wait(LIMIT_S)
             if (error := next(outcomes, None)) is not None:
                 raise error
-            return open_next(path, uses_threads, is_cancelled)
+            return open_next()
 
         rig.tier._open_next = slowly
         rig.write([1], [0])
@@ -432,9 +437,9 @@ def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
         rig.write([1, 2], [0, 1])
         pid, chosen, open_next = rig.tier.pid, [], rig.tier._open_next
 
-        def note(path: Path, uses_threads: bool, is_cancelled: Callable[[], bool]) -> DiskClient:
-            chosen.append(uses_threads)
-            return open_next(path, uses_threads, is_cancelled)
+        def note() -> DiskClient:
+            chosen.append(rig.tier._uses_threads)
+            return open_next()
 
         rig.tier._open_next = note
         orders.write_text('{"error": "lost", "for": "read"}')
@@ -462,7 +467,7 @@ def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, capl
     rank.start()
     infos = [ours.recv()]
     region = Region.map(infos)
-    disk = DiskSupervisor.begin(settings_for(tmp_path), NAMESPACE, infos, hash_bytes=HASH_BYTES)
+    disk = DiskSupervisor(named(tmp_path), infos, hash_bytes=HASH_BYTES)
     disk.await_opening()
     rig = ProcessRig(disk, region)
     rig.write([1, 2], [0, 1])
@@ -486,11 +491,11 @@ def test_no_process_is_started_for_host_memory_that_is_gone(tmp_path: Path, capl
 @contextmanager
 def later(directory: Path):
     """A disk whose blocks have no name yet, and what names them."""
-    named: Future = Future()
+    name: Future = Future()
     with host_memory() as (infos, region):
-        disk = DiskSupervisor.open_later(named, infos, hash_bytes=HASH_BYTES)
+        disk = DiskSupervisor(name, infos, hash_bytes=HASH_BYTES)
         try:
-            yield ProcessRig(disk, region), lambda: named.set_result((settings_for(directory), NAMESPACE))
+            yield ProcessRig(disk, region), lambda: name.set_result((settings_for(directory), NAMESPACE))
         finally:
             disk.close(LIMIT_S)
 

@@ -23,8 +23,7 @@ from kvbm_engine import assert_same, prompt, running
 from waiting import slept_s
 
 from kvbm.config import schema
-from kvbm.disk.service import client
-from kvbm.process import first_opening
+from kvbm.process import deadlines, first_opening, service_process
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -608,8 +607,8 @@ def test_an_engine_that_rests_after_a_kill_has_its_disk_again_by_itself(written)
 )
 def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, to_disk, monkeypatch):
     """Again and again, at any moment of reads and writes."""
-    monkeypatch.setattr("kvbm.disk.service.supervisor.FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr("kvbm.disk.service.supervisor.LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr("kvbm.process.deadlines.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvbm.process.deadlines.LONGEST_PAUSE_S", 0.2)
     chosen, kills = random.Random(to_disk), 0
     with engine_on(tmp_path, host_blocks=24, num_blocks=32, to_disk=to_disk) as engine:
         steps = Steps(engine)
@@ -705,7 +704,7 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
     with engine_on(written) as engine:
         steps = Steps(engine)
         with stopped_disk(engine):
-            for limit_s in (5 * client.ANSWER_LIMIT_S, client.ANSWER_LIMIT_S, client.ANSWER_LIMIT_S):
+            for limit_s in (5 * deadlines.ANSWER_LIMIT_S, deadlines.ANSWER_LIMIT_S, deadlines.ANSWER_LIMIT_S):
                 started_s = time.monotonic()
                 assert not engine.engine.reset_prefix_cache(), "it is not durable yet"
                 assert time.monotonic() - started_s < limit_s
@@ -718,7 +717,7 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
 @contextmanager
 def started_without_disk(directory, monkeypatch):
     """An engine whose disk process has been stopped since before it opened its files, and the process."""
-    start, stopped = client.start_child, []
+    start, stopped = service_process.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
@@ -728,7 +727,7 @@ def started_without_disk(directory, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(first_opening, "START_LIMIT_S", 0.5)
-        patch.setattr(client, "start_child", start_and_stop)
+        patch.setattr(service_process, "start_child", start_and_stop)
         with engine_on(directory) as engine:
             yield engine, stopped[0]
 

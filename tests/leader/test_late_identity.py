@@ -10,15 +10,13 @@ from concurrent.futures import Future
 import pytest
 
 from kvbm.config.schema import ConnectorConfig
-from kvbm.disk.service import client as disk_client
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.namespace import namespace_of
 from kvbm.leader.opening import EngineAtStart, open_tiers
 from kvbm.leader.settings import EngineTraits, LeaderSettings
-from kvbm.process import first_opening
-from kvbm.shared.service import client as shared_client
+from kvbm.process import first_opening, service_process
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}
@@ -100,9 +98,8 @@ def children(monkeypatch):
             os.kill(child.pid, signal.SIGSTOP)
         return child, channel
 
-    start_child = disk_client.start_child
-    for client in (disk_client, shared_client):
-        monkeypatch.setattr(client, "start_child", start)
+    start_child = service_process.start_child
+    monkeypatch.setattr(service_process, "start_child", start)
     return found
 
 

@@ -107,9 +107,9 @@ MUTANTS = (
     Mutant(
         name="disk-fails-tickets-of-a-living-process",
         bug="Tickets fail when the channel ends, although the process may still write into host memory.",
-        file="kvbm/disk/service/client.py",
-        old="        if is_expected or is_gone(self.pid):",
-        new="        if True:",
+        file="kvbm/process/service_process.py",
+        old="        if not (is_expected or is_gone(self.pid)):",
+        new="        if False:",
         fails="tests/disk/test_client.py -k broken_channel",
     ),
     Mutant(

@@ -117,16 +117,16 @@ MUTANTS = (
         name="disk-serves-before-a-clear-is-durable",
         bug="The disk counts as on between a clear and its answer.",
         file="kvbm/disk/service/client.py",
-        old="(self.is_silent or self._unanswered_clears)",
-        new="self.is_silent",
+        old="return super().is_on and not self._unanswered_clears",
+        new="return super().is_on",
         fails="tests/disk/test_client.py -k in_flight_and_what",
     ),
     Mutant(
         name="disk-that-does-not-answer-is-on",
         bug="A disk process that is stopped is sent more and more.",
-        file="kvbm/disk/service/client.py",
-        old="(self.is_silent or self._unanswered_clears)",
-        new="self._unanswered_clears",
+        file="kvbm/process/service_process.py",
+        old="not (self._has_exited or self.is_silent)",
+        new="not self._has_exited",
         fails="tests/disk/test_client.py -k off_until_it_does --timeout 70",
     ),
     Mutant(
@@ -141,8 +141,8 @@ MUTANTS = (
         name="lasting-disk-does-not-repeat-a-clear",
         bug="A clear that was sent to a process that has ended is not repeated by the next one.",
         file="kvbm/disk/service/supervisor.py",
-        old="self._is_lost = self._is_clear_sent = False",
-        new="self._is_lost = False",
+        old="        self._is_clear_sent = False\n        if (self._has_ended",
+        new="        if (self._has_ended",
         fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
     ),
     Mutant(
@@ -178,7 +178,7 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-leaves-the-next-one",
         bug="an engine that ends leaves the next disk process, which was just opened, to itself",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/process/service.py",
         old="""\
                 if self._next is not None:
                     self._next.close(timeout_s)
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-never-backs-off",
         bug="a process that ends at once is started again and again without a longer pause",
-        file="kvbm/disk/service/supervisor.py",
-        old="return min(2 * pause_s, LONGEST_PAUSE_S)",
+        file="kvbm/process/service.py",
+        old="return min(2 * pause_s, deadlines.LONGEST_PAUSE_S)",
         new="return pause_s",
         fails="tests/disk/test_supervisor.py -k pauses",
     ),

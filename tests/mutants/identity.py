@@ -145,10 +145,8 @@ MUTANTS = (
         name="tier-opens-before-its-name",
         bug="the disk tier waits in the start of the engine until the model's files are digested",
         file="kvbm/leader/opening.py",
-        old="""    if not identity.done():
-        log.info("kvbm: %s: the disk""",
-        new="""    if False:
-        log.info("kvbm: %s: the disk""",
+        old="    if future.done():\n",
+        new="    if True:\n",
         fails="tests/leader/test_late_identity.py",
     ),
     Mutant(

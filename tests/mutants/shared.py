@@ -71,9 +71,19 @@ MUTANTS = (
     Mutant(
         name="object-first-listing-is-lost",
         bug="what comes right behind the answer to the start is dropped: a new engine does not know the store",
-        file="kvbm/shared/service/client.py",
-        old="                        self.received_early = received[position + 1 :]\n",
-        new="",
+        file="kvbm/process/service_process.py",
+        old="""\
+            for message in received:
+                self._handle(message)
+            if self._is_open:
+                return
+""",
+        new="""\
+            for message in received:
+                self._handle(message)
+                if self._is_open:
+                    return
+""",
         fails=f"{SERVICE} -k listing_that_comes",
     ),
     Mutant(
@@ -241,16 +251,21 @@ MUTANTS = (
     Mutant(
         name="object-process-end-loses-orders",
         bug="orders of a process that was killed never end",
-        file="kvbm/shared/service/client.py",
-        old="        if not is_expected:\n            self._fail_in_flight()\n",
-        new="",
+        file="kvbm/process/service_process.py",
+        old="""\
+        self.off_because = f"the {self.tier} process has exited"
+        self._fail_in_flight()
+""",
+        new="""\
+        self.off_because = f"the {self.tier} process has exited"
+""",
         fails=f"{SERVICE} -k killed_process",
     ),
     Mutant(
         name="object-process-silence-is-not-seen",
         bug="a process that is stopped keeps the tier on",
-        file="kvbm/shared/service/client.py",
-        old="self.is_silent = quiet_s > ANSWER_LIMIT_S",
+        file="kvbm/process/service_process.py",
+        old="self.is_silent = is_due and now - self._answered_s() > deadlines.ANSWER_LIMIT_S",
         new="self.is_silent = False",
         fails=f"{SERVICE} -k stopped_process",
     ),
@@ -338,8 +353,8 @@ MUTANTS = (
         name="shared-process-with-a-hung-read-stays",
         bug="a process whose read never ends keeps its host memory for good",
         file="kvbm/shared/service/client.py",
-        old="if max(quiet_s, stuck_s) > REPLACE_AFTER_S:",
-        new="if quiet_s > REPLACE_AFTER_S:",
+        old="return min(self._heard_s, self._moved_s) if self._reads else self._heard_s",
+        new="return self._heard_s",
         fails="tests/shared/test_shared_service.py -k never_ends",
     ),
 )

@@ -21,14 +21,13 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.process import first_opening
+from kvbm.process import deadlines, first_opening, service_process
 from kvbm.process.channel import Channel
 from kvbm.process.child import IDLE_INTERVAL_S, Opening
 from kvbm.process.parent import is_gone
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
-from kvbm.shared.service import client as client_module
-from kvbm.shared.service.client import ANSWER_LIMIT_S, SharedClient
+from kvbm.shared.service.client import BlockShape, SharedClient
 from kvbm.shared.settings import SharedSettings
 from kvbm.types import SlotState
 
@@ -103,12 +102,11 @@ def opened(url, *, named=None, **options):
     region = Region.map([segment.info])
     try:
         settings = SharedSettings(url, **options)
-        sizes = {"hash_bytes": HASH_BYTES, "block_tokens": 16, "has_runs": False}
         if named is None:
-            client = SharedClient.begin(settings, *NAME, [segment.info], **sizes)
-            client.await_opening()
-        else:
-            client = SharedClient.open_later(named, settings, [segment.info], **sizes)
+            named = Future()
+            named.set_result(NAME)
+        client = SharedClient(named, settings, [segment.info], BlockShape(HASH_BYTES, 16, has_runs=False))
+        client.await_opening()
         try:
             yield ClientRig(client, region)
         finally:
@@ -208,10 +206,15 @@ def test_an_engine_that_does_nothing_gets_one_listing_and_not_all_of_them(url):
         rig.await_that(lambda: rig.client.take_listing() is not None)
 
 
-def test_a_process_that_starts_again_with_another_secret_stays_off(url, tmp_path, caplog):
+@pytest.mark.parametrize("is_named_later", [False, True])
+def test_a_process_that_starts_again_with_another_secret_stays_off(url, tmp_path, caplog, is_named_later):
     key_file = tmp_path / "key"
     key_file.write_text("a" * 32)
-    with opened(url, protection="hmac", key_file=key_file) as rig:
+    named = Future() if is_named_later else None
+    with opened(url, named=named, protection="hmac", key_file=key_file) as rig:
+        if named is not None:
+            named.set_result(NAME)
+            rig.await_that(lambda: rig.client.is_on)
         rig.put(0)
         key_file.write_text("b" * 32)
         os.kill(rig.client.pid, signal.SIGKILL)
@@ -253,7 +256,7 @@ def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(
             ticket = rig.start_get(0, 1)
             began_s = time.monotonic()
             rig.await_that(lambda: not rig.client.is_on)
-            assert time.monotonic() - began_s < ANSWER_LIMIT_S + 1
+            assert time.monotonic() - began_s < deadlines.ANSWER_LIMIT_S + 1
             assert ticket not in rig.ended  # it may still write into the slot
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -269,7 +272,7 @@ def test_a_process_that_closes_its_channel_is_killed_before_its_orders_end(url):
         pid = rig.client.pid
         os.kill(pid, signal.SIGSTOP)
         ticket = rig.start_get(0, 1)
-        with socket.socket(fileno=os.dup(rig.client._process.channel.fileno())) as ours:
+        with socket.socket(fileno=os.dup(rig.client._process._channel.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
         assert rig.wait(ticket).outcome is Outcome.FAILED
         assert not is_running(pid)
@@ -305,7 +308,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_an_error_that_names_it(mon
 @pytest.fixture
 def stopped(monkeypatch):
     """Processes that are stopped before they open their store."""
-    start, pids = client_module.start_child, []
+    start, pids = service_process.start_child, []
 
     def start_and_stop(module, what):
         child, channel = start(module, what)
@@ -314,7 +317,7 @@ def stopped(monkeypatch):
         return child, channel
 
     monkeypatch.setattr(first_opening, "START_LIMIT_S", 0.5)
-    monkeypatch.setattr(client_module, "start_child", start_and_stop)
+    monkeypatch.setattr(service_process, "start_child", start_and_stop)
     return pids
 
 
@@ -337,14 +340,14 @@ def test_an_engine_ends_at_once_although_its_store_has_not_answered_since_the_st
 
 def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
     """A stopped process stands for one with a call that never returns."""
-    monkeypatch.setattr(client_module, "REPLACE_AFTER_S", 1.0)
+    monkeypatch.setattr(deadlines, "REPLACE_AFTER_S", 1.0)
     with opened(url) as rig:
         rig.put(0)
         pid = rig.client.pid
         os.kill(pid, signal.SIGSTOP)
-        receive = rig.client._process.channel.receive
+        receive = rig.client._process._channel.receive
         heartbeats = lambda: receive() if is_gone(pid) else [Opening()]  # noqa: E731
-        monkeypatch.setattr(rig.client._process.channel, "receive", heartbeats)
+        monkeypatch.setattr(rig.client._process._channel, "receive", heartbeats)
         assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
         assert not is_running(pid)
         rig.await_that(lambda: rig.client.is_on)

@@ -2,6 +2,8 @@
 
 leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
 leader ◀── Opening, SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
+
+Those that are not here are in orders.py and process/child.py.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.orders import DiskResult
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
@@ -41,22 +42,11 @@ class Clear(NamedTuple):
     ends_persistence: bool = False
 
 
-class Close(NamedTuple):
-    timeout_s: float
-
-
 class SpaceTaken(NamedTuple):
     """Allocated bytes of the arena."""
 
     done: int
     total: int
-
-
-class Problem(NamedTuple):
-    """The disk could not be opened."""
-
-    message: str
-    hint: str | None
 
 
 class Opened(NamedTuple):
@@ -67,18 +57,6 @@ class Opened(NamedTuple):
     io_name: str
     counters: DiskCounters
     device: int
-
-
-class Status(NamedTuple):
-    """Tickets that have ended, and the state of the disk. Sent at least every BEAT_S while results are due.
-
-    `moved_s`: until when reads made progress, in the clock of `time.monotonic`, which all processes share.
-    """
-
-    results: Sequence[DiskResult]
-    off_because: str | None
-    counters: DiskCounters
-    moved_s: float
 
 
 class Cleared(NamedTuple):

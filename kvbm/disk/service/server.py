@@ -24,7 +24,18 @@ from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
+from kvbm.process.child import (
+    BEAT_S,
+    IDLE_INTERVAL_S,
+    Close,
+    LogRelay,
+    Problem,
+    Status,
+    beating,
+    begin,
+    receive_first,
+    send_all,
+)
 
 BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
 
@@ -52,7 +63,7 @@ class _Child:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._result_event)
             for message in self._channel.receive():
-                if isinstance(message, messages.Close):
+                if isinstance(message, Close):
                     self._storage.close(message.timeout_s)
                     return
                 self._handle(message)
@@ -91,7 +102,7 @@ class _Child:
             self._next_beat_s = now + BEAT_S
             self._reported_off_because = off_because
             moved_s = self._storage.reads_stuck_since() or now
-            self._channel.send(messages.Status(results, off_because, self._storage.counters, moved_s))
+            self._channel.send(Status(results, off_because, self._storage.counters, moved_s))
         if self._clears and all(clear.is_durable for clear in self._clears):
             self._clears.clear()
             self._channel.send(messages.Cleared())
@@ -109,7 +120,7 @@ def main() -> int:
             with beating(channel) as send:
                 storage, opened = _open(order, send, log)
         except EnvironmentProblem as error:
-            channel.send(messages.Problem(error.message, error.hint))
+            channel.send(Problem(error.message, error.hint))
             send_all(channel)
             return 1
         channel.send(opened)

@@ -2,6 +2,8 @@
 
 leader ──▶ Open, Get, Put, Probe, ListingTaken, Close ──▶ child
 leader ◀── Opening, Problem, Opened, Listing, Status, Logged ◀── child
+
+Those that are not here are in orders.py and process/child.py.
 """
 
 from __future__ import annotations
@@ -9,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvbm.shared.orders import Result
 from kvbm.shared.settings import SharedSettings
-from kvbm.shared.storage import SharedCounters
 from kvbm.types import SegmentInfo
 
 
@@ -35,28 +35,9 @@ class ListingTaken(NamedTuple):
     nothing to do does not read its channel."""
 
 
-class CloseStore(NamedTuple):
-    timeout_s: float
-
-
-class StoreProblem(NamedTuple):
-    """The store cannot be used."""
-
-    message: str
-    hint: str | None
-
-
 class StoreOpened(NamedTuple):
     """`run_blocks` is the number of blocks in an object."""
 
     engine_name: str
     run_blocks: int
     run_bytes: int
-
-
-class StoreStatus(NamedTuple):
-    """Orders that have ended, and the state of the store. Sent at least every BEAT_S while results are due."""
-
-    results: Sequence[Result]
-    off_because: str | None
-    counters: SharedCounters

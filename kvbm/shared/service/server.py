@@ -18,7 +18,18 @@ from functools import partial
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import BEAT_S, IDLE_INTERVAL_S, LogRelay, beating, begin, receive_first, send_all
+from kvbm.process.child import (
+    BEAT_S,
+    IDLE_INTERVAL_S,
+    Close,
+    LogRelay,
+    Problem,
+    Status,
+    beating,
+    begin,
+    receive_first,
+    send_all,
+)
 from kvbm.shared.extent_format import ExtentFormat
 from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.keys import KeySpace, extent_blocks
@@ -59,7 +70,7 @@ class _SharedChild:
                 os.eventfd_read(self._result_event)
             for message in self._channel.receive():
                 match message:
-                    case messages.CloseStore():
+                    case Close():
                         self._storage.close(message.timeout_s)
                         self._report()
                         return
@@ -78,7 +89,7 @@ class _SharedChild:
         if results or is_beat_due or off_because != self._reported_off_because:
             self._next_beat_s = now + BEAT_S
             self._reported_off_because = off_because
-            self._channel.send(messages.StoreStatus(results, off_because, self._storage.counters))
+            self._channel.send(Status(results, off_because, self._storage.counters, moved_s=0.0))
         if not self._is_listing_on_its_way and (listing := self._storage.take_listing()) is not None:
             self._is_listing_on_its_way = True
             self._send_listing(*listing)
@@ -104,7 +115,7 @@ def main() -> int:
                 storage, opened = _open(order)
                 storage.wait_for_listing(FIRST_LISTING_S)
         except EnvironmentProblem as error:
-            channel.send(messages.StoreProblem(error.message, error.hint))
+            channel.send(Problem(error.message, error.hint))
             send_all(channel)
             return 1
         channel.send(opened)
