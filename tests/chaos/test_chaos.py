@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from chaos_damages import DAMAGES, Damage, Site, flip
-from chaos_engine import EngineProcess, Refused
+from chaos_engine import CALL_LIMIT_S, EngineProcess, Refused
 from chaos_faults import FAULTS, Fault, Stage
 from chaos_traffic import ANSWER_TOKENS, DEADLINE_S, LOADED_S, Load, Question, ask_all, questions
 from kvbm_engine import prompt
@@ -107,7 +107,7 @@ def caches(tmp_path_factory, asked) -> Caches:
     ended, killed, older, other = (home / name for name in ("ended", "killed", "older", "other"))
     with EngineProcess(home / "log", **options(ended)) as engine:
         for seed in range(500, 505):  # their slots are used again later
-            engine.submit(prompt(seed, 200), ANSWER_TOKENS).result(LIMIT_S)
+            engine.submit(prompt(seed, 200), ANSWER_TOKENS).result(CALL_LIMIT_S)
         written, _ = split(asked)
         ask_all(engine, written[: len(written) // 2])
         engine.call("settle")
@@ -118,7 +118,7 @@ def caches(tmp_path_factory, asked) -> Caches:
         engine.stop()
     with EngineProcess(home / "log", **options(other, seed=1)) as engine:
         for question in asked:
-            engine.submit(question.prompt, ANSWER_TOKENS).result(LIMIT_S)
+            engine.submit(question.prompt, ANSWER_TOKENS).result(CALL_LIMIT_S)
         engine.stop()
     arena_bytes = (instance_of(ended) / "arena").stat().st_size
     return Caches(ended, killed, older, other, arena_bytes // DISK_BLOCKS // 4096 * 4096)

@@ -87,8 +87,18 @@ def test_a_crash_at_the_start_is_reported_while_another_still_starts(
     assert all(map(is_gone, pids_of(engines)))
 
 
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10):
+            return True
+    except OSError:
+        return False
+
+
 def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path: Path) -> None:
-    engines = DisaggregatedEngines.start(plan_of("", "hang"), log_path=tmp_path / "log")
+    plan = plan_of("", "hang")
+    engines = DisaggregatedEngines.start(plan, log_path=tmp_path / "log")
+    eventually(lambda: answers(plan.engines[0][1].health_url))
     with pytest.raises(EngineError, match="decode 0: the engine was not healthy after 1 s"):
         engines.wait_healthy(1)
     assert all(map(is_gone, pids_of(engines)))
