@@ -5,6 +5,7 @@ Each command imports its body when it runs, so that `kvbm --help` is fast and ne
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from kvbm_cli.terminal.usage_error import show_usage_error
 COMPLETION_VARIABLE = "_KVBM_COMPLETE"
 INTERRUPTED = 130
 OTHERS_WRITE = 0o022
+WITHOUT_RUNS = frozenset({"completion", "--version", "--help", "-h"})
+TIER_OPTION = "--dir"  # each command with it says what a tier that hangs means
 
 app = typer.Typer(
     name="kvbm",
@@ -706,6 +709,25 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+def _require_answers(arguments: Sequence[str]) -> None:
+    """Raise EnvironmentProblem if a path of the command line, or the directory of runs, is on a file system that hangs:
+    whatever a command does with it could not be interrupted. Directories of tiers are left to the commands."""
+    from kvbm_cli.system.answering import require_all_answer
+    from kvbm_cli.system.filesystem import state_directory
+
+    paths, option = [], ""
+    for text in arguments:
+        is_option = text.startswith("-")
+        name, _, value = text.partition("=") if is_option else (option, "", text)
+        if value and name != TIER_OPTION and "://" not in value:
+            paths.append(value)
+        option = text if is_option else ""
+    if WITHOUT_RUNS.isdisjoint(arguments[:1]):
+        with contextlib.suppress(RuntimeError):  # without a home, which the command reports
+            paths.append(str(state_directory()))
+    require_all_answer(paths)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
@@ -713,6 +735,7 @@ def run(arguments: Sequence[str]) -> int:
 
         answer_shells()
     try:
+        _require_answers(arguments)
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)
         sys.stdout.flush()
     except KvbmError as error:

@@ -104,7 +104,7 @@ def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -
 
 def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
     """Return 1 if a cache is damaged, or a part of the directory cannot be read."""
-    place, skipped = _place(directory, profile), list[Skipped]()
+    place, skipped = _place(directory, profile, changes=True), list[Skipped]()
     caches = _caches(place, skipped)
     if not (caches or as_json):
         print_data(f"no caches in {place}")
@@ -120,7 +120,7 @@ def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool)
 
 def clear_caches(directory: Path | None, profile: str | None, *, salt: str | None, is_sure: bool) -> int:
     """Return 1 if the user did not confirm, or if a cache cannot be removed."""
-    place, skipped = _place(directory, profile), list[Skipped]()
+    place, skipped = _place(directory, profile, changes=True), list[Skipped]()
     caches = [cache for cache in _caches(place, skipped) if _is_of_this_format(cache) and _is_own(cache, skipped)]
     status = _note_skipped(skipped)
     if not caches:
@@ -164,12 +164,12 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
         raise EnvironmentProblem(f"cannot write `{output}`: {reason}") from None
 
 
-def _place(directory: Path | None, profile: str | None) -> Path:
-    """Return `--dir`, the directory of the profile, or the default directory."""
+def _place(directory: Path | None, profile: str | None, *, changes: bool = False) -> Path:
+    """Return `--dir`, the directory of the profile, or the default directory. `changes`: the command changes caches."""
     if directory is not None:
         if profile is not None:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
-        require_answering(directory)
+        require_answering(directory, changes=changes)
         try:
             is_directory = stat.S_ISDIR(os.stat(directory).st_mode)
         except OSError as error:
@@ -179,15 +179,15 @@ def _place(directory: Path | None, profile: str | None) -> Path:
         _require_outside(directory)
         return directory
     if profile is None:
-        return _answering(expanded(DiskTierSection.model_fields["directory"].default))
+        return _answering(expanded(DiskTierSection.model_fields["directory"].default), changes=changes)
     disk = resolve(profile).profile.tiers.disk
     if disk is None:
         raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
-    return _answering(expanded(disk.directory))
+    return _answering(expanded(disk.directory), changes=changes)
 
 
-def _answering(directory: Path) -> Path:
-    require_answering(directory)
+def _answering(directory: Path, *, changes: bool) -> Path:
+    require_answering(directory, changes=changes)
     return directory
 
 

@@ -27,6 +27,7 @@ from kvbm_cli.doctor.result import Check, CheckState, failure, skipped
 from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.resolve import require_files_answer
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.store.selection import checked_url
 from kvbm_cli.system.filesystem import expanded
@@ -134,6 +135,7 @@ def _resolve(
         return None
     places = [profiles_directory()]
     resolved = load(profile, directories=places, variables=variables, overrides=overrides)
+    require_files_answer(resolved)
     if directory is None or resolved.profile.tiers.disk is None:
         return resolved
     options = {DIRECTORY_KEY: ("--dir", str(_absolute(directory)))}

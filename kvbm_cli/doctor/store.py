@@ -18,6 +18,7 @@ from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
 
 if TYPE_CHECKING:
     from kvbm.config.schema import SharedTierSection
@@ -46,6 +47,7 @@ DIRECTORY_REMEDIES = {
     "conditional put": "make the directory writable",
     "delete": "make the directory writable",
 }
+OTHER_STORE = "mount it again, or use another store (`--url` or `tiers.shared.url`)"
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
@@ -55,6 +57,10 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         yield from _library(context, context.url)
     if context.shared is not None:
         yield from _secret(context.shared)
+    place = directory_of(context.url)
+    if place is not None and not answers(place):
+        yield failure("store", f"the filesystem does not respond: no answer within {ANSWER_LIMIT_S:g} s", OTHER_STORE)
+        return
     writes = context.shared is None or context.shared.write
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
     try:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.config.document import Mistake, together
-from kvbm.config.load import Examined, examine
+from kvbm.config.load import Examined
 from kvbm.errors import ProfileError
-from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import all_mistakes
+from kvbm_cli.profile.resolve import examined
 from kvbm_cli.profile.state_check import is_disabled, state_notes
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
@@ -23,26 +22,26 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
     `is_strict`: it is 1 if a tier holds less than the one above it, or if kvbm is disabled.
     """
     try:
-        examined = examine(reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides)
+        found = examined(reference, overrides)
     except ProfileError as error:
-        examined = Examined(Path(reference), (error,), None)
-    sizing, mistakes = all_mistakes(examined)
-    warnings = list(examined.resolved.warnings) if examined.resolved is not None else []
+        found = Examined(Path(reference), (error,), None)
+    sizing, mistakes = all_mistakes(found)
+    warnings = list(found.resolved.warnings) if found.resolved is not None else []
     has_problem, notes = False, []
-    if examined.resolved is not None and sizing is not None and not mistakes:
-        order = order_problems(examined.resolved, sizing)
-        warnings += [problem.error.message for problem in (*problems_here(examined.resolved, sizing), *order)]
-        has_problem = bool(order) or is_disabled(examined.resolved)
-        notes = state_notes(examined.resolved)
+    if found.resolved is not None and sizing is not None and not mistakes:
+        order = order_problems(found.resolved, sizing)
+        warnings += [problem.error.message for problem in (*problems_here(found.resolved, sizing), *order)]
+        has_problem = bool(order) or is_disabled(found.resolved)
+        notes = state_notes(found.resolved)
     if as_json:
-        file = str(examined.path)
+        file = str(found.path)
         print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings, "notes": notes})
         return ProfileError.exit_code if mistakes else int(is_strict and has_problem)
     for warning in warnings:
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
-    print_data("\n".join([f"{examined.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
+    print_data("\n".join([f"{found.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
     return int(is_strict and has_problem)
 
 

@@ -9,6 +9,7 @@ from kvbm.config.document import together
 from kvbm.config.load import Examined, ResolvedProfile, examine
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.system.answering import require_all_answer
 from kvbm_cli.terminal.show_error import show_warning
 
 
@@ -16,8 +17,8 @@ def resolve(
     reference: str, overrides: Sequence[str] = (), options: Mapping[str, tuple[str, str]] | None = None
 ) -> ResolvedProfile:
     """Load a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
-    examined = _examined(reference, overrides, options)
-    return _valid(examined, examined.mistakes)
+    found = examined(reference, overrides, options)
+    return _valid(found, found.mistakes)
 
 
 def resolve_to_start(
@@ -28,19 +29,34 @@ def resolve_to_start(
     has_cache: bool = True,
 ) -> ResolvedProfile:
     """Like `resolve`. If the profile has mistakes, the error has also those that only this machine can find."""
-    examined = _examined(reference, overrides, options)
-    mistakes: Sequence[ProfileError] = examined.mistakes
+    found = examined(reference, overrides, options)
+    mistakes: Sequence[ProfileError] = found.mistakes
     if mistakes:
         from kvbm_cli.profile.preflight import all_mistakes
 
-        _, mistakes = all_mistakes(examined, has_cache=has_cache)
-    return _valid(examined, mistakes)
+        _, mistakes = all_mistakes(found, has_cache=has_cache)
+    return _valid(found, mistakes)
 
 
-def _examined(reference: str, overrides: Sequence[str], options: Mapping[str, tuple[str, str]] | None) -> Examined:
-    return examine(
+def examined(
+    reference: str, overrides: Sequence[str], options: Mapping[str, tuple[str, str]] | None = None
+) -> Examined:
+    """Read a profile. Raises EnvironmentProblem if the model, the interpreter or the secret is on a file system that
+    hangs. One that hangs below a tier is not an error: an engine starts without the tier."""
+    found = examine(
         reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides, options=options
     )
+    if found.resolved is not None:
+        require_files_answer(found.resolved)
+    return found
+
+
+def require_files_answer(resolved: ResolvedProfile) -> None:
+    """Raise EnvironmentProblem, as `examined`."""
+    profile = resolved.profile
+    shared = profile.tiers.shared
+    named = (profile.engine.model, profile.engine.python, None if shared is None else shared.key_file)
+    require_all_answer(str(path) for path in named if path is not None)
 
 
 def _valid(examined: Examined, mistakes: Sequence[ProfileError]) -> ResolvedProfile:

@@ -40,7 +40,7 @@ def list_objects(request: StoreRequest, *, as_json: bool) -> int:
 
 def purge(request: StoreRequest, *, is_sure: bool, is_dry_run: bool) -> int:
     """Delete the selection. Returns 1 if the user did not confirm, or if something cannot be listed or deleted."""
-    inventory = opened(request)
+    inventory = opened(request, changes=not is_dry_run)
     found = select(inventory, request)
     if not found:
         print_data(f"no objects in {request.url}")

@@ -84,15 +84,16 @@ def block_tokens(selected: Selected) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def opened(request: StoreRequest) -> Inventory:
-    """Connect to the store. UsageError for a wrong option, EnvironmentProblem for a store that cannot be used."""
+def opened(request: StoreRequest, *, changes: bool = False) -> Inventory:
+    """Connect to the store. `changes`: the command changes it. UsageError for a wrong option, EnvironmentProblem for a
+    store that cannot be used."""
     url = checked_url(request.url)
     if url.startswith("mooncake:"):
         raise UsageError(
             f"`--url {request.url}`: the objects of Mooncake Store cannot be listed; it removes old ones itself"
         )
     if (directory := directory_of(url)) is not None:
-        require_answering(directory)
+        require_answering(directory, changes=changes)
     if directory is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
     from kvbm.shared.stores.open import open_inventory

@@ -86,7 +86,7 @@ def verify_objects(
 ) -> int:
     """Return 1 if an object is bad, or if an object or a part of the store could not be read."""
     keys = Keys(key_file)
-    inventory = opened(request)
+    inventory = opened(request, changes=deletes_bad)
     found = [one for one in select(inventory, request) if one.extents]
     if not found and not as_json:
         print_data(f"no objects in {request.url}")

@@ -1,25 +1,41 @@
-"""Whether the file system below a directory answers: a hung mount would keep a command, and its process, for ever.
+"""Whether the file system of a path answers: a hung mount would keep a command, and its process, for ever.
 
-A child process reads a file of the directory. If the file system hangs, the child is left behind: nothing ends a
-process in a call of such a file system, and a thread in this process would keep it from exiting.
+A child process reads the file, or one of the directory. If the file system hangs, the child is left behind: nothing
+ends a process in a call of such a file system, and a thread in this process would keep it from exiting.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.system.mounts import may_hang
 
 ANSWER_LIMIT_S = 3.0
 REMEMBERED_S = 10.0  # a command asks several times
 LOOK = """
-import os, sys
-os.statvfs(sys.argv[1])
-for home, _, files in os.walk(sys.argv[1]):
+import os, stat, sys
+path = sys.argv[1]
+os.statvfs(path)
+if stat.S_ISREG(os.stat(path).st_mode):  # not a pipe, whose content would be gone
+    os.read(os.open(path, os.O_RDONLY), 1)
+if sys.argv[2:]:
+    name = os.path.join(path, f".kvbm-{os.getpid()}")
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(file, b"x")
+        os.fsync(file)
+        os.close(file)
+    finally:
+        os.unlink(name)
+for home, _, files in os.walk(path):
     for name in files:  # one is enough
         os.read(os.open(os.path.join(home, name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), 1)
         sys.exit()
@@ -28,13 +44,13 @@ for home, _, files in os.walk(sys.argv[1]):
 _silent: dict[Path, float] = {}  # directories that did not answer, and when they were asked
 
 
-def answers(directory: Path) -> bool:
-    """Return whether the file system answers, also with an error."""
-    if time.monotonic() - _silent.get(directory, float("-inf")) < REMEMBERED_S:
+def answers(path: Path, *, changes: bool = False) -> bool:
+    """Return whether the file system answers, also with an error. `changes`: also to a write into this directory."""
+    if time.monotonic() - _silent.get(path, float("-inf")) < REMEMBERED_S:
         return False
     try:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", LOOK, str(directory)],
+            [sys.executable, "-I", "-S", "-c", LOOK, str(path), *(["changes"] if changes else [])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -47,15 +63,25 @@ def answers(directory: Path) -> bool:
     except subprocess.TimeoutExpired:
         child.kill()
         child.returncode = 0  # left behind: it ends when the file system answers
-        _silent[directory] = time.monotonic()
+        _silent[path] = time.monotonic()
         return False
     return True
 
 
-def require_answering(directory: Path) -> None:
-    """Raise EnvironmentProblem for a directory whose file system hangs."""
-    if not answers(directory):
+def require_answering(path: Path, *, changes: bool = False) -> None:
+    """Raise EnvironmentProblem for a path whose file system hangs, as `answers`."""
+    if not answers(path, changes=changes):
         raise EnvironmentProblem(
-            f"{directory} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
-            hint=f"check it with `timeout 5 ls {shlex.quote(str(directory))}` and mount it again",
+            f"{path} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
+            hint=f"check it with `timeout 5 ls {shlex.quote(str(path))}` and mount it again",
         )
+
+
+def require_all_answer(paths: Iterable[str]) -> None:
+    """Raise EnvironmentProblem for the first of some paths whose file system hangs. Those on drives of this machine
+    are not asked: that takes no process."""
+    for path in paths:
+        expanded = os.path.expanduser(path)
+        with contextlib.suppress(FileNotFoundError):  # the current directory is gone
+            if "\0" not in expanded and may_hang(expanded):
+                require_answering(Path(expanded))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from doctor.filesystems import Unavailable, mounted
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.app import run
@@ -15,6 +17,7 @@ from kvbm_cli.profile import machine_problems, preflight
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.store.selection import StoreRequest, opened
 from kvbm_cli.system import answering
+from kvbm_cli.system.mounts import may_hang
 
 LIMIT_S = 5.0
 
@@ -24,6 +27,16 @@ def hanging(monkeypatch):
     monkeypatch.setattr(answering, "LOOK", "import time; time.sleep(600)")
     monkeypatch.setattr(answering, "ANSWER_LIMIT_S", 0.2)
     monkeypatch.setattr(answering, "_silent", {})
+
+
+@contextmanager
+def mounted_and_obeying(directory):
+    try:
+        with mounted("fuse-obeys", directory) as point:
+            yield point, (directory / "orders").write_text
+            (directory / "orders").write_text("")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def test_a_directory_that_answers_is_used_whatever_is_in_it(tmp_path):
@@ -70,6 +83,78 @@ def test_an_engine_may_start_although_its_directory_hangs(hanging, tmp_path):
     (problem,) = machine_problems._disk(resolved, sizing)
     assert problem.is_risk
     assert "does not answer within" in problem.error.message
+
+
+@pytest.mark.parametrize("what", ["writes", "fsync", "changes"])
+def test_commands_that_change_a_directory_ask_for_more_than_a_read(tmp_path, what):
+    """A file system that answers reads, and hangs in everything else."""
+    with mounted_and_obeying(tmp_path) as (point, order):
+        (point / "disk").mkdir()
+        order(f"hang-{what}")
+        assert answering.answers(point / "disk")
+        assert not answering.answers(point / "disk", changes=True)
+
+
+def test_a_look_that_changes_leaves_nothing(tmp_path):
+    assert answering.answers(tmp_path, changes=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_paths_of_a_command_line_are_asked_if_their_file_system_may_hang(hanging, monkeypatch, tmp_path, capsys):
+    """Whatever the command does with them: a profile, a directory of a model, a file to write."""
+    monkeypatch.setattr(answering, "may_hang", lambda path: path.startswith(str(tmp_path)))
+    for line in (
+        ("profile", "check", f"{tmp_path}/p.yaml"),
+        ("serve", "--dry-run", f"--profile={tmp_path}/p.yaml"),
+        ("size", f"{tmp_path}/model"),
+        ("serve", "--profile", "demo", "--log", f"{tmp_path}/log"),
+    ):
+        assert run(list(line)) == 1
+        assert f"{tmp_path}/" in (error := capsys.readouterr().err)
+        assert "does not answer within" in error
+
+
+def test_a_directory_of_runs_that_hangs_is_named(hanging, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(answering, "may_hang", lambda path: path.startswith(str(tmp_path)))
+    for line in (["status"], ["stop", "--all"], ["logs"], ["serve", "--profile", "demo"], ["profile", "check", "demo"]):
+        assert run(line) == 1
+        assert f"{tmp_path}/kvbm does not answer within" in capsys.readouterr().err
+    assert run(["--version"]) == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["profile", "check"], ["size", "-p"], ["serve", "--dry-run", "-p"], ["doctor", "-p"]]
+)
+def test_a_model_whose_file_system_hangs_is_named(command, hanging, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "profile.yaml"
+    file.write_text("engine: {kind: embedded, model: /hung/model}\ntiers: {host: {blocks: 8}}\n")
+    monkeypatch.setattr(answering, "may_hang", lambda path: path.startswith("/hung"))
+    assert run([*command, str(file)]) == 1
+    assert "/hung/model does not answer within" in capsys.readouterr().err
+
+
+def test_the_doctor_names_a_store_that_hangs(hanging, tmp_path, capsys):
+    assert run(["doctor", "--url", f"file://{tmp_path}"]) == 1
+    assert "the filesystem does not respond" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_system_that_may_hang_is_found_through_links_and_not_touched(tmp_path, monkeypatch):
+    table = tmp_path / "mountinfo"
+    lines = ["1 1 0:1 / / rw - ext4 /dev/a rw", f"2 1 0:2 / {tmp_path}/nfs rw - nfs4 server:/a rw"]
+    table.write_text("\n".join(lines))
+    (tmp_path / "link").symlink_to("nfs/models")
+    (tmp_path / "there").symlink_to(tmp_path / "link")
+    (tmp_path / "loop").symlink_to("loop")
+    read, followed = os.readlink, []
+    monkeypatch.setattr(os, "readlink", lambda path: followed.append(path) or read(path))
+    for name in ("nfs", "nfs/a", "there/a", "x/../nfs"):
+        assert may_hang(f"{tmp_path}/{name}", table)
+    for name in ("nfs2", "loop/a", "new/a"):
+        assert not may_hang(f"{tmp_path}/{name}", table)
+    assert not any(path.startswith(f"{tmp_path}/nfs/") for path in followed)
+    table.write_text("1 1 0:1 / / rw - fuse.x x rw")
+    assert may_hang("/", table)
 
 
 def test_a_directory_that_did_not_answer_is_not_asked_again_by_the_same_command(hanging, monkeypatch):

@@ -7,7 +7,7 @@
 `drops`: open takes it, and what is written through such a file is never seen again.
 `obeys`: it does what the file `orders` beside DIRECTORY says: an errno's name, which reads, writes and fsync fail with;
 `short`, where the arena of a cache is read and written in part; `stall`, where no read, write, sync or stat ends until
-it says otherwise; `hang-reads` and `hang`, the same for reads alone, and for every call.
+it says otherwise; `hang`, the same for every call, and `hang-KIND` for those of one kind, see HANGING.
 """
 
 from __future__ import annotations
@@ -22,6 +22,17 @@ import mfusepy
 
 HAS_LIMIT = (mfusepy.fuse_version_major, mfusepy.fuse_version_minor) >= (3, 12)
 MANY = {"max_threads": 200} if HAS_LIMIT else {}  # a call that hangs takes a thread
+
+HANGING = {
+    "stat": ("getattr", "statfs"),
+    "list": ("opendir", "readdir"),
+    "open": ("open", "create"),
+    "reads": ("read",),
+    "writes": ("write", "truncate"),
+    "fsync": ("fsync",),
+    "close": ("flush", "release"),
+    "changes": ("mkdir", "rmdir", "unlink", "rename", "link", "chmod", "utimens"),
+}
 
 
 class LyingFilesystem(mfusepy.Operations):
@@ -42,7 +53,7 @@ class LyingFilesystem(mfusepy.Operations):
 
         @wraps(found)  # also the mark of what is not implemented
         def when_it_answers(*args, **keys):
-            while (order := self._order()) == "hang" or (order == "hang-reads" and name == "read"):
+            while (order := self._order()) == "hang" or name in HANGING.get(order.removeprefix("hang-"), ()):
                 time.sleep(0.05)
             return found(*args, **keys)
 
