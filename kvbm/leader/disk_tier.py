@@ -88,6 +88,7 @@ class DiskTier(LowerTier):
         self.reads = OpenReads("the disk tier", self, self._host, clock)
         self._tickets = itertools.count(1)
         self._rates_file = self._open_rates()
+        self._has_answered = False  # the disk, since the last step
         self.rates = context.choice.rates
         if self._rates_file is not None and (known := self._rates_file.read()) is not None:
             self.rates.begin_with(known)
@@ -183,13 +184,15 @@ class DiskTier(LowerTier):
             self._clean()
         if self._rates_file is None and self.is_on:  # the process has started after the engine
             self._rates_file = self._open_rates()
-        if self._rates_file is not None:
+        if self._rates_file is not None and self._has_answered:  # an engine whose thread hangs in a write never exits
             self._rates_file.keep(self.rates.known())
+        self._has_answered = False
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
         ended = []
         for result in self._disk.poll():
+            self._has_answered |= any(result.is_good)
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
             elif (fetch := self.reads.end(result.ticket)) is not None:

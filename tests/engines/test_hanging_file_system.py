@@ -1,11 +1,15 @@
 """A file system that hangs below the disk and the shared tier: at the start, under load, and at the end of an engine.
 
 Needs /dev/fuse and libfuse. The leader's part of this runs in every test run, with a manual clock
-(tests/leader/test_hanging_tiers.py). Each test prints what it has measured.
+(tests/leader/test_hanging_tiers.py). Each test prints what it has measured; with KVBM_WRITE_RESULTS=1 it is written to
+bench/results/.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,6 +27,8 @@ HANGS_S = 30.0
 LONGEST_WAIT_S = 2.5  # beyond the time of the slowest request without the fault
 LONGEST_START_S = LONGEST_STOP_S = 10.0  # beyond those of an engine without lower tiers
 TIERS = ["disk", "shared", "disk and shared"]
+MACHINE = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
+RESULT = Path(__file__).parents[2] / "bench" / "results" / f"{MACHINE}-hanging-file-system.json"
 
 
 class Rig:
@@ -108,12 +114,12 @@ def test_no_request_waits_for_a_file_system_that_hangs_under_load(rig, expected,
 
         with ThreadPoolExecutor(2) as pool:
             waits = [wait for talked in pool.map(talk, range(2)) for wait in talked]
-        print(f"{rig.tiers}, {what}: usual {usual_s:.2f} s, longest {max(waits):.2f} s of {len(waits)}")
+        found = {"usual_wait_s": usual_s, "longest_wait_s": max(waits), "requests": len(waits)}
         assert max(waits) < usual_s + LONGEST_WAIT_S
     finally:
         _, stop_s = timed(engine.engine.stop)
         rig.order("")
-    print(f"stop {stop_s:.1f} s")
+    record(f"{rig.tiers}, {what} under load", found | {"stop_s": stop_s})
     assert stop_s < LONGEST_STOP_S
 
 
@@ -123,7 +129,6 @@ def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_a
     engine.engine.stop()
     rig.order("hang")
     engine, hanging_start_s = timed(rig.engine)
-    print(f"{rig.tiers}: start {start_s:.1f} s, of a file system that hangs {hanging_start_s:.1f} s")
     try:
         assert hanging_start_s < start_s + LONGEST_START_S
         assert rig.are_off(engine)
@@ -142,5 +147,16 @@ def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_a
     finally:
         _, stop_s = timed(engine.engine.stop)
         rig.order("")
-    print(f"stop {stop_s:.1f} s")
+    record(f"{rig.tiers}, hang at the start", {"usual_start_s": start_s, "start_s": hanging_start_s, "stop_s": stop_s})
     assert stop_s < LONGEST_STOP_S
+
+
+def record(case, found):
+    row = {name: round(value, 2) for name, value in found.items()}
+    print(case, row)
+    if os.environ.get("KVBM_WRITE_RESULTS"):
+        kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        kept |= {"command": "KVBM_WRITE_RESULTS=1 pytest -m soak tests/engines/test_hanging_file_system.py"}
+        kept |= {"date": time.strftime("%Y-%m-%d"), "machine": MACHINE}
+        kept.setdefault("cases", {})[case] = row
+        RESULT.write_text(json.dumps(kept, indent=1) + "\n")

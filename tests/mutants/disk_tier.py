@@ -228,4 +228,12 @@ MUTANTS = (
         new="while self.is_writing() and self._clock() < deadline_s:",
         fails="tests/leader/test_disk_tier.py -k confirmed",
     ),
+    Mutant(
+        name="rates-are-written-to-a-disk-that-hangs",
+        bug="an engine cannot exit, because its thread writes to a disk that hangs",
+        file="kvbm/leader/disk_tier.py",
+        old="if self._rates_file is not None and self._has_answered:",
+        new="if self._rates_file is not None:",
+        fails="tests/leader/test_hanging_tiers.py -k just_answered",
+    ),
 )
