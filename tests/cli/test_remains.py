@@ -91,7 +91,8 @@ def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
 
 
 def _guard() -> psutil.Process:
-    return next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+    children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
+    return next(child for child in children if str(GUARD) in child.cmdline())
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
