@@ -60,7 +60,7 @@ class DiskStorage:
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
-        self.on_result: Callable[[], None] | None = None  # called by any thread after a result or a durable clear
+        self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result or a durable clear
         self._found = NOTHING  # not yet returned by `recovered`
         last_generation = self._recover()
         self._index_thread = IndexThread(
@@ -245,8 +245,7 @@ class DiskStorage:
         self._notify()
 
     def _notify(self) -> None:
-        if self.on_result is not None:
-            self.on_result()
+        self.on_result()
 
     def _check_for_stall(self) -> None:
         """Turn the disk off if I/O hangs, and fail the orders that wait for it."""

@@ -9,79 +9,31 @@ leader: when the channel closes, or when its parent process changes. The disk fo
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from kvbm.disk.directory import await_predecessor, device_of
 from kvbm.disk.index_thread import PendingClear
-from kvbm.disk.orders import DiskResult, Forget, Read, Write
+from kvbm.disk.orders import Forget, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.storage import DiskStorage
-from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
-from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import (
-    BEAT_S,
-    IDLE_INTERVAL_S,
-    Close,
-    LogRelay,
-    Problem,
-    Status,
-    beating,
-    begin,
-    receive_first,
-    send_all,
-)
-
-BUSY_INTERVAL_S = 0.1  # between checks for I/O that hangs
+from kvbm.process.channel import Channel
+from kvbm.process.child import LogRelay, send_all
+from kvbm.process.serving import Send, StorageServer, serve_leader
 
 
-class _Child:
-    """Serves one leader. `_in_flight_count` orders have no result yet, and `_clears` are not durable yet."""
+class DiskServer(StorageServer[DiskStorage]):
+    """`_clears` are not durable yet."""
 
     def __init__(self, channel: Channel, storage: DiskStorage, log: LogRelay) -> None:
-        self._channel = channel
-        self._storage = storage
-        self._log = log
-        self._in_flight_count = 0
+        super().__init__(channel, storage, log)
         self._clears: list[PendingClear] = []
-        self._next_beat_s = 0.0
-        self._reported_off_because = storage.off_because
-        self._result_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        storage.on_result = partial(os.eventfd_write, self._result_event, 1)
-
-    def serve(self) -> None:
-        """Run until the leader sends Close. Raises ChannelClosed if the leader exits without."""
-        while True:
-            self._channel.wait(
-                BUSY_INTERVAL_S if self._is_busy() else IDLE_INTERVAL_S, or_readable=(self._result_event,)
-            )
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._result_event)
-            for message in self._channel.receive():
-                if isinstance(message, Close):
-                    self._storage.close(message.timeout_s)
-                    return
-                self._handle(message)
-            self._report(self._storage.poll())
-            if self._storage.is_removed:
-                self._exit(messages.REMOVED)
-            if self._storage.has_lost_io:
-                self._exit(messages.LOST_IO)
-
-    def _exit(self, code: int) -> None:
-        send_all(self._channel)
-        os._exit(code)
 
     def _handle(self, message: object) -> None:
         match message:
             case Read() | Write():
-                self._in_flight_count += 1
-                self._storage.submit(message)
+                self._submit(message)
             case messages.Recover():
                 self._channel.send(self._storage.recovered())
             case Forget():
@@ -91,47 +43,29 @@ class _Child:
                 self._clears.append(clear)
 
     def _is_busy(self) -> bool:
-        return bool(self._in_flight_count or self._clears)
+        return super()._is_busy() or bool(self._clears)
 
-    def _report(self, results: list[DiskResult]) -> None:
-        now = time.monotonic()
-        is_beat_due = self._is_busy() and now >= self._next_beat_s
-        self._in_flight_count -= len(results)
-        off_because = self._storage.off_because
-        if results or is_beat_due or off_because != self._reported_off_because:
-            self._next_beat_s = now + BEAT_S
-            self._reported_off_because = off_because
-            moved_s = self._storage.reads_stuck_since() or now
-            self._channel.send(Status(results, off_because, self._storage.counters, moved_s))
+    def _moved_s(self, now_s: float) -> float:
+        return self._storage.reads_stuck_since() or now_s
+
+    def _report(self) -> None:
+        super()._report()
+        if self._storage.is_removed:
+            self._exit(messages.REMOVED)
+        if self._storage.has_lost_io:
+            self._exit(messages.LOST_IO)
+
+    def _report_more(self) -> None:
         if self._clears and all(clear.is_durable for clear in self._clears):
             self._clears.clear()
             self._channel.send(messages.Cleared())
-        self._log.send(self._channel.send)
+
+    def _exit(self, code: int) -> None:
+        send_all(self._channel)
+        os._exit(code)
 
 
-def main() -> int:
-    """Return 0 after Close, 1 if the disk could not be opened. If the leader exits, the process exits at once."""
-    log = begin()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        order = receive_first(channel, messages.Open)
-        os.sched_setaffinity(0, order.cores)
-        try:
-            with beating(channel) as send:
-                storage, opened = _open(order, send, log)
-        except EnvironmentProblem as error:
-            channel.send(Problem(error.message, error.hint))
-            send_all(channel)
-            return 1
-        channel.send(opened)
-        _Child(channel, storage, log).serve()
-        send_all(channel)
-    except ChannelClosed:
-        os._exit(0)
-    return 0
-
-
-def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
+def _open(order: messages.Open, send: Send, log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
     """May raise EnvironmentProblem."""
     region = Region.map(order.segments)
     if order.settings.persist and order.instance is None:
@@ -151,4 +85,4 @@ def _open(order: messages.Open, send: Callable[[object], None], log: LogRelay) -
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_leader(messages.Open, _open, DiskServer))
