@@ -53,7 +53,7 @@ class ServedStorage(Protocol):
 
 
 class OpenOrder(Protocol):
-    """The first message of a leader. `cores` are those of the process."""
+    """The first message of a leader. The process runs on `cores`."""
 
     @property
     def cores(self) -> frozenset[int]: ...

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbm.config.files import MAX_CONFIG_BYTES, read_at_most
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
 from kvbm.identity.machine import cpu_features, precision_variables
 from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.versions import release_of, version_of
+from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
 LOAD_FORMATS = frozenset({"auto", "AUTO", "LoadFormat.AUTO", "0"})  # that read the files in the directory of the model

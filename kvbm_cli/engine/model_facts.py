@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvbm.config.files import LFS_HINT, MAX_CONFIG_BYTES, is_lfs_pointer, read_at_most
+from kvbm.config.files import LFS_HINT, is_lfs_pointer
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
+from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 from kvbm_cli.engine.near_models import suggestion
 from kvbm_cli.make_model import MODELS
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.config.files import read_at_most
 from kvbm.config.sizes import format_size
 from kvbm.errors import UsageError, reason_of
 from kvbm.sizing import Sizing
+from kvbm.text.reading import read_at_most
 
 MAX_BYTES = 16 << 20
 

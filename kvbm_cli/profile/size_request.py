@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
-from kvbm.config.files import MAX_CONFIG_BYTES
 from kvbm.config.sizes import MAX_BYTES, parse_size
 from kvbm.config.values import count_of, count_value
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import Wanted
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
 from kvbm.sizing.vllm import LAYOUT_VARIABLE
+from kvbm.text.reading import MAX_CONFIG_BYTES
 from kvbm_cli.engine.model_facts import model_directory, read_config
 from kvbm_cli.profile.measured_speeds import MeasuredSpeeds
 from kvbm_cli.profile.resolve import resolve

@@ -7,7 +7,6 @@ read where possible. A probe measures the shapes of K and V; they are not derive
 
 from __future__ import annotations
 
-import errno
 import json
 import platform
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from kvbm.identity.digests import Unidentified
 from kvbm.identity.machine import cpu_features, precision_variables
 from kvbm.identity.options import Options
 from kvbm.identity.versions import release_of
+from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -43,7 +43,6 @@ LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 PROBE_NAME = "kvbm_probe"
 ONE_THREAD_PARAMETERS = 50_000_000
 DIGEST_THREADS = 4
-MAX_CONFIG_BYTES = 16 << 20
 GEOMETRY_VERSION = 3
 
 
@@ -203,11 +202,7 @@ def _read_config(directory: Path) -> Mapping[str, object]:
             hint="use a local directory, or `synthetic:tiny`, which requires no download",
         )
     try:
-        with open(directory / "config.json", "rb") as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise OSError(errno.EFBIG, f"it is larger than {MAX_CONFIG_BYTES >> 20} MiB")
-        facts = json.loads(content)
+        facts = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
     except OSError as error:
         raise EnvironmentProblem(f"`{directory}` has no readable config.json: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
