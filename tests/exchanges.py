@@ -4,7 +4,7 @@
     home/models/current     a link to v1; engines load this path
 
 Each way is a function of `home`. The file systems of the machine decide which can be tried: a way that cannot is
-skipped. `unmount` undoes the mounts.
+skipped. `unmount` undoes the mounts. `save_twin` and `placed` make what they exchange.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kvbm.host.libc import LIBC
 
 WEIGHTS = "model.safetensors"
+LONG_AGO_NS = 10**18
 FICLONE = 0x40049409
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
@@ -33,6 +36,29 @@ def unmount(home: Path) -> None:
     for point in reversed([line.split()[4] for line in lines]):
         if Path(point).is_relative_to(home):
             subprocess.run(["umount", "-l", point], check=True)
+
+
+def save_twin(one: Path, rows: Sequence[int]) -> Path:
+    """Save v2 next to a model: of equal sizes and times, with other values in these rows of the embedding."""
+    two = shutil.copytree(one, one.with_name("v2"))
+    weights = load_file(two / WEIGHTS)
+    name = next(name for name in weights if "embed_tokens" in name)
+    weights[name][rows] = weights[name][rows].flip(1)
+    save_file(weights, two / WEIGHTS, metadata={"format": "pt"})
+    for path in (*one.iterdir(), *two.iterdir()):
+        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert (one / WEIGHTS).stat().st_size == (two / WEIGHTS).stat().st_size
+    return two
+
+
+def placed(saved: Path, tmp_path: Path) -> Iterator[Path]:
+    """Copies of v1 and v2 in `home/models`, and `current`, a link to v1. Yields home, and unmounts what is below it."""
+    home = tmp_path / "home"
+    for name in ("v1", "v2"):
+        shutil.copytree(saved / name, home / "models" / name)
+    (home / "models" / "current").symlink_to("v1")
+    yield home
+    unmount(tmp_path)
 
 
 def swap(one: Path, other: Path) -> None:

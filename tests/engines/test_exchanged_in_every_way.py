@@ -7,21 +7,18 @@ compared with those of engines without a cache. `exchanges.py` has the ways.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import exchanges
 import pytest
 import tiny_models
-from exchanges import CHANGES, WAYS, WEIGHTS, unmount
+from exchanges import CHANGES, WAYS, WEIGHTS
 from kvbm_engine import assert_same, prompt, running
 from safetensors.torch import load_file, save_file
 
 LENGTH = 300
 PROMPTS = [[token % tiny_models.VOCABULARY for token in prompt(seed, LENGTH)] for seed in range(4)]
 BLOCKS = {"disk": len(PROMPTS) * (LENGTH // 16), "shared": len(PROMPTS) * 16}  # a run of the store has 16
-LONG_AGO_NS = 10**18
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +26,7 @@ def saved(tmp_path_factory):
     """Two models of equal sizes and times; the second differs in some rows of the embedding."""
     one = tiny_models.save("llama", tmp_path_factory.mktemp("saved")).rename(tmp_path_factory.mktemp("models") / "v1")
     byte_tokenizer_in(one)
-    two = shutil.copytree(one, one.with_name("v2"))
-    weights = load_file(two / WEIGHTS)
-    rows = sorted({token for tokens in PROMPTS for token in tokens[:5]})
-    weights["model.embed_tokens.weight"][rows] = weights["model.embed_tokens.weight"][rows].flip(1)
-    save_file(weights, two / WEIGHTS, metadata={"format": "pt"})
-    for path in (*one.iterdir(), *two.iterdir()):
-        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
-    assert (one / WEIGHTS).stat().st_size == (two / WEIGHTS).stat().st_size
+    exchanges.save_twin(one, sorted({token for tokens in PROMPTS for token in tokens[:5]}))
     return one.parent
 
 
@@ -56,11 +46,7 @@ def truth(saved):
 
 @pytest.fixture
 def home(saved, tmp_path):
-    for name in ("v1", "v2"):
-        shutil.copytree(saved / name, tmp_path / "home" / "models" / name)
-    (tmp_path / "home" / "models" / "current").symlink_to("v1")
-    yield tmp_path / "home"
-    unmount(tmp_path)
+    yield from exchanges.placed(saved, tmp_path)
 
 
 def answers(model, tier=None, place=None):

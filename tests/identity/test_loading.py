@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import exchanges
 import numpy as np
 import pytest
 from model_files import exchange, model
@@ -22,7 +23,6 @@ from kvbm.identity.loading import Loading, loaded
 from kvbm.identity.moves import RenameWatch
 
 WEIGHTS = "model.safetensors"
-FICLONE = 0x40049409
 BIG = 1 << 20
 
 
@@ -44,13 +44,6 @@ def home(tmp_path):
     return tmp_path / "home"
 
 
-def swap(one: Path, other: Path) -> None:
-    away = one.with_name("away")
-    os.rename(one, away)
-    os.rename(other, one)
-    os.rename(away, other)
-
-
 def retarget(home: Path, target: str) -> None:
     (home / "models" / "next").symlink_to(target)
     os.replace(home / "models" / "next", home / "models" / "current")
@@ -58,30 +51,22 @@ def retarget(home: Path, target: str) -> None:
 
 def rename_the_parent(home: Path) -> None:
     shutil.copytree(home / "models", home / "other", symlinks=True)
-    swap(home / "models", home / "other")
+    exchanges.swap(home / "models", home / "other")
 
 
 def rename_the_parent_and_back(home: Path) -> None:
     rename_the_parent(home)
-    swap(home / "models", home / "other")
+    exchanges.swap(home / "models", home / "other")
 
 
 def rename_the_grandparent(home: Path) -> None:
     shutil.copytree(home, home.with_name("other"), symlinks=True)
-    swap(home, home.with_name("other"))
-
-
-def rename_the_directory(home: Path) -> None:
-    swap(home / "models" / "v1", home / "models" / "v2")
+    exchanges.swap(home, home.with_name("other"))
 
 
 def rename_the_directory_and_back(home: Path) -> None:
-    rename_the_directory(home)
-    rename_the_directory(home)
-
-
-def link_to_another(home: Path) -> None:
-    retarget(home, "v2")
+    exchanges.directory(home)
+    exchanges.directory(home)
 
 
 def link_to_another_and_back(home: Path) -> None:
@@ -89,11 +74,6 @@ def link_to_another_and_back(home: Path) -> None:
     os.rename(home / "models" / "current", former)
     retarget(home, "v2")
     os.replace(former, home / "models" / "current")
-
-
-def hard_link(home: Path) -> None:
-    os.link(home / "models" / "v2" / WEIGHTS, home / "models" / "linked")
-    os.replace(home / "models" / "linked", home / "models" / "v1" / WEIGHTS)
 
 
 def through_a_hard_link(home: Path) -> None:
@@ -129,15 +109,6 @@ def write_directly(home: Path) -> None:
     os.close(fd)
 
 
-def clone(home: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
-    with (home / "models" / "v2" / WEIGHTS).open() as source, (home / "models" / "v1" / WEIGHTS).open("r+") as target:
-        try:
-            fcntl.ioctl(target.fileno(), FICLONE, source.fileno())
-        except OSError:
-            pytest.skip("the file system has no reflinks")
-
-
 def edit_the_tokenizer(home: Path) -> None:
     (home / "models" / "v1" / "tokenizer.json").write_text("{}")
 
@@ -146,24 +117,11 @@ def add_an_adapter(home: Path) -> None:
     (home / "models" / "v1" / "adapter_model.safetensors").write_text("{}")
 
 
-def mount_another(home: Path) -> None:
-    if subprocess.run(["mount", "--bind", home / "models" / "v2", home / "models" / "v1"]).returncode:
-        pytest.skip("cannot mount here")
-
-
-def mount_an_overlay(home: Path) -> None:
-    (home / "upper").mkdir()
-    (home / "work").mkdir()
-    options = f"lowerdir={home / 'models' / 'v2'},upperdir={home / 'upper'},workdir={home / 'work'}"
-    if subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, home / "models" / "v1"]).returncode:
-        pytest.skip("cannot mount an overlay here")
-
-
 EXCHANGES = [
-    *(rename_the_parent, rename_the_parent_and_back, rename_the_grandparent, rename_the_directory),
-    *(rename_the_directory_and_back, link_to_another, link_to_another_and_back, hard_link, through_a_hard_link),
-    *(replace_with_the_old_time, edit_with_the_old_time, edit_a_mapping, write_directly, clone, edit_the_tokenizer),
-    *(add_an_adapter, mount_another, mount_an_overlay),
+    *(rename_the_parent, rename_the_parent_and_back, rename_the_grandparent, exchanges.directory),
+    *(rename_the_directory_and_back, exchanges.link, link_to_another_and_back, exchanges.hard_link),
+    *(through_a_hard_link, exchanges.reflink, exchanges.bind, exchanges.overlay, add_an_adapter),
+    *(replace_with_the_old_time, edit_with_the_old_time, edit_a_mapping, write_directly, edit_the_tokenizer),
 ]
 LATER = [each for each in EXCHANGES if not each.__name__.endswith("_back") and each is not add_an_adapter]
 
@@ -171,19 +129,14 @@ LATER = [each for each in EXCHANGES if not each.__name__.endswith("_back") and e
 @pytest.fixture
 def unmounting(home):
     yield
-    while os.path.ismount(home / "models" / "v1") or _is_bound(home / "models" / "v1"):
-        subprocess.run(["umount", "-l", home / "models" / "v1"], check=True)
-
-
-def _is_bound(path: Path) -> bool:
-    return any(line.split()[4] == str(path) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    exchanges.unmount(home)
 
 
 @pytest.mark.usefixtures("unmounting")
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", ["v1", "current"])
 def test_what_is_exchanged_while_an_engine_loads_is_noticed(home, exchange, name):
-    if exchange in (link_to_another, link_to_another_and_back) and name == "v1":
+    if exchange in (exchanges.link, link_to_another_and_back) and name == "v1":
         pytest.skip("not on the way")
     started = Loading(home / "models" / name)
     exchange(home)
@@ -335,7 +288,7 @@ def since(monkeypatch, start_ns):
     monkeypatch.setattr(loading, "process_start_ns", lambda: start_ns)
 
 
-@pytest.mark.parametrize("exchange", [each for each in EXCHANGES if each not in (mount_another, mount_an_overlay)])
+@pytest.mark.parametrize("exchange", [each for each in EXCHANGES if each not in (exchanges.bind, exchanges.overlay)])
 def test_what_changed_after_the_process_started_is_in_doubt(home, monkeypatch, exchange):
     monkeypatch.setattr(look, "QUIET_NS", 50_000_000)
     since(monkeypatch, time.time_ns())

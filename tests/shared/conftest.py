@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import servers
+from storage_rig import opened
 
 LOCAL = ["directory", "memory"]
 SERVERS = [pytest.param(name, marks=() if name == "moto" else pytest.mark.servers, id=name) for name in servers.NAMES]
@@ -61,3 +62,16 @@ def fresh_place(server):
 def set_environment(monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The directory of `rig`."""
+    return tmp_path / "objects"
+
+
+@pytest.fixture
+def rig(root):
+    """A storage over a directory. Modules about other stores have a `rig` of their own."""
+    with opened(f"file://{root}") as rig:
+        yield rig

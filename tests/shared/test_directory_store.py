@@ -17,17 +17,6 @@ from kvbm.shared.stores import directory
 RUN = make_run(0)
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "objects"
-
-
-@pytest.fixture
-def rig(root):
-    with opened(f"file://{root}") as rig:
-        yield rig
-
-
 def files(root):
     return sorted(path.name for path in root.rglob("*") if path.is_file() and path.suffix != ".json")
 

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from storage_rig import make_run, opened
+from storage_rig import make_run
 
 from kvbm.process import channel as channel_module
 from kvbm.process.channel import Channel
@@ -17,17 +17,6 @@ from kvbm.shared.orders import Outcome
 from kvbm.shared.stores import directory
 
 RUNS = [make_run(number) for number in range(8)]
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "objects"
-
-
-@pytest.fixture
-def rig(root):
-    with opened(f"file://{root}") as rig:
-        yield rig
 
 
 def test_reads_go_on_while_writes_fail_and_writes_go_on_when_they_succeed(rig, monkeypatch):

@@ -8,18 +8,17 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvbm_serve import QUIET, started
 from media_contents import sound_file, url_of
 from media_models import PLACE, media_model
 from vllm_server import Answer, VllmClient, margin
 
-PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 STOP_TIMEOUT_S = 60
 TEMPLATE = (
     "{%% for message in messages %%}{%% for part in message.content %%}"
@@ -128,33 +127,15 @@ def served(
         "server": {"port": "auto"},
     } | dict(tiers or {})
     (directory / "mine.yaml").write_text(json.dumps(profile))
-    stderr = directory / "stderr"
-    command = [*PROGRAM, "serve", "--profile", "./mine.yaml", *([] if tiers else ["--baseline"])]
     with (
-        stderr.open("w") as errors,
-        subprocess.Popen(
-            command,
-            cwd=directory,
-            env=_environment(directory, core),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as program,
+        started(directory, _environment(directory, core), *([] if tiers else ["--baseline"])) as (program, url),
+        ChatClient(url, "m") as client,
     ):
-        try:
-            assert program.stdout is not None
-            url = program.stdout.readline().strip()
-            assert url, stderr.read_text()[-4000:]
-            with ChatClient(url, "m") as client:
-                yield client
-                client.stop(program)
-        finally:
-            program.kill()
+        yield client
+        client.stop(program)
 
 
 def _environment(directory: Path, core: int) -> dict[str, str]:
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     cores = sorted(os.sched_getaffinity(0))
     core = cores[core % len(cores)]
-    return {**os.environ, "HOME": str(directory), **quiet, "VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    return {**os.environ, "HOME": str(directory), **QUIET, "VLLM_CPU_OMP_THREADS_BIND": str(core)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -17,9 +16,23 @@ from random import Random
 
 import numpy as np
 import pytest
-import torch
+from exchanges import (
+    WEIGHTS,
+    bind,
+    direct,
+    directory,
+    grandparent,
+    hard_link,
+    link,
+    mapped,
+    overlay,
+    overwritten,
+    parent,
+    placed,
+    replaced,
+    save_twin,
+)
 from pairs import NO_CACHE
-from safetensors.torch import load_file, save_file
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
@@ -29,7 +42,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 CACHED = 2 * BLOCK_TOKENS
 PROMPTS = [tokens(Random(number), CACHED + 30) for number in range(8)]
 WRITTEN = "kvbm_offload_blocks_h2d"
-WEIGHTS = "model.safetensors"
 LOADED = "Loading weights took"
 DOUBT = "blocks will not stay on disk"
 
@@ -38,16 +50,7 @@ DOUBT = "blocks will not stay on disk"
 def saved(tmp_path_factory):
     """Two models of equal sizes and times; the second differs in some rows of the embedding."""
     one = shutil.copytree(materialise("vllm-25m"), tmp_path_factory.mktemp("saved") / "v1")
-    two = shutil.copytree(one, one.with_name("v2"))
-    weights = load_file(two / WEIGHTS)
-    name = next(name for name in weights if "embed_tokens" in name)
-    rows = sorted({token for prompt in PROMPTS for token in prompt[:5]})
-    weights[name][rows] = weights[name][rows].flip(1)
-    save_file(weights, two / WEIGHTS, metadata={"format": "pt"})
-    for path in (*one.iterdir(), *two.iterdir()):
-        os.utime(path, ns=(10**18, 10**18))
-    assert (one / WEIGHTS).stat().st_size == (two / WEIGHTS).stat().st_size
-    assert torch.is_tensor(weights[name])
+    save_twin(one, sorted({token for prompt in PROMPTS for token in prompt[:5]}))
     return one.parent
 
 
@@ -65,13 +68,7 @@ def truth(saved):
 
 @pytest.fixture
 def home(saved, tmp_path):
-    """The models below `home/models`, and `current`, a link to v1."""
-    for name in ("v1", "v2"):
-        shutil.copytree(saved / name, tmp_path / "home" / "models" / name)
-    (tmp_path / "home" / "models" / "current").symlink_to("v1")
-    yield tmp_path / "home"
-    while str(tmp_path) in Path("/proc/self/mountinfo").read_text():
-        subprocess.run(["umount", "-l", tmp_path / "home" / "models" / "v1"], check=True)
+    yield from placed(saved, tmp_path)
 
 
 def connector_on(disk=None, store=None):
@@ -111,71 +108,6 @@ def until(is_so, limit_s=300.0):
     while not is_so():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-
-
-def swap(one, other):
-    os.rename(one, one.with_name("away"))
-    os.rename(other, one)
-    os.rename(one.with_name("away"), other)
-
-
-def parent(home):
-    """Blue-green: the other directory has the other weights in the place of v1."""
-    shutil.copytree(home / "models", home / "green", symlinks=True)
-    swap(home / "green" / "v1", home / "green" / "v2")
-    swap(home / "models", home / "green")
-
-
-def grandparent(home):
-    green = home.with_name("green")
-    shutil.copytree(home, green, symlinks=True)
-    swap(green / "models" / "v1", green / "models" / "v2")
-    swap(home, green)
-
-
-def directory(home):
-    swap(home / "models" / "v1", home / "models" / "v2")
-
-
-def link(home):
-    (home / "models" / "next").symlink_to("v2")
-    os.replace(home / "models" / "next", home / "models" / "current")
-
-
-def hard_link(home):
-    os.link(home / "models" / "v2" / WEIGHTS, home / "linked")
-    os.replace(home / "linked", home / "models" / "v1" / WEIGHTS)
-
-
-def replaced(home):
-    subprocess.run(["cp", "-p", home / "models" / "v2" / WEIGHTS, home / "part"], check=True)
-    os.replace(home / "part", home / "models" / "v1" / WEIGHTS)
-
-
-def overwritten(home):
-    subprocess.run(["cp", "-p", home / "models" / "v2" / WEIGHTS, home / "models" / "v1" / WEIGHTS], check=True)
-
-
-def mapped(home):
-    source = np.fromfile(home / "models" / "v2" / WEIGHTS, np.uint8)
-    np.memmap(home / "models" / "v1" / WEIGHTS, mode="r+", dtype=np.uint8)[:] = source
-
-
-def direct(home):
-    target = home / "models" / "v1" / WEIGHTS
-    command = ["dd", f"if={home / 'models' / 'v2' / WEIGHTS}", f"of={target}", "bs=1M", "oflag=direct", "conv=notrunc"]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def bind(home):
-    subprocess.run(["mount", "--bind", home / "models" / "v2", home / "models" / "v1"], check=True)
-
-
-def overlay(home):
-    for name in ("upper", "work"):
-        (home / name).mkdir()
-    options = f"lowerdir={home / 'models' / 'v2'},upperdir={home / 'upper'},workdir={home / 'work'}"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, home / "models" / "v1"], check=True)
 
 
 WAYS = [parent, grandparent, directory, link, hard_link, replaced, overwritten, mapped, direct, bind, overlay]

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import psutil
 import pytest
 import traffic
 import yaml
+from kvbm_serve import PROGRAM
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 
@@ -32,7 +32,6 @@ from kvbm.errors import ProfileError
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.make_model import materialise
 
-PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 MODULE = "kvbm.vllm_integration.connector"
 PROMPT_TOKENS = 600
 WHOLE_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS

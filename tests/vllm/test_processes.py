@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from kvbm_serve import PROGRAM, QUIET, started
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, VllmClient
 
 from kvbm_cli.make_model import materialise
 from kvbm_cli.system.guard_process import GUARD
 
-PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 START_TIMEOUT_S = 600
 END_TIMEOUT_S = 60
 SHARED_MEMORY = Path("/dev/shm")
@@ -123,34 +122,15 @@ def model() -> Path:
 
 
 def environment(directory: Path) -> dict[str, str]:
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    quick = {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1"}
-    return {**os.environ, "HOME": str(directory), **quiet, **quick}
+    quick = {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "1"}
+    return {**os.environ, "HOME": str(directory), **QUIET, **quick}
 
 
 @contextlib.contextmanager
 def serving(directory: Path, model: Path) -> Iterator[Serving]:
     (directory / "mine.yaml").write_text(PROFILE.format(model=model, disk=directory / "disk"))
-    stderr = directory / "stderr"
-    with (
-        stderr.open("w") as errors,
-        subprocess.Popen(
-            [*PROGRAM, "serve", "--profile", "./mine.yaml"],
-            cwd=directory,
-            env=environment(directory),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as program,
-    ):
-        try:
-            assert program.stdout is not None
-            url = program.stdout.readline().strip()
-            assert url, stderr.read_text()
-            yield Serving(program, url, stderr)
-        finally:
-            program.kill()
+    with started(directory, environment(directory)) as (program, url):
+        yield Serving(program, url, directory / "stderr")
 
 
 @contextlib.contextmanager
