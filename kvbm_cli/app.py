@@ -587,12 +587,12 @@ def cache_ls(
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
     if url is None:
         _require_url(options)
-        from kvbm_cli.cache import list_caches
+        from kvbm_cli.cache.disk_caches import list_caches
 
         return list_caches(dir_, profile, as_json=json)
     _require_no_directory(dir_, profile)
-    from kvbm_cli.store.command import list_objects
-    from kvbm_cli.store.selection import StoreRequest
+    from kvbm_cli.cache.store_objects import list_objects
+    from kvbm_cli.cache.store_selection import StoreRequest
 
     return list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
 
@@ -636,12 +636,12 @@ def cache_verify(
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
     if url is None:
         _require_url({**options, "--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad})
-        from kvbm_cli.cache import verify_caches
+        from kvbm_cli.cache.disk_caches import verify_caches
 
         return verify_caches(dir_, profile, as_json=json)
     _require_no_directory(dir_, profile)
-    from kvbm_cli.store.selection import StoreRequest
-    from kvbm_cli.store.verification import verify_objects
+    from kvbm_cli.cache.store_selection import StoreRequest
+    from kvbm_cli.cache.store_verification import verify_objects
 
     request = StoreRequest(url, namespace, model, tenant, older_than)
     return verify_objects(request, key_file=key_file, sample=sample, deletes_bad=delete_bad, as_json=json)
@@ -658,8 +658,8 @@ def cache_purge(
     yes: Annotated[bool, _flag("--yes", "Do not ask for confirmation.")] = False,
 ) -> int:
     """Delete objects of a store."""
-    from kvbm_cli.store.command import purge
-    from kvbm_cli.store.selection import StoreRequest
+    from kvbm_cli.cache.store_objects import purge
+    from kvbm_cli.cache.store_selection import StoreRequest
 
     request = StoreRequest(url, namespace, model, tenant, older_than)
     return purge(request, is_sure=yes, is_dry_run=dry_run)
@@ -675,7 +675,7 @@ def cache_clear(
     yes: Annotated[bool, _flag("--yes", "Do not ask for confirmation.")] = False,
 ) -> int:
     """Remove caches. Refuses to run while an engine uses one of them."""
-    from kvbm_cli.cache import clear_caches
+    from kvbm_cli.cache.disk_caches import clear_caches
 
     return clear_caches(dir_, profile, salt=salt, is_sure=yes)
 
@@ -688,7 +688,7 @@ def cache_export_stats(
     output: Annotated[Path | None, _path_option("--output", "FILE", "File to write [default: stdout].")] = None,
 ) -> None:
     """Export statistics as JSON or CSV."""
-    from kvbm_cli.cache import export_stats
+    from kvbm_cli.cache.disk_caches import export_stats
 
     export_stats(dir_, profile, form=format_, output=output)
 

@@ -18,6 +18,7 @@ from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import SizeUnknown, Sizing
+from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, store, tiers
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
 from kvbm_cli.doctor.context import DoctorContext
@@ -29,7 +30,6 @@ from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import require_files_answer
 from kvbm_cli.profile.size import size_of
-from kvbm_cli.store.selection import checked_url
 from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay

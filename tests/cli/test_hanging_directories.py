@@ -12,10 +12,10 @@ from doctor.filesystems import Unavailable, mounted
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.app import run
-from kvbm_cli.cache import list_caches
+from kvbm_cli.cache.disk_caches import list_caches
+from kvbm_cli.cache.store_selection import StoreRequest, opened
 from kvbm_cli.profile import machine_problems, preflight
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.store.selection import StoreRequest, opened
 from kvbm_cli.system import answering
 from kvbm_cli.system.mounts import may_hang
 

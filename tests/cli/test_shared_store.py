@@ -16,7 +16,7 @@ from terminal import ROOT, Kvbm, Outcome, assert_entry, assert_snapshot, environ
 
 from kvbm.hashing import tenant
 from kvbm.shared.protection import AesProtection, HmacProtection
-from kvbm_cli.store import selection
+from kvbm_cli.cache import store_selection
 
 LLAMA, QWEN = bytes.fromhex("aa" * 16), bytes.fromhex("bb" * 16)
 DAY = 86_400
@@ -309,10 +309,10 @@ def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home: Path) -> 
 
 def test_ages_are_whole_numbers_with_a_unit() -> None:
     for text, seconds in (("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 7 * DAY)):
-        before_s = selection._before(text)
+        before_s = store_selection._before(text)
         assert before_s is not None
         assert abs(time.time() - seconds - before_s) < 5
-    assert re.fullmatch(selection.AGE, "-1d") is None
+    assert re.fullmatch(store_selection.AGE, "-1d") is None
 
 
 def test_a_huge_file_under_the_name_of_an_object_is_not_read_into_memory(home: Path) -> None:

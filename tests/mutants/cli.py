@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         name="purge-forgets-the-age",
         bug="The newest objects are selected instead of the oldest.",
-        file="kvbm_cli/store/selection.py",
+        file="kvbm_cli/cache/store_selection.py",
         old="extent.written_s < before_s",
         new="extent.written_s >= before_s",
         fails="tests/cli/test_shared_store.py -k selection",

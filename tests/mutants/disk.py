@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="cache-of-somebody-ends-clear",
         bug="a cache of another user keeps `kvbm cache clear` from removing the user's own",
-        file="kvbm_cli/cache.py",
+        file="kvbm_cli/cache/disk_caches.py",
         old="    return why is None\n",
         new="    return True\n",
         fails="tests/cli/test_planted_stores.py -k names_those_that_are_not",

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm_cli.store.command import SHOWN_HEX, note_left_out
-from kvbm_cli.store.selection import Selected, StoreRequest, opened, select
+from kvbm_cli.cache.store_objects import SHOWN_HEX, note_left_out
+from kvbm_cli.cache.store_selection import Selected, StoreRequest, opened, select
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.read_progress import ReadProgress

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.text.outside import shown
-from kvbm_cli.store.selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
+from kvbm_cli.cache.store_selection import PROGRESS_AFTER_S, Selected, StoreRequest, block_tokens, opened, select
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.progress import ProgressDisplay
