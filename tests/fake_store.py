@@ -17,11 +17,11 @@ class FakeStore:
     """The interface of SharedClient: orders wait until a test runs them, and can fail or
     bring other bytes. What it `keeps` stays when another leader is made on it, and others may write and delete it."""
 
-    run_bytes = 0
-    engine_name = "fake"
+    extent_bytes = 0
+    store_name = "fake"
 
-    def __init__(self, run_blocks: int) -> None:
-        self.run_blocks = run_blocks
+    def __init__(self, extent_blocks: int) -> None:
+        self.extent_blocks = extent_blocks
         self.is_on = True
         self.now_s: Callable[[], float] = lambda: 0.0  # the clock of the leader
         self.counters = SharedCounters()
@@ -77,7 +77,7 @@ class FakeStore:
     def _put(self, order: Put, fault: str | None) -> ObjectResult:
         if fault or not self.slots_carry(order.host_slots, order.generations):
             return ObjectResult.failed(order, "fault")
-        assert len(order.hashes) == self.run_blocks
+        assert len(order.hashes) == self.extent_blocks
         if order.hashes[-1] in self.kept and not order.replaces:
             return ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
         self.kept[order.hashes[-1]] = [[shard[slot].copy() for shard in self.shards] for slot in order.host_slots]

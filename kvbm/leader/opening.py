@@ -100,13 +100,13 @@ def open_tiers(
     if disk is not None and disk.slot_count and config.tiers.disk is not None:
         directory = config.tiers.disk.directory
         log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.io_name)
-    if shared is not None and shared.run_blocks and config.tiers.shared is not None:
+    if shared is not None and shared.extent_blocks and config.tiers.shared is not None:
         log.info(
             "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
             config.tiers.shared.url,
-            shared.engine_name,
-            shared.run_blocks,
-            shared.run_bytes / 2**20,
+            shared.store_name,
+            shared.extent_blocks,
+            shared.extent_bytes / 2**20,
         )
     return disk, shared
 

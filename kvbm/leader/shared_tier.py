@@ -103,9 +103,9 @@ class SharedTier(LowerTier):
         self._copy_counters()
 
     @property
-    def run_blocks(self) -> int:
+    def extent_blocks(self) -> int:
         """The number of blocks in an extent, 0 until the process has started."""
-        return self._client.run_blocks
+        return self._client.extent_blocks
 
     @property
     def is_on(self) -> bool:
@@ -145,7 +145,7 @@ class SharedTier(LowerTier):
         return reached - start
 
     def extents_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Extent]:
-        size = self.run_blocks
+        size = self.extent_blocks
         return [Extent(tuple(hashes[stop - size : stop])) for _, stop in self._names(hashes, start, end)]
 
     def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
@@ -171,7 +171,7 @@ class SharedTier(LowerTier):
         for position in positions:
             one = hashes[position]
             extent = extent_of.get(one)
-            if extent is None and self.run_blocks == 1 and self.contains(one):
+            if extent is None and self.extent_blocks == 1 and self.contains(one):
                 extent = Extent((one,))
             if extent is not None:
                 batches.setdefault(extent.name, ([], extent))[0].append(position)
@@ -205,7 +205,7 @@ class SharedTier(LowerTier):
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
-        if self._used and self.run_blocks:
+        if self._used and self.extent_blocks:
             self._examine()
         self._begin_writes()
 
@@ -267,7 +267,7 @@ class SharedTier(LowerTier):
 
     def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
         """Yield name and end of the whole extents that hold `hashes[start:end]`, in order."""
-        size = self.run_blocks
+        size = self.extent_blocks
         stop = (start // size + 1) * size
         while stop <= len(hashes) and stop - size < end:
             yield hashes[stop - 1], stop
@@ -286,7 +286,7 @@ class SharedTier(LowerTier):
             ticket = next(self._tickets)
             self._probes[ticket] = names
             self._client.submit(Probe(ticket, names))
-        blocks = len(names) * self.run_blocks
+        blocks = len(names) * self.extent_blocks
         limit_s = min(WAIT_S, WAIT_SHARE * self._choice.rates.compute_s(blocks))
         asked = self._asked[request_id] = _Asked(ticket, self._clock() + limit_s)
         return asked
@@ -320,17 +320,17 @@ class SharedTier(LowerTier):
             self._filter.hit([name])
             if self._filter.count(name) < self._policy.frequency_threshold:
                 return
-        if len(self._queue) * self.run_blocks < self._host.capacity_blocks:
-            extent = Extent(tuple(hashes[stop - self.run_blocks : stop]))
+        if len(self._queue) * self.extent_blocks < self._host.capacity_blocks:
+            extent = Extent(tuple(hashes[stop - self.extent_blocks : stop]))
             due_s = self._clock() + JITTER_S * self._random.random()
             self._queue[name] = _Due(extent, tenant, due_s, replaces)
         else:
-            self._counters.shared_dropped_blocks += self.run_blocks
+            self._counters.shared_dropped_blocks += self.extent_blocks
 
     def _begin_writes(self) -> None:
         if not self._queue:
             return
-        limit = self._host.capacity_blocks // PINNED_SHARE // self.run_blocks
+        limit = self._host.capacity_blocks // PINNED_SHARE // self.extent_blocks
         for _ in range(TAKEN_AT_A_TIME):
             if not self._queue or not self.is_on or len(self._writes) >= max(1, min(WRITES_AT_A_TIME, limit)):
                 return
@@ -356,7 +356,7 @@ class SharedTier(LowerTier):
         """Try an extent again, but only one time, whose blocks are not in host memory: when a request ends, its last
         blocks may still be on their way there."""
         if due.is_repeated:
-            self._counters.shared_dropped_blocks += self.run_blocks
+            self._counters.shared_dropped_blocks += self.extent_blocks
         else:
             self._queue[due.extent.name] = replace(due, due_s=self._clock() + REPEAT_S, is_repeated=True)
 

@@ -129,8 +129,8 @@ class Descriptions:
 
     # -- to an event ---------------------------------------------------------------------------------------------------
 
-    def runs(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedRun]:
-        """Split blocks into runs, in which each block is the parent of the next one. `found` are their descriptions."""
+    def extents(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedExtent]:
+        """Split blocks into extents: each block is the parent of the next one. `found` are their descriptions."""
         joined, width, extras = b"".join(found), self._width, None
         if len(joined) != len(found) * width:
             joined = b"".join([one[:width] for one in found])
@@ -147,7 +147,7 @@ class Descriptions:
             known = parent if forms[begin] & HAS_PARENT else None
             first = NO_EXTRAS if extras is None else extras[begin]
             keys = [None] * (end - begin) if extras is None else [one.keys for one in extras[begin:end]]
-            yield DescribedRun(
+            yield DescribedExtent(
                 names[begin:end], known, tokens[begin * size : end * size], first.adapter_id, first.adapter, keys
             )
 
@@ -169,7 +169,7 @@ class Descriptions:
         return note[: self._width] + _encoded(extras._replace(adapter_id=None))
 
 
-class DescribedRun(NamedTuple):
+class DescribedExtent(NamedTuple):
     """Blocks of a chain: their names, the parent of the first one, the tokens of all, and what else names them."""
 
     names: Sequence[Name]

@@ -31,7 +31,7 @@ REMOVED_FIELDS = frozenset(inspect.signature(BlockRemoved).parameters)
 def stored(
     tier: Tier, hashes: Sequence[bytes], descriptions: Sequence[bytes], form: Descriptions
 ) -> Iterator[KVCacheEvent]:
-    """Yield the events of blocks of one group that became findable, one per run of consecutive blocks."""
+    """Yield the events of blocks of one group that became findable, one per extent."""
     group = form.group
     medium, locality = PLACES[tier]
     facts: dict[str, Any] = {
@@ -43,14 +43,14 @@ def stored(
         "locality": locality,
     }
     facts = {name: value for name, value in facts.items() if name in STORED_FIELDS}
-    for run in form.runs(hashes, descriptions):
+    for extent in form.extents(hashes, descriptions):
         yield BlockStored(
-            block_hashes=run.names,
-            parent_block_hash=run.parent,
-            token_ids=run.tokens,
-            lora_id=run.adapter_id,
-            lora_name=run.adapter,
-            extra_keys=run.keys,
+            block_hashes=extent.names,
+            parent_block_hash=extent.parent,
+            token_ids=extent.tokens,
+            lora_id=extent.adapter_id,
+            lora_name=extent.adapter,
+            extra_keys=extent.keys,
             **facts,
         )
 

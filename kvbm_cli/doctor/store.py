@@ -205,8 +205,8 @@ def _break_even(sizing: Sizing, get_rate: float, first_s: float, prefill_rate: f
     if load_rate <= prefill_rate:
         finding = f"the store delivers {shown}: never faster than a prefill of {prefill_rate:,.0f} tokens/s"
         return warning("break-even", finding, "use a faster store or network, or remove `tiers.shared`", **facts)
-    has_runs = sizing.group_count == 1
-    run_tokens = sizing.block_tokens * (extent_blocks(sizing.stored_bytes, sizing.block_tokens) if has_runs else 1)
-    tokens = math.ceil(max(first_s * prefill_rate, 1) / run_tokens) * run_tokens
+    blocks = extent_blocks(sizing.stored_bytes, sizing.block_tokens) if sizing.group_count == 1 else 1
+    extent_tokens = sizing.block_tokens * blocks
+    tokens = math.ceil(max(first_s * prefill_rate, 1) / extent_tokens) * extent_tokens
     finding = f"pays from a common prefix of {tokens:,} tokens on: the store delivers {shown}"
     return ok("break-even", finding, **facts, pays_from_tokens=tokens)

@@ -314,14 +314,14 @@ class SharedMachine(DiskMachine):
         ranks=st.integers(1, 2),
         host=st.integers(2, 6),
         disk=st.sampled_from([None, 1, 9]),
-        run_blocks=st.sampled_from([1, 2]),
+        extent_blocks=st.sampled_from([1, 2]),
         to_shared=st.sampled_from(["always", "frequency"]),
         reads_always=st.booleans(),
         gives_up=st.booleans(),
         slice_blocks=st.sampled_from([1, 2, 4096]),
         is_full=st.booleans(),
     )
-    def build(self, ranks, host, disk, run_blocks, to_shared, reads_always, gives_up, slice_blocks, is_full):
+    def build(self, ranks, host, disk, extent_blocks, to_shared, reads_always, gives_up, slice_blocks, is_full):
         self.options = {
             "slots": host,
             "ranks": ranks,
@@ -331,7 +331,7 @@ class SharedMachine(DiskMachine):
             "slice_blocks": slice_blocks,
             "disk": DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0, reads_always=reads_always),
             "shared": SharedPolicy(to_shared=to_shared, frequency_decay_s=50.0),
-            "store": FakeStore(run_blocks),
+            "store": FakeStore(extent_blocks),
             **self.model,
         }
         self.rig = Rig(fake_disk=disk, **self.options)
@@ -346,7 +346,7 @@ class SharedMachine(DiskMachine):
         return self.options["store"]
 
     def runs(self, names="abc"):
-        size = self.store.run_blocks
+        size = self.store.extent_blocks
         return [CHAINS[name][end - size : end] for name in names for end in range(size, LENGTH + 1, size)]
 
     @rule(fault=st.sampled_from([None, None, None, "fail", "bad"]), index=st.integers(0, 2))

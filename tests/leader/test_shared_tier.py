@@ -18,10 +18,10 @@ from kvbm.types import Tier
 ALWAYS = DiskPolicy(reads_always=True)
 
 
-def make(store=None, *, to_shared="always", slots=8, run_blocks=2, writes=True, **options):
+def make(store=None, *, to_shared="always", slots=8, extent_blocks=2, writes=True, **options):
     policy = SharedPolicy(to_shared=to_shared, writes=writes, drain_s=options.pop("drain_s", 0.0))
     options = {"disk": ALWAYS, **options}
-    return Rig(slots=slots, store=store or FakeStore(run_blocks), shared=policy, **options)
+    return Rig(slots=slots, store=store or FakeStore(extent_blocks), shared=policy, **options)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def written(name="a", length=4, **options):
     hashes = first.fill(name, length)
     first.settle_store()
     store = first.store
-    assert store.writes == length // store.run_blocks
+    assert store.writes == length // store.extent_blocks
     first.close()
     second = make(store, **options)
     second.store.list_all()
@@ -74,7 +74,7 @@ def test_a_store_that_starts_later_gets_the_runs_that_were_used_before():
     rig.settle_store()
     assert rig.leader.match("waits", hashes, 0) == 4, "from host memory"
     assert not rig.store.waiting
-    rig.store.run_blocks, rig.store.is_on = 2, True
+    rig.store.extent_blocks, rig.store.is_on = 2, True
     rig.settle_store()
     assert names(rig.store) == {hashes[1], hashes[3]}
     rig.close()
@@ -470,7 +470,7 @@ def test_a_run_that_was_written_while_the_store_was_listed_stays_known():
     rig.settle_store()
     shared = rig.shared_tier
     runs = shared.extents_of(hashes, 0, 4)
-    assert len(runs) == 4 // rig.store.run_blocks
+    assert len(runs) == 4 // rig.store.extent_blocks
     assert all(shared.contains(run.name) for run in runs)
     rig.close()
 
@@ -538,7 +538,7 @@ def test_a_configured_tier_that_is_not_opened_is_reported_as_off(is_configured):
 
 
 def test_several_groups_find_blocks_by_the_index():
-    first = make(run_blocks=1, slots=16)
+    first = make(extent_blocks=1, slots=16)
     full, window = first.fill("full", 3), first.fill("window", 3)
     first.settle_store()
     first.close()

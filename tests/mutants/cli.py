@@ -243,8 +243,8 @@ MUTANTS = (
         name="doctor-forgets-the-first-byte",
         bug="The break-even length ignores how long the first blocks take.",
         file="kvbm_cli/doctor/store.py",
-        old="math.ceil(max(first_s * prefill_rate, 1) / run_tokens)",
-        new="math.ceil(1 / run_tokens)",
+        old="math.ceil(max(first_s * prefill_rate, 1) / extent_tokens)",
+        new="math.ceil(1 / extent_tokens)",
         fails="tests/cli/test_doctor_store.py -k pays_from",
     ),
     Mutant(

@@ -22,14 +22,14 @@ NAMESPACE = bytes(range(16))
 SHARDS = (3072, 5120)  # payload bytes of two ranks
 PADDING = 1024  # of a slot behind its payload
 SLOTS = 64
-RUN_BLOCKS = 4
+EXTENT_BLOCKS = 4
 
 
 def make_hash(number):
     return int(number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") + int(number).to_bytes(8, "little")
 
 
-def make_run(number, block_count=RUN_BLOCKS):
+def make_run(number, block_count=EXTENT_BLOCKS):
     """The hashes of run `number` of a chain."""
     return tuple(make_hash(number * block_count + position) for position in range(block_count))
 
@@ -42,10 +42,10 @@ def pattern(sequence_hash, length):
 class Rig:
     """A storage, its host slots, and calls that wait for their ticket."""
 
-    def __init__(self, store, *, namespace=NAMESPACE, protection=None, run_blocks=RUN_BLOCKS, **options):
+    def __init__(self, store, *, namespace=NAMESPACE, protection=None, extent_blocks=EXTENT_BLOCKS, **options):
         self.store = store
         self.shards = [np.zeros((SLOTS, size + PADDING), np.uint8) for size in SHARDS]
-        self.form = ExtentFormat(namespace, run_blocks, sum(SHARDS), HASH_BYTES)
+        self.form = ExtentFormat(namespace, extent_blocks, sum(SHARDS), HASH_BYTES)
         self.keys = KeySpace(namespace)
         self.carries = True
         geometry = ExtentGeometry(self.shards, SHARDS, self.form, protection or NoProtection())

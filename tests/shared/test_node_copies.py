@@ -40,7 +40,7 @@ def processes(proxy, server_of, tmp_path):
     """Two engines, each with its process, after objects were written."""
     place = fresh_place(server_of("moto"))
     with ExitStack() as stack:
-        with opened(place, run_blocks=1) as writer:
+        with opened(place, extent_blocks=1) as writer:
             for number in range(OBJECTS):
                 assert writer.put((make_hash(number),)).outcome is Outcome.GOOD
         yield [stack.enter_context(opened_process(place, node_directory=tmp_path)) for _ in range(2)]

@@ -7,7 +7,7 @@ import pytest
 import servers
 from conftest import SERVERS, fresh_place, set_environment
 from fault_proxy import FAULTS, FaultProxy
-from storage_rig import RUN_BLOCKS, make_run, opened
+from storage_rig import EXTENT_BLOCKS, make_run, opened
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.orders import Get, Outcome, Probe, Put
@@ -42,7 +42,7 @@ def get_at_once(rig, count):
 
 
 def slots_of(number):
-    return range(16 + number * RUN_BLOCKS, 16 + (number + 1) * RUN_BLOCKS)
+    return range(16 + number * EXTENT_BLOCKS, 16 + (number + 1) * EXTENT_BLOCKS)
 
 
 def await_on(rig):
@@ -159,7 +159,7 @@ def test_two_storages_that_write_the_same_runs_make_no_wrong_byte(server, place)
     with opened(place) as first, opened(place) as second:
         for rig in (first, second):
             for position in range(16):
-                rig.fill(position, make_run(position // RUN_BLOCKS)[position % RUN_BLOCKS])
+                rig.fill(position, make_run(position // EXTENT_BLOCKS)[position % EXTENT_BLOCKS])
         writes = [
             (rig, rig.submit(Put, make_run(number), tuple(range(4 * number, 4 * number + 4)), (1,) * 4))
             for number in range(4)

@@ -105,7 +105,7 @@ def opened(url, *, named=None, **options):
         if named is None:
             named = Future()
             named.set_result(NAME)
-        client = SharedClient(named, settings, [segment.info], BlockShape(HASH_BYTES, 16, has_runs=False))
+        client = SharedClient(named, settings, [segment.info], BlockShape(HASH_BYTES, 16, has_extents=False))
         client.await_opening()
         try:
             yield ClientRig(client, region)
@@ -136,10 +136,10 @@ def test_a_store_whose_blocks_get_their_name_later_has_the_runs_of_that_name(url
     named = Future()
     with opened(url, named=named) as rig:
         rig.poll()
-        assert (rig.client.is_on, rig.client.run_blocks, rig.client.pid) == (False, 0, 0)
+        assert (rig.client.is_on, rig.client.extent_blocks, rig.client.pid) == (False, 0, 0)
         named.set_result(NAME)
         rig.await_that(lambda: rig.client.is_on)
-        assert (rig.client.run_blocks, rig.client.restarts, rig.client.counters.times_off) == (1, 0, 0)
+        assert (rig.client.extent_blocks, rig.client.restarts, rig.client.counters.times_off) == (1, 0, 0)
         assert rig.get(0).is_good == (True,)
         assert rig.holds(0)
         pid = rig.client.pid

@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class BlockShape(NamedTuple):
-    """`has_runs`: an object may hold several blocks of a chain."""
+    """`has_extents`: an object may hold several blocks of a chain."""
 
     hash_bytes: int
     block_tokens: int
-    has_runs: bool
+    has_extents: bool
 
 
 class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
@@ -104,17 +104,17 @@ class SharedClient(ChildService[Order, Result, SharedCounters]):
         super().__init__(SharedProcess(), named, settings.url)
 
     @property
-    def run_blocks(self) -> int:
+    def extent_blocks(self) -> int:
         """The number of blocks in an object, 0 until the first process has started."""
-        return self._process.opened.run_blocks
+        return self._process.opened.extent_blocks
 
     @property
-    def run_bytes(self) -> int:
-        return self._process.opened.run_bytes
+    def extent_bytes(self) -> int:
+        return self._process.opened.extent_bytes
 
     @property
-    def engine_name(self) -> str:
-        return self._process.opened.engine_name
+    def store_name(self) -> str:
+        return self._process.opened.store_name
 
     def take_listing(self) -> Listing | None:
         """Return the next part of a listing of the namespace, if one has arrived."""

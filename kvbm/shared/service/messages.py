@@ -26,7 +26,7 @@ class OpenStore(NamedTuple):
     segments: Sequence[SegmentInfo]
     hash_bytes: int
     block_tokens: int
-    has_runs: bool
+    has_extents: bool
     cores: frozenset[int]
 
 
@@ -36,8 +36,8 @@ class ListingTaken(NamedTuple):
 
 
 class StoreOpened(NamedTuple):
-    """`run_blocks` is the number of blocks in an object."""
+    """`extent_blocks` is the number of blocks in an object."""
 
-    engine_name: str
-    run_blocks: int
-    run_bytes: int
+    store_name: str
+    extent_blocks: int
+    extent_bytes: int
