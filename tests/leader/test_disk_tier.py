@@ -849,6 +849,22 @@ def test_where_a_group_with_a_window_lacks_its_end_what_host_memory_serves_is_of
     rig.close()
 
 
+def test_a_request_whose_load_the_disk_has_failed_does_not_read_from_it_again():
+    rig = make()
+    hashes = rig.fill("a", 3)
+    settled(rig)
+    rig = restarted(rig)
+    blocks = rig.load("r", hashes)
+    rig.order()
+    while rig.disk.run("read", "fail-all"):
+        rig.leader.settle()
+    assert rig.disk_tier.is_on
+    assert rig.leader.match("r", hashes, 0) == 0
+    assert rig.leader.match("other", hashes, 0) == 3, "a failed read says nothing about the blocks"
+    rig.finish("r", hashes, blocks)
+    rig.close()
+
+
 def test_blocks_of_another_disk_are_refused_when_they_do_not_fit():
     disk = FakeDisk(2)
     disk.kept = {0: (chain("a", 1)[0], []), 1: (chain("a", 1)[0], [])}

@@ -74,7 +74,7 @@ MUTANTS = (
         file="kvbm/leader/matching.py",
         old="may_read_lower = request.may_read_lower and self._accepts_failed_loads",
         new="may_read_lower = self._accepts_failed_loads",
-        fails="tests/leader/test_disk_tier.py -k several_groups",
+        fails="tests/leader/test_disk_tier.py -k does_not_read_from_it_again",
     ),
     Mutant(
         name="leader-copies-behind-a-low-priority",
