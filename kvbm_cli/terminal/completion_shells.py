@@ -17,8 +17,9 @@ from typer._click.shell_completion import CompletionItem, add_completion_class
 from typer._completion_classes import ZshComplete
 from typer._completion_shared import get_completion_script
 
+from kvbm_cli.terminal.options import ANY_FILE
+
 PROGRAM = "kvbm"
-FILES = "files"  # help text of a word that any file name may complete
 BASH_ENDS = ("=", ":")
 
 
@@ -29,7 +30,7 @@ _kvbm_completion() {{
     COMPREPLY=( $( env _TYPER_COMPLETE_ARGS="${{COMP_LINE:0:COMP_POINT}}" _KVBM_WORD="${{COMP_WORDS[COMP_CWORD]}}" \\
                    {variable}=complete_bash "$1" ) )
     case "${{COMPREPLY[*]-}}" in
-        :{FILES}) COMPREPLY=(); compopt -o default 2>/dev/null ;;
+        :{ANY_FILE}) COMPREPLY=(); compopt -o default 2>/dev/null ;;
         *=) compopt -o nospace 2>/dev/null ;;
     esac
     return 0
@@ -69,7 +70,7 @@ class _Shell(ZshComplete):
         arguments, word = self.get_completion_args()
         items = self.get_completions(arguments, word)
         option = f"{word.partition('=')[0]}=" if word.startswith("-") and "=" in word else ""
-        named = [item for item in items if item.help != FILES]
+        named = [item for item in items if item.help != ANY_FILE]
         return _Found(word, option, named, wants_files=len(named) < len(items))
 
 
@@ -77,7 +78,7 @@ class _Bash(_Shell):
     def complete(self) -> str:
         found = self.found()
         if found.wants_files:
-            return f":{FILES}"
+            return f":{ANY_FILE}"
         typed = os.environ.get("_KVBM_WORD", "")
         kept = len(found.word) - (0 if typed in BASH_ENDS else len(typed))
         return "\n".join(f"{found.option}{item.value}"[max(0, kept) :] for item in found.items)

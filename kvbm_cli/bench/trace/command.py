@@ -11,7 +11,7 @@ from kvbm_cli.bench.trace.analysis import analyse
 from kvbm_cli.bench.trace.show_trace import WIDTH, as_trace_data, show_trace
 from kvbm_cli.bench.trace.trace_request import DEFAULT_BLOCK_TOKENS, TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
-from kvbm_cli.profile.size_request import SizeRequest
+from kvbm_cli.size.request import SizeRequest
 from kvbm_cli.terminal.console import print_json
 from kvbm_cli.terminal.progress import ProgressDisplay
 

@@ -17,8 +17,8 @@ from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
 from kvbm.sizing.vllm import LAYOUT_VARIABLE
 from kvbm.text.reading import MAX_CONFIG_BYTES
 from kvbm_cli.engine.model_facts import model_directory, read_config
-from kvbm_cli.profile.measured_speeds import MeasuredSpeeds
 from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.size.measured_speeds import MeasuredSpeeds
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile

@@ -19,7 +19,7 @@ from kvbm_cli.profile.size import (
     tier_table,
     tier_warnings,
 )
-from kvbm_cli.profile.size_request import SizeRequest
+from kvbm_cli.size.request import SizeRequest
 from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 

@@ -1,0 +1,192 @@
+"""`kvbm bench`: its options and help, and those of its subcommands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbm.types import MAX_SECONDS
+from kvbm_cli.profile.options import SetOption, profile_option
+from kvbm_cli.size.app import models
+from kvbm_cli.terminal.command_line import Command, CommandGroup
+from kvbm_cli.terminal.options import (
+    JsonOption,
+    Text,
+    files,
+    flag,
+    matching,
+    names_in,
+    option,
+    path_argument,
+    path_option,
+)
+
+bench_app = typer.Typer(
+    cls=CommandGroup, invoke_without_command=True, rich_markup_mode=None, subcommand_metavar="[COMMAND]"
+)
+COMPARE_HELP = (
+    "Compare with `baseline`, the engine without kvbm; with a profile; with the engine of a profile without kvbm; or "
+    "with a running server, as URL or NAME=URL [default: baseline]. May be repeated. Without --profile, the first "
+    "server is measured."
+)
+
+
+def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """Return what `kvbm bench --compare` takes."""
+    from kvbm_cli.bench.comparison import BASELINE
+    from kvbm_cli.package_data import profiles_directory
+
+    names = [*matching([BASELINE], incomplete), *names_in(profiles_directory(), incomplete)]
+    return names or files(incomplete)
+
+
+def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    from kvbm_cli.package_data import workloads_directory
+
+    return names_in(workloads_directory(), incomplete) or files(incomplete)
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    profile: Annotated[str | None, profile_option()] = None,
+    set_: SetOption = None,
+    compare: Annotated[
+        list[str] | None,
+        option("--compare", "baseline|PROFILE|baseline:PROFILE|URL", COMPARE_HELP, compared),
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        option(
+            "--workload",
+            "NAME|PATH",
+            "Name or file of a workload; may be repeated [default: from the profile, else conversations].",
+            workloads,
+        ),
+    ] = None,
+    pressure: Annotated[
+        Text, option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
+    ] = None,
+    rate: Annotated[
+        float | None, option("--rate", "N", "Requests per second and arm, at fixed times.", min=1e-6, max=1e6)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        option(
+            "--concurrency",
+            "N",
+            "Sessions in flight; each sends its next request after the answer.",
+            min=1,
+            max=100_000,
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        option(
+            "--duration", "SECONDS", "Launch no request after this many seconds of a run.", min=1e-3, max=MAX_SECONDS
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        option("--pairs", "N", "How often each arm runs [default: 3 in turn, 1 interleaved].", min=1, max=100),
+    ] = None,
+    dry_run: Annotated[
+        bool, flag("--dry-run", "Print what would run, how long, and with how much memory; start no engine.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        path_option("--output", "DIR", "New directory for the records and the report [default: kvbm-runs/TIME]."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        path_option(
+            "--resume", "DIR", "Continue the interrupted benchmark in this directory; requires the same options."
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> int:
+    """Measure engines with and without kvbm."""
+    if context.invoked_subcommand is not None:
+        return 0
+    from kvbm_cli.bench import command as body
+    from kvbm_cli.bench.cells import Overrides
+
+    request = body.BenchRequest(
+        profile=profile,
+        overrides=set_ or (),
+        compare=compare or (),
+        workloads=workload or (),
+        pressure=pressure,
+        schedule=Overrides(rate, concurrency, duration, pairs),
+        output=output,
+        resume=resume,
+        is_dry_run=dry_run,
+        as_json=json,
+    )
+    return body.bench(request)
+
+
+@bench_app.command("trace", cls=Command)
+def bench_trace(
+    file: Annotated[Path, path_argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
+    model: Annotated[
+        str | None,
+        option("--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", models),
+    ] = None,
+    bytes_per_token: Annotated[
+        str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
+    ] = None,
+    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
+    time_scale: Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")] = 1.0,
+    column: Annotated[
+        list[str] | None,
+        option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
+    ] = None,
+    turns: Annotated[
+        str,
+        option(
+            "--turns",
+            "added|whole",
+            "Whether a line of a session holds what its turn adds, or the whole prompt.",
+        ),
+    ] = "added",
+    json: JsonOption = False,
+) -> int:
+    """Show the lengths, the sharing and the hit rates of a trace."""
+    from kvbm_cli.bench.trace.command import trace
+
+    return trace(
+        file,
+        block_tokens=block_tokens,
+        bytes_per_token=bytes_per_token,
+        model=model,
+        time_scale=time_scale,
+        columns=column or [],
+        turns=turns,
+        as_json=json,
+    )
+
+
+DirectoryArgument = Annotated[Path, path_argument("DIR", "Directory of a benchmark.")]
+
+
+@bench_app.command("report", cls=Command)
+def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
+    """Compute the summary, report and exports again."""
+    from kvbm_cli.bench import command as body
+
+    return body.report(directory, as_json=json)
+
+
+@bench_app.command("diff", cls=Command)
+def bench_diff(
+    first: Annotated[Path, path_argument("A", "Directory of the first benchmark.")],
+    second: Annotated[Path, path_argument("B", "Directory of the second benchmark; `faster` means that it is faster.")],
+    json: JsonOption = False,
+) -> int:
+    """Compare two benchmarks that sent the same requests, arm by arm."""
+    from kvbm_cli.bench.diff import diff
+
+    return diff(first, second, as_json=json)

@@ -1,0 +1,147 @@
+"""`kvbm cache`: its subcommands with their options and help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from kvbm.errors import UsageError
+from kvbm_cli.profile.options import profile_option
+from kvbm_cli.terminal.command_line import Command
+from kvbm_cli.terminal.options import JsonOption, command_group, flag, option, path_option
+
+cache_app = command_group("List, verify and clear caches.")
+DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
+CacheDirectoryOption = Annotated[Path | None, path_option("--dir", "DIR", DIR_HELP)]
+CacheProfileOption = Annotated[str | None, profile_option("Use the `tiers.disk.directory` of this profile.")]
+STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
+StoreOption = Annotated[str | None, option("--url", "URL", STORE_HELP)]
+NAMESPACE_HELP = "Only namespaces that begin with HEX; requires --url."
+NamespaceOption = Annotated[str | None, option("--namespace", "HEX", NAMESPACE_HELP)]
+ModelOption = Annotated[str | None, option("--model", "NAME", "Only this model, as `ls` shows it; requires --url.")]
+TENANT_HELP = "Only objects of requests with this cache salt; requires --url."
+TenantOption = Annotated[str | None, option("--tenant", "SALT", TENANT_HELP)]
+AGE_HELP = "Only objects older than this, such as `12h` or `7d`; requires --url."
+AgeOption = Annotated[str | None, option("--older-than", "AGE", AGE_HELP)]
+
+
+@cache_app.command("ls", cls=Command)
+def cache_ls(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    url: StoreOption = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    json: JsonOption = False,
+) -> int:
+    """List caches, or objects of a store."""
+    options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
+    if url is None:
+        _require_url(options)
+        from kvbm_cli.cache.disk_caches import list_caches
+
+        return list_caches(dir_, profile, as_json=json)
+    _require_no_directory(dir_, profile)
+    from kvbm_cli.cache.store_objects import list_objects
+    from kvbm_cli.cache.store_selection import StoreRequest
+
+    return list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
+
+
+def _require_url(options: Mapping[str, object]) -> None:
+    """UsageError for an option that selects objects of a store, but without a store."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise UsageError(f"`{name}` requires a store", hint="add `--url URL`")
+
+
+def _require_no_directory(directory: Path | None, profile: str | None) -> None:
+    """UsageError for a directory and a store."""
+    name = "--dir" if directory is not None else "--profile"
+    if directory is not None or profile is not None:
+        raise UsageError(f"`{name}` and `--url` cannot be used together", hint="remove one of them")
+
+
+@cache_app.command("verify", cls=Command)
+def cache_verify(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    url: StoreOption = None,
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    sample: Annotated[
+        int | None, option("--sample", "N", "Verify only N random objects; requires --url.", min=1)
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        path_option("--key-file", "FILE", "Secret of protected objects [default: KVBM_SHARED_KEY]; requires --url."),
+    ] = None,
+    delete_bad: Annotated[bool, flag("--delete-bad", "Delete bad objects; requires --url.")] = False,
+    json: JsonOption = False,
+) -> int:
+    """Verify every block of caches or objects. Exits with 1 if one is damaged.
+
+    Damaged blocks of a cache on disk are dropped."""
+    options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
+    if url is None:
+        _require_url({**options, "--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad})
+        from kvbm_cli.cache.disk_caches import verify_caches
+
+        return verify_caches(dir_, profile, as_json=json)
+    _require_no_directory(dir_, profile)
+    from kvbm_cli.cache.store_selection import StoreRequest
+    from kvbm_cli.cache.store_verification import verify_objects
+
+    request = StoreRequest(url, namespace, model, tenant, older_than)
+    return verify_objects(request, key_file=key_file, sample=sample, deletes_bad=delete_bad, as_json=json)
+
+
+@cache_app.command("purge", cls=Command)
+def cache_purge(
+    url: Annotated[str, option("--url", "URL", STORE_HELP)],
+    namespace: NamespaceOption = None,
+    model: ModelOption = None,
+    tenant: TenantOption = None,
+    older_than: AgeOption = None,
+    dry_run: Annotated[bool, flag("--dry-run", "Show what would be deleted, and delete nothing.")] = False,
+    yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
+) -> int:
+    """Delete objects of a store."""
+    from kvbm_cli.cache.store_objects import purge
+    from kvbm_cli.cache.store_selection import StoreRequest
+
+    request = StoreRequest(url, namespace, model, tenant, older_than)
+    return purge(request, is_sure=yes, is_dry_run=dry_run)
+
+
+@cache_app.command("clear", cls=Command)
+def cache_clear(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    salt: Annotated[
+        str | None, option("--salt", "SALT", "Remove only blocks of requests with this cache salt.")
+    ] = None,
+    yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
+) -> int:
+    """Remove caches. Refuses to run while an engine uses one of them."""
+    from kvbm_cli.cache.disk_caches import clear_caches
+
+    return clear_caches(dir_, profile, salt=salt, is_sure=yes)
+
+
+@cache_app.command("export-stats", cls=Command)
+def cache_export_stats(
+    dir_: CacheDirectoryOption = None,
+    profile: CacheProfileOption = None,
+    format_: Annotated[str, option("--format", "FORMAT", "Output format: json or csv.")] = "json",
+    output: Annotated[Path | None, path_option("--output", "FILE", "File to write [default: stdout].")] = None,
+) -> None:
+    """Export statistics as JSON or CSV."""
+    from kvbm_cli.cache.disk_caches import export_stats
+
+    export_stats(dir_, profile, form=format_, output=output)

@@ -1,0 +1,66 @@
+"""Options with a profile, which many commands have, and their completion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvbm_cli.terminal.options import argument, files, flag, matching, names_in, option
+
+if TYPE_CHECKING:
+    from kvbm.config.keys import Key
+
+
+def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
+    """Names of shipped profiles; files if no name matches."""
+    from kvbm_cli.package_data import profiles_directory
+
+    return names_in(profiles_directory(), incomplete) or files(incomplete)
+
+
+def engines(incomplete: str) -> list[str]:
+    from kvbm.config.engine import ENGINE_KINDS
+
+    return matching(ENGINE_KINDS, incomplete)
+
+
+def keys(incomplete: str) -> list[str]:
+    """Profile keys for `--set`; after the `=` the possible values of the key."""
+    offered = [f"{key.path}={value}" for key in _keys() if not key.is_section for value in ("", *_values(key))]
+    return matching(sorted({one for one in offered if ("=" in incomplete) != one.endswith("=")}), incomplete)
+
+
+def sections_and_keys(incomplete: str) -> list[str]:
+    return matching(sorted({key.path for key in _keys()}), incomplete)
+
+
+def _keys() -> Iterator[Key]:
+    from kvbm.config.engine import ENGINE_KINDS
+    from kvbm.config.keys import keys as keys_of
+
+    for kind in ENGINE_KINDS:
+        yield from keys_of(engine=kind)
+
+
+def _values(key: Key) -> list[str]:
+    """Possible values of a key that accepts only a few words."""
+    if key.kind == "true or false":
+        return ["true", "false"]
+    return re.findall("`([^`]+)`", key.kind) if _WORDS.fullmatch(key.kind) else []
+
+
+_WORDS = re.compile("`[^`]+`(?: or `[^`]+`)*")
+PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
+
+
+def profile_option(help_: str = PROFILE_HELP) -> Any:
+    return option("--profile -p", "NAME|PATH", help_, profiles)
+
+
+ProfileOption = Annotated[str, profile_option()]
+ProfileArgument = Annotated[str, argument("NAME|PATH", PROFILE_HELP, profiles)]
+SET_HELP = "Override a profile key; may be repeated, the last one wins. `kvbm profile schema KEY` describes it."
+SetOption = Annotated[list[str] | None, option("--set", "KEY=VALUE", SET_HELP, keys)]
+STRICT_HELP = "Exit with 1 if a tier holds less than the one above it."
+StrictOption = Annotated[bool, flag("--strict", STRICT_HELP)]
