@@ -8,8 +8,9 @@ answers. xxh3 reads faster than memory delivers, so pieces pass through a buffer
 
 Whether a file changed is read from its metadata. That is exact on some file systems only (`shows_changes`), and only
 for bytes that have been written back: a store through a mapping sets the times of a file at the first store to a clean
-page, not at later ones. So every look at the metadata writes back what is dirty before it (`signature_of`). Where that
-has no effect, as on an overlay, a file that was quiet for QUIET_NS has no dirty pages (`writes_back`).
+page, not at later ones, and a call of `write` sets them when it begins. So every look at the metadata waits for such a
+call, and writes back what is dirty before it (`signature_of`). Where that has no effect, as on an overlay, a file that
+was quiet for QUIET_NS has no dirty pages (`writes_back`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -135,7 +137,7 @@ def signature_of(path: Path) -> Signature:
     """
     fd = _open_regular(path)
     try:
-        _write_back(fd)
+        _settle(fd)
         return Signature.of(os.fstat(fd))
     finally:
         os.close(fd)
@@ -212,7 +214,7 @@ class _OpenFile:
         self.pieces: dict[int, bytes] = {}
         self._fd = _open_regular(Path(path))
         try:
-            _write_back(self._fd)
+            _settle(self._fd)
             self._require_unchanged()
         except BaseException:
             self.close()
@@ -255,10 +257,14 @@ def _open_regular(path: Path) -> int:
     return fd
 
 
-def _write_back(fd: int) -> None:
-    """Write dirty pages back, and wait. A later store through a mapping then sets the times of the file.
+def _settle(fd: int) -> None:
+    """Wait for a call of `write` that is under way, and write dirty pages back. Later changes then set the times.
 
-    `fsync` would do too, but takes milliseconds for a clean file. A file system that cannot do this has no dirty pages
-    of mappings, or is silent.
+    Such a call holds the lock of the file, which ext4, btrfs and f2fs take for SEEK_HOLE, and XFS and NFS for a read. A
+    direct write may share it: `ChangeWatch` notices its end. `fsync` would write back too, but takes milliseconds for a
+    clean file. A file system that cannot do this has no dirty pages of mappings, or is silent.
     """
+    with suppress(OSError):  # an empty file has no hole
+        os.lseek(fd, 0, os.SEEK_HOLE)
+    os.pread(fd, 1, 0)
     LIBC.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(WRITE_BACK))

@@ -1,6 +1,6 @@
 """Loading: what a model's files were before an engine loaded them, what they were after, and their content.
 
-    begin     before the engine loads: a look at the files, and a watch on the directories on the way
+    begin     before the engine loads: a look at the files, a watch on them and on the directories on the way
     end       after: another look. If both are equal, the digest of the files begins; if not, or in doubt, none does
 
 An engine that gives no chance to look before it loads uses `loaded`: nothing may have changed since its process
@@ -19,7 +19,7 @@ from pathlib import Path
 from kvbm.identity import digests
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.look import Look, look, process_start_ns
-from kvbm.identity.moves import RenameWatch
+from kvbm.identity.watch import ChangeWatch
 
 SILENT = "is on a file system where a change leaves no trace (tmpfs): copy the model to a disk"
 AGAIN = "a start after that keeps blocks"
@@ -47,19 +47,21 @@ class Loading:
     def __init__(self, directory: Path) -> None:
         """May raise OSError."""
         first = look(directory)
-        self._moves = RenameWatch.watch(first.way)
+        self._watch = ChangeWatch.watch(first.way, (path for path, _ in first.paths()))
         self._before = look(directory)
         self._pins = _Pins(self._before)
         names = [{path: found[:2] for path, found in one.way.items()} for one in (first, self._before)]
-        self._knows_moves = self._moves is not None and names[0] == names[1]
+        self._knows_moves = self._watch is not None and names[0] == names[1]
 
     def end(self) -> FileContent:
         """Look again, and begin to digest. Raises Unidentified or OSError."""
-        moved = None if self._moves is None else self._moves.end()
         try:
-            after = look(Path(self._before.root))
+            try:
+                after = look(Path(self._before.root))
+            finally:
+                noticed = None if self._watch is None else self._watch.end()
             _require_traces(after)
-            changed = after.changed_since(self._before, moved, knows_moves=self._knows_moves)
+            changed = after.changed_since(self._before, noticed, knows_moves=self._knows_moves)
             if changed is not None:
                 raise Unidentified(f"`{changed}` changed while {after.root} was loaded, or just before; {AGAIN}")
             return _content(after, self._pins)

@@ -15,7 +15,7 @@ model counts as changed if it may be another one or have been renamed; not if en
     files                          device, inode, size, mtime, ctime
     directories of the model       the same
     links on the way               the same
-    directories on the way         device and inode, and their name all the time (`RenameWatch`, or their times)
+    directories on the way         device and inode, and their name all the time (`ChangeWatch`, or their times)
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Look:
     silent: str | None
     quiet_ns: int
 
-    def changed_since(self, before: Look, moved: str | None, *, knows_moves: bool) -> str | None:
+    def changed_since(self, before: Look, noticed: str | None, *, knows_moves: bool) -> str | None:
         """Return the name of what may have changed after an earlier look, or just before it; None if nothing did.
 
-        `moved` is a directory that was renamed meanwhile. Without `knows_moves`, the times of directories tell.
+        `noticed` was renamed or written meanwhile. Without `knows_moves`, the times of directories tell.
         """
         for ours, theirs in ((self.files, before.files), (self.places, before.places)):
             changed = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
@@ -79,7 +79,7 @@ class Look:
             was, found = before.way.get(path), self.way.get(path)
             if was is None or found is None or was[:2] != found[:2]:
                 return path
-        return moved if knows_moves else self._renamed(lambda path: before.way[path].ctime_ns)
+        return noticed if knows_moves else self._renamed(lambda path: before.way[path].ctime_ns)
 
     def changed_after(self, start_ns: int) -> str | None:
         """Return the name of what may have changed after `start_ns` (since 1970), None if nothing did.

@@ -9,18 +9,20 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import exchanges
 import numpy as np
 import pytest
+from held_write import held_write
 from model_files import exchange, model
 
 from kvbm.identity import content, digests, loading, look
 from kvbm.identity.digest_cache import DigestCache
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import Loading, loaded
-from kvbm.identity.moves import RenameWatch
+from kvbm.identity.watch import ChangeWatch
 
 WEIGHTS = "model.safetensors"
 BIG = 1 << 20
@@ -173,7 +175,7 @@ def test_entries_that_others_make_on_the_way_change_nothing(home):
 
 @pytest.mark.parametrize("is_renamed", [False, True])
 def test_without_a_watch_the_times_of_directories_tell_a_rename(home, monkeypatch, is_renamed):
-    monkeypatch.setattr(RenameWatch, "watch", lambda directories: None)
+    monkeypatch.setattr(ChangeWatch, "watch", lambda directories, files: None)
     started = Loading(home / "models" / "current")
     if is_renamed:
         rename_the_parent_and_back(home)
@@ -194,6 +196,28 @@ def test_a_page_that_is_dirty_before_the_load_does_not_hide_a_later_store(home):
     mapped[5001] = 2
     with pytest.raises(Unidentified, match="changed while"):
         started.end()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_write_that_is_under_way_when_the_load_begins_does_not_hide_its_end(home, is_direct):
+    """It sets the times when it begins."""
+    weights = home / "models" / "v1" / WEIGHTS
+    weights.write_bytes(bytes(2 * BIG))
+    time.sleep(0.1)
+    with ThreadPoolExecutor(1) as pool, held_write(weights, b"2" * (2 * BIG), is_direct=is_direct) as write:
+        time.sleep(0.1)
+        begun = pool.submit(Loading, home / "models" / "v1")
+        wait({begun}, timeout=0.5)  # until the write has ended, where the file system allows that
+        if not begun.done():
+            write.end()
+        started = begun.result()
+        loaded_bytes = weights.read_bytes()
+        write.end()
+    if loaded_bytes == weights.read_bytes():
+        assert started.end().text()
+    else:
+        with pytest.raises(Unidentified, match="changed while"):
+            started.end()
 
 
 def test_a_file_that_was_written_just_before_is_in_doubt(home):

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
+from held_write import held_write
 from model_files import LONG_AGO_NS, aged, exchange, model, safetensors
 
 from kvbm.identity import content, digests
@@ -246,6 +248,17 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(Unidentified, match="changed"):
         content_of(tmp_path)
+
+
+def test_a_digest_is_never_that_of_a_file_in_the_middle_of_a_write(tmp_path):
+    """Its times do not move when the write ends."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(1 << 20))
+    with ThreadPoolExecutor(1) as pool, held_write(path, b"2" * (1 << 20)) as write:
+        found = pool.submit(lambda: content.digest_files([(str(path), content.signature_of(path))], 1))
+        wait({found}, timeout=0.5)
+        write.end()
+        assert found.result() == content.digest_files([(str(path), content.signature_of(path))], 1)
 
 
 def test_a_file_that_is_exchanged_after_the_look_is_an_error(tmp_path):
