@@ -1,4 +1,4 @@
-"""Requests of clients that try to stop the streams of others, as bytes; the longest silence of a stream meanwhile."""
+"""Requests of clients that try to stop the streams of others, as bytes; the longest silence of streams meanwhile."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import json
 import os
 import platform
 import socket
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 LONGER_S = 0.2
@@ -110,6 +111,14 @@ def attacks(body: Mapping[str, object], size: int) -> dict[str, Attack]:
         "lists without an end": posts(start + b', "metadata": ' + b"[" * (size - len(start) - 20)),
         "long integers": posts(filled(of_list, b"9" * 4300, b"]}", size, b",")),
         "long floats": posts(filled(of_list, b"0." + b"9" * 1000, b"]}", size, b",")),
+        "floats that take long to read": posts(filled(of_list, b"2.2250738585072011e-308", b"]}", size, b",")),
+        "a prompt of text": posts(filled(start + b', "prompt": "', b"x y", b'"}', size)),
+        "a prompt of tokens": posts(filled(start + b', "prompt": [', b"1", b"]}", size, b",")),
+        "many prompts": posts(filled(start + b', "prompt": [', b"[1]", b"]}", size, b",")),
+        "many messages": posts(
+            filled(start + b', "messages": [', b'{"role":"user","content":"a"}', b"]}", size, b","),
+            path="/v1/chat/completions",
+        ),
         "not a number": posts(filled(of_list, b"NaN", b"]}", size, b",")),
         "a million keys": posts(start + b', "metadata": {' + keys[: size - 1000] + b"}}"),
         "values below the limit, 8 clients": posts(filled(of_list, b"[]", b"]}", 28_000, b","), clients=8),
@@ -134,28 +143,45 @@ def in_each(bodies: Iterable[bytes], port: int) -> None:
         posts(body)(port)
 
 
-def silence_s(stream: Callable[[], Iterable[object]], attack: Callable[[], None]) -> float:
-    """Return the longest time between two events of a stream while the attack runs, and `AFTER_S` after it."""
-    stamps: list[float] = []
+def silences_s(
+    streams: Mapping[str, Callable[[], Generator[object, None, None]]], attack: Callable[[], None]
+) -> dict[str, float]:
+    """Return for each stream its longest time between two events while the attack runs, and `AFTER_S` after it.
+
+    A stream that has ended begins again, so the time to its first event counts as well.
+    """
+    stamps: dict[str, list[float]] = {name: [] for name in streams}
     is_over = threading.Event()
 
-    def read() -> None:
+    def read(name: str) -> None:
         while not is_over.is_set():
-            for _ in stream():
-                stamps.append(time.monotonic())
-                if is_over.is_set():
-                    return
+            with closing(streams[name]()) as events:
+                for _ in events:
+                    stamps[name].append(time.monotonic())
+                    if is_over.is_set():
+                        break
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    readers = [threading.Thread(target=read, args=[name]) for name in streams]
+    for reader in readers:
+        reader.start()
     time.sleep(BEFORE_S)
     began_s = time.monotonic()
     attack()
     time.sleep(AFTER_S)
     is_over.set()
-    reader.join()
+    for reader in readers:
+        reader.join()
+    return {name: longest_s(found, began_s) for name, found in stamps.items()}
+
+
+def longest_s(stamps: list[float], began_s: float) -> float:
     before = [stamp for stamp in stamps if stamp < began_s][-1:]
     return max(late - early for early, late in itertools.pairwise(before + [one for one in stamps if one >= began_s]))
+
+
+def medians(rounds: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    columns = [*rounds]
+    return {f"{name}_s": round(statistics.median(column[name] for column in columns), 3) for name in columns[0]}
 
 
 def write_result(name: str, command: str, rows: Mapping[str, Mapping[str, float]]) -> None:

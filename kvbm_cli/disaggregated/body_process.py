@@ -1,9 +1,11 @@
-"""BodyProcess: a process that converts large bodies, because Python's JSON parser lets nothing else of its process run.
+"""BodyProcesses: they convert large bodies, because Python's JSON parser lets nothing else of its process run.
 
     proxy ── length, body ──▶ stdin of `python -m kvbm_cli.disaggregated.body_process`
     proxy ◀── length, pickled EngineRequests or WrongRequest ── stdout
 
-It starts with the first large body and converts one at a time. It ends when the proxy closes its stdin, also by dying.
+There is one for bodies of up to SHORT_BODY_BYTES and one for longer ones, so that a usual prompt does not wait for
+one of 32 MiB. Each starts with its first body and converts one at a time, the shortest of those that wait
+first. It ends when the proxy closes its stdin, also by dying.
 """
 
 from __future__ import annotations
@@ -19,32 +21,51 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from kvbm.embedded.http.body_turns import BodyTurns
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 
-TIMEOUT_S = 20.0  # for one body; a body of 32 MiB takes 2 s (2 cores)
+SHORT_BODY_BYTES = 2**20
+TIMEOUT_S = 20.0  # for one body; a body of 32 MiB takes 1 to 8 s (2 cores)
 LENGTH = struct.Struct("!Q")
 HOME = str(Path(__file__).parents[2])
 
 
-class BodyProcess:
-    """Owns the process. Only the event loop uses it."""
+class BodyProcesses:
+    """Only the event loop uses them."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._turn = asyncio.Lock()
+        self._short, self._long = BodyProcess(), BodyProcess()
 
     async def convert(self, content: bytes) -> EngineRequests:
         """Return what the engines get for this body. Raises WrongRequest, and OSError if the process failed."""
-        async with self._turn:
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    answer = await asyncio.to_thread(_ask, self._running(), content)
-            except TimeoutError:
-                self.close()
-                raise WrongRequest(413, f"the body could not be read within {TIMEOUT_S:g} s") from None
-            except BaseException:  # a client that left: what is under way must not be taken for the next answer
-                self.close()
-                raise
+        process = self._short if len(content) <= SHORT_BODY_BYTES else self._long
+        return await process.convert(content)
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+
+class BodyProcess:
+    """Owns one process. Only the event loop uses it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turns = BodyTurns()
+
+    async def convert(self, content: bytes) -> EngineRequests:
+        await self._turns.take(len(content))
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answer = await asyncio.to_thread(_ask, self._running(), content)
+        except TimeoutError:
+            self.close()
+            raise WrongRequest(413, f"the body could not be read within {TIMEOUT_S:g} s") from None
+        except BaseException:  # a client that left: what is under way must not be taken for the next answer
+            self.close()
+            raise
+        finally:
+            self._turns.give_back()
         if isinstance(answer, WrongRequest):
             raise answer
         return answer

@@ -23,6 +23,7 @@ ENGINE_PARAMS = ("do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", 
 ENGINE_PREFIX = "remote_"
 PARAMS = ("kv_transfer_params", "ec_transfer_params")
 MAX_LIMIT = 2**62
+OF_ANSWER = ("stream", "stream_options", "min_tokens", "max_tokens", "max_completion_tokens")  # not for prefill
 _ASK_FOR_BLOCKS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -58,10 +59,7 @@ class EngineRequests:
             name: value for name, value in blocks.items() if name in ENGINE_PARAMS or name.startswith(ENGINE_PREFIX)
         }
         params = {**self.limits, **address}
-        if not params:
-            return self.rest
-        separator = b"" if self.rest == b"{}" else b", "
-        return b'%b%b"%b": %b}' % (self.rest[:-1], separator, PARAMS[0].encode(), json.dumps(params).encode())
+        return _with(self.rest, {PARAMS[0]: params} if params else {})
 
 
 def engine_requests(content: bytes) -> EngineRequests:
@@ -75,8 +73,10 @@ def engine_requests(content: bytes) -> EngineRequests:
     if not isinstance(body, dict):
         raise WrongRequest(400, "the request is not a JSON object")
     request, limits = client_request(body)
-    prefill = json.dumps(prefill_request(request, limits)).encode() if is_one_answer(request) else None
-    return EngineRequests(prefill, json.dumps(request).encode(), limits)
+    of_answer = {name: request.pop(name) for name in OF_ANSWER if name in request}
+    shared = json.dumps(request).encode()  # once for both: it takes longer than all else
+    prefill = _with(shared, prefill_fields(limits)) if is_one_answer(request) else None
+    return EngineRequests(prefill, _with(shared, of_answer), limits)
 
 
 def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -94,11 +94,9 @@ def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, i
     return request, limits
 
 
-def prefill_request(request: Mapping[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
-    """Return the request for one token, which is discarded, and for the address of its blocks."""
-    left_out = ("stream", "stream_options", "min_tokens", "max_completion_tokens")
-    body = {name: value for name, value in request.items() if name not in left_out}
-    return {**body, "max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS}}
+def prefill_fields(limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return what asks for one token, which is discarded, and for the address of its blocks."""
+    return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS}}
 
 
 def is_one_answer(request: Mapping[str, Any]) -> bool:
@@ -107,6 +105,14 @@ def is_one_answer(request: Mapping[str, Any]) -> bool:
     several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt)
     several_answers = any(request.get(name) not in (None, 1) for name in ("n", "best_of"))
     return not several_prompts and not several_answers and not request.get("use_beam_search")
+
+
+def _with(body: bytes, more: Mapping[str, Any]) -> bytes:
+    """Return a JSON object with more fields, which it does not have yet."""
+    added = json.dumps(more).encode()
+    if b"{}" in (body, added):
+        return added if body == b"{}" else body
+    return b"%b, %b" % (body[:-1], added[1:])
 
 
 def _limit(name: str, value: object) -> int:

@@ -38,7 +38,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from kvbm.embedded.http.connections import BoundedSite, front, note_events
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
-from kvbm_cli.disaggregated.body_process import BodyProcess
+from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -86,7 +86,7 @@ class Engines:
     prefill: Iterator[str]
     decode: Iterator[str]
     session: aiohttp.ClientSession = field(repr=False)
-    bodies: BodyProcess
+    bodies: BodyProcesses
 
     def post(
         self, url: str, headers: CIMultiDict[str], body: bytes
@@ -108,7 +108,7 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={hdrs.ACCEPT_ENCODING: "identity"},
         )
-        bodies = BodyProcess()
+        bodies = BodyProcesses()
         try:
             async with session:
                 app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session, bodies)
@@ -186,7 +186,7 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request, bodies: BodyProcess) -> EngineRequests:
+async def _engine_requests(request: web.Request, bodies: BodyProcesses) -> EngineRequests:
     """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise Refusal.of(415, "the body is compressed: send it uncompressed")

@@ -7,13 +7,15 @@ import io
 import json
 
 import aiohttp
+import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from kvbm.embedded.http.connections import BoundedSite, front
 from kvbm_cli.disaggregated import client_request, proxy
-from kvbm_cli.disaggregated.client_request import is_one_answer, prefill_request
+from kvbm_cli.disaggregated.body_process import SHORT_BODY_BYTES
+from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
 from kvbm_cli.disaggregated.proxy import make_app
 
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
@@ -102,7 +104,8 @@ def test_request_is_prefilled_for_one_token_and_decoded_with_the_address_of_its_
 
 
 def test_chat_request_asks_for_one_token_under_either_name():
-    asked = prefill_request({"messages": [], "max_completion_tokens": 50}, {"max_load_tokens": 0})
+    body = {"messages": [], "max_completion_tokens": 50, "kv_transfer_params": {"max_load_tokens": 0}}
+    asked = json.loads(engine_requests(json.dumps(body).encode()).prefill)
     assert asked["max_tokens"] == 1
     assert "max_completion_tokens" not in asked
     assert asked["kv_transfer_params"]["max_load_tokens"] == 0
@@ -518,6 +521,29 @@ def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_noth
             async with rig.post({"prompt": prompt}) as answer:
                 assert answer.status == 200
         assert decode.requests[-1]["prompt"] == prompt
+
+    run(scenario)
+
+
+def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
+    """The process for the longest bodies is stopped, so that the test waits for no time."""
+
+    async def scenario():
+        decode = Recorder("decode")
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+            assert await asked(rig, 2 * SHORT_BODY_BYTES) == 200
+            (process,) = [child for child in psutil.Process().children() if "body_process" in str(child.cmdline())]
+            process.suspend()
+            sent = [asyncio.create_task(asked(rig, 2 * SHORT_BODY_BYTES)) for _ in range(3)]
+            assert await asked(rig, 200_000) == 200
+            assert not any(task.done() for task in sent)
+            process.resume()
+            assert await asyncio.gather(*sent) == [200] * 3
+
+    async def asked(rig, characters):
+        body = io.BytesIO(json.dumps({"prompt": "b" * characters}).encode())
+        async with rig.session.post(rig.url + "/v1/completions", data=body) as answer:
+            return answer.status
 
     run(scenario)
 

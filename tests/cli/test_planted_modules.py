@@ -22,7 +22,7 @@ from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.errors import EnvironmentProblem
 from kvbm.process.parent import start_child
 from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.disaggregated.body_process import BodyProcess
+from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import WrongRequest
 from kvbm_cli.engine.engines import _make_elsewhere
 from kvbm_cli.engine.process import EngineProcess
@@ -181,7 +181,7 @@ def test_proxy_imports_nothing_from_the_working_directory(planted: Path, tmp_pat
 
 def test_process_for_large_bodies_imports_nothing_from_the_working_directory(planted: Path) -> None:
     async def convert() -> None:
-        process = BodyProcess()
+        process = BodyProcesses()
         with pytest.raises(WrongRequest):
             await process.convert(b"[]")
         process.close()

@@ -1,6 +1,6 @@
 """An engine whose answers a test writes, behind the real server; as a program, the real process around it.
 
-    python server_rig.py PORT SECONDS_TO_LOAD DRAIN_TIMEOUT
+    python server_rig.py PORT SECONDS_TO_LOAD DRAIN_TIMEOUT [MAX_MODEL_LEN]
 
 The program's engine answers with consecutive bytes, twenty per second to each request. A prompt that begins with the
 token 13 kills it.
@@ -276,11 +276,12 @@ def main() -> int:
 
     port, seconds_to_load, drain_timeout_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     engine = WrittenEngine(bytes(range(32, 127)), delay_s=0.05)
+    engine.max_model_len = int(sys.argv[4]) if sys.argv[4:] else MAX_MODEL_LEN
 
     def load(report: Callable[[str], None]) -> Served:
         report("reading a written engine")
         time.sleep(seconds_to_load)
-        return serve_written(engine, TextCodec(None))
+        return serve_written(engine, byte_codec() if sys.argv[4:] else TextCodec(None))
 
     try:
         return Server(ServerSettings("127.0.0.1", port, drain_timeout_s), load).run()

@@ -74,6 +74,22 @@ MUTANTS = (
         fails="tests/cli/test_pd_proxy.py -k no_number_of_tokens",
     ),
     Mutant(
+        name="proxy-has-one-process-for-all-bodies",
+        bug="A usual prompt waits until somebody's 32 MiB are parsed.",
+        file="kvbm_cli/disaggregated/body_process.py",
+        old="self._short if len(content) <= SHORT_BODY_BYTES else self._long",
+        new="self._long",
+        fails="tests/cli/test_pd_proxy.py -k usual_length",
+    ),
+    Mutant(
+        name="first-come-first-parsed",
+        bug="A short body waits for all long ones that came before.",
+        file="kvbm/embedded/http/body_turns.py",
+        old="(size, next(self._number), turn)",
+        new="(0, next(self._number), turn)",
+        fails="tests/engines/test_body_turns.py",
+    ),
+    Mutant(
         name="proxy-parses-large-bodies-itself",
         bug="The proxy parses every body on its event loop.",
         file="kvbm_cli/disaggregated/proxy.py",

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Protocol
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
+from kvbm.embedded.http.body_turns import BodyTurns
 from kvbm.embedded.http.metrics import EngineMetrics
 from kvbm.embedded.http.openai_requests import Generation
 from kvbm.embedded.http.openai_responses import AnswerPart, Usage
@@ -60,7 +61,7 @@ class Served:
     """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`.
 
     `parser` is the thread for long bodies. It is a single one, so that between two of them the others get their turn,
-    also if the clients do not wait for an answer.
+    also if the clients do not wait for an answer. `turns` order the bodies, the shortest first.
     """
 
     engine: ServedEngine
@@ -68,6 +69,7 @@ class Served:
     codec: TextCodec
     metrics: EngineMetrics
     parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="parser"))
+    turns: BodyTurns = field(default_factory=BodyTurns)
 
 
 class CompletionFailed(Exception):

@@ -249,7 +249,19 @@ async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served
         )
     if len(body) <= LONG_BODY_BYTES:
         return parse(body)
-    return await asyncio.get_running_loop().run_in_executor(served.parser, parse, body)
+    return await _parsed_in_turn(parse, body, served)
+
+
+async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
+    """Parse a long body in the parser's thread. It keeps its turn until it is parsed, also if the client has left."""
+    await served.turns.take(len(body))
+    try:
+        parsed = asyncio.get_running_loop().run_in_executor(served.parser, parse, body)
+    except BaseException:  # the thread could not be started
+        served.turns.give_back()
+        raise
+    parsed.add_done_callback(lambda _: served.turns.give_back())
+    return await asyncio.shield(parsed)
 
 
 def _texts(served: Served, token_ids: list[int]) -> list[str]:
