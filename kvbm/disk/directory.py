@@ -111,7 +111,7 @@ class CacheFacts:
     path: Path
     namespace: str
     is_locked: bool
-    last_used: float
+    last_used: float | None
     arena_bytes: int
     superblock: Superblock | None
     block_count: int | None
@@ -313,11 +313,11 @@ def _instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
             found += _directories(home, INSTANCE_NAME, skipped)
         except EnvironmentProblem as error:
             skipped.append(Skipped(home, error.message.rpartition(": ")[2], is_failure=_is_of_user(home)))
-    return sorted(found, key=_last_used)
+    return sorted(found, key=_age_key)
 
 
 def _instances_of(home: Path) -> list[Path]:
-    return sorted(_directories(home, INSTANCE_NAME, []), key=_last_used)
+    return sorted(_directories(home, INSTANCE_NAME, []), key=_age_key)
 
 
 def _directories(holder: Path, names: re.Pattern[str], skipped: list[Skipped]) -> list[Path]:
@@ -377,10 +377,14 @@ def _facts_of(instance: Path) -> CacheFacts:
     )
 
 
-def _last_used(instance: Path) -> float:
+def _last_used(instance: Path) -> float | None:
     with suppress(OSError):
         return os.lstat(instance / LOCK).st_mtime
-    return 0.0
+    return None
+
+
+def _age_key(instance: Path) -> float:
+    return _last_used(instance) or 0.0
 
 
 def _arena_bytes(instance: Path) -> int:

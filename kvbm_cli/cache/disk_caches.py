@@ -63,7 +63,7 @@ class CacheStats:
     slots: int | None
     space_bytes: int
     created: float | None
-    last_used: float
+    last_used: float | None
     last_written: float | None
     problem: str | None
     facts: Mapping[str, object]

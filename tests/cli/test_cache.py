@@ -208,6 +208,17 @@ def test_damaged_cache_is_listed_with_what_is_wrong(home: Path, caches: tuple[Pa
     assert_snapshot("cache_ls_damaged", text(run(home, "ls --dir caches"), "ls --dir caches"))
 
 
+def test_a_cache_without_its_files_has_no_age(home: Path, caches: tuple[Path, Path]) -> None:
+    """As one whose creation was cut short."""
+    for file in caches[0].iterdir():
+        file.unlink()
+    listed = json.loads(run(home, "ls --dir caches --json").stdout)
+    cache = next(one for one in listed if one["cache"] == OLD)
+    assert (cache["created"], cache["last_used"]) == (None, None)
+    row = next(line for line in run(home, "ls --dir caches").stdout.splitlines() if line.startswith(caches[0].name))
+    assert row.split()[1:] == ["-", "-", "0", "B", "-", "-", "-", "-"]
+
+
 def test_damaged_blocks_are_dropped_once(home: Path, caches: tuple[Path, Path]) -> None:
     flip(caches[0] / ARENA, BLOCK + 17)
     flip(caches[0] / ARENA, 3 * BLOCK)
