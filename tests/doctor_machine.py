@@ -40,7 +40,6 @@ GOOD_STORE = StoreReport(
 ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "connector": {"seconds": 0.7, "error": None},
     "cuda": {"torch": "2.13.0", "cuda": "13.0", "driver": "580.65.06", "devices": 2, "error": None},
-    "filesystem": {"exists": False},
     "round_trip": {
         "legs": [
             {"name": name, "seconds": 0.01, "error": None, "hint": None}

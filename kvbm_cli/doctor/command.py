@@ -17,6 +17,7 @@ from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
+from kvbm.shared.settings import directory_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, store, tiers
@@ -30,6 +31,7 @@ from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import require_files_answer
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.system.answering import silent_among
 from kvbm_cli.system.filesystem import expanded
 from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
@@ -88,6 +90,7 @@ def doctor(
                 url=url or _url(configured_tiers),
                 prefill_rate=prefill_rate,
             )
+            runner.in_time(partial(silent_among, _places(context)))  # in parallel; the checks ask again, and remember
             settings = _run_groups(runner, context, unsized) if checks_all else None
             if not checks_all:
                 runner.group("store", store.checks(context), about=context.url)
@@ -108,6 +111,12 @@ def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[C
     runner.group("self test", self_test.checks(context, settings))
     runner.group("engine", engine.checks(context))
     return settings
+
+
+def _places(context: DoctorContext) -> list[Path]:
+    """Return the directories of the tiers."""
+    store = None if context.url is None else directory_of(context.url)
+    return [place for place in (context.directory, store) if place is not None]
 
 
 def _url(tiers: Tiers | None) -> str | None:

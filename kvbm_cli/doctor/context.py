@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm_cli.doctor.machine import Machine, PhaseCallback
+from kvbm_cli.system.answering import ANSWER_LIMIT_S
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from kvbm.sizing import Sizing
 
 
+NO_ANSWER = f"the filesystem does not respond: no answer within {ANSWER_LIMIT_S:g} s"
 OTHER_DIRECTORY = "use another directory (`--dir` or `tiers.disk.directory`)"
 
 

@@ -9,7 +9,6 @@ import errno
 import os
 import shlex
 import stat
-import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,12 +20,13 @@ from kvbm.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_pare
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
-from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
+from kvbm_cli.doctor.context import NO_ANSWER, OTHER_DIRECTORY, DoctorContext
 from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import missing_mount
 from kvbm_cli.system.mounts import IN_MEMORY
 
@@ -35,7 +35,6 @@ Found = Generator[Check, None, RecommendedSettings | None]
 BLOCKS_BYTES = 512  # of st_blocks
 BLOCK_BYTES = 1 << 20  # without a profile
 PHASE_S, QUICK_PHASE_S = 2.0, 0.4
-FILESYSTEM_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S, QUICK_PROBE_TIMEOUT_S = 120.0, 9.0
 NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
@@ -48,10 +47,8 @@ def checks(context: DoctorContext) -> Found:
     if directory is None:
         yield skipped("directory", "the profile has no `tiers.disk`", "add `--dir DIR` to check a directory")
         return None
-    try:
-        context.machine.run_probe(sys.executable, "filesystem", [str(directory)], timeout_s=FILESYSTEM_TIMEOUT_S)
-    except ProbeFailed as error:  # past here this process itself waits for the filesystem
-        yield failure("directory", f"the filesystem does not respond: {error}", OTHER_DIRECTORY)
+    if not answers(directory):  # past here this process itself waits for the filesystem
+        yield failure("directory", NO_ANSWER, OTHER_DIRECTORY)
         return None
     if (reason := missing_mount(directory)) is not None:
         yield warning("mount", reason, f"mount it, or {OTHER_DIRECTORY}")

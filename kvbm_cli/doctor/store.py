@@ -14,11 +14,11 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import extent_blocks
 from kvbm.shared.settings import directory_of
-from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.context import NO_ANSWER, DoctorContext
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
-from kvbm_cli.system.answering import ANSWER_LIMIT_S, answers
+from kvbm_cli.system.answering import answers
 
 if TYPE_CHECKING:
     from kvbm.config.schema import SharedTierSection
@@ -59,7 +59,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         yield from _secret(context.shared)
     place = directory_of(context.url)
     if place is not None and not answers(place):
-        yield failure("store", f"the filesystem does not respond: no answer within {ANSWER_LIMIT_S:g} s", OTHER_STORE)
+        yield failure("store", NO_ANSWER, OTHER_STORE)
         return
     writes = context.shared is None or context.shared.write
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)

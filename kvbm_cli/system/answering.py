@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
@@ -46,10 +46,24 @@ _silent: dict[Path, float] = {}  # directories that did not answer, and when the
 
 def answers(path: Path, *, changes: bool = False) -> bool:
     """Return whether the file system answers, also with an error. `changes`: also to a write into this directory."""
-    if time.monotonic() - _silent.get(path, float("-inf")) < REMEMBERED_S:
-        return False
+    return not silent_among([path], changes=changes)
+
+
+def silent_among(paths: Collection[Path], *, changes: bool = False) -> set[Path]:
+    """Return the paths whose file system does not answer, as `answers`. They are asked in parallel: several that hang
+    take no longer than one."""
+    known = {path for path in paths if time.monotonic() - _silent.get(path, float("-inf")) < REMEMBERED_S}
+    asked = {path: _ask(path, changes=changes) for path in paths if path not in known}
+    deadline_s = time.monotonic() + ANSWER_LIMIT_S
+    silent = {path for path, child in asked.items() if child is not None and not _ends(child, deadline_s)}
+    _silent.update(dict.fromkeys(silent, time.monotonic()))
+    return known | silent
+
+
+def _ask(path: Path, *, changes: bool) -> subprocess.Popen[bytes] | None:
+    """Start to look; None if that is not possible, and the caller finds the problem."""
     try:
-        child = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", LOOK, str(path), *(["changes"] if changes else [])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -57,13 +71,15 @@ def answers(path: Path, *, changes: bool = False) -> bool:
             start_new_session=True,
         )
     except (OSError, ValueError):
-        return True  # the caller finds the problem
+        return None
+
+
+def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
     try:
-        child.wait(ANSWER_LIMIT_S)
+        child.wait(max(0.0, deadline_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         child.kill()
         child.returncode = 0  # left behind: it ends when the file system answers
-        _silent[path] = time.monotonic()
         return False
     return True
 
@@ -71,17 +87,25 @@ def answers(path: Path, *, changes: bool = False) -> bool:
 def require_answering(path: Path, *, changes: bool = False) -> None:
     """Raise EnvironmentProblem for a path whose file system hangs, as `answers`."""
     if not answers(path, changes=changes):
-        raise EnvironmentProblem(
-            f"{path} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
-            hint=f"check it with `timeout 5 ls {shlex.quote(str(path))}` and mount it again",
-        )
+        raise _problem(path)
+
+
+def _problem(path: Path) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{path} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
+        hint=f"check it with `timeout 5 ls {shlex.quote(str(path))}` and mount it again",
+    )
 
 
 def require_all_answer(paths: Iterable[str]) -> None:
     """Raise EnvironmentProblem for the first of some paths whose file system hangs. Those on drives of this machine
     are not asked: that takes no process."""
-    for path in paths:
-        expanded = os.path.expanduser(path)
+    asked = []
+    for expanded in map(os.path.expanduser, paths):
         with contextlib.suppress(FileNotFoundError):  # the current directory is gone
             if "\0" not in expanded and may_hang(expanded):
-                require_answering(Path(expanded))
+                asked.append(Path(expanded))
+    silent = silent_among(asked)
+    for path in asked:
+        if path in silent:
+            raise _problem(path)

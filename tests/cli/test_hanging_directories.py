@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from doctor.filesystems import Unavailable, mounted
+from doctor_machine import machine
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.app import run
 from kvbm_cli.cache.disk_caches import list_caches
 from kvbm_cli.cache.store_selection import StoreRequest, opened
+from kvbm_cli.doctor.command import doctor
 from kvbm_cli.profile import machine_problems, preflight
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system import answering
@@ -137,6 +141,31 @@ def test_a_model_whose_file_system_hangs_is_named(command, hanging, monkeypatch,
 def test_the_doctor_names_a_store_that_hangs(hanging, tmp_path, capsys):
     assert run(["doctor", "--url", f"file://{tmp_path}"]) == 1
     assert "the filesystem does not respond" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_doctor_asks_the_directories_of_all_tiers_in_parallel(hanging, monkeypatch, tmp_path, capsys):
+    """Several that hang take no longer than one."""
+    events, popen = [], subprocess.Popen
+
+    class Asked(popen):
+        def __init__(self, command, **rest):
+            super().__init__(command, **rest)
+            events.append(Path(command[-1]).name)
+
+        def wait(self, timeout=None):
+            events.append("wait")
+            return super().wait(timeout)
+
+    monkeypatch.setattr(answering.subprocess, "Popen", Asked)
+    file = tmp_path / "profile.yaml"
+    tiers = f"{{disk: {{directory: {tmp_path}/disk, blocks: 10}}, shared: {{url: 'file://{tmp_path}/shared'}}}}"
+    file.write_text(f"engine: {{kind: embedded, model: 'synthetic:tiny'}}\ntiers: {tiers}\n")
+    options = {"directory": None, "as_json": True, "is_quick": False, "write": None}
+    assert doctor(str(file), [], machine=machine(tmp_path), **options) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    silent = [one["group"] for one in checks if "does not respond" in one["finding"]]
+    assert silent == ["disk", "store"]
+    assert events == ["disk", "shared", "wait", "wait"]
 
 
 def test_a_file_system_that_may_hang_is_found_through_links_and_not_touched(tmp_path, monkeypatch):
