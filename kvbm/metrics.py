@@ -60,6 +60,8 @@ class Counters:
     disk_flushes: int = 0
     disk_times_off: int = 0
     disk_off: int = 0
+    disk_unnamed: int = 0
+    disk_silent: int = 0
     disk_restarts: int = 0
     disk_dropped_rows: int = 0
     disk_damaged_files: int = 0
@@ -79,6 +81,8 @@ class Counters:
     shared_failed_requests: int = 0
     shared_probes: int = 0
     shared_off: int = 0
+    shared_unnamed: int = 0
+    shared_silent: int = 0
     shared_times_off: int = 0
     shared_restarts: int = 0
     object_read_failures: int = 0
@@ -148,6 +152,8 @@ _OWN = {
     "kvbm_disk_io_errors": "reads and writes that failed or were incomplete",
     "kvbm_disk_flushes": "flushes of written blocks to durable storage",
     "kvbm_disk_off": "1 while the disk tier is off: no block is written or read",
+    "kvbm_disk_unnamed": "1 while the disk tier is off because the files of the model are still being read",
+    "kvbm_disk_silent": "1 while the disk tier is off because its directory or its process does not answer",
     "kvbm_disk_times_off": "times the disk tier was turned off: repeated errors, or no answer",
     "kvbm_disk_restarts": "restarts of the disk I/O process",
     "kvbm_disk_dropped_rows": "blocks lost when a disk cache was opened, because their index rows were invalid",
@@ -164,6 +170,8 @@ _OWN = {
     "kvbm_shared_failed_requests": "requests to the shared tier's store that failed or were not answered in time",
     "kvbm_shared_probes": "chains that were looked up in the shared tier's store",
     "kvbm_shared_off": "1 while the shared tier is off: no block is written or read",
+    "kvbm_shared_unnamed": "1 while the shared tier is off because the files of the model are still being read",
+    "kvbm_shared_silent": "1 while the shared tier is off because its store or its process does not answer",
     "kvbm_shared_times_off": "times the shared tier was turned off: repeated errors, or no answer",
     "kvbm_shared_restarts": "restarts of the process of the shared tier",
     "kvbm_object_read_failures": "objects of the shared tier that could not be read",

@@ -23,6 +23,7 @@ class FakeStore:
     def __init__(self, extent_blocks: int) -> None:
         self.extent_blocks = extent_blocks
         self.is_on = True
+        self.is_unnamed = self.is_silent = False
         self.now_s: Callable[[], float] = lambda: 0.0  # the clock of the leader
         self.counters = SharedCounters()
         self.restarts = 0

@@ -354,6 +354,8 @@ class DiskTier(LowerTier):
         counters.disk_dropped_rows = known.dropped_rows
         counters.disk_damaged_files = known.damaged_files
         counters.disk_off = int(not self.is_on)
+        counters.disk_unnamed = int(self._disk.is_unnamed)
+        counters.disk_silent = int(self._disk.is_silent or self.reads.are_hung)
 
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""

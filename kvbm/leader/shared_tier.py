@@ -412,3 +412,5 @@ class SharedTier(LowerTier):
         counters.shared_times_off = known.times_off + self.reads.times_hung
         counters.shared_restarts = self._client.restarts
         counters.shared_off = int(not self.is_on)
+        counters.shared_unnamed = int(self._client.is_unnamed)
+        counters.shared_silent = int(self._client.is_silent or self.reads.are_hung)

@@ -25,7 +25,7 @@ from kvbm.host.threads import start
 from kvbm.process import deadlines
 from kvbm.process.first_opening import FirstOpening
 from kvbm.process.parent import how_it_ended
-from kvbm.process.service_process import Counters, Order, Result, ServiceProcess
+from kvbm.process.service_process import Counters, Order, Result, ServiceProcess, UnresponsiveProcess
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         self._is_lost = True
         self._results: list[Result] = []  # not yet returned by `poll`
         self._earlier_counters: Counters | None = None  # sum of the earlier processes
+        self._named = named
         self._awaited = FirstOpening(unstarted.tier, place) if named.done() else None
         self._is_closing = threading.Event()
         # Owned by the holder of the lock. The thread holds it while it opens a process.
@@ -55,6 +56,7 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         # Owned by the thread.
         self._first = self._awaited
         self._last_error = ""
+        self._is_answer_due = False  # by what it opens; others read it
         name = f"kvbm-{unstarted.tier}-keeper"
         self._thread = threading.Thread(target=self._keep, args=(named,), name=name, daemon=True)
         start(self._thread)
@@ -70,6 +72,16 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
     @property
     def is_on(self) -> bool:
         return self._process.is_on
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the name of the blocks is not known yet."""
+        return not self._named.done()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is off because the process, or what it opens, does not answer."""
+        return self._process.is_silent or (self._is_lost and self._is_answer_due)
 
     @property
     def pid(self) -> int:
@@ -184,9 +196,11 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
     def _open(self) -> ServiceProcess[Order, Result, Counters] | None:
         """Open the next process and hand it to the leader's thread."""
         with self._lock:
+            self._is_answer_due = True
             try:
                 opened = self._open_next()
             except (EnvironmentProblem, OSError, RuntimeError, MemoryError) as error:
+                self._is_answer_due = isinstance(error, UnresponsiveProcess)
                 first, self._first = self._first, None
                 if first is not None and first.fail(error):
                     self._is_closing.set()

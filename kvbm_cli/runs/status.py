@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,28 @@ from kvbm_cli.terminal.show_error import show_warning
 
 PROBE_TIMEOUT_S = 1.0
 PARALLEL_PROBES = 16
-TIERS = {"host": "G2", "disk": "G3"}
+TIERS = {"host": "G2", "disk": "G3", "shared": "G4"}
+WHY_OFF = {  # as of the engine's last step, the first that is true
+    "unnamed": "waits until the files of the model have been read, which identify its blocks",
+    "silent": "is off: its storage or its process does not answer; it is used again when it does",
+    "off": "is off; the reason is in `kvbm logs {run}`",
+}
 FREE = "free"
 UNREACHABLE = "no answer"
 UNREADABLE = "unreadable"
-_SHARED_OFF = re.compile(r"^kvbm_shared_off(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
+_OFF = re.compile(r"^kvbm_(disk|shared)_(off|unnamed|silent)(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
 _BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, and whether
-    the store of the shared tier does not answer."""
+    """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, and why
+    lower tiers are off, by WHY_OFF."""
 
     run: EngineRun
     is_healthy: bool | None
     blocks: dict[str, dict[str, int]]
-    is_shared_off: bool = False
+    off: dict[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -44,13 +49,20 @@ class RunStatus:
     def tiers(self) -> str:
         if self.run.facts.is_baseline:
             return "no cache"
-        shares = []
+        shares = {}
         for name, states in self.blocks.items():
             total = sum(states.values())
-            shares.append(f"{TIERS[name]} {(total - states.get(FREE, 0)) / total:.0%}" if total else "")
-        if self.is_shared_off:
-            shares.append("G4 off")
-        return ", ".join(filter(None, shares)) or "-"
+            shares[name] = f"{(total - states.get(FREE, 0)) / total:.0%}" if total else ""
+        shares |= {name: "waits" if why == "unnamed" else "off" for name, why in self.off.items()}
+        return ", ".join(f"{TIERS[name]} {share}" for name, share in shares.items() if share) or "-"
+
+    def notes(self) -> list[str]:
+        """Say of each tier that is off why."""
+        run = self.run.facts.name
+        names = {"disk": "disk tier (G3)", "shared": "shared tier (G4)"}
+        return [
+            f"the {names[tier]} of {run} {WHY_OFF[why].format(run=shlex.quote(run))}" for tier, why in self.off.items()
+        ]
 
     def as_data(self) -> dict[str, Any]:
         facts = self.run.facts
@@ -73,7 +85,8 @@ class RunStatus:
             "message": facts.message,
             "memory_bytes": facts.memory_bytes,
             "blocks": self.blocks,
-            "is_shared_off": self.is_shared_off,
+            "off": self.off,
+            "is_shared_off": "shared" in self.off,
             "directory": str(self.run.path),
             "logs": dict(facts.logs),
             "versions": dict(facts.versions),
@@ -102,9 +115,8 @@ def show_status(reference: str | None, *, with_ended: bool, as_json: bool) -> No
         more = f"; `kvbm status --all` also lists ended runs ({len(every)})" if every and not with_ended else ""
         print_note(f"no engine is running{more}")
     for one in status if not as_json else ():
-        if one.is_shared_off:
-            name = one.run.facts.name
-            print_note(f"the shared tier (G4) of {name} is off; the reason is in `kvbm logs {shlex.quote(name)}`")
+        for note in one.notes():
+            print_note(note)
     if reference is None and not as_json and not with_ended:
         last = {(run.facts.profile, run.facts.is_baseline): run for run in every}
         for run in last.values():
@@ -144,14 +156,20 @@ def _probe(run: EngineRun) -> RunStatus:
         return RunStatus(run, None, {})
     is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
-    is_shared_off = False
+    off: dict[str, str] = {}
     if is_healthy and not run.facts.is_baseline:
         text = get_metrics(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))
-        is_shared_off = _SHARED_OFF.search(text) is not None
-    return RunStatus(run, is_healthy, blocks, is_shared_off)
+        off = _off(text)
+    return RunStatus(run, is_healthy, blocks, off)
+
+
+def _off(metrics: str) -> dict[str, str]:
+    """Return why each tier is off, if it is."""
+    found = set(_OFF.findall(metrics))
+    return {tier: next(why for why in WHY_OFF if (tier, why) in found) for tier in TIERS if (tier, "off") in found}
 
 
 def _unreadable_data(run: UnreadableRun) -> dict[str, Any]:

@@ -408,15 +408,52 @@ def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
     assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
 
 
-def test_status_of_an_engine_whose_shared_tier_is_off_names_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("metrics", "off", "shown", "note"),
+    [
+        ({}, {}, "G2 0%, G3 0%", ""),
+        (
+            {"shared_off": 1},
+            {"shared": "off"},
+            "G2 0%, G3 0%, G4 off",
+            "the shared tier (G4) of demo-1 is off; the reason is in `kvbm logs demo-1`",
+        ),
+        (
+            {"disk_off": 1, "disk_unnamed": 1, "shared_off": 1, "shared_silent": 1},
+            {"disk": "unnamed", "shared": "silent"},
+            "G2 0%, G3 waits, G4 off",
+            "the disk tier (G3) of demo-1 waits until the files of the model have been read",
+        ),
+        (
+            {"disk_off": 1, "disk_silent": 1},
+            {"disk": "silent"},
+            "G2 0%, G3 off",
+            "the disk tier (G3) of demo-1 is off: its storage or its process does not answer",
+        ),
+        ({"disk_unnamed": 1, "disk_silent": 1}, {}, "G2 0%, G3 0%", ""),
+    ],
+)
+def test_status_says_which_tiers_of_an_engine_are_off_and_why(
+    metrics: dict[str, int],
+    off: dict[str, str],
+    shown: str,
+    note: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written_run(tmp_path, monkeypatch)
-    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, {}, is_shared_off=True))
+    blocks = {tier: {"free": 8} for tier in ("host", "disk")}
+    text = "\n".join(f'kvbm_{name}{{engine="0"}} {value}.0' for name, value in metrics.items())
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, status._off(text)))
     assert run(["status", "--all"]) == 0
-    shown = capsys.readouterr()
-    assert "G4 off" in shown.out
-    assert "the shared tier (G4) of demo-1 is off; the reason is in `kvbm logs demo-1`" in shown.err
+    found = capsys.readouterr()
+    assert shown in found.out
+    assert note in found.err
+    assert ("tier (G" in found.err) == bool(off)
+    assert run(["status", "--all", "--json"]) == 0
+    (data,) = json.loads(capsys.readouterr().out)
+    assert (data["off"], data["is_shared_off"]) == (off, "shared" in off)
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(

@@ -112,6 +112,7 @@ class FakeDisk:
     def __init__(self, slot_count: int) -> None:
         self.slot_count = slot_count
         self.is_on = True
+        self.is_unnamed = self.is_silent = False
         self.counters = DiskCounters()
         self.losses = 0
         self.restarts = 0

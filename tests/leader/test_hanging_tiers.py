@@ -88,12 +88,14 @@ def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
     side = rig.disk_tier if tiers == "disk" else rig.shared_tier
     assert not side.is_on
+    assert getattr(rig.leader.counters, f"{tiers}_silent") == 1
     for number in range(5):
         assert rig.leader.match(f"later-{number}", a if number % 2 else b, 0) == 0, "nothing is promised of it"
         step(rig)
     rig.run_tiers()
     step(rig)
     assert side.is_on
+    assert getattr(rig.leader.counters, f"{tiers}_silent") == 0
     assert load(rig, "last", a) == 8
     for _ in range(10):
         rig.step()

@@ -54,9 +54,11 @@ def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, ca
     disk, _ = opened(tmp_path, segments, "disk", identity=identity)
     assert disk is not None
     disk.poll()
-    assert not disk.is_on
+    assert (disk.is_on, disk.is_unnamed, disk.is_silent) == (False, True, False)
     identity.set_result((FACTS, doubt))
+    assert not disk.is_unnamed
     until(lambda: disk.poll() or disk.is_on)
+    assert not disk.is_silent
     name = namespace_of(segments, (FACTS, ""))[0].digest.hex()
     assert (tmp_path / "disk" / name).exists() == (doubt == "")
     assert (disk.home is None) == bool(doubt)
@@ -117,9 +119,11 @@ def test_two_tiers_that_hang_delay_a_start_as_long_as_one(tmp_path, segments, ch
     assert time.monotonic() - began_s < 1.8 * limit_s
     assert caplog.text.count("does not answer: starting without the") == 2
     assert (disk.is_on, shared.is_on) == (False, False)
+    assert (disk.is_silent, shared.is_silent) == (True, True)
     for child in children:
         os.kill(child.pid, signal.SIGCONT)
     until(lambda: disk.poll() or shared.poll() or (disk.is_on and shared.is_on))
+    assert (disk.is_silent, shared.is_silent) == (False, False)
     disk.close(1.0)
     shared.close(1.0)
 

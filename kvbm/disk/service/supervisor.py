@@ -60,7 +60,7 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
         self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
         self._clears_first = False  # the first process forgets what it finds
         # Owned by the thread.
-        self._named, self._segments, self._hash_bytes, self._progress = named, segments, hash_bytes, progress
+        self._segments, self._hash_bytes, self._progress = segments, hash_bytes, progress
         self._path: Path | None = None
         self._device = 0  # of the first process that could be opened
         self._uses_threads = False  # NIXL has lost I/O

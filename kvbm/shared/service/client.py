@@ -99,7 +99,7 @@ class SharedClient(ChildService[Order, Result, SharedCounters]):
     ) -> None:
         """With None in `named`, the tier stays off. Raises EnvironmentProblem if the secret is missing."""
         protection_of(settings.protection, settings.key_file)
-        self._named, self._settings, self._segments, self._shape = named, settings, segments, shape
+        self._settings, self._segments, self._shape = settings, segments, shape
         self._namespace = b""  # of the first process: with another secret, a further one would read no block
         super().__init__(SharedProcess(), named, settings.url)
 
