@@ -18,14 +18,13 @@ from pathlib import Path
 
 import yaml
 
-from kvbm.config.foreign import hint_for_text
+from kvbm.config.foreign import DESCRIPTION, hint_for_text
 from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, with_dots, without
 from kvbm.errors import ProfileError, ProfileMistakes
 from kvbm.text.reading import read_at_most
 
 EXCERPT_WIDTH = 100
 MAX_FILE_BYTES = 1 << 17  # so many unknown keys are reported within two seconds
-DESCRIPTION = "description"  # the key whose text is for people
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 

@@ -5,11 +5,20 @@ Without this, each of their keys would be an unknown key of a profile.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
+
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.keys import keys
+from kvbm.config.spelling import snake_case
 
 OWN = frozenset({"engine", "tiers", "extends"})
+DESCRIPTION = "description"  # the key whose text is for people
+NEAR = 0.75  # similarity of a key to a misspelt key of a profile
+MAX_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +40,16 @@ _KINDS = (
         "write the model and the flags of vLLM into `engine.model` and `engine.arguments` of a profile",
     ),
     _Kind(
+        "a recipe of vLLM",
+        (frozenset({"meta", "model"}),),
+        "write its model and flags into `engine.model` and `engine.arguments` of a profile with `engine.kind: vllm`",
+    ),
+    _Kind(
+        "a configuration of Dynamo's services",
+        tuple(frozenset({key}) for key in ("Frontend", "Processor", "VllmWorker", "TRTLLMWorker")),
+        "write the model and the flags of a worker into `engine.model` and `engine.arguments` of a profile",
+    ),
+    _Kind(
         "a configuration of LMCache",
         (
             *(frozenset({key}) for key in ("local_cpu", "max_local_cpu_size", "local_disk", "remote_serde")),
@@ -40,7 +59,14 @@ _KINDS = (
     ),
     _Kind(
         "a configuration of TensorRT-LLM",
-        (frozenset({"kv_cache_config"}), frozenset({"kv_connector_config"})),
+        tuple(
+            frozenset({key})
+            for key in (
+                *("kv_cache_config", "kv_connector_config", "cuda_graph_config", "moe_config", "max_num_tokens"),
+                *("cache_transceiver_config", "enable_attention_dp", "moe_expert_parallel_size", "print_iter_log"),
+                *("max_batch_size", "disable_overlap_scheduler", "build_config"),
+            )
+        ),
         "write its options into `engine.arguments` of a profile with `engine.kind: tensorrt-llm`",
     ),
     _Kind(
@@ -62,20 +88,48 @@ _KINDS = (
     ),
 )
 _MANIFEST = re.compile(r"^apiVersion:(?s:.*?)^kind:", re.MULTILINE)
+_TEMPLATE = re.compile(r"^\s*\{\{", re.MULTILINE)
 _OWN_KEY = re.compile(rf"^(?:{'|'.join(sorted(OWN))}):", re.MULTILINE)
 _VARIABLE = re.compile(r"^\s*(?:export\s+)?[A-Z][A-Z0-9_]+=", re.MULTILINE)
 
 
-def foreign_file(keys: Collection[str]) -> tuple[str, str] | None:
+def foreign_file(names: Collection[str]) -> tuple[str, str] | None:
     """Return what the file with these keys is, and a hint; None if it may be a profile."""
-    names = {key.replace("-", "_") for key in keys}
-    if names & OWN:
+    found = {name.replace("-", "_") for name in names}
+    if found & OWN:
         return None
-    return next(((kind.name, kind.hint) for kind in _KINDS if any(sign <= names for sign in kind.signs)), None)
+    known = next(((kind.name, kind.hint) for kind in _KINDS if any(sign <= found for sign in kind.signs)), None)
+    return known or _unlike_a_profile(names)
+
+
+def _unlike_a_profile(names: Collection[str]) -> tuple[str, str] | None:
+    """Describe a file without a key of a profile, and most of whose keys are none of its sections either."""
+    sections, leaves = _own_names()
+    spelt = [snake_case(name.partition(".")[0]) for name in names]
+    specific = [name for name in sections if name != DESCRIPTION]  # files of every kind have descriptions
+    if any(difflib.get_close_matches(name, specific, n=1, cutoff=NEAR) for name in spelt):
+        return None
+    if 2 * sum(name in leaves for name in spelt) >= len(spelt):
+        return None
+    shown = ", ".join(f"`{name}`" for name in list(names)[:MAX_SHOWN])
+    more = ", ..." if len(names) > MAX_SHOWN else ""
+    return f"a file with the keys {shown}{more}", f"keys of a profile: {', '.join(f'`{name}`' for name in sections)}"
+
+
+@cache
+def _own_names() -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the top-level keys of a profile, and the names of all keys."""
+    paths = [key.path for kind in ENGINE_KINDS for key in keys(engine=kind)]
+    sections = tuple(dict.fromkeys(path.partition(".")[0] for path in paths))
+    return sections, frozenset(path.rpartition(".")[2] for path in paths)
 
 
 def hint_for_text(text: str) -> str | None:
     """Return a hint for a text that is not one mapping: an env file, a script, a unit, or several manifests."""
-    if _MANIFEST.search(text) and not _OWN_KEY.search(text):
+    if _OWN_KEY.search(text):
+        return _IMPORT if _VARIABLE.search(text) else None
+    if _TEMPLATE.search(text):
+        return "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
+    if _MANIFEST.search(text):
         return f"this is a manifest of Kubernetes, not a profile; {_IMPORT}"
     return _IMPORT if _VARIABLE.search(text) else None

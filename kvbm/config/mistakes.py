@@ -332,6 +332,8 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     far = difflib.get_close_matches(snake_case(leaf), elsewhere, n=1, cutoff=0.8)
     if far:
         return f"did you mean `{elsewhere[far[0]]}`?"
+    if not _siblings(prefix, kind):  # a dot in the key itself
+        prefix = ""
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
     flags = "flags of vLLM and of TensorRT-LLM require their `engine.kind`"
     others = f"; {flags}" if prefix == "engine.arguments" else ""

@@ -182,6 +182,23 @@ PROFILE = {
     "profile_is_a_recipe_of_vllm": Row(
         "profile check recipe.yaml", {"recipe.yaml": "kv-cache-dtype: fp8\nmax-num-batched-tokens: 8192\n"}
     ),
+    "profile_is_a_recipe_with_meta": Row(
+        "profile check recipe.yaml", {"recipe.yaml": "meta: {title: Qwen3}\nmodel: {model_id: a/b}\nguide: text\n"}
+    ),
+    "profile_is_a_graph_of_dynamo": Row(
+        "profile check graph.yaml", {"graph.yaml": "Frontend: {port: 8000}\nVllmWorker: {model: a/b}\n"}
+    ),
+    "profile_is_of_tensorrt_llm_without_a_cache": Row(
+        "profile check mine.yaml", {"mine.yaml": "tensor_parallel_size: 8\ncache_transceiver_config: {backend: NIXL}\n"}
+    ),
+    "profile_is_another_file": Row(
+        "profile check config.yaml",
+        {"config.yaml": "description: a dashboard\npanels: []\nrefresh: 5s\n$schema: a\nv1.2: b\n"},
+    ),
+    "profile_is_a_template_of_helm": Row(
+        "profile check pod.yaml", {"pod.yaml": "{{- if .Values.redis }}\napiVersion: v1\nkind: Pod\n{{- end }}\n"}
+    ),
+    "profile_key_that_is_a_name_with_a_dot": mine("Llama-3.1-8B: 1\n"),
     "flag_with_an_empty_text": Row(
         "profile check mine.yaml",
         {
