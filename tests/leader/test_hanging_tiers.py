@@ -16,7 +16,7 @@ from kvbm.leader.settings import DiskPolicy, SharedPolicy
 from kvbm.types import Tier
 
 STEP_S = 0.1
-LIMIT_S = 2.5
+LIMIT_S = 1.9  # of the 2.5 s; the rest is for computing. Five steps are 0.5 s of it
 RUN = 2
 
 
@@ -157,7 +157,7 @@ def test_a_load_that_waited_for_room_has_no_second_deadline_for_its_own_reads():
     is_released = []
 
     def between():
-        if rig.now_s > 1.8 and not is_released:
+        if rig.now_s > HUNG_S and not is_released:
             is_released.append(taken.release())
 
     assert max(waits(rig, {"r1": a, "r2": b}, between=between).values()) < LIMIT_S
@@ -191,6 +191,30 @@ def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
 
     assert waits(rig, {"r": a}, between=between)["r"] > 4 * 1.5
     assert rig.leader.counters.onboard_disk_blocks == 8
+    rig.close()
+
+
+def test_a_disk_that_is_slow_and_alive_is_read_after_some_loads():
+    """Each of its reads takes a second; the usual time of a read is learned from those that end."""
+    rig, (a, _) = full("disk", slots=4)
+    last_s = [rig.now_s]
+
+    def between():
+        if rig.now_s - last_s[0] > 1.0:
+            last_s[0] = rig.now_s
+            rig.disk.run("read")
+
+    loaded = []
+    for number in range(8):
+        before = rig.leader.counters.onboard_blocks
+        waits(rig, {f"r{number}": a}, between=between, limit_s=rig.now_s + 20.0)
+        rig.leader.finish(f"r{number}", a)
+        loaded.append(rig.leader.counters.onboard_blocks - before)
+        for _ in range(15):
+            between()
+            step(rig)
+    assert loaded[0] < 8, "the first one is cut"
+    assert loaded[-1] == 8
     rig.close()
 
 

@@ -21,8 +21,8 @@ from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [Request(tokens(Random(f"hang {number}"), 6 * BLOCK_TOKENS + 9), 8) for number in range(8)]
-HANGS_S = 20.0
-LONGEST_WAIT_S = 2.5  # beyond the slowest request without the fault
+USUAL_S, HANGS_S = 10.0, 20.0
+LONGEST_WAIT_S = 2.5  # beyond the slowest request without the fault, of the same clients in the same run
 LONGEST_START_S = LONGEST_STOP_S = 10.0  # beyond a start and a stop without the fault
 RESULTS = KeptResults(
     "hanging-file-system-vllm", "pytest -m soak tests/vllm/test_hanging_file_system_in_vllm.py", key="tiers"
@@ -68,21 +68,26 @@ def test_no_request_start_or_stop_of_vllm_waits_for_a_file_system_that_hangs(tie
         servers = []
         row = {"tiers": tiers, "start_s": timed(lambda: servers.append(start()))}
         server = servers[0]
-        for _ in range(3):
-            usual_s = max(ask(server, request) for request in PROMPTS)
+        for request in PROMPTS:
+            ask(server, request)
             time.sleep(1.0)
-        order("hang")
-        until_s = time.monotonic() + HANGS_S
 
-        def talk(first):
+        def talk(first, until_s):
             waits = []
             while time.monotonic() < until_s:
                 waits.append(ask(server, PROMPTS[(first + 2 * len(waits)) % len(PROMPTS)]))
             return waits
 
-        with ThreadPoolExecutor(2) as pool:
-            waits = [wait for found in pool.map(talk, range(2)) for wait in found]
-        row |= {"usual_wait_s": usual_s, "longest_wait_s": max(waits), "requests": len(waits)}
+        def waits_of_two_clients(for_s):
+            with ThreadPoolExecutor(2) as pool:
+                until_s = time.monotonic() + for_s
+                return list(pool.map(talk, range(2), (until_s, until_s)))
+
+        usual_s = max(map(max, waits_of_two_clients(USUAL_S)))
+        order("hang")
+        waits = waits_of_two_clients(HANGS_S)
+        row |= {"usual_wait_s": usual_s, "longest_wait_s": max(map(max, waits)), "requests": sum(map(len, waits))}
+        row["last_wait_s"] = max(each[-1] for each in waits)  # the tiers are off: the engine computes
         row["stop_under_load_s"] = timed(server.stop)
         row["start_hanging_s"] = timed(lambda: servers.append(start()))
         row["first_wait_s"] = ask(servers[1], PROMPTS[0])
