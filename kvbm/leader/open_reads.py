@@ -13,8 +13,8 @@ What a request may wait beyond its time without the hang is 2.5 s:
     the rest   the engine computes what it would have loaded, together with the other requests that waited
 
 With 1.8 s instead of 1.2 s, two prompts that one core computes left nothing of the 2.5 s. A shorter time would turn off
-disks and stores that pause for a second, as with garbage collection or a network that repeats a packet. What is slow but
-alive is learned: reads that take long, and end, allow later ones more time, up to HUNG_S + USUAL_LIMIT_S.
+disks and stores that pause for a second, as with garbage collection or a network that repeats a packet. What is slow
+but alive is learned: reads that take long, and end, allow later ones more time, up to HUNG_S + USUAL_LIMIT_S.
 
 The leader's thread owns it. Time between two calls of `check` counts as idle only if nothing has ended meanwhile: the
 engine may compute for seconds without looking.

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,20 @@ PROMPTS = 8
 HANGS_S = 30.0
 LONGEST_WAIT_S = 2.5  # beyond the time of the slowest request without the fault
 LONGEST_START_S = LONGEST_STOP_S = 10.0  # beyond those of an engine without lower tiers
+STOPPED = "stopped"
 TIERS = ["disk", "shared", "disk and shared"]
 MACHINE = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
 RESULT = Path(__file__).parents[2] / "bench" / "results" / f"{MACHINE}-hanging-file-system.json"
+
+
+def daemon_of(point: Path) -> int:
+    """Return the process of the FUSE file system at a mount point."""
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if str(point).encode() in words and any(word.endswith(b"lying_filesystem.py") for word in words):
+                return int(entry.name)
+    raise AssertionError(f"no process serves {point}")
 
 
 class Rig:
@@ -37,10 +49,13 @@ class Rig:
     def __init__(self, point: Path, tiers: str) -> None:
         self.point, self.tiers = point, tiers
         self._orders = point.parent / "orders"
+        self._daemon = daemon_of(point)
         (point / "shared").mkdir()
 
     def order(self, what: str) -> None:
-        self._orders.write_text(what)
+        """Let the file system do this. With "stopped" its daemon is stopped, and takes no request at all."""
+        os.kill(self._daemon, signal.SIGSTOP if what == STOPPED else signal.SIGCONT)
+        self._orders.write_text("" if what == STOPPED else what)
 
     def engine(self) -> KvbmEngine:
         disk = {"directory": str(self.point / "disk"), "blocks": 300, "zerofill": True}
@@ -98,7 +113,7 @@ def fill(engine, expected):
     return max(ask(engine, expected, user) for user in range(PROMPTS))
 
 
-@pytest.mark.parametrize("what", ["hang-reads", "hang"])
+@pytest.mark.parametrize("what", ["hang-reads", "hang", STOPPED])
 def test_no_request_waits_for_a_file_system_that_hangs_under_load(rig, expected, what):
     engine = rig.engine()
     try:
@@ -123,11 +138,12 @@ def test_no_request_waits_for_a_file_system_that_hangs_under_load(rig, expected,
     assert stop_s < LONGEST_STOP_S
 
 
-def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_answers(rig, expected):
+@pytest.mark.parametrize("what", ["hang", STOPPED])
+def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_answers(rig, expected, what):
     engine, start_s = timed(rig.engine)
     fill(engine, expected)
     engine.engine.stop()
-    rig.order("hang")
+    rig.order(what)
     engine, hanging_start_s = timed(rig.engine)
     try:
         assert hanging_start_s < start_s + LONGEST_START_S
@@ -143,11 +159,13 @@ def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_a
         for user in range(PROMPTS):
             ask(engine, expected, user)
         assert engine.counters.onboard_disk_blocks + engine.counters.onboard_shared_blocks > 0
-        rig.order("hang")
+        rig.order(what)
     finally:
         _, stop_s = timed(engine.engine.stop)
         rig.order("")
-    record(f"{rig.tiers}, hang at the start", {"usual_start_s": start_s, "start_s": hanging_start_s, "stop_s": stop_s})
+    record(
+        f"{rig.tiers}, {what} at the start", {"usual_start_s": start_s, "start_s": hanging_start_s, "stop_s": stop_s}
+    )
     assert stop_s < LONGEST_STOP_S
 
 
