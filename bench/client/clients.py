@@ -3,7 +3,7 @@
 Each keeps `--in-flight` requests in flight until `--requests` have ended, and prints one JSON object: CPU seconds of
 its process for all of them, seconds of wall clock, and the time to first token of each request by its X-Request-Id.
 
-    kvbm, kvbm-2      `drive` of kvbm_cli.bench.client with a plan; everything that a run does is included;
+    kvbm, kvbm-2      `drive` of kvbm_cli.bench.load with a plan; everything that a run does is included;
                       in one process, or in two
     aiohttp           a bare loop on aiohttp: a prepared body, iter_any, json.loads and a stamp for each event
     aiohttp-unparsed  the same, but nothing is parsed: the least that a client on aiohttp can do
@@ -117,8 +117,8 @@ async def of_httpx(url: str, requests: int, in_flight: int) -> Ttfts:
 
 
 async def of_kvbm(url: str, requests: int, in_flight: int, *, workers: int = 1) -> Ttfts:
-    from kvbm_cli.bench.client.drive import drive
-    from kvbm_cli.bench.client.request import Target
+    from kvbm_cli.bench.load.drive import drive
+    from kvbm_cli.bench.load.request import Target
     from kvbm_cli.bench.workload.plan import Launches, Plan, PlannedRequest
     from kvbm_cli.bench.workload.script import Phase
 

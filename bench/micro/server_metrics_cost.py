@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/bench")]
 
 from metrics_server import MetricsServerForTests  # noqa: E402
 
-from kvbm_cli.bench.server_metrics.sampler import Sampler  # noqa: E402
+from kvbm_cli.bench.metrics.sampler import Sampler  # noqa: E402
 
 PAGE = (ROOT / "tests/bench/data/vllm-kvbm-end.txt").read_text()
 BUCKET = 'vllm:e2e_request_latency_seconds_bucket{{engine="0",le="{}",model_name="m"}} 1.0\n'

@@ -17,9 +17,8 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.host.tree import remove_tree
 from kvbm.shared.settings import directory_of
-from kvbm_cli.bench.client.error_text import api_key
 from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
-from kvbm_cli.bench.control import Control, served_model
+from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.size import size_if_known

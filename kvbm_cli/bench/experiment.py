@@ -23,21 +23,21 @@ from typing import Any, Protocol
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import NeededRoom, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.client.drive import DriveResult, drive
-from kvbm_cli.bench.client.health import ClientHealth, HealthMonitor
-from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Arm, Comparison, RunGroup, groups
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
+from kvbm_cli.bench.load.drive import DriveResult, drive
+from kvbm_cli.bench.load.process import ClientHealth, HealthMonitor
+from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.machine import versions
+from kvbm_cli.bench.metrics.sampler import Sampler
+from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
 from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import CellResult, Results
-from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.bench.server_metrics.server_summary import ServerSummary
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.workload.schema import Lmbenchmark

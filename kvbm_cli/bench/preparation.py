@@ -18,9 +18,9 @@ from kvbm.errors import EngineError
 from kvbm_cli.bench.analysis.statistics import percentile
 from kvbm_cli.bench.arms import RunningEngine
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.client.request import Target, open_session, send
 from kvbm_cli.bench.comparison import RECORDING
-from kvbm_cli.bench.control import Control
+from kvbm_cli.bench.load.control import Control
+from kvbm_cli.bench.load.request import Target, open_session, send
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.scripts import script_of
 from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer

@@ -19,12 +19,12 @@ from kvbm_cli.bench.arms import NeededRoom, RunningEngine
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.comparison import Comparison
 from kvbm_cli.bench.experiment import Setup, run_experiment
+from kvbm_cli.bench.metrics.scraper import SampleLine
+from kvbm_cli.bench.metrics.summary import summarise as summarise_samples
 from kvbm_cli.bench.records.bench_directory import BenchDirectory
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.resolve_arms import comparison_of
-from kvbm_cli.bench.server_metrics.sample_line import SampleLine
-from kvbm_cli.bench.server_metrics.server_summary import summarise as summarise_samples
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 from kvbm_cli.workload.schema import Conversations, Schedule, Workload
@@ -180,4 +180,4 @@ def without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
         return nullcontext(SimpleNamespace(summary=lambda: summarise_samples(path)))
 
     monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", sampler)
-    monkeypatch.setattr("kvbm_cli.bench.client.launcher.LEAD_S", 0.03)
+    monkeypatch.setattr("kvbm_cli.bench.load.parts.LEAD_S", 0.03)

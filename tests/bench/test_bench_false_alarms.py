@@ -18,9 +18,9 @@ from bench_rig import PATIENT, MockEngines, SilentProgress, setup_of, without_sa
 from mock_engine import MockEngine, Options
 
 from kvbm_cli.bench.arms import RunningEngine
-from kvbm_cli.bench.client.drive import DriveResult
-from kvbm_cli.bench.client.health import ClientHealth
 from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.load.drive import DriveResult
+from kvbm_cli.bench.load.process import ClientHealth
 from kvbm_cli.bench.records.bench_directory import BenchDirectory
 from kvbm_cli.bench.records.results import Results
 from kvbm_cli.bench.summary import summarise

@@ -8,9 +8,9 @@ import pytest
 from client_rig import drive_plan, open_loop, plan_of, planned, target_of
 from openai_mock import Answer, OpenAIMock
 
-from kvbm_cli.bench.client import launcher
-from kvbm_cli.bench.client.drive import drive
-from kvbm_cli.bench.client.launcher import encoding_starts
+from kvbm_cli.bench.load import launcher
+from kvbm_cli.bench.load.drive import drive
+from kvbm_cli.bench.load.parts import encoding_starts
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
 LATE_MS = 150.0  # on a busy machine

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvbm_cli.bench.client.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
+from kvbm_cli.bench.load.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 

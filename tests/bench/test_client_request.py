@@ -9,8 +9,8 @@ import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
 from openai_mock import Answer, OpenAIMock, answer_tokens
 
-from kvbm_cli.bench.client.error_text import error_text
-from kvbm_cli.bench.client.request import open_session, send
+from kvbm_cli.bench.load.control import error_text
+from kvbm_cli.bench.load.request import open_session, send
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 CHAT = [{"role": "user", "content": "five words of a user"}]

@@ -9,9 +9,9 @@ import pytest
 from recording_server import Behaviour, RecordingServer, answer_texts
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.driver import run_faithful
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+from kvbm_cli.bench.load.request import Target
 
 START_UP_REQUESTS = 10
 SMALL = replace(

@@ -15,10 +15,9 @@ import pytest
 from metrics_server import MetricsServerForTests
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.server_metrics.gpus import Gpus
-from kvbm_cli.bench.server_metrics.process_tree import ProcessTree
-from kvbm_cli.bench.server_metrics.sampler import Sampler
-from kvbm_cli.bench.server_metrics.server_summary import summarise
+from kvbm_cli.bench.metrics.sampler import Sampler
+from kvbm_cli.bench.metrics.summary import summarise
+from kvbm_cli.bench.metrics.usage import Gpus, ProcessTree
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERVAL_S = 0.1
@@ -208,7 +207,7 @@ def test_headers_are_sent_but_no_user_sees_them(server, path):
 @pytest.mark.parametrize("has_heir", [False, True], ids=["", "another process holds its input open"])
 def test_the_sampler_ends_with_its_parent(server, path, has_heir):
     code = (
-        "import os, sys, time; from pathlib import Path; from kvbm_cli.bench.server_metrics.sampler import Sampler\n"
+        "import os, sys, time; from pathlib import Path; from kvbm_cli.bench.metrics.sampler import Sampler\n"
         f"sampler = Sampler.start(Path({str(path)!r}), base_url={server.url!r}, interval_s=0.1)\n"
         f"heir = os.fork() if {has_heir} else 0\n"
         f"if heir or not {has_heir}: print(sampler.pid, heir, flush=True)\n"

@@ -16,18 +16,18 @@ import pytest
 
 from kvbm.errors import UsageError
 from kvbm.metrics import COUNTERS as KVBM_METRICS
-from kvbm_cli.bench.server_metrics.engine_readers import (
+from kvbm_cli.bench.metrics.engine_metrics import (
     COUNTERS,
     NAMES,
+    MetricsPage,
+    prompt_tokens_by_tier,
     read_counters,
     read_facts,
     read_gauges,
     started_s,
 )
-from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
-from kvbm_cli.bench.server_metrics.prompt_tokens import prompt_tokens_by_tier
-from kvbm_cli.bench.server_metrics.sample_line import SampleLine
-from kvbm_cli.bench.server_metrics.server_summary import summarise, summary_of
+from kvbm_cli.bench.metrics.scraper import SampleLine
+from kvbm_cli.bench.metrics.summary import summarise, summary_of
 
 DATA = Path(__file__).with_name("data")
 

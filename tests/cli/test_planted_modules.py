@@ -21,7 +21,7 @@ from test_pd_engines import plan_of
 from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.errors import EnvironmentProblem
 from kvbm.process.parent import start_child
-from kvbm_cli.bench.server_metrics.sampler import Sampler
+from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import WrongRequest
 from kvbm_cli.engine.engines import _make_elsewhere
@@ -36,8 +36,8 @@ STARTS = {
     "kvbm.disk.io.select": 1,
     "kvbm.embedded.worker_placement": 1,
     "kvbm.process.parent": 1,
-    "kvbm_cli.bench.client.workers": 1,
-    "kvbm_cli.bench.server_metrics.sampler": 1,
+    "kvbm_cli.bench.load.drive": 1,
+    "kvbm_cli.bench.metrics.sampler": 1,
     "kvbm_cli.disaggregated.body_process": 1,
     "kvbm_cli.disaggregated.plan": 1,
     "kvbm_cli.doctor.machine": 1,

@@ -147,7 +147,7 @@ PRINTING = {
         "kvbm_cli/doctor/disk_probe.py",
         "kvbm_cli/doctor/store_probe.py",
         "kvbm_cli/runs/logs.py",
-        "kvbm_cli/bench/server_metrics/scraper.py",
+        "kvbm_cli/bench/metrics/scraper.py",
     ),
     *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/dry_run.py", "kvbm_cli/bench/lmbenchmark/sharegpt_preparation.py"),
 }

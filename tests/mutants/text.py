@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         name="bench-believes-any-tokenizer",
         bug="A server whose tokenizer returns ten tokens for any text gets longer and longer texts.",
-        file="kvbm_cli/bench/control.py",
+        file="kvbm_cli/bench/load/control.py",
         old="        if len(tokens) * CHARACTERS_PER_TOKEN < len(text):\n",
         new="        if len(tokens) > len(text):\n",
         fails="tests/bench/test_bench_control.py -k not_of_a_tokenizer",

@@ -6,7 +6,6 @@ the CSV file. Cancellation ends all requests. The pause between two rates (`pres
 
 from __future__ import annotations
 
-from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.agentic import run_agentic
 from kvbm_cli.bench.lmbenchmark.exchange import connect
 from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
@@ -14,6 +13,7 @@ from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters, LmbenchmarkPa
 from kvbm_cli.bench.lmbenchmark.record_writer import OnRecord
 from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.lmbenchmark.sharegpt import run_sharegpt
+from kvbm_cli.bench.load.request import Target
 
 
 async def run_faithful(

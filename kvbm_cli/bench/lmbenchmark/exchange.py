@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client.error_text import error_text
-from kvbm_cli.bench.client.events import StreamedAnswer
-from kvbm_cli.bench.client.request import UNREADABLE, Target, open_session
 from kvbm_cli.bench.lmbenchmark.result_csv import MeasuredAnswer
+from kvbm_cli.bench.load.control import error_text
+from kvbm_cli.bench.load.events import StreamedAnswer
+from kvbm_cli.bench.load.request import UNREADABLE, Target, open_session
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm_cli.bench.client.request import Target
 from kvbm_cli.bench.lmbenchmark.exchange import ProgramRequest
+from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.script import Phase
 

@@ -1,14 +1,20 @@
-"""Memory, CPU time and disk traffic of a process and all its descendants, from /proc.
+"""What an engine uses of its machine: memory, CPU time and disk traffic from /proc, and the GPUs from `pynvml`.
 
 The processes are found by parent and by process group. The kernel adds the CPU time and the traffic of a process that
 has ended to its parent, so the sums continue to rise. What the user of the sampler may not read is unknown.
+
+Only the GPUs on which the engine's processes run count. Inside a container NVML may not know their process ids; then
+all visible GPUs count.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 RESCAN_SAMPLES = 5  # a scan reads one file for each process of the machine
 DEAD = (b"Z", b"X")
@@ -94,3 +100,57 @@ class ProcessTree:
 def _cpu_s(stat: list[bytes]) -> float:
     """User and system time, with that of children that have ended."""
     return sum(map(int, stat[11:15])) * _TICK_S
+
+
+class Gpus:
+    """`nvml` is the module pynvml, None if it is missing or finds no driver."""
+
+    def __init__(self, nvml: Any | None) -> None:
+        self._nvml = nvml
+
+    @classmethod
+    def open(cls) -> Gpus:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return cls(None)
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            return cls(None)
+        return cls(nvml)
+
+    def sample(self, pids: Collection[int]) -> list[dict[str, float | int | None]]:
+        """Return one entry per GPU. What a GPU does not report is None."""
+        if self._nvml is None:
+            return []
+        nvml = self._nvml
+        count = self._ask(nvml.nvmlDeviceGetCount) or 0
+        asked = [(index, self._ask(nvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+        handles = [(index, handle) for index, handle in asked if handle is not None]
+        used = [(index, handle) for index, handle in handles if self._processes(handle) & set(pids)]
+        return [self._state(index, handle) for index, handle in used or handles]
+
+    def _processes(self, handle: Any) -> set[int]:
+        assert self._nvml is not None
+        return {process.pid for process in self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()}
+
+    def _state(self, index: int, handle: Any) -> dict[str, float | int | None]:
+        assert self._nvml is not None
+        rates = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
+        energy_mj = self._ask(self._nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        return {
+            "index": index,
+            "utilisation": None if rates is None else rates.gpu / 100,
+            "memory_bytes": None if memory is None else int(memory.used),
+            "energy_j": None if energy_mj is None else energy_mj / 1e3,
+        }
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """None if the GPU does not answer this question."""
+        assert self._nvml is not None
+        try:
+            return question(*arguments)
+        except self._nvml.NVMLError:
+            return None

@@ -1,110 +1,113 @@
-"""Worker processes of the load client, for plans that keep one core too busy.
+"""`drive`: sends a plan to one or more engines and returns the records and the client's own health.
 
-Each worker sends a part of the plan to all targets, at times of the same clock: `time.perf_counter_ns` is the
-monotonic clock of the machine. Sessions that await each other stay together, and the concurrency is divided. Workers
-end with this process. If a worker ends early, the whole drive fails: a part of the load would be missing.
+A plan that keeps one core too busy is sent by worker processes. Each worker sends a part of the plan to all targets, at
+times of the same clock: `time.perf_counter_ns` is the monotonic clock of the machine. Workers end with this process.
+If a worker ends early, the whole drive fails: a part of the load would be missing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.client.channel import encoded, read_message
-from kvbm_cli.bench.client.grouping import linked_groups
-from kvbm_cli.bench.client.health import ProcessHealth
-from kvbm_cli.bench.client.launcher import WATCH_INTERVAL_S, Part
-from kvbm_cli.bench.client.request import Target
-from kvbm_cli.bench.client.together import together
-from kvbm_cli.bench.client.worker import READY
+from kvbm.errors import EnvironmentProblem
+from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord
+from kvbm_cli.bench.load.parts import Part, WorkerCount, parts_of, worker_count
+from kvbm_cli.bench.load.process import (
+    READY,
+    ClientHealth,
+    HealthMonitor,
+    ProcessHealth,
+    drive_part,
+    encoded,
+    read_message,
+    together,
+)
+from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
+from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMAND = (sys.executable, "-P", "-m", "kvbm_cli.bench.client.worker")
+# Not `-m`: classes of the module `__main__` cannot be sent back.
+COMMAND = (sys.executable, "-P", "-c", "from kvbm_cli.bench.load.process import main; main()")
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
 
-# Load of one core, measured by bench/client/overhead.py.
-REQUEST_S = 0.00035
-CHUNK_S = 0.00008
-PROMPT_TOKEN_S = 1.5e-7
-LARGEST_LOAD = 0.5
-ASSUMED_TOKENS_PER_S = 50.0  # per session of a closed loop
-ASSUMED_TOKENS = 128  # of an answer without a limit
-WINDOW_S = 10.0
 
-WorkerCount = int | Literal["auto"]
+@dataclass(frozen=True, slots=True)
+class DriveResult:
+    """Records by run, in the order of the plan. `started_unix_s` and `start_ns` (of `time.perf_counter_ns`) are the
+    same moment: the start of the first target's schedule, from which `duration_s` counts."""
 
-
-def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
-    """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
-    if wanted != "auto" and wanted < 1:
-        raise UsageError(f"{wanted} worker processes: at least 1 is required")
-    count = wanted if wanted != "auto" else _useful_count(estimated_load(plan, target_count))
-    concurrency = plan.launches.concurrency or count
-    return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
+    records: dict[str, tuple[RequestRecord, ...]]
+    health: ClientHealth
+    started_unix_s: float
+    start_ns: int
+    duration_s: float
 
 
-def estimated_load(plan: Plan, target_count: int) -> float:
-    """Return the share of one core that the plan takes in its busiest 10 s, if the engines keep up."""
-    costs_s = [
-        REQUEST_S + CHUNK_S * (request.answer_tokens or ASSUMED_TOKENS) + PROMPT_TOKEN_S * (request.prompt_tokens or 0)
-        for request in plan.requests
-    ]
-    timed = sorted((request.intended_s, costs_s[i]) for i, request in enumerate(plan.requests) if request.intended_s)
-    return target_count * max(_busiest(timed), _closed_loop_load(plan, costs_s))
+async def drive(
+    plan: Plan, targets: Sequence[Target], *, on_record: OnRecord, workers: WorkerCount = "auto"
+) -> DriveResult:
+    """Send the whole plan to every target. When an engine ends, its open requests fail at once.
+
+    `on_record` gets each record when its request has ended, in this event loop. With more than one worker, other
+    processes send the requests, and records arrive up to 0.1 s later.
+    """
+    import aiohttp  # noqa: F401  it takes 0.3 s, which must not pass after the start
+
+    records: dict[str, list[RequestRecord]] = {target.run: [] for target in targets}
+
+    def take(record: RequestRecord) -> None:
+        records[record.run].append(record)
+        on_record(record)
+
+    parts = parts_of(plan, worker_count(plan, len(targets), workers))
+    if len(parts) == 1:
+        monitor = HealthMonitor()
+        with monitor.garbage_collector_off():
+            start = _Start.after(parts)
+            await drive_part(parts[0], targets, start.ns, take, monitor)
+            duration_s = start.elapsed_s()
+        processes = [monitor.result()]
+    else:
+        async with started_workers(parts, targets) as workers_ready:
+            start = _Start.after(parts)
+            processes = await workers_ready.drive(start.ns, take)
+            duration_s = start.elapsed_s()
+    return _result(records, processes, start, duration_s)
 
 
-def _busiest(timed: Sequence[tuple[float, float]]) -> float:
-    """Return the largest load of any window of the timed requests."""
-    largest = inside = 0.0
-    first = 0
-    for at_s, cost_s in timed:
-        inside += cost_s
-        while timed[first][0] <= at_s - WINDOW_S:
-            inside -= timed[first][1]
-            first += 1
-        largest = max(largest, inside)
-    return largest / min(WINDOW_S, max(1.0, timed[-1][0])) if timed else 0.0
+@dataclass(frozen=True, slots=True)
+class _Start:
+    ns: int
+    unix_s: float
+
+    @classmethod
+    def after(cls, parts: Sequence[Part]) -> _Start:
+        """Return a start that leaves each part the time that it needs before its first request."""
+        ns = time.perf_counter_ns() + round(max(part.lead_s() for part in parts) * 1e9)
+        return cls(ns, time.time() + (ns - time.perf_counter_ns()) / 1e9)
+
+    def elapsed_s(self) -> float:
+        return (time.perf_counter_ns() - self.ns) / 1e9
 
 
-def _closed_loop_load(plan: Plan, costs_s: Sequence[float]) -> float:
-    """Sessions in flight, each with the assumed speed of answers."""
-    closed = [i for i, request in enumerate(plan.requests) if request.intended_s is None]
-    if not closed:
-        return 0.0
-    tokens = sum(plan.requests[i].answer_tokens or ASSUMED_TOKENS for i in closed)
-    sessions = len({plan.requests[i].session for i in closed})
-    in_flight = min(sessions, plan.launches.concurrency or sessions)
-    return in_flight * ASSUMED_TOKENS_PER_S / tokens * sum(costs_s[i] for i in closed)
-
-
-def parts_of(plan: Plan, count: int) -> list[Part]:
-    """Divides the plan into parts of about equal work."""
-    sent: list[list[PlannedRequest]] = [[] for _ in range(count)]
-    work = [0] * count
-    for group in linked_groups(plan.requests):
-        lightest = work.index(min(work))
-        sent[lightest] += group
-        work[lightest] += sum(8 + (request.answer_tokens or ASSUMED_TOKENS) for request in group)
-    parts = []
-    for number, requests in enumerate(sent):
-        whole = plan.launches.concurrency
-        concurrency = None if whole is None else whole // count + (number < whole % count)
-        requests.sort(key=lambda request: request.index)
-        parts.append(Part(tuple(requests), plan.launches, plan.request_timeout_s, concurrency))
-    return parts
+def _result(
+    records: dict[str, list[RequestRecord]], processes: Sequence[ProcessHealth], start: _Start, duration_s: float
+) -> DriveResult:
+    ordered = {run: tuple(sorted(of_run, key=lambda record: record.index)) for run, of_run in records.items()}
+    health = ClientHealth.of(processes, (record for of_run in ordered.values() for record in of_run))
+    return DriveResult(ordered, health, start.unix_s, start.ns, duration_s)
 
 
 class WorkerProcesses:
@@ -227,12 +230,3 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
 
 def _never() -> bool:
     return False
-
-
-def _useful_count(load: float) -> int:
-    """One core is left for the engine, which usually runs on the same machine."""
-    return min(math.ceil(load / LARGEST_LOAD), _cores() - 1)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

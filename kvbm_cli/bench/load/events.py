@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from kvbm_cli.bench.client.error_text import error_text
+from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.records.request_record import RequestRecord
 
 Read = tuple[int, bytes]  # stamp in nanoseconds, data

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client.error_text import error_text
-from kvbm_cli.bench.client.events import StreamedAnswer
+from kvbm_cli.bench.load.control import error_text
+from kvbm_cli.bench.load.events import StreamedAnswer
 from kvbm_cli.bench.records.request_record import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
 

@@ -1,16 +1,21 @@
-"""Control requests to an engine: tokenize, reset the cache, read metrics. None is sent during a measurement."""
+"""Control requests to an engine: tokenize, reset the cache, read metrics. None is sent during a measurement.
+
+Texts of errors are written to files. The API key of servers by URL never is.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm.errors import EngineError
+from kvbm.errors import EngineError, UsageError
 from kvbm.text.outside import shown, shown_json
-from kvbm_cli.bench.client.error_text import error_text
 from kvbm_cli.system.http_client import HttpAnswer, get_metrics, request
 
+API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
+LONGEST_READ = 20_000  # a key that a message has further on is not shown
 TIMEOUT_S = 30.0
 RESET = "/reset_prefix_cache?reset_external=true"
 RESET_TIMEOUT_S = 30.0
@@ -19,6 +24,20 @@ IN_USE = 409
 CHARACTERS_PER_TOKEN = 64  # far more than words have
 MOST_TOKENS = 1e15
 LONGEST_MODEL = 4096  # it may be a path
+
+
+def api_key() -> str | None:
+    """Return the key of all servers by URL. UsageError if no HTTP header can have it."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key and not all("!" <= character <= "~" for character in key):
+        raise UsageError(f"`{API_KEY_VARIABLE}` must be ASCII without spaces and line ends")
+    return key or None
+
+
+def error_text(text: str) -> str:
+    """Return the beginning of the text, without the key: servers may repeat the headers of a request in an error."""
+    key, text = os.environ.get(API_KEY_VARIABLE), text[:LONGEST_READ]
+    return shown(text.replace(key, "***") if key else text)
 
 
 @dataclass(frozen=True, slots=True)

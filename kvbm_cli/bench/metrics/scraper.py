@@ -1,10 +1,13 @@
 """The sampler's process: scrapes an engine at a fixed interval and writes server-metrics.jsonl.
 
-`Sampler` starts it as `python -P -m kvbm_cli.bench.server_metrics.scraper` and sends its task as one line of JSON to
+`Sampler` starts it as `python -P -m kvbm_cli.bench.metrics.scraper` and sends its task as one line of JSON to
 standard input, because an argument would show the engine's secret to all users. It answers with one line when the first
 sample is in the file. At the end of its input it takes a last sample and ends.
 
 Every page is fetched in a thread of its own, so a server that hangs delays neither the other page nor the end.
+
+`SampleLine` is one line of the file. Its top-level keys are for readers of the file. `counters` has every total that a
+page had; only the totals are exact enough for differences, so the summary is computed from them.
 """
 
 from __future__ import annotations
@@ -15,14 +18,20 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
-from kvbm_cli.bench.server_metrics.engine_readers import NAMES, read_counters, read_facts, read_gauges, started_s
-from kvbm_cli.bench.server_metrics.gpus import Gpus
-from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
-from kvbm_cli.bench.server_metrics.process_tree import ProcessTree
-from kvbm_cli.bench.server_metrics.sample_line import SampleLine
+from kvbm_cli.bench.metrics.engine_metrics import (
+    NAMES,
+    MetricsPage,
+    prompt_tokens_by_tier,
+    read_counters,
+    read_facts,
+    read_gauges,
+    started_s,
+)
+from kvbm_cli.bench.metrics.usage import Gpus, ProcessTree
 from kvbm_cli.system.http_client import get_metrics
 
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
@@ -30,6 +39,8 @@ LAST_S = 1.0
 READY = "ready\n"
 STOP = "stop"
 NO_METRICS = "the answer has no metrics"
+MOVES = {"onboard": "g2_to_g1", "offload": "g1_to_g2"}
+QUANTITIES = ("bytes", "blocks", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +177,58 @@ def main() -> None:
         Scraper(task, output).run()
     sys.stdout.flush()
     os._exit(0)  # a thread may still wait for a server that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLine:
+    """`error` says which page is missing, and why. The readers return `counters`, `gauges` and `facts`."""
+
+    t_ms: float
+    took_ms: float
+    error: str | None = None
+    started_s: float | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, int] = field(default_factory=dict)
+    process: Mapping[str, float | None] = field(default_factory=dict)
+    gpu: Sequence[Mapping[str, float | int | None]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "t_ms": round(self.t_ms, 3),
+            "took_ms": round(self.took_ms, 3),
+            **({} if self.error is None else {"error": self.error}),
+            "prompt_tokens": prompt_tokens_by_tier(self.counters),
+            **{name: self._move(pair) for name, pair in MOVES.items()},
+            "disk": {name: self.process.get(name) for name in ("read_bytes", "written_bytes")},
+            "evictions": self.counters.get("evictions"),
+            **{name: self.gauges.get(name) for name in ("running", "waiting", "kv_usage")},
+            **{name: self.process.get(name) for name in ("rss_bytes", "shared_bytes", "cpu_s")},
+            "gpu": list(self.gpu),
+            "started_s": self.started_s,
+            "counters": dict(self.counters),
+            "states": {name: value for name, value in self.gauges.items() if name.startswith("kvbm_")},
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> SampleLine:
+        """Raise KeyError, TypeError or AttributeError if the line is not one of a sampler."""
+        gauges = {name: line[name] for name in ("running", "waiting", "kv_usage") if line[name] is not None}
+        return cls(
+            t_ms=float(line["t_ms"]),
+            took_ms=float(line["took_ms"]),
+            error=line.get("error"),
+            started_s=line["started_s"],
+            counters=dict(line["counters"]),
+            gauges={**gauges, **line["states"]},
+            facts=dict(line["facts"]),
+            process={**line["disk"], **{name: line[name] for name in ("rss_bytes", "shared_bytes", "cpu_s")}},
+            gpu=tuple(line["gpu"]),
+        )
+
+    def _move(self, pair: str) -> dict[str, float | None]:
+        return {quantity: self.counters.get(f"{pair}_{quantity}") for quantity in QUANTITIES}
 
 
 if __name__ == "__main__":

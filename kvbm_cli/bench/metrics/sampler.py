@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import IO
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.server_metrics.scraper import EXTRA_S, READY, ScrapeTask
-from kvbm_cli.bench.server_metrics.server_summary import ServerSummary, summarise
+from kvbm_cli.bench.metrics.scraper import EXTRA_S, READY, ScrapeTask
+from kvbm_cli.bench.metrics.summary import ServerSummary, summarise
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULE = "kvbm_cli.bench.server_metrics.scraper"
+MODULE = "kvbm_cli.bench.metrics.scraper"
 METRICS = "/metrics"
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 2.5

@@ -16,43 +16,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.client.grouping import slot_groups
-from kvbm_cli.bench.client.request import Exchange, Target
+from kvbm_cli.bench.load.parts import Part, encoding_starts, slot_groups
+from kvbm_cli.bench.load.request import Exchange, Target
 from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.workload.plan import Launches, PlannedRequest
+from kvbm_cli.bench.workload.plan import PlannedRequest
 
 if TYPE_CHECKING:
     import aiohttp
 
-LEAD_S = 0.25
-LEAD_S_PER_REQUEST = 2e-5
 WATCH_INTERVAL_S = 0.25
 ENCODE_AHEAD_S = 0.05
-ENCODE_S_PER_TOKEN = 3e-7  # three times the usual time
 EARLY_ENCODE_DELAY_S = 0.005
 ENGINE_ENDED = "the engine ended"
 
 
 OnRecord = Callable[[RequestRecord], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one process sends: all or some requests of a plan."""
-
-    requests: tuple[PlannedRequest, ...]
-    launches: Launches
-    request_timeout_s: float
-    concurrency: int | None
-
-    def lead_s(self) -> float:
-        """Time to prepare the first launches."""
-        starts = encoding_starts([request for request in self.requests if not request.after])
-        return LEAD_S + LEAD_S_PER_REQUEST * len(self.requests) - min([*starts.values(), 0.0])
 
 
 @dataclass(slots=True)
@@ -62,17 +44,6 @@ class _Group:
     open_requests: int
     is_admitted: bool = False
     due: list[tuple[PlannedRequest, float]] = field(default_factory=list)
-
-
-def encoding_starts(requests: Iterable[PlannedRequest]) -> dict[int, float]:
-    """Seconds at which the encoding of each timed request must start, also where many are due at once."""
-    starts: dict[int, float] = {}
-    timed = [(request.intended_s, request) for request in requests if request.intended_s is not None]
-    next_s = float("inf")
-    for intended_s, request in sorted(timed, key=lambda one: (one[0], one[1].index), reverse=True):
-        next_s = min(intended_s, next_s) - ENCODE_S_PER_TOKEN * (request.prompt_tokens or 1)
-        starts[request.index] = next_s
-    return starts
 
 
 class Launcher:

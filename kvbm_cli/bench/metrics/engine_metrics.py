@@ -1,17 +1,22 @@
-"""Translates the metrics of an engine and its KV cache into one set of names.
+"""Translates the metrics of an engine and its KV cache into one set of names, and splits prompt tokens by their tier.
 
 A counter is a total since the engine started, a gauge is its state now. A name that the page lacks is left out: unknown
 is never 0. Every metric name here was read from a running engine, or from the source of the released package that
 exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6. docs/reference/server-metrics.md has the table.
+
+A page of vLLM has hundreds of lines, most of them buckets of histograms. `MetricsPage` parses only the lines of wanted
+names, because the sampler runs once per second on the machine that it measures.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbm.metrics import COUNTERS as KVBM_METRICS
-from kvbm_cli.bench.server_metrics.metrics_page import MetricsPage
 
 KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off", "kvbm_shared_off")  # 0 or 1
 KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)
@@ -19,6 +24,12 @@ KVBM_BLOCKS = {"g2_blocks": "kvbm_host_blocks", "g3_blocks": "kvbm_disk_blocks"}
 CONFIG = "vllm:cache_config_info"
 STARTED = ("vllm:prompt_tokens_created", "process_start_time_seconds")
 WRITE_AMPLIFICATION = "kvbm_disk_write_amplification"
+KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
+_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+TOTAL = "_total"
+TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +124,6 @@ GAUGES = MappingProxyType(
         "waiting": (_source("vllm:num_requests_waiting"), _source("sglang:num_queue_reqs")),
     }
 )
-KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
-SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
 
 NAMES = frozenset(
     [source.metric for sources in (*COUNTERS.values(), *GAUGES.values()) for source in sources]
@@ -177,3 +186,84 @@ def _vllm_sizes(engines: list[dict[str, str]]) -> dict[str, int]:
     if tokens or (blocks and sizes):
         facts["g1_tokens"] = sum(tokens) or sum(blocks) * sizes[0]
     return facts
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """Series by name without `_total`: labels and value. A value that is not finite is left out."""
+
+    series: dict[str, list[tuple[dict[str, str], float]]]
+    is_readable: bool = True
+
+    @classmethod
+    def parse(cls, text: str, names: Collection[str]) -> MetricsPage:
+        """Read the series with these names, given without `_total`. `is_readable` is False if no line of the text is a
+        comment or a series, as on an error page."""
+        series: dict[str, list[tuple[dict[str, str], float]]] = {}
+        is_readable = not text
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0].removesuffix(TOTAL)
+            if name not in names:
+                is_readable = is_readable or line.startswith("# ") or _LINE.match(line) is not None
+                continue
+            found = _LINE.match(line)
+            value = None if found is None else _number(found[3])
+            if found is not None and value is not None:
+                is_readable = True
+                series.setdefault(name, []).append((dict(_LABEL.findall(found[2] or "")), value))
+        return cls(series, is_readable)
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        wanted = labels.items()
+        return [value for found, value in self.series.get(name, ()) if wanted <= found.items()]
+
+    def labels_of(self, name: str) -> list[dict[str, str]]:
+        return [labels for labels, _ in self.series.get(name, ())]
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def prompt_tokens_by_tier(counters: Mapping[str, float]) -> dict[str, int | None] | None:
+    """Return the tokens of g1, g2, g3, g4 and computed; None if the engine reports no sources.
+
+    g3 and g4 are None if the engine reports only that tokens were loaded, but not from where: g2 then has all of them.
+    """
+    if "external_tokens" in counters:
+        return _from_external(counters)
+    if "device_hit_tokens" in counters and "prompt_tokens" in counters:  # SGLang: by tier, without the computed tokens
+        found = [round(counters.get(name, 0)) for name in ("device_hit_tokens", "host_hit_tokens", "disk_hit_tokens")]
+        return dict(zip(TIERS, (*found, 0, max(0, round(counters["prompt_tokens"]) - sum(found))), strict=True))
+    return None
+
+
+def _from_external(counters: Mapping[str, float]) -> dict[str, int | None]:
+    """vLLM and the embedded engine count each prompt token as found in G1, as loaded, or as computed."""
+    external = round(counters["external_tokens"])
+    disk = _disk_tokens(counters, external)
+    g3 = None if disk is None else min(disk, external)
+    g4 = None if g3 is None else min(_shared_tokens(counters, external), external - g3)
+    g1, computed = (round(counters.get(name, 0)) for name in ("device_hit_tokens", "computed_tokens"))
+    return {"g1": g1, "g2": external - (g3 or 0) - (g4 or 0), "g3": g3, "g4": g4, "computed": computed}
+
+
+def _disk_tokens(counters: Mapping[str, float], external: int) -> int | None:
+    """From kvbm's blocks if there are any, otherwise from vLLM's sources: these count a load that then fails, too."""
+    if external == 0:
+        return 0
+    if loaded_blocks := counters.get("kvbm_onboard_blocks_h2d"):
+        return round(external * counters.get("kvbm_onboard_blocks_d2d", 0) / loaded_blocks)
+    if "disk_hit_tokens" in counters and not counters.get("other_hit_tokens"):
+        return round(counters["disk_hit_tokens"])
+    return None
+
+
+def _shared_tokens(counters: Mapping[str, float], external: int) -> int:
+    """Only kvbm's blocks tell the shared tier apart."""
+    loaded_blocks = counters.get("kvbm_onboard_blocks_h2d")
+    return round(external * counters.get("kvbm_onboard_blocks_o2d", 0) / loaded_blocks) if loaded_blocks else 0

@@ -1,0 +1,258 @@
+"""One process of the load client: sends its part of a plan to all targets and watches its own health.
+
+`drive` sends a small plan in its own process. For others it starts worker processes, whose program is `main`. Messages
+are pickled objects, each after its length:
+
+    parent -> worker    (part, targets), then the start in nanoseconds, then the position of each target that ended
+    worker -> parent    READY, then lists of records, then ProcessHealth
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import pickle
+import struct
+import sys
+import time
+from array import array
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from kvbm_cli.bench.load.launcher import Launcher, OnRecord
+from kvbm_cli.bench.load.parts import Part
+from kvbm_cli.bench.load.request import Target, open_session
+from kvbm_cli.bench.records.request_record import RequestRecord
+
+READY = "ready"
+BATCH_INTERVAL_S = 0.1
+HEARTBEAT_S = 0.01
+LENGTH = struct.Struct("<Q")
+Result = TypeVar("Result")
+
+
+class RecordBatches:
+    """Sends records to the parent, many at once."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._records: list[RequestRecord] = []
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.append(record)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(BATCH_INTERVAL_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        if self._records:
+            records, self._records = self._records, []
+            self._writer.write(encoded(records))
+            await self._writer.drain()
+
+
+async def work(output: int) -> None:
+    import aiohttp  # noqa: F401  it takes 0.3 s, which must not pass after the start
+
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(output, "wb"))
+    writer = asyncio.StreamWriter(transport, protocol, None, loop)
+    part, targets = await read_message(reader)
+    monitor = HealthMonitor()
+    with monitor.garbage_collector_off():
+        writer.write(encoded(READY))
+        start_ns = await read_message(reader)
+        await _send(part, targets, start_ns, reader, writer, monitor)
+    writer.write(encoded(monitor.result()))
+    await writer.drain()
+    writer.close()
+
+
+async def _send(
+    part: Part,
+    targets: Sequence[Target],
+    start_ns: int,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    monitor: HealthMonitor,
+) -> None:
+    ended: set[int] = set()
+    batches = RecordBatches(writer)
+    background = [asyncio.create_task(_watch(reader, ended)), asyncio.create_task(batches.run())]
+    await drive_part(part, _with_ends(targets, ended), start_ns, batches.add, monitor)
+    for task in background:
+        task.cancel()
+    await asyncio.gather(*background, return_exceptions=True)
+    await batches.flush()
+
+
+async def _watch(reader: asyncio.StreamReader, ended: set[int]) -> None:
+    while True:
+        ended.add(await read_message(reader))
+
+
+def _with_ends(targets: Sequence[Target], ended: set[int]) -> list[Target]:
+    def end_of(number: int) -> Callable[[], bool]:
+        return lambda: number in ended
+
+    return [replace(target, has_ended=end_of(number)) for number, target in enumerate(targets)]
+
+
+def main() -> None:
+    output = os.dup(1)
+    os.dup2(2, 1)  # nothing that a library prints may get between the messages
+    asyncio.run(work(output))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessHealth:
+    """Of one process: its share of one core, how late its event loop ran a heartbeat, and objects in reference cycles
+    that the switched-off garbage collector left."""
+
+    cpu_share: float
+    loop_lag_p50_ms: float
+    loop_lag_p99_ms: float
+    loop_lag_max_ms: float
+    garbage_objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHealth:
+    """Of a drive. `cpu_shares` has the share of one core per process. Loop lag is the highest of all processes.
+
+    Lateness is the time from the intended launch to the launch, `None` if nothing was launched.
+    """
+
+    cpu_shares: tuple[float, ...]
+    loop_lag_p50_ms: float
+    loop_lag_p99_ms: float
+    loop_lag_max_ms: float
+    lateness_p50_ms: float | None
+    lateness_p99_ms: float | None
+    garbage_objects: int
+
+    @classmethod
+    def of(cls, processes: Sequence[ProcessHealth], records: Iterable[RequestRecord]) -> ClientHealth:
+        lateness = sorted(late for record in records if (late := record.lateness_ms) is not None)
+        return cls(
+            cpu_shares=tuple(one.cpu_share for one in processes),
+            loop_lag_p50_ms=max(one.loop_lag_p50_ms for one in processes),
+            loop_lag_p99_ms=max(one.loop_lag_p99_ms for one in processes),
+            loop_lag_max_ms=max(one.loop_lag_max_ms for one in processes),
+            lateness_p50_ms=_percentile(lateness, 0.5) if lateness else None,
+            lateness_p99_ms=_percentile(lateness, 0.99) if lateness else None,
+            garbage_objects=sum(one.garbage_objects for one in processes),
+        )
+
+    @property
+    def workers(self) -> int:
+        return len(self.cpu_shares)
+
+    @property
+    def cpu_share(self) -> float:
+        """Of the busiest process."""
+        return max(self.cpu_shares)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "workers": self.workers, "cpu_share": self.cpu_share}
+
+
+class HealthMonitor:
+    """Measures this process inside `garbage_collector_off` and `running`; the result is known after both."""
+
+    def __init__(self) -> None:
+        self._lags_ms = array("d")
+        self._due_s = self._cpu_s = self._duration_s = 0.0
+        self._garbage_objects = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measure inside a running event loop."""
+        cpu_start_s, start_s = time.process_time(), time.perf_counter()
+        self._beat(asyncio.get_running_loop())
+        try:
+            yield
+        finally:
+            self._heartbeat.cancel()
+            self._cpu_s = time.process_time() - cpu_start_s
+            self._duration_s = time.perf_counter() - start_s
+
+    @contextmanager
+    def garbage_collector_off(self) -> Iterator[None]:
+        """Turn the garbage collector off. A collection would stop every stream for milliseconds. Requests leave few
+        objects in reference cycles.
+
+        Entering it takes time, so it comes before the start of the schedule.
+        """
+        was_on = gc.isenabled()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            yield
+        finally:
+            self._garbage_objects = gc.collect()
+            gc.unfreeze()
+            if was_on:
+                gc.enable()
+
+    def result(self) -> ProcessHealth:
+        lags = sorted(self._lags_ms) or [0.0]
+        return ProcessHealth(
+            cpu_share=self._cpu_s / self._duration_s,
+            loop_lag_p50_ms=_percentile(lags, 0.5),
+            loop_lag_p99_ms=_percentile(lags, 0.99),
+            loop_lag_max_ms=round(lags[-1], 4),
+            garbage_objects=self._garbage_objects,
+        )
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Measure with a timer, which costs less than a task."""
+        now_s = loop.time()
+        if self._due_s:
+            self._lags_ms.append((now_s - self._due_s) * 1e3)
+        self._due_s = now_s + HEARTBEAT_S
+        self._heartbeat = loop.call_at(self._due_s, self._beat, loop)
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """Nearest rank, of a sorted sequence that is not empty."""
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+
+
+def encoded(message: object) -> bytes:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
+
+
+async def read_message(reader: asyncio.StreamReader) -> Any:
+    """Return the next message of a process that this one started, or of its parent. IncompleteReadError at the end."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return pickle.loads(await reader.readexactly(length))
+
+
+async def drive_part(
+    part: Part, targets: Sequence[Target], start_ns: int, on_record: OnRecord, monitor: HealthMonitor
+) -> None:
+    """Send the requests of one part. The first target's schedule starts at `start_ns`."""
+    async with open_session() as session:
+        with monitor.running():
+            await together(Launcher(part, target, session, start_ns, on_record).run() for target in targets)
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return the results of all calls. If one fails, end the others before its exception is raised."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
