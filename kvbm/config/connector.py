@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, located, plain_values, together
+from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
 from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, invalid_text, mistakes_in
 from kvbm.config.schema import ConnectorConfig, OffloadSection
@@ -106,7 +106,7 @@ def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]
         OffloadSection.model_construct(min_priority=entry.value).require_priorities_from(engine)
     except WrongKey as error:
         hint = "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
-        yield located(f"`{key}` {error}", entry.source, hint=hint, key=key)
+        yield Mistake(f"`{key}` {error}", entry.source, hint=hint, key=key)
 
 
 def _written(value: object, place: str) -> Document:

@@ -98,10 +98,6 @@ class Mistake(ProfileError):
         super().__init__(f"{text}\n{shown}", hint=hint)
 
 
-def located(message: str, source: Source, *, hint: str | None = None, key: str = "") -> Mistake:
-    return Mistake(message, source, hint=hint, key=key)
-
-
 def together(mistakes: Sequence[ProfileError]) -> ProfileError:
     """Combine mistakes into one error; a single mistake is returned as it is."""
     return mistakes[0] if len(mistakes) == 1 else ProfileMistakes(mistakes)
@@ -124,16 +120,7 @@ def plain_scalar(text: str) -> object:
 
 def read_file(path: Path, *, noun: str) -> Document:
     """Read a YAML file. `noun` names the kind of file in messages, such as `profile`."""
-    return _complete(parse_file(path, noun=noun))
-
-
-def read_document(text: str, *, label: str, noun: str = "profile") -> Document:
-    """Read YAML text. ProfileError, with the place, for anything except a plain mapping of unique keys."""
-    return _complete(parse_document(text, label=label, noun=noun))
-
-
-def _complete(parsed: tuple[Document, list[ProfileError]]) -> Document:
-    document, mistakes = parsed
+    document, mistakes = parse_file(path, noun=noun)
     if mistakes:
         raise together(mistakes)
     return document
@@ -185,7 +172,7 @@ def _read_without(
     for one in found:
         source = reader.character(one.index)
         if source.line not in places:
-            places[source.line] = located(one.message, source, hint=one.hint)
+            places[source.line] = Mistake(one.message, source, hint=one.hint)
     document, mistakes = _parsed(_EntryReader(without(text, found, quote=quote), label), noun)
     later = [one for one in mistakes if not (isinstance(one, Mistake) and _line_of(one) in places)]
     return document, [*places.values(), *later]
@@ -205,7 +192,7 @@ def _parsed(reader: _EntryReader, noun: str) -> tuple[Document, list[ProfileErro
         return {}, [reader.yaml_error(error, mark, hint=_hint_for(text, noun))]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
-        return {}, [located(message, reader.character(error.position))]
+        return {}, [Mistake(message, reader.character(error.position))]
     except RecursionError:
         return {}, [Mistake("the YAML is nested too deeply", label)]
 
@@ -226,7 +213,7 @@ def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
         assert mark is not None
         return None, [reader.yaml_error(error, mark)]
     except (yaml.YAMLError, RecursionError):
-        return None, [located("not valid YAML", place)]
+        return None, [Mistake("not valid YAML", place)]
 
 
 # Beginning of a message of the YAML parser -> our message.
@@ -292,7 +279,7 @@ class _EntryReader:
         if node is not None:
             place = self.at(node.start_mark, node.end_mark)
             hint = _hint_for(self.text, noun)
-            self.mistakes.append(located(f"a {noun} must be a mapping of keys", place, hint=hint))
+            self.mistakes.append(Mistake(f"a {noun} must be a mapping of keys", place, hint=hint))
         return {}
 
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
@@ -316,7 +303,7 @@ class _EntryReader:
             hint = f"write `{source.text.expandtabs(2)}`"
         if source.text[source.column : source.column + 1] == "\t" and source.text[: source.column].strip():
             problem = "a tab between two words; use a space"
-        return located(f"not valid YAML: {problem}", source, hint=hint)
+        return Mistake(f"not valid YAML: {problem}", source, hint=hint)
 
     def character(self, index: int) -> Source:
         line = bisect.bisect_right(self.starts, index) - 1
@@ -327,13 +314,13 @@ class _EntryReader:
         for key_node, value_node in node.value:
             key = self.at(key_node.start_mark, key_node.end_mark)
             if not isinstance(key_node, yaml.ScalarNode):
-                self.mistakes.append(located("a key must be text", key, key=prefix.rstrip(".")))
+                self.mistakes.append(Mistake("a key must be text", key, key=prefix.rstrip(".")))
                 continue
             name, path = key_node.value, f"{prefix}{key_node.value}"
             self._look_into(key_node)
             if name in document:
                 message = f"`{name}` appears twice; the first is on line {document[name].key.line}"
-                self.mistakes.append(located(message, key, key=path))
+                self.mistakes.append(Mistake(message, key, key=path))
                 continue
             value = self.value(value_node, path)
             document[name] = Entry(key, self.at(value_node.start_mark, value_node.end_mark), value)
@@ -357,7 +344,7 @@ class _EntryReader:
             self.found.extend(in_scalar(self.text, node.start_mark.index, node.end_mark.index, is_free=is_free))
 
     def _refuse(self, message: str, node: yaml.Node, path: str) -> None:
-        self.mistakes.append(located(message, self.at(node.start_mark, node.end_mark), key=path))
+        self.mistakes.append(Mistake(message, self.at(node.start_mark, node.end_mark), key=path))
 
 
 def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:

@@ -10,7 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from kvbm.config.values import Count, EnvironmentValue, FlagValue, Length, Names, OptionValue, Section, VariableName
+from kvbm.config.values import (
+    Count,
+    EnvironmentValue,
+    FlagValue,
+    Length,
+    Names,
+    OptionValue,
+    Ranks,
+    Section,
+    VariableName,
+)
 
 ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
@@ -37,7 +47,7 @@ class EmbeddedArguments(Section):
         default=None, ge=1, le=2**31, description="Maximum number of tokens that one step computes."
     )
     max_num_seqs: int | None = Field(
-        default=None, ge=1, le=2**31, description="Maximum number of requests that run in parallel."
+        default=None, ge=1, le=2**31, description="Maximum number of requests that run in parallel; by default 64."
     )
     seed: int = Field(
         default=0,
@@ -92,14 +102,12 @@ class VllmArguments(Section):
     max_num_batched_tokens: Count | None = Field(
         default=None, description="Maximum number of tokens that one step computes."
     )
-    tensor_parallel_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Number of ranks that share every layer."
+    tensor_parallel_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
+    pipeline_parallel_size: Ranks | None = Field(
+        default=None, description="Pipeline stages: groups of ranks that each have a part of the layers."
     )
-    pipeline_parallel_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Pipeline stages: groups of ranks that each have a part of the layers."
-    )
-    data_parallel_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Number of engine copies, each with device and host memory of its own."
+    data_parallel_size: Ranks | None = Field(
+        default=None, description="Number of engine copies, each with device and host memory of its own."
     )
     enable_prefix_caching: bool | None = Field(
         default=None,
@@ -144,9 +152,7 @@ class TrtllmArguments(Section):
         default=None,
         description="Data type of weights and KV cache; by default from the model's configuration.",
     )
-    tensor_parallel_size: int | None = Field(
-        default=None, ge=1, le=1024, description="Number of ranks that share every layer."
-    )
+    tensor_parallel_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
     kv_cache_config: dict[str, OptionValue] | None = Field(
         default=None,
         description="Options of the KV cache, such as `free_gpu_memory_fraction`, `tokens_per_block` or `dtype`.",

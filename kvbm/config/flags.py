@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from kvbm.config.document import Document, Entry, Mistake, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.spelling import snake_case
 
 CONNECTOR = "DynamoConnector"
@@ -65,7 +65,7 @@ def _refused_flag(name: str, entry: Entry) -> Mistake | None:
     reason = _reason_against(name, entry)
     if reason is None:
         return None
-    return located(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+    return Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
 
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
@@ -91,4 +91,4 @@ def _contradictions(transfer: Mapping[str, Entry]) -> Iterator[Mistake]:
     if inside is not None:
         hint, name = "use `tiers`, `offload` and `transfer` of the profile", "kv_connector_extra_config.kvbm"
         key = f"engine.arguments.kv_transfer_config.{name}"
-        yield located(f"`{name}` is set by kvbm from the profile", inside.key, hint=hint, key=key)
+        yield Mistake(f"`{name}` is set by kvbm from the profile", inside.key, hint=hint, key=key)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 
-from kvbm.config.document import Source, located
+from kvbm.config.document import Mistake, Source
 from kvbm.config.spelling import WrittenValue, written_in_env_file
 from kvbm.text.outside import shortened
 
@@ -40,14 +40,14 @@ class Form(enum.Enum):
         stripped = text.strip()
         written = written_in_env_file(stripped, may_have_comment=self is not Form.TEXT or source.written == stripped)
         if not stripped or (written is not None and not written.meant):
-            raise located(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or set a value")
+            raise Mistake(f"`{source.label}` is empty", source, hint=f"`unset {source.label}`, or set a value")
         parsed = _PARSERS[self](stripped) if written is None or self is not Form.TEXT else None
         if parsed is None:
             shown = source.written if self is Form.ENDPOINT else shortened(stripped)  # without credentials
             problem = f"must be {self.value}, not `{shown}`"
             if self is Form.TEXT and written is not None:
                 problem = f"contains the {written.extra} of an env file"
-            raise located(f"`{source.label}` {problem}", source, hint=_hint(self, stripped, written, source))
+            raise Mistake(f"`{source.label}` {problem}", source, hint=_hint(self, stripped, written, source))
         return parsed
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvbm.config.document import Document, Entry, Mistake, Source, located
+from kvbm.config.document import Document, Entry, Mistake, Source
 from kvbm.config.schema import INTERPOLATED
 
 _PIECES = re.compile(
@@ -83,7 +83,7 @@ class Interpolation:
         if value is None:
             message = f"`{path}` refers to the variable `{name}`, which is not set"
             hint = f"`export {name}=...`, or write `${{{name}:-default}}`"
-            self.mistakes.append(located(message, _at(piece[0], entry), hint=hint, key=path))
+            self.mistakes.append(Mistake(message, _at(piece[0], entry), hint=hint, key=path))
             return piece[0]
         return value
 
@@ -93,13 +93,13 @@ class Interpolation:
         if not is_declared:
             keys = ", ".join(f"`{key}`" for key in INTERPOLATED)
             hint = f"variables are replaced in {keys}; write `$${{` for the text `${{`"
-            return located(f"`{path}` does not support variables: `{written}`", source, hint=hint, key=path)
+            return Mistake(f"`{path}` does not support variables: `{written}`", source, hint=hint, key=path)
         if piece["bare"]:
             name = written.removeprefix("$")
             hint = f"write `${{{name}}}` for the variable, or `$${name}` for the text `${name}`"
-            return located(f"`{path}`: `{written}` would not be replaced", source, hint=hint, key=path)
+            return Mistake(f"`{path}`: `{written}` would not be replaced", source, hint=hint, key=path)
         message = f"`{path}`: `{written}` is neither `${{NAME}}` nor `${{NAME:-default}}`"
-        return located(message, source, hint=_hint(written), key=path)
+        return Mistake(message, source, hint=_hint(written), key=path)
 
 
 def _hint(written: str) -> str:

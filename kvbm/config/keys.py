@@ -83,7 +83,7 @@ def _kind(field: FieldInfo, section: type[BaseModel] | None) -> str:
             return "mapping"
         if str(candidate).startswith("typing.Literal"):
             return " or ".join(f"`{choice}`" for choice in get_args(candidate))
-    return next(_KINDS[candidate] for candidate in candidates if candidate in _KINDS)
+    return next(_KINDS[one] for one in (annotation, *_alternatives(annotation)) if one in _KINDS)
 
 
 def _validators(holder: Any) -> list[Any]:

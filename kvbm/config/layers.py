@@ -18,7 +18,6 @@ from kvbm.config.document import (
     Mistake,
     Source,
     entry_at,
-    located,
     parse_file,
     parse_value,
     plain_scalar,
@@ -136,7 +135,7 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
     """Return the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
     reference, source = extends.value, extends.source
     if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
-        raise located("`extends` must be the name or path of a profile", source, key="extends")
+        raise Mistake("`extends` must be the name or path of a profile", source, key="extends")
     try:
         parent = (
             path.parent / os.path.expanduser(reference)
@@ -144,13 +143,13 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
             else find(reference, directories=directories, inside=path.parent)
         )
     except ProfileError as error:
-        raise located(error.message, source, hint=error.hint, key="extends") from None
+        raise Mistake(error.message, source, hint=error.hint, key="extends") from None
     if (found := real_path(parent)) in files:
         cycle = " -> ".join(file.name for file in [*files[files.index(found) :], parent])
-        raise located(f"`extends` forms a cycle: {cycle}", source, key="extends")
+        raise Mistake(f"`extends` forms a cycle: {cycle}", source, key="extends")
     if (reason := reason_not_readable(parent)) is not None:
         hint = _nearest_file(parent, files) if is_missing(parent) else None
-        raise located(f"`extends`: cannot read `{parent}`: {reason}", source, hint=hint, key="extends")
+        raise Mistake(f"`extends`: cannot read `{parent}`: {reason}", source, hint=hint, key="extends")
     return parent
 
 
@@ -203,7 +202,7 @@ def _one_spelling(document: Document, findings: Findings) -> Document:
         flag = flag_name(name)
         if flag in spelled:
             message = f"`{name}` and `{written[flag]}` are the same flag"
-            findings.mistakes.append(located(message, entry.key, key=f"{ARGUMENTS}{flag}"))
+            findings.mistakes.append(Mistake(message, entry.key, key=f"{ARGUMENTS}{flag}"))
         else:
             spelled[flag], written[flag] = entry, name
     engine = document["engine"]
@@ -243,7 +242,7 @@ def _override(text: str) -> Document:
     names = path.strip().split(".")
     if not equals or not all(names):
         source = Source("--set", shown, len("--set "), len(text))
-        raise located(
+        raise Mistake(
             f"`--set` requires KEY=VALUE, not `{text}`", source, hint="for example `--set tiers.host.capacity=2GB`"
         )
     if (wrong := _lookalike(shown, raw.strip())) is not None:
@@ -251,7 +250,7 @@ def _override(text: str) -> Document:
     if names == ["extends"]:
         source = Source("--set", shown, len("--set "), len(path))
         hint = "write `extends` into a profile file"
-        raise located("`--set` cannot set `extends`", source, hint=hint, key="extends")
+        raise Mistake("`--set` cannot set `extends`", source, hint=hint, key="extends")
     key = Source("--set", shown, len("--set "), len(path))
     document: Document = {}
     source = Source("--set", shown, len(shown) - len(raw), len(raw))
@@ -265,9 +264,9 @@ def _lookalike(shown: str, value: str) -> Mistake | None:
     if value[:1] in ("'", '"'):
         return None
     if (inner := unquoted(value)) is not None:
-        return located(f"typographic quotes around `{inner}`", place, hint=f"remove the quotes around `{inner}`")
+        return Mistake(f"typographic quotes around `{inner}`", place, hint=f"remove the quotes around `{inner}`")
     for hidden in in_scalar(shown, 0, len(shown), is_free=False):
-        return located(hidden.message, replace(place, column=hidden.index, width=1), hint=hidden.hint)
+        return Mistake(hidden.message, replace(place, column=hidden.index, width=1), hint=hidden.hint)
     return None
 
 

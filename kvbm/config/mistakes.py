@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from kvbm.config.document import Document, Entry, Mistake, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.keys import Key, keys
 from kvbm.config.spelling import snake_case, unquoted
@@ -89,7 +89,7 @@ def not_built(document: Document) -> Iterator[Mistake]:
     for name, hint in NOT_BUILT.items():
         entry = entry_at(document, name.split("."))
         if entry is not None:
-            yield located(f"`{name}` is not supported in this version", entry.key, hint=hint, key=name)
+            yield Mistake(f"`{name}` is not supported in this version", entry.key, hint=hint, key=name)
     kind = entry_at(document, ["engine", "kind"])
     if kind is not None and not (isinstance(kind.value, str) and kind.value in ENGINE_KINDS):
         yield _no_engine(kind)
@@ -102,7 +102,7 @@ def invalid_text(document: Mapping[str, Entry], section: str = "") -> Iterator[M
         if entry.section is not None:
             yield from invalid_text(entry.section, f"{key}.")
         elif isinstance(entry.value, str) and _SURROGATES.search(entry.value):
-            yield located(f"`{key}` must be UTF-8 text, not `{entry.value}`", entry.source, key=key)
+            yield Mistake(f"`{key}` must be UTF-8 text, not `{entry.value}`", entry.source, key=key)
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -111,14 +111,14 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 def _no_engine(kind: Entry) -> Mistake:
     key, supported = "engine.kind", f"supported: {_ENGINES}"
     if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:
-        return located(
+        return Mistake(
             f"engine kind `{kind.value}` is not supported in this version", kind.source, hint=supported, key=key
         )
     expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
     value = {} if kind.section is not None else kind.value
     source = kind.key if kind.section is not None else kind.source
     meant = value.lower() if isinstance(value, str) else value
-    return located(f"`{key}` must be {expected}{_but_got(value)}", source, hint=_nearest(meant, ENGINE_KINDS), key=key)
+    return Mistake(f"`{key}` must be {expected}{_but_got(value)}", source, hint=_nearest(meant, ENGINE_KINDS), key=key)
 
 
 def not_sections(document: Document, sections: Collection[str], prefix: str = "") -> Iterator[Mistake]:
@@ -129,7 +129,7 @@ def not_sections(document: Document, sections: Collection[str], prefix: str = ""
             yield from not_sections(dict(entry.section), sections, f"{path}.")
         elif path in sections and entry.value is not None:
             message = f"`{path}` must be a section with keys{_but_got(entry.value)}"
-            yield located(message, entry.source, hint=_section_meant(entry.value), key=path)
+            yield Mistake(message, entry.source, hint=_section_meant(entry.value), key=path)
 
 
 def mistakes_in(
@@ -181,7 +181,7 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
     if entry is None:
         return Mistake(message, path, key=key)
     source = entry.key if entry.section is not None or "[key]" in detail["loc"] else entry.source
-    return located(message, source, hint=_hint(detail) or kind.missing.get(key), key=key)
+    return Mistake(message, source, hint=_hint(detail) or kind.missing.get(key), key=key)
 
 
 def _entry_or_above(document: Document, names: Sequence[object]) -> Entry | None:

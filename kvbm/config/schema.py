@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from kvbm.config.engine import AnyEngine
-from kvbm.config.values import Port, Section, Size, WrongKey, absolute, shared_url
-from kvbm.types import MAX_SECONDS
+from kvbm.config.values import Port, Seconds, Section, Size, WrongKey, absolute, shared_url
+
+Sized = TypeVar("Sized", "HostTierSection", "DiskTierSection")
+
+
+def with_a_size(tier: Sized) -> Sized:
+    """ValueError for a tier without a size."""
+    if tier.capacity is None and tier.blocks is None:
+        raise ValueError("requires `capacity` or `blocks`")
+    return tier
 
 
 class HostTierSection(Section):
@@ -28,11 +36,7 @@ class HostTierSection(Section):
         default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
     )
 
-    @model_validator(mode="after")
-    def _has_a_size(self) -> HostTierSection:
-        if self.capacity is None and self.blocks is None:
-            raise ValueError("requires `capacity` or `blocks`")
-        return self
+    _has_a_size = model_validator(mode="after")(with_a_size)
 
 
 class DiskTierSection(Section):
@@ -73,27 +77,17 @@ class DiskTierSection(Section):
         default=True,
         description="Whether blocks are kept after the engine exits, for the next engine with the same model.",
     )
-    drain_s: float = Field(
+    drain_s: Seconds = Field(
         default=10.0,
         ge=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Seconds in which a stopping engine may write blocks to disk that are only in host memory.",
     )
     reclaim: bool = Field(
         default=False, description="Whether kvbm may delete the oldest unused caches in the directory to make room."
     )
 
-    @field_validator("directory")
-    @classmethod
-    def _is_absolute(cls, directory: str) -> str:
-        return absolute(directory)
-
-    @model_validator(mode="after")
-    def _has_a_size(self) -> DiskTierSection:
-        if self.capacity is None and self.blocks is None:
-            raise ValueError("requires `capacity` or `blocks`")
-        return self
+    _is_absolute = field_validator("directory")(absolute)
+    _has_a_size = model_validator(mode="after")(with_a_size)
 
 
 class SharedTierSection(Section):
@@ -129,18 +123,13 @@ class SharedTierSection(Section):
         le=256,
         description="Maximum number of parallel requests to the store; with Mooncake, of objects in one call.",
     )
-    drain_s: float = Field(
+    drain_s: Seconds = Field(
         default=10.0,
         ge=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Seconds in which a stopping engine may write objects that are due.",
     )
 
-    @field_validator("url")
-    @classmethod
-    def _is_known(cls, url: str) -> str:
-        return shared_url(url)
+    _is_known = field_validator("url")(shared_url)
 
     @field_validator("key_file")
     @classmethod
@@ -209,11 +198,9 @@ class OffloadSection(Section):
         le=1 << 20,
         description="Count at which `frequency` writes a block. It is 1 for a new block, and each hit doubles it.",
     )
-    frequency_decay_s: float = Field(
+    frequency_decay_s: Seconds = Field(
         default=600.0,
         gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Interval in seconds at which every count is decreased by 1.",
     )
     frequency_entries: int = Field(
@@ -236,11 +223,9 @@ class OnboardSection(Section):
         description="When blocks on disk or in the shared tier are read: `always`, or with `auto` if reading is "
         "predicted to be faster than recomputing.",
     )
-    disk_timeout_s: float = Field(
+    disk_timeout_s: Seconds = Field(
         default=30.0,
         gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Seconds after which a request stops waiting for the disk or the shared tier and recomputes the "
         "blocks.",
     )
@@ -256,11 +241,9 @@ class TransferSection(Section):
     batch_blocks: int = Field(
         default=16, ge=1, le=65536, description="Maximum number of blocks in one transfer between host memory and disk."
     )
-    init_timeout_s: float = Field(
+    init_timeout_s: Seconds = Field(
         default=600.0,
         gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Seconds that the engine may take to become healthy.",
     )
     numa: bool = Field(
@@ -311,20 +294,15 @@ class MetricsSection(Section):
         description="Directory of the recordings: an absolute path, or one that starts with `~`.",
     )
 
-    @field_validator("record_directory")
-    @classmethod
-    def _is_absolute(cls, directory: str) -> str:
-        return absolute(directory)
+    _is_absolute = field_validator("record_directory")(absolute)
 
 
 class EventsSection(Section):
     """KV events, which report cached blocks to a router. The engine publishes them if its own setting enables them."""
 
-    repeat_s: float = Field(
+    repeat_s: Seconds = Field(
         default=0.0,
         ge=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Interval in seconds at which all present blocks are announced again, for routers that connect "
         "late; 0 disables it.",
     )
@@ -447,14 +425,8 @@ class Profile(Section):
 
     def connector_config(self) -> ConnectorConfig:
         metrics = self.metrics.model_copy(update={"host": self.metrics.host or self.server.host})
-        return ConnectorConfig(
-            tiers=self.tiers,
-            offload=self.offload,
-            onboard=self.onboard,
-            transfer=self.transfer,
-            metrics=metrics,
-            events=self.events,
-        )
+        rest = {name: getattr(self, name) for name in ConnectorConfig.model_fields}
+        return ConnectorConfig(**{**rest, "metrics": metrics})
 
 
 # Keys and sections whose text may contain `${NAME}`; see interpolation.py.

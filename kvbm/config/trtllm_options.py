@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kvbm.config.document import Document, Entry, Mistake, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.flags import NAME
 from kvbm.config.spelling import snake_case
@@ -106,7 +106,7 @@ def refused_options(document: Document) -> Iterator[Mistake]:
     for name, entry in ((arguments.section if arguments else None) or {}).items():
         reason = _reason_against(name)
         if reason is not None:
-            yield located(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+            yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
     for limit in LIMITS:
         found = _option(document, limit.option)
         if found is not None and not limit.is_kept(found.value):
@@ -140,7 +140,7 @@ def _option(document: Document, option: str) -> Entry | None:
 
 def _refused(option: str, message: str, entry: Entry) -> Mistake:
     place = entry.key if entry.section is not None else entry.source
-    return located(message, place, hint="remove it", key=f"engine.arguments.{option}")
+    return Mistake(message, place, hint="remove it", key=f"engine.arguments.{option}")
 
 
 def _is_count(value: object) -> bool:

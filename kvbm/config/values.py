@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, P
 
 from kvbm.config.sizes import exact_size, parse_size
 from kvbm.text.outside import without_secrets
+from kvbm.types import MAX_SECONDS
 
 
 class WrongKey(ValueError):
@@ -182,6 +183,8 @@ _FLAG_SCHEMA = {"not": {"type": "null"}}
 
 Size = Annotated[int, BeforeValidator(size_value), PlainSerializer(_written_size), WithJsonSchema(_SIZE_SCHEMA)]
 Port = Annotated[int, BeforeValidator(port_value), Field(ge=0, le=65535), WithJsonSchema(_PORT_SCHEMA)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Seconds = Annotated[float, Field(le=MAX_SECONDS, allow_inf_nan=False)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvironmentValue = Annotated[str, BeforeValidator(environment_value), WithJsonSchema({"type": ["string", "number"]})]
 Count = Annotated[Any, BeforeValidator(count_value), WithJsonSchema(_COUNT_SCHEMA)]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvbm.config.document import Document, Entry, Source, entry_at, located
+from kvbm.config.document import Document, Entry, Mistake, Source, entry_at
 from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
 from kvbm.config.spelling import nearest_variable
@@ -390,7 +390,7 @@ def _put_once(document: Document, path: list[str], entry: Entry) -> None:
     other = entry_at(document, path)
     if other is not None and other.value != entry.value:
         message = f"`{entry.source.text}` contradicts `{other.source.text}`"
-        raise located(message, entry.source, hint=f"both set `{'.'.join(path)}`: `unset` one of them")
+        raise Mistake(message, entry.source, hint=f"both set `{'.'.join(path)}`: `unset` one of them")
     put(document, path, entry)
 
 
@@ -402,7 +402,7 @@ def _unknown(source: Source) -> ProfileError:
         hint = OF_KUBERNETES
     elif nearest is not None and "export" in name:
         hint = f"remove `export` from the env file: `{nearest}=...`; only a shell reads it"
-    return located(f"unknown variable `{name}`", Source(name, source.text, 0, len(name)), hint=hint)
+    return Mistake(f"unknown variable `{name}`", Source(name, source.text, 0, len(name)), hint=hint)
 
 
 def _source(name: str, value: str) -> Source:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvbm.config.document import Document, entry_at, located, plain_values, read_file, together
+from kvbm.config.document import Document, Mistake, entry_at, plain_values, read_file, together
 from kvbm.config.files import is_missing, reason_not_readable
 from kvbm.config.keys import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
@@ -102,7 +102,7 @@ def _kind(document: Document) -> str:
         return entry.value
     near = difflib.get_close_matches(str(entry.value), KINDS)
     hint = f"did you mean `{near[0]}`?" if near else "kinds: " + ", ".join(f"`{name}`" for name in KINDS)
-    raise together([located(f"no kind of workload is named `{entry.value}`", entry.source, hint=hint, key="kind")])
+    raise together([Mistake(f"no kind of workload is named `{entry.value}`", entry.source, hint=hint, key="kind")])
 
 
 def _file_kind(kind: str) -> FileKind:

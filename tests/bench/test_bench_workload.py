@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvbm.config.document import read_document
+from kvbm.config.document import parse_document, together
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.workload.load import _validated, load_workload, shipped_workloads, workload_keys
 from kvbm_cli.workload.schema import KINDS, Conversations, Workload, as_definition
@@ -68,7 +68,10 @@ def document(kind: str, **changes: object) -> str:
 
 
 def parse_workload(text: str, *, source: str) -> Workload:
-    return _validated(read_document(text, label=source, noun="workload"), Path(source))
+    found, mistakes = parse_document(text, label=source, noun="workload")
+    if mistakes:
+        raise together(mistakes)
+    return _validated(found, Path(source))
 
 
 def parsed(kind: str, **changes: object) -> Workload:

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.config.document import Document, Source, parse_document, plain_scalar, plain_values, read_document
+from kvbm.config.document import Document, Source, parse_document, plain_scalar, plain_values, together
 from kvbm.errors import ProfileError
+
+
+def read_document(text, *, label, noun="profile"):
+    document, mistakes = parse_document(text, label=label, noun=noun)
+    if mistakes:
+        raise together(mistakes)
+    return document
 
 
 @pytest.mark.parametrize(
