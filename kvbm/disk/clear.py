@@ -9,11 +9,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from kvbm.disk.directory import ARENA, INDEX
 from kvbm.disk.files import UNSUPPORTED, fallocate, open_private
-from kvbm.disk.index import BlockIndex, require_private_index
+from kvbm.disk.index import BlockIndex
 from kvbm.disk.superblock import Superblock
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 0x01, 0x10
@@ -25,13 +26,9 @@ def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
 
     Raises OSError, EnvironmentProblem or sqlite3.Error.
     """
-    require_private_index(instance / INDEX)
-    index = BlockIndex.open(instance / INDEX)
-    try:
+    with closing(BlockIndex.open(instance / INDEX)) as index:
         slots = index.slots_of(tenant)
         index.clear(tenant)
-    finally:
-        index.close()
     fd = open_private(instance / ARENA, os.O_RDWR)
     try:
         for first, count in _contiguous(slots):

@@ -23,7 +23,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class InstanceLock:
                 return None
             except OSError as error:
                 raise problem(f"cannot open {instance / LOCK}", error) from error
-            if _lock(fd, fcntl.LOCK_EX) and _is_same_file(fd, directory, LOCK):
+            if _lock(fd, fcntl.LOCK_EX) and _is_at(directory, LOCK, fd):
                 _write_holder(fd)
                 return cls(instance, directory, fd)
             os.close(fd)
@@ -276,7 +276,7 @@ def remove_instance(lock: InstanceLock) -> None:
     names = (*(file.name for file in index_files(instance / INDEX)), ARENA, SUPERBLOCK, SUPERBLOCK + ".new", LOCK)
     try:
         with Tree.open(instance.parent.parent) as directory, directory.directory(instance.parent.name) as home:
-            if not _is_named(lock.directory, home, instance.name):
+            if not _is_at(home, instance.name, lock.directory.descriptor):
                 raise OSError(errno.ESTALE, "another directory has its name")
             for name in names:  # in the directory that was locked, whatever becomes of its name
                 with suppress(FileNotFoundError):
@@ -288,11 +288,6 @@ def remove_instance(lock: InstanceLock) -> None:
                 directory.remove_directory(instance.parent.name)
     except OSError as error:
         raise problem(f"cannot remove {instance}", error) from error
-
-
-def _is_named(directory: Tree, home: Tree, name: str) -> bool:
-    """Return whether an open directory still has this name in `home`. Raises OSError."""
-    return os.path.samestat(os.fstat(directory.descriptor), home.about(name))
 
 
 def device_of(directory: Path) -> int:
@@ -357,11 +352,8 @@ def _facts_of(instance: Path) -> CacheFacts:
     block_count = last_written = None
     if superblock is not None:
         try:
-            index = BlockIndex.open_to_read(instance / INDEX)
-            try:
+            with closing(BlockIndex.open_to_read(instance / INDEX)) as index:
                 block_count, last_written = index.block_count(), index.last_written()
-            finally:
-                index.close()
         except sqlite3.Error as error:
             why = f"cannot read its index: {error}"
     return CacheFacts(
@@ -414,8 +406,8 @@ def _lock(fd: int, kind: int) -> bool:
     return True
 
 
-def _is_same_file(fd: int, directory: Tree, name: str) -> bool:
-    """Return whether this file still has its name: an instance can be removed between opening and locking."""
+def _is_at(directory: Tree, name: str, fd: int) -> bool:
+    """Return whether an open file still has this name: an instance can be removed at any time."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(fd), directory.about(name))
     return False

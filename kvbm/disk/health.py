@@ -23,7 +23,6 @@ class HealthLimits:
     errors_until_off: int = 5
     stall_s: float = 10.0
     probe_interval_s: float = 5.0
-    clear_timeout_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -59,10 +58,10 @@ class DiskCounters:
 class Health:
     """State and counters. `counters` is written under `lock` and read without it."""
 
-    def __init__(self, limits: HealthLimits) -> None:
+    def __init__(self, limits: HealthLimits, counters: DiskCounters) -> None:
         self.limits = limits
         self.lock = threading.Lock()
-        self.counters = DiskCounters()
+        self.counters = counters
         self.off_because: str | None = None
         self.is_removed = False  # the arena was deleted; permanent
         self.has_lost_io = False  # only the end of the process ends some I/O; permanent

@@ -33,13 +33,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvbm.disk.files import open_private
-from kvbm.disk.notes import Note, NoteTable
+from kvbm.disk.notes import ROWS_PER_STATEMENT, SEED_BYTES, Note, NoteTable, delete_slots, signed
 from kvbm.errors import EnvironmentProblem
 
-ROWS_PER_STATEMENT = 256
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
 BUSY_TIMEOUT_S = 5.0
-SEED_BYTES = 8
 COPY_ATTEMPTS = 10
 LOG = "-wal"
 SIDE_FILES = (LOG, "-shm", "-journal")
@@ -135,7 +133,11 @@ class BlockIndex:
 
     @classmethod
     def open(cls, path: Path) -> BlockIndex:
-        """Open or initialize. The caller has created the file, private. Raises sqlite3.Error, OSError."""
+        """Open or initialize. The caller has created the file. Raises sqlite3.Error, OSError, and EnvironmentProblem if
+        it is a link, or not private: SQLite follows links."""
+        for file in index_files(path):
+            if os.path.lexists(file):
+                os.close(open_private(file, os.O_RDWR))
         _require_format(path)
         connection = sqlite3.connect(
             path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, factory=_Connection
@@ -233,9 +235,8 @@ class BlockIndex:
             for start in range(0, len(inserted), ROWS_PER_STATEMENT):
                 self._insert(inserted[start : start + ROWS_PER_STATEMENT])
             self._notes.insert(notes)
-            self._delete(deleted)
-            if has_notes:
-                self._notes.delete(deleted)
+            for table in ("blocks", "notes") if has_notes else ("blocks",):
+                delete_slots(self._connection, table, deleted)
         self._notes.exists = has_notes
         return self._connection.total_changes != before
 
@@ -272,14 +273,9 @@ class BlockIndex:
         """Insert all rows by one statement: each statement takes the GIL once."""
         values: list[Any] = list(itertools.chain.from_iterable(rows))
         checksums = slice(IndexRow._fields.index("checksum"), None, len(IndexRow._fields))
-        values[checksums] = map(_signed, values[checksums])
+        values[checksums] = map(signed, values[checksums])
         places = ",".join(["(?,?,?,?,?,?,?)"] * len(rows))
         self._connection.execute(f"INSERT OR REPLACE INTO blocks VALUES {places}", values)
-
-    def _delete(self, slots: Sequence[int]) -> None:
-        for start in range(0, len(slots), ROWS_PER_STATEMENT):
-            some = slots[start : start + ROWS_PER_STATEMENT]
-            self._connection.execute(f"DELETE FROM blocks WHERE slot IN ({','.join('?' * len(some))})", some)
 
 
 class _Transaction:
@@ -310,20 +306,6 @@ def is_damage(error: sqlite3.Error) -> bool:
 def index_files(path: Path) -> list[Path]:
     """Return the paths of the index and of SQLite's side files."""
     return [path, *(path.with_name(path.name + side) for side in SIDE_FILES)]
-
-
-def require_private_index(path: Path) -> None:
-    """Raise EnvironmentProblem or OSError if a file of the index is a link, or not private. SQLite follows links."""
-    for file in index_files(path):
-        if os.path.lexists(file):
-            os.close(open_private(file, os.O_RDWR))
-
-
-def remove_index(path: Path) -> None:
-    """May raise OSError."""
-    for file in index_files(path):
-        with suppress(FileNotFoundError):
-            os.unlink(file)
 
 
 def _copy_at_rest(path: Path, copy: Path) -> bool:
@@ -365,10 +347,6 @@ def _require_table(connection: sqlite3.Connection) -> None:
     kinds = dict(connection.execute("SELECT name, type FROM sqlite_schema WHERE name IN ('blocks', 'notes')"))
     if kinds.get("blocks") != "table" or kinds.get("notes", "table") != "table":
         raise sqlite3.DatabaseError("`blocks` or `notes` is not a table")
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _are_sound(columns: Sequence[Sequence[object]], hashes: Sequence[Any], hash_bytes: int) -> bool:

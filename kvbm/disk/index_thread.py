@@ -33,6 +33,7 @@ from kvbm.disk.io.threads import BlockIO, IoRun
 from kvbm.disk.notes import Note
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
+from kvbm.errors import EnvironmentProblem
 
 CHECK_INTERVAL_S = 1.0  # between checks that the arena still has its name
 TOUCH_INTERVAL_S = 30.0  # between updates of the time of last use
@@ -310,7 +311,7 @@ class IndexThread:
             self._health.counters.damaged_indexes += 1
         try:
             self._instance.renew_index()
-        except (sqlite3.Error, OSError) as again:
+        except (sqlite3.Error, OSError, EnvironmentProblem) as again:
             self._health.count_error("index", again)
             self._health.turn_off(f"cannot create a new index: {again}")
             return False

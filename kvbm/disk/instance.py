@@ -1,7 +1,7 @@
 """Instance: one open cache on disk, with its lock, its arena, its index and the blocks recovered from them.
 
 Opening returns a usable cache or raises an EnvironmentProblem. Damage raises nothing: invalid rows are dropped, counted
-in `Losses` and logged; in the worst case the cache starts empty. An instance whose files cannot be used, as those of
+in `losses` and logged; in the worst case the cache starts empty. An instance whose files cannot be used, as those of
 another user, is left as it is, and another one is used. The superblock is written last, so that an instance
 whose creation was interrupted counts as damaged.
 """
@@ -41,7 +41,8 @@ from kvbm.disk.files import (
     require_usable_parent,
     sync_directory,
 )
-from kvbm.disk.index import BlockIndex, Recovered, is_damage, remove_index, require_private_index
+from kvbm.disk.health import DiskCounters
+from kvbm.disk.index import BlockIndex, Recovered, index_files, is_damage
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
@@ -51,16 +52,6 @@ MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
 PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Losses:
-    """Damage found at opening."""
-
-    damaged_superblocks: int = 0
-    damaged_indexes: int = 0
-    dropped_rows: int = 0
-    unusable_instances: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +68,15 @@ class Shape:
         return self.slot_count * self.slot_bytes + PROBE_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    settings: DiskSettings
+    namespace: Namespace
+    payload_bytes: int
+    hash_bytes: int
+    progress: Progress | None
+
+
 class Instance:
     """An open cache. `index` and `lock` are None if it is not persistent."""
 
@@ -89,7 +89,7 @@ class Instance:
         self.index: BlockIndex | None = None
         self.recovered: Recovered | None = None
         self.notes: dict[int, bytes] = {}  # of recovered blocks, by slot
-        self.losses = Losses()
+        self.losses = DiskCounters()  # damage found at opening
 
     @classmethod
     def open(
@@ -103,16 +103,17 @@ class Instance:
         only: Path | None = None,
     ) -> Instance:
         """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
+        wanted = _Wanted(settings, namespace, payload_bytes, hash_bytes, progress)
         require_usable_parent(settings.directory)
         if not settings.persist:
-            return cls._open_unnamed(settings, namespace, payload_bytes, hash_bytes, progress)
+            return cls._open_unnamed(wanted)
         home = settings.directory / namespace.digest.hex()
         make_private_directory(home)
         unusable_count = 0
         for path in existing_instances(home, only=only):
             try:
                 if (lock := claim(path)) is not None:
-                    opened = cls._open_locked(lock, settings, namespace, payload_bytes, hash_bytes, progress)
+                    opened = cls._open_locked(lock, wanted)
                     break
             except NoRoom:  # a new one needs even more
                 raise
@@ -124,45 +125,30 @@ class Instance:
                 unusable_count += 1
                 logger.exception("cannot use the disk cache %s, using another one", path)
         else:
-            opened = cls._open_locked(claim_new(home), settings, namespace, payload_bytes, hash_bytes, progress)
+            opened = cls._open_locked(claim_new(home), wanted)
         opened.losses.unusable_instances = unusable_count
         return opened
 
     @classmethod
-    def _open_unnamed(
-        cls,
-        settings: DiskSettings,
-        namespace: Namespace,
-        payload_bytes: int,
-        hash_bytes: int,
-        progress: Progress | None,
-    ) -> Instance:
-        arena = Arena.open_unnamed(settings.directory)
+    def _open_unnamed(cls, wanted: _Wanted) -> Instance:
+        arena = Arena.open_unnamed(wanted.settings.directory)
         try:
-            shape = _shape(arena, settings, payload_bytes, hash_bytes)
-            _take_space(arena, shape, settings, progress)
+            shape = _shape(arena, wanted)
+            _take_space(arena, shape, wanted)
         except BaseException:
             arena.close()
             raise
-        return cls(settings.directory, namespace, arena, shape)
+        return cls(wanted.settings.directory, wanted.namespace, arena, shape)
 
     @classmethod
-    def _open_locked(
-        cls,
-        lock: InstanceLock,
-        settings: DiskSettings,
-        namespace: Namespace,
-        payload_bytes: int,
-        hash_bytes: int,
-        progress: Progress | None,
-    ) -> Instance:
+    def _open_locked(cls, lock: InstanceLock, wanted: _Wanted) -> Instance:
         """*Consumes* the lock."""
         try:
             arena = Arena.open(lock.path / ARENA)
             try:
-                instance = cls(lock.path, namespace, arena, _shape(arena, settings, payload_bytes, hash_bytes))
+                instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted))
                 instance.lock = lock
-                instance._recover(settings, progress)
+                instance._recover(wanted)
             except BaseException:
                 arena.close()
                 raise
@@ -176,10 +162,10 @@ class Instance:
         return instance
 
     def renew_index(self) -> None:
-        """Replace a damaged index by an empty one. Raises sqlite3.Error or OSError."""
+        """Replace a damaged index by an empty one. Raises sqlite3.Error, OSError or EnvironmentProblem."""
         assert self.index is not None
         self.index.close()
-        remove_index(self.path / INDEX)
+        _remove(*index_files(self.path / INDEX))
         sync_directory(self.path)
         self.index = _open_index(self.path / INDEX)
 
@@ -197,20 +183,20 @@ class Instance:
             self.lock.touch()
             self.lock.release()
 
-    def _recover(self, settings: DiskSettings, progress: Progress | None) -> None:
+    def _recover(self, wanted: _Wanted) -> None:
         """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
         shape, path = self.shape, self.path
         former = self._read_superblock()
         if former is None or (why := self._mismatch(former)) is not None:
             if former is not None:
                 logger.warning("disk cache %s has %s: starting empty", path, why)
-            _unlink(path / SUPERBLOCK)
-            _remove_index(path / INDEX)
+            _remove(path / SUPERBLOCK)
+            _remove(*index_files(path / INDEX))
             self.arena.resize(0, zerofill=False, progress=None)
         intact_bytes = min(self.arena.length(), shape.arena_bytes)
         self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
         try:
-            _take_space(self.arena, shape, settings, progress)
+            _take_space(self.arena, shape, wanted)
             self._write_superblock(former)
         except BaseException:
             assert self.index is not None
@@ -265,7 +251,7 @@ class Instance:
         self.losses.damaged_indexes += 1
         if self.index is not None:
             self.index.close()
-        _remove_index(path)
+        _remove(*index_files(path))
         try:
             self.index = _open_index(path)
             return self.index.load(self.shape.hash_bytes)
@@ -293,9 +279,9 @@ class Instance:
         return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
-def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes: int) -> Shape:
-    unit = max(PAGE_BYTES, arena.alignment().offset)
-    slot_bytes = -(-payload_bytes // unit) * unit
+def _shape(arena: Arena, wanted: _Wanted) -> Shape:
+    settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
+    slot_bytes = -(-wanted.payload_bytes // unit) * unit
     slot_count = settings.block_count
     if slot_count is None:
         slot_count = (settings.capacity_bytes or 0) // slot_bytes
@@ -304,7 +290,7 @@ def _shape(arena: Arena, settings: DiskSettings, payload_bytes: int, hash_bytes:
             f"a disk tier of {settings.capacity_bytes} bytes is smaller than one block ({slot_bytes} bytes)",
             hint="raise `tiers.disk.capacity`",
         )
-    return Shape(payload_bytes, hash_bytes, slot_bytes, slot_count)
+    return Shape(wanted.payload_bytes, wanted.hash_bytes, slot_bytes, slot_count)
 
 
 def _has_equals(numbers: NDArray[Any]) -> bool:
@@ -342,11 +328,12 @@ def _is_compatible(former: Superblock, shape: Shape) -> bool:
     )
 
 
-def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Progress | None) -> None:
+def _take_space(arena: Arena, shape: Shape, wanted: _Wanted) -> None:
     """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
+    settings = wanted.settings
     while True:
         try:
-            arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=progress)
+            arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=wanted.progress)
             break
         except NoRoom:
             if not settings.reclaim or not reclaim_oldest(settings.directory):
@@ -365,20 +352,13 @@ def _take_space(arena: Arena, shape: Shape, settings: DiskSettings, progress: Pr
 def _open_index(path: Path) -> BlockIndex:
     """Raise sqlite3.Error or OSError."""
     os.close(open_private(path, os.O_RDWR | os.O_CREAT))
-    require_private_index(path)
     return BlockIndex.open(path)
 
 
-def _remove_index(path: Path) -> None:
-    try:
-        remove_index(path)
-    except OSError as error:
-        raise problem(f"cannot remove {path}", error) from error
-
-
-def _unlink(path: Path) -> None:
-    try:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-    except OSError as error:
-        raise problem(f"cannot remove {path}", error) from error
+def _remove(*paths: Path) -> None:
+    """Raise EnvironmentProblem."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise problem(f"cannot remove {path}", error) from error

@@ -55,11 +55,6 @@ class NoteTable:
             places = ",".join(["(?,?,?,?)"] * len(some))
             self._connection.execute(f"INSERT OR REPLACE INTO notes VALUES {places}", values)
 
-    def delete(self, slots: Sequence[int]) -> None:
-        for start in range(0, len(slots), ROWS_PER_STATEMENT):
-            some = slots[start : start + ROWS_PER_STATEMENT]
-            self._connection.execute(f"DELETE FROM notes WHERE slot IN ({','.join('?' * len(some))})", some)
-
     def clear(self, tenant: bytes | None) -> None:
         """Delete all notes, or those of one tenant. Call it before the rows of the blocks are deleted."""
         if tenant is None:
@@ -87,5 +82,15 @@ def _sound(rows: Iterable[Sequence[Any]], blocks: Mapping[int, tuple[int, bytes]
 
 def _checksum(sequence_hash: bytes, content: bytes) -> int:
     """Return xxh3-64 of a note, seeded with the first bytes of its block's hash, as SQLite's signed integer."""
-    digest = xxhash.xxh3_64_intdigest(content, int.from_bytes(sequence_hash[:SEED_BYTES], "little"))
-    return digest - (1 << 64) if digest >= 1 << 63 else digest
+    return signed(xxhash.xxh3_64_intdigest(content, int.from_bytes(sequence_hash[:SEED_BYTES], "little")))
+
+
+def delete_slots(connection: sqlite3.Connection, table: str, slots: Sequence[int]) -> None:
+    """Delete rows of a table."""
+    for start in range(0, len(slots), ROWS_PER_STATEMENT):
+        some = slots[start : start + ROWS_PER_STATEMENT]
+        connection.execute(f"DELETE FROM {table} WHERE slot IN ({','.join('?' * len(some))})", some)
+
+
+def signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

@@ -1,6 +1,6 @@
 """DiskStorage: moves blocks between host slots and the slots of an arena on disk, verifies them, and persists them.
 
-One thread owns it; only `open`, `clear` and `close` block. `poll` returns each ticket once, after all of its I/O has
+One thread owns it; only `open` and `close` block. `poll` returns each ticket once, after all of its I/O has
 ended; its host slots belong to the disk until then. Each block of a result is either good or counted as failed. Good
 means: bytes and hash match the checksum (read), or the block survives a restart (write). Disk errors never raise.
 """
@@ -25,7 +25,6 @@ from kvbm.disk.io.threads import BlockIO, ThreadsIO
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransfer
-from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem, InvariantError
 
 FOUND_BATCH_BLOCKS = 16_384
@@ -54,9 +53,8 @@ class DiskStorage:
         self._host_slot_count = min(len(shard) for shard in shards)
         self._instance = instance
         self._io = io
-        self._health = Health(limits or HealthLimits())
+        self._health = Health(limits or HealthLimits(), instance.losses)
         self.counters = self._health.counters
-        self._wear = WearMeter(instance.path)
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
@@ -130,10 +128,6 @@ class DiskStorage:
         """Return since when reads have made no progress, in `time.monotonic`; None if there is none to wait for."""
         return self._threads.reads_stuck_since()
 
-    def wear(self) -> Wear:
-        """Measure the wear of the drive."""
-        return self._wear.measure(self.counters.bytes_written)
-
     def recovered(self) -> FoundBlocks:
         """Return the next batch of blocks found at opening, oldest first, each block once."""
         slots, hashes = self._found
@@ -164,9 +158,10 @@ class DiskStorage:
             self._index_thread.submit(Forget(tuple(disk_slots)))
 
     def begin_clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> PendingClear:
-        """Start to delete what `clear` deletes. If that fails, the tier is off, and retries until it succeeds.
+        """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
 
-        `ends_persistence`: blocks that are written later get no row in the index, so that no later start finds them.
+        If that fails, the tier is off, and retries until it succeeds. `ends_persistence`: blocks that are written later
+        get no row in the index, so that no later start finds them.
         """
         if ends_persistence:
             self._index_thread.end_persistence()
@@ -175,22 +170,6 @@ class DiskStorage:
             transfer.cleared |= clear.positions(transfer)
         self._index_thread.submit(clear)
         return clear
-
-    def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
-        """Delete all blocks, or those of one tenant, and every write not yet returned by `poll`; durable on return.
-
-        `ends_persistence`: blocks that are written later get no row in the index, so that no later start finds them.
-        Raises EnvironmentProblem if that fails: the tier is then off, and retries until the clear succeeds.
-        """
-        clear = self.begin_clear(tenant, ends_persistence=ends_persistence)
-        is_done = clear.done.wait(self._health.limits.clear_timeout_s)
-        if not is_done or clear.error is not None:
-            why = clear.error or f"not within {self._health.limits.clear_timeout_s:g} s"
-            self._health.turn_off(f"a clear is not durable yet: {why}")
-            raise EnvironmentProblem(
-                f"the disk cache {self._instance.path} was not cleared durably: {why}",
-                hint=f"remove {self._instance.path} before the next start",
-            )
 
     def poll(self) -> list[DiskResult]:
         """Return the tickets that have ended since the last call."""
@@ -260,11 +239,6 @@ class DiskStorage:
 
     def _recover(self) -> int:
         """Take over what opening has found. Returns the last generation that was used."""
-        losses, counters = self._instance.losses, self.counters
-        counters.damaged_superblocks = losses.damaged_superblocks
-        counters.damaged_indexes = losses.damaged_indexes
-        counters.dropped_rows = losses.dropped_rows
-        counters.unusable_instances = losses.unusable_instances
         found, self._instance.recovered = self._instance.recovered, None
         if found is None or not len(found.slots):
             return 0

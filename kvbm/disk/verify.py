@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvbm.disk.directory import ARENA, INDEX, LOCK
 from kvbm.disk.files import open_private
-from kvbm.disk.index import BlockIndex, Recovered, checksum, require_private_index
+from kvbm.disk.index import BlockIndex, Recovered, checksum
 from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
 from kvbm.host.processes import stat_of
@@ -64,12 +64,8 @@ def drop(instance: Path, slots: tuple[int, ...]) -> None:
 
     Raises OSError, EnvironmentProblem or sqlite3.Error.
     """
-    require_private_index(instance / INDEX)
-    index = BlockIndex.open(instance / INDEX)
-    try:
+    with closing(BlockIndex.open(instance / INDEX)) as index:
         index.delete(slots)
-    finally:
-        index.close()
 
 
 def holder(instance: Path) -> int | None:
@@ -94,11 +90,8 @@ def _engine_of(pid: int) -> int:
 
 
 def _load(instance: Path, superblock: Superblock) -> Recovered:
-    index = BlockIndex.open_to_read(instance / INDEX)
-    try:
+    with closing(BlockIndex.open_to_read(instance / INDEX)) as index:
         return index.load(superblock.hash_bytes)
-    finally:
-        index.close()
 
 
 def _fits(namespace: bytes, found: Recovered, at: int, payload: Buffer | None) -> bool:
@@ -153,21 +146,11 @@ class _SlotReader:
         self._io.close()
         os.close(self._fd)
 
-    def read(self, slot: int, count: int) -> list[Buffer | None]:
+    def read(self, slot: int, count: int, *, row: int = 0) -> list[Buffer | None]:
         """Read adjacent slots in one call, or one by one if that fails: only unreadable slots are None."""
+        rows = self._rows[row : row + count]
         try:
-            self._io.read([IoRun(slot * self._slot_bytes, [self._rows[:count].reshape(-1)])])
+            self._io.read([IoRun(slot * self._slot_bytes, [rows.reshape(-1)])])
         except OSError:
-            return [None] if count == 1 else self._read_each(slot, count)
-        return list(self._rows[:count])
-
-    def _read_each(self, slot: int, count: int) -> list[Buffer | None]:
-        payloads: list[Buffer | None] = []
-        for position in range(count):
-            try:
-                self._io.read([IoRun((slot + position) * self._slot_bytes, [self._rows[position]])])
-            except OSError:
-                payloads.append(None)
-            else:
-                payloads.append(self._rows[position])
-        return payloads
+            return [None] if count == 1 else [self.read(slot + at, 1, row=at)[0] for at in range(count)]
+        return list(rows)

@@ -160,7 +160,7 @@ class Load:
     def clear(self):
         last = self.next_number - 1
         self.evict(list(self.blocks))
-        self.rig.tier.clear()
+        self.rig.clear()
         self.last_cleared = last
         say("cleared", last)
 

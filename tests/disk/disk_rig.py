@@ -16,14 +16,14 @@ from kvbm.disk.io.threads import ThreadsIO
 from kvbm.disk.orders import Read, Write
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
+from kvbm.errors import EnvironmentProblem
 
 HASH_BYTES = 16
 LIMIT_S = 60.0
 NAMESPACE = Namespace(bytes(range(16)), {"model": "a model"})
-QUICK = HealthLimits(errors_until_off=3, stall_s=LIMIT_S, probe_interval_s=0.05, clear_timeout_s=LIMIT_S)
-HASTY = HealthLimits(
-    errors_until_off=3, stall_s=0.5, probe_interval_s=0.05, clear_timeout_s=1.0
-)  # takes a busy disk for hung
+QUICK = HealthLimits(errors_until_off=3, stall_s=LIMIT_S, probe_interval_s=0.05)
+HASTY = HealthLimits(errors_until_off=3, stall_s=0.5, probe_interval_s=0.05)  # takes a busy disk for hung
+CLEAR_LIMIT_S = 30.0
 
 
 def make_hash(number):
@@ -107,6 +107,12 @@ class Rig:
             for result in self.tier.poll():
                 self.ended[result.ticket] = result
             time.sleep(0.001)
+
+    def clear(self, tenant=None, *, ends_persistence=False, limit_s=CLEAR_LIMIT_S):
+        """Clear, and wait until that is durable. EnvironmentProblem if it fails: the tier is off then, and retries."""
+        clear = self.tier.begin_clear(tenant, ends_persistence=ends_persistence)
+        if not clear.done.wait(limit_s) or clear.error is not None:
+            raise EnvironmentProblem(f"not cleared durably: {clear.error or f'not within {limit_s:g} s'}")
 
     def write(self, numbers, disk_slots, tenants=None):
         numbers = list(numbers)

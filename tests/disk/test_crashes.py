@@ -292,7 +292,7 @@ def test_clear_and_what_was_there_before_survive_a_power_cut(tmp_path, images, k
         with opened(point / "cache") as rig:
             rig.write(range(8), range(8), [b"a", b"b"] * 4)
         with opened(point / "cache") as rig:
-            rig.tier.clear(b"a")
+            rig.clear(b"a")
             rig.write([20], [8])
             copy_image(image, copy)
     with mounted(copy, tmp_path / "mounted") as point, opened(point / "cache") as rig:

@@ -126,7 +126,7 @@ def test_file_system_that_turns_read_only_turns_the_tier_off(mount):
         assert rig.write([1], [30]).is_good == (False,)
         rig.wait_until(lambda: (rig.write([1], [30]), not rig.tier.is_on)[1])
         with pytest.raises(EnvironmentProblem, match="not cleared durably"):
-            rig.tier.clear()
+            rig.clear()
 
 
 def test_removed_and_full_directory_do_not_hold_up_the_end(mount):

@@ -87,7 +87,7 @@ def test_forgotten_blocks_lose_their_notes(tmp_path):
 def test_a_clear_leaves_no_note(tmp_path):
     with opened(tmp_path) as rig:
         write(rig, NOTES)
-        rig.tier.clear()
+        rig.clear()
     with closing(sqlite3.connect(instance_of(tmp_path) / "index.sqlite")) as index:
         assert index.execute("SELECT count(*) FROM notes").fetchone() == (0,)
 
@@ -100,7 +100,7 @@ def test_a_clear_of_one_tenant_leaves_the_notes_of_others(tmp_path):
         order = rig.order_write([make_hash(2)], [1], [1], [b"b"])
         rig.tier.submit(replace(order, notes=(b"second",)))
         assert all(rig.wait(rig.last_ticket).is_good)
-        rig.tier.clear(b"b")
+        rig.clear(b"b")
     with closing(sqlite3.connect(instance_of(tmp_path) / "index.sqlite")) as index:
         assert index.execute("SELECT note FROM notes").fetchall() == [(b"first",)]
 

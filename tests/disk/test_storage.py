@@ -94,7 +94,7 @@ def test_forgotten_blocks_are_not_recovered(tmp_path):
 def test_clear_is_durable_when_it_returns(tmp_path):
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4))
-        rig.tier.clear()
+        rig.clear()
         rig.write([9], [2])
     with opened(tmp_path) as rig:
         assert rig.recovered() == {9: 2}
@@ -113,11 +113,11 @@ def test_clear_that_ends_persistence_leaves_nothing_for_the_next_start_however_t
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4))
         rig.start_write([5], [5], [5])
-        rig.tier.clear(ends_persistence=True)
+        rig.clear(ends_persistence=True)
         assert rig.write([9], [2]).is_good == (True,)
         assert rig.read([9], [2]).is_good == (True,), "this engine still has its disk"
         shutil.copytree(tmp_path, tmp_path.with_name("killed"))
-        rig.tier.clear()
+        rig.clear()
         rig.write([7], [3])
     for directory in (tmp_path.with_name("killed"), tmp_path):
         with opened(directory) as rig:
@@ -130,7 +130,7 @@ def test_clear_that_ends_persistence_leaves_nothing_for_the_next_start_however_t
 def test_clear_of_one_tenant_leaves_the_others(tmp_path):
     with opened(tmp_path) as rig:
         rig.write(range(4), range(4), [b"a", b"b", b"a", b""])
-        rig.tier.clear(b"a")
+        rig.clear(b"a")
     with opened(tmp_path) as rig:
         assert rig.recovered() == {1: 1, 3: 3}
 
@@ -138,7 +138,7 @@ def test_clear_of_one_tenant_leaves_the_others(tmp_path):
 def test_clear_forgets_what_is_in_flight(tmp_path):
     with opened(tmp_path, host_slots=64, block_count=64) as rig:
         tickets = [rig.start_write([number], [number], [number]) for number in range(64)]
-        rig.tier.clear()
+        rig.clear()
         assert not any(any(rig.wait(ticket).is_good) for ticket in tickets)
     with opened(tmp_path, host_slots=64, block_count=64) as rig:
         assert rig.recovered() == {}
@@ -157,7 +157,7 @@ def test_without_persistence_nothing_is_left(tmp_path):
         assert rig.write([1, 2], [0, 1]).is_good == (True, True)
         assert rig.read([1, 2], [0, 1]).is_good == (True, True)
         assert list((tmp_path / "cache").iterdir()) == []
-        rig.tier.clear()
+        rig.clear()
     assert list((tmp_path / "cache").iterdir()) == []
 
 

@@ -417,7 +417,7 @@ def test_an_index_older_than_the_arena_costs_hits_and_no_output(tmp_path, expect
 
 # -- faults in service -------------------------------------------------------------------------------------------------
 
-QUICK = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05, "clear_timeout_s": 1.0}
+QUICK = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05}
 
 
 class Faults:

@@ -17,7 +17,7 @@ MUTANTS = (
         name="cache-is-removed-by-its-path",
         bug="a cache whose path has become a link since it was locked is removed where the link leads",
         file="kvbm/disk/directory.py",
-        old="            if not _is_named(lock.directory, home, instance.name):\n"
+        old="            if not _is_at(home, instance.name, lock.directory.descriptor):\n"
         '                raise OSError(errno.ESTALE, "another directory has its name")\n',
         new="            for name in names:\n                os.unlink(instance / name)\n",
         fails="tests/cli/test_planted_stores.py -k not_removed_elsewhere",

@@ -21,7 +21,7 @@ from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 DISK_FAULTS = Path(__file__).parents[1] / "engines" / "disk_faults"
-LIMITS = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05, "clear_timeout_s": 1.0}
+LIMITS = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05}
 ROWS = {
     "EIO": {"error": "EIO"},
     "ENOSPC": {"error": "ENOSPC", "for": "write"},

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.disk.directory import INDEX, InstanceLock, device_of
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.index import BlockIndex, require_private_index
+from kvbm.disk.index import BlockIndex
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.service.client import DiskClient
 from kvbm.disk.service.messages import LOST_IO
@@ -189,12 +190,8 @@ def _clear_closed(path: Path) -> None:
                 outcome[0] = "another process uses it"
                 return
             try:
-                require_private_index(path / INDEX)
-                index = BlockIndex.open(path / INDEX)
-                try:
+                with closing(BlockIndex.open(path / INDEX)) as index:
                     index.clear(None)
-                finally:
-                    index.close()
                 outcome.clear()
             finally:
                 lock.release()
