@@ -18,6 +18,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import xxhash
 
@@ -96,11 +97,7 @@ class ExtentFormat:
         """Return what a header says about an extent of these hashes. Raises BadObject if it is not that extent."""
         head = bytes(header[: self.header_bytes])
         end = FIXED.size + self.block_count * (self.hash_bytes + CHECKSUM_BYTES)
-        if head[: len(MAGIC)] != MAGIC:
-            raise BadObject("not an object of kvbm")
-        _, version, found_protection, *shape, namespace, tenant = FIXED.unpack_from(head)
-        if version != FORMAT_VERSION:
-            raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
+        found_protection, *shape, namespace, tenant = fixed_part(head)
         if shape != [self.header_bytes, self.block_count, self.hash_bytes, self.block_bytes]:
             raise BadObject("another extent length, hash length or block size")
         if _digest(head[:end]) != head[end : end + CHECKSUM_BYTES]:
@@ -126,6 +123,16 @@ class ReadHeader:
     seal: bytes
     tenant: bytes
     checksums: Sequence[bytes]
+
+
+def fixed_part(head: bytes) -> tuple[Any, ...]:
+    """Return what follows the version. Raises BadObject for the object of another program or version."""
+    if len(head) < FIXED.size or head[: len(MAGIC)] != MAGIC:
+        raise BadObject("not an object of kvbm")
+    _, version, *rest = FIXED.unpack_from(head)
+    if version != FORMAT_VERSION:
+        raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
+    return tuple(rest)
 
 
 def tenant_tag(tenant: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbm.shared.extent_format import CHECKSUM_BYTES, FIXED, FORMAT_VERSION, MAGIC, PAGE, BadObject, ExtentFormat
+from kvbm.shared.extent_format import CHECKSUM_BYTES, FIXED, PAGE, BadObject, ExtentFormat, fixed_part
 from kvbm.shared.keys import MAX_EXTENT_TOKENS
 from kvbm.shared.protection import AesProtection, Buffer, HmacProtection, Protection
 
@@ -30,12 +30,8 @@ class FoundExtent:
 
 def found_extent(head: Buffer, *, namespace: bytes, byte_count: int) -> FoundExtent:
     """Return what the beginning of an object says. Raises BadObject for another namespace or length."""
-    head = bytes(head[: FIXED.size])
-    if len(head) < FIXED.size or head[: len(MAGIC)] != MAGIC:
-        raise BadObject("not an object of kvbm")
-    _, version, protection, header_bytes, block_count, hash_bytes, block_bytes, found, tenant = FIXED.unpack(head)
-    if version != FORMAT_VERSION:
-        raise BadObject(f"format version {version}, not {FORMAT_VERSION}")
+    fixed = fixed_part(bytes(head[: FIXED.size]))
+    protection, header_bytes, block_count, hash_bytes, block_bytes, found, tenant = fixed
     if found != namespace:
         raise BadObject("its header names another namespace")
     if protection not in SEAL_BYTES or not 1 <= block_count <= MAX_BLOCKS or hash_bytes not in HASH_BYTES:

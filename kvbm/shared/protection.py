@@ -33,7 +33,6 @@ class Protection(Protocol):
 
     code: int
     seal_bytes: int
-    hides: bool
 
     def namespace(self, digest: bytes) -> bytes:
         """Return the namespace of engines with this secret, given that of their blocks. It does not show the
@@ -52,7 +51,6 @@ class Protection(Protocol):
 class NoProtection:
     code = 0
     seal_bytes = 0
-    hides = False
 
     def namespace(self, digest: bytes) -> bytes:
         return digest
@@ -64,19 +62,29 @@ class NoProtection:
         return payload
 
 
-class HmacProtection:
-    code = 1
-    seal_bytes = 32
-    hides = False
+class _WithSecret:
+    """A protection whose keys follow from a secret and from `purpose`."""
+
+    purpose: bytes
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def namespace(self, digest: bytes) -> bytes:
-        return _key(self._secret, b"hmac namespace", digest)[: len(digest)]
+        return self._key(b" namespace", digest)[: len(digest)]
+
+    def _key(self, use: bytes, owner: bytes) -> bytes:
+        text = b"kvbm shared tier\0" + self.purpose + use + b"\0" + owner
+        return hmac.new(self._secret, text, hashlib.sha256).digest()
+
+
+class HmacProtection(_WithSecret):
+    code = 1
+    seal_bytes = 32
+    purpose = b"hmac"
 
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
-        digest = hmac.new(_key(self._secret, b"hmac", tenant), header, hashlib.sha256)
+        digest = hmac.new(self._key(b"", tenant), header, hashlib.sha256)
         for part in payload:
             digest.update(part)
         return digest.digest(), payload
@@ -86,10 +94,10 @@ class HmacProtection:
         return payload if hmac.compare_digest(expected, seal) else None
 
 
-class AesProtection:
+class AesProtection(_WithSecret):
     code = 2
     seal_bytes = NONCE_BYTES + TAG_BYTES
-    hides = True
+    purpose = b"aes-gcm"
 
     def __init__(self, secret: bytes) -> None:
         """Raise EnvironmentProblem without the library."""
@@ -100,22 +108,19 @@ class AesProtection:
                 "`tiers.shared.protection: aes-gcm` requires the package `cryptography`",
                 hint="run `pip install 'kvbm-cli[shared]'`",
             ) from error
-        self._secret = secret
+        super().__init__(secret)
         self._cipher = AESGCM
-
-    def namespace(self, digest: bytes) -> bytes:
-        return _key(self._secret, b"aes-gcm namespace", digest)[: len(digest)]
 
     def seal(self, tenant: bytes, header: Buffer, payload: Sequence[Buffer]) -> tuple[bytes, Sequence[Buffer]]:
         nonce = os.urandom(NONCE_BYTES)
-        hidden = self._cipher(_key(self._secret, b"aes-gcm", tenant)).encrypt(nonce, b"".join(payload), bytes(header))
+        hidden = self._cipher(self._key(b"", tenant)).encrypt(nonce, b"".join(payload), bytes(header))
         return nonce + hidden[-TAG_BYTES:], [memoryview(hidden)[:-TAG_BYTES]]
 
     def opened(self, tenant: bytes, header: Buffer, seal: bytes, payload: Sequence[Buffer]) -> Sequence[Buffer] | None:
         from cryptography.exceptions import InvalidTag
 
         nonce, tag = seal[:NONCE_BYTES], seal[NONCE_BYTES:]
-        cipher = self._cipher(_key(self._secret, b"aes-gcm", tenant))
+        cipher = self._cipher(self._key(b"", tenant))
         try:
             return [cipher.decrypt(nonce, b"".join((*payload, tag)), bytes(header))]
         except InvalidTag:
@@ -149,7 +154,3 @@ def _secret(key_file: Path | None) -> bytes:
             hint=f"run `openssl rand -hex 32 > FILE`, and set `tiers.shared.key_file: FILE` or `{KEY_VARIABLE}`",
         )
     return secret
-
-
-def _key(secret: bytes, purpose: bytes, tenant: bytes) -> bytes:
-    return hmac.new(secret, b"kvbm shared tier\0" + purpose + b"\0" + tenant, hashlib.sha256).digest()

@@ -175,10 +175,10 @@ def test_a_damaged_copy_is_read_again_from_the_store(pair, tmp_path, damage):
 
 
 def test_a_full_directory_costs_nothing_but_the_copies(pair, tmp_path, monkeypatch, caplog):
-    def pwrite(*_):
+    def writev(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module.os, "pwrite", pwrite)
+    monkeypatch.setattr(module.os, "writev", writev)
     for _ in range(3):
         for rig in pair:
             assert_read(rig)
@@ -372,7 +372,7 @@ def test_an_engine_starts_and_ends_although_the_directory_of_copies_hangs(hangin
     other.close()
 
 
-@pytest.mark.parametrize("call", ["_write", "read_file", "_locked"])
+@pytest.mark.parametrize("call", ["write_all", "read_file", "_locked"])
 def test_a_call_that_ends_late_changes_no_object(two, tmp_path, monkeypatch, call):
     """Neither what was read meanwhile, nor a copy: its buffers have other content by then."""
     monkeypatch.setattr(module, "PAUSE_S", 0.0)

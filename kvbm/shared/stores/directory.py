@@ -25,17 +25,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.cores import allowed_cores
 from kvbm.host.tree import NOT_ENTERED, Tree
-from kvbm.shared.keys import MIN_EXTENT_BYTES
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.protection import Buffer
-from kvbm.shared.stores.request_limit import RequestLimit
+from kvbm.shared.stores.request_limit import TimedStore
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o666  # less the umask
@@ -61,16 +57,14 @@ WITHOUT_LINKS = (  # what a file system without hard links answers
 log = logging.getLogger(__name__)
 
 
-class DirectoryStore:
+class DirectoryStore(TimedStore):
     """See the module's text."""
 
     name = "directory"
-    batch_objects = 1
-    can_list = True
-    min_extent_bytes = MIN_EXTENT_BYTES
 
     def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
         """`facts` is the description of the namespace. Raises OSError."""
+        super().__init__()
         self.threads = threads
         # Checksum and copy take processor time: more threads than that only displace each other's bytes in its cache.
         self.write_threads = min(most_writing(threads), 2 * len(allowed_cores()))
@@ -79,7 +73,6 @@ class DirectoryStore:
         self._facts = facts
         self._device = os.stat(root).st_dev
         self._writes = writes
-        self._limit = RequestLimit()
 
     @classmethod
     def open(cls, root: Path, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> DirectoryStore:
@@ -100,19 +93,6 @@ class DirectoryStore:
         if writes and not creates_once:
             log.info("kvbm: %s has no hard links: engines that compute the same blocks may write them twice", root)
         return store
-
-    @property
-    def limit_s(self) -> float:
-        return self._limit.seconds
-
-    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Nothing to do: any memory can be read and written."""
-
-    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
-        return [self._get(one) for one in objects]
-
-    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
-        return [self._put(one) for one in objects]
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         return [self._is_present(key) for key in keys]
@@ -149,29 +129,17 @@ class DirectoryStore:
         """Nothing to do."""
 
     def _get(self, one: Incoming) -> StoreAnswer:
-        began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
             with Tree.open(self._root) as root:
-                answer = read_file(root.open_file(one.key), one)
+                return read_file(root.open_file(one.key), one)
         except OSError as error:
-            if error.errno in (errno.ENOENT, *OF_ONE_FILE) and self._is_mounted():  # says nothing about the others
-                is_absent = error.errno == errno.ENOENT
-                return StoreAnswer(Outcome.ABSENT) if is_absent else StoreAnswer(Outcome.BAD, str(error))
-            self._limit.failed(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, str(error))
-        if answer.outcome is Outcome.GOOD:
-            self._limit.succeeded(time.monotonic() - began_s)
-        return answer
+            if error.errno not in (errno.ENOENT, *OF_ONE_FILE) or not self._is_mounted():
+                raise
+            is_absent = error.errno == errno.ENOENT  # either says nothing about the others
+            return StoreAnswer(Outcome.ABSENT) if is_absent else StoreAnswer(Outcome.BAD, str(error))
 
     def _put(self, one: Outgoing) -> StoreAnswer:
-        began_s, limit_s = time.monotonic(), self._limit.seconds
-        creates = self.creates_once and not one.replaces
-        try:
-            is_written = self._write(one, creates=creates)
-        except OSError as error:
-            self._limit.failed(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, str(error))
-        self._limit.succeeded(time.monotonic() - began_s)
+        is_written = self._write(one, creates=self.creates_once and not one.replaces)
         return StoreAnswer(Outcome.GOOD if is_written else Outcome.EXISTS)
 
     def _is_present(self, key: str) -> bool | None:
@@ -255,7 +223,7 @@ def write_file(root: Tree, key: str, buffers: Sequence[Buffer], *, creates: bool
         descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE, dir_fd=at)
         try:
             try:
-                _write(descriptor, buffers)
+                write_all(descriptor, buffers)
             finally:
                 os.close(descriptor)  # some file systems report only now that they are full
             if not creates:
@@ -282,7 +250,8 @@ def _link(staged: str, name: str, directory: int) -> bool:
     return True
 
 
-def _write(descriptor: int, buffers: Sequence[Buffer]) -> None:
+def write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
+    """Write to an open file. Raises OSError."""
     left = [memoryview(buffer).cast("B") for buffer in buffers]
     while left:
         written = os.writev(descriptor, left[:MOST_PARTS])

@@ -39,7 +39,7 @@ from kvbm.host.limited_calls import LimitedCalls
 from kvbm.host.tree import Tree
 from kvbm.shared.object_store import Incoming, ObjectStore, Outgoing, StoreAnswer, scatter
 from kvbm.shared.orders import Outcome
-from kvbm.shared.stores.directory import read_file
+from kvbm.shared.stores.directory import read_file, write_all
 
 COPIES = "shared-copies"
 COPY_S = 30.0
@@ -257,7 +257,8 @@ class NodeCopies:
         """Write a copy, unless it is late. *Consumes* the descriptor. Raises OSError."""
         home = self._copies.descriptor
         try:
-            _write(descriptor, buffers)
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, buffers)
             os.utime(descriptor, (time.time(), time.time() - age_s))
             if is_late.is_set():
                 raise TimeoutError("the buffers may have changed while they were written")
@@ -384,14 +385,3 @@ def _is_alive(home: Tree, member: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def _write(descriptor: int, buffers: Sequence[memoryview]) -> None:
-    """Write the whole content of a file. Raises OSError."""
-    os.ftruncate(descriptor, 0)
-    at = 0
-    for buffer in buffers:
-        left = buffer
-        while left:
-            size = os.pwrite(descriptor, left, at)
-            left, at = left[size:], at + size

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,16 +21,12 @@ from io import UnsupportedOperation
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import MIN_EXTENT_BYTES
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, scatter, wrong_length
 from kvbm.shared.orders import Outcome
 from kvbm.shared.settings import directory_of
 from kvbm.shared.stores.directory import require_directory
-from kvbm.shared.stores.request_limit import FIRST_LIMIT_S, RequestLimit
+from kvbm.shared.stores.request_limit import FIRST_LIMIT_S, TimedStore
 
 CONNECT_S = 1.0
 CHECKED_BYTES = 4096  # of an object, to find out whether the store answers
@@ -52,22 +47,18 @@ ENDPOINT_VARIABLES = {  # read by obstore, which refuses http:// unless it is to
 log = logging.getLogger(__name__)
 
 
-class ObstoreStore:
+class ObstoreStore(TimedStore):
     """See the module's text. `kind` is the scheme of the URL."""
-
-    batch_objects = 1
-    can_list = True
-    min_extent_bytes = MIN_EXTENT_BYTES
 
     def __init__(self, connect: Callable[[float], Any], *, kind: str, threads: int) -> None:
         """`connect(limit_s)` returns a store of obstore whose requests end within that time."""
+        super().__init__()
         self.name = f"obstore {kind}"
         self.threads = threads
         self.write_threads = most_writing(threads)
         self.creates_once = False
         self._connect = connect
-        self._limit = RequestLimit()
-        self._store = connect(self._limit.seconds)
+        self._use_limit()
         self._probing = ThreadPoolExecutor(PROBES_AT_A_TIME, thread_name_prefix="kvbm-shared-probe")
 
     @classmethod
@@ -80,19 +71,6 @@ class ObstoreStore:
             store.close()
             raise
         return store
-
-    @property
-    def limit_s(self) -> float:
-        return self._limit.seconds
-
-    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
-        """Nothing to do: the library has buffers of its own."""
-
-    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
-        return [self._get(one) for one in objects]
-
-    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
-        return [self._put(one) for one in objects]
 
     def are_present(self, keys: Sequence[str]) -> list[bool | None]:
         if len(keys) == 1:
@@ -125,17 +103,10 @@ class ObstoreStore:
         self._probing.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, one: Incoming) -> StoreAnswer:
-        began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
-            answer = self._request(one)
+            return self._request(one)
         except FileNotFoundError:
             return StoreAnswer(Outcome.ABSENT)
-        except OSError as error:
-            self._note_failure(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, str(error))
-        if answer.outcome is Outcome.GOOD:
-            self._note(time.monotonic() - began_s)
-        return answer
 
     def _request(self, one: Incoming) -> StoreAnswer:
         """Receive an object. Raises FileNotFoundError and OSError."""
@@ -155,16 +126,11 @@ class ObstoreStore:
         import obstore
 
         mode: Literal["create", "overwrite"] = "create" if self.creates_once and not one.replaces else "overwrite"
-        began_s, limit_s = time.monotonic(), self._limit.seconds
         try:
             with translated():
                 obstore.put(self._store, one.key, iter(one.buffers), mode=mode, use_multipart=False)
         except FileExistsError:
             return StoreAnswer(Outcome.EXISTS)
-        except OSError as error:
-            self._note_failure(time.monotonic() - began_s, limit_s)
-            return StoreAnswer(Outcome.FAILED, str(error))
-        self._note(time.monotonic() - began_s)
         return StoreAnswer(Outcome.GOOD)
 
     def _is_present(self, key: str) -> bool | None:
@@ -179,14 +145,8 @@ class ObstoreStore:
             return None
         return True
 
-    def _note(self, took_s: float) -> None:
-        """Note the duration of a request, and adapt the time limit of the next ones."""
-        if self._limit.succeeded(took_s):
-            self._store = self._connect(self._limit.seconds)
-
-    def _note_failure(self, took_s: float, limit_s: float) -> None:
-        if self._limit.failed(took_s, limit_s):
-            self._store = self._connect(self._limit.seconds)
+    def _use_limit(self) -> None:
+        self._store = self._connect(self._limit.seconds)
 
     def _require_access(self, url: str, facts_key: str, facts: bytes, *, writes: bool) -> None:
         """Read or write the description of the namespace, and find out whether a second creation fails."""

@@ -1,8 +1,19 @@
-"""RequestLimit: how long a request to the store may take, derived from how long earlier ones have taken."""
+"""RequestLimit: how long a request to the store may take, derived from how long earlier ones have taken. TimedStore:
+what the stores have in common whose requests are for one object and have such a limit."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.shared.keys import MIN_EXTENT_BYTES
+from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
+from kvbm.shared.orders import Outcome
 
 FIRST_LIMIT_S = 5.0  # before any rate is known
 LEAST_LIMIT_S, MOST_LIMIT_S = 1.0, 20.0
@@ -35,3 +46,50 @@ class RequestLimit:
         if took_s < limit_s or self.seconds != limit_s:
             return False
         return self.succeeded(2 * limit_s / PATIENCE)
+
+
+class TimedStore:
+    """Part of an ObjectStore. A subclass moves one object in `_get` and `_put`, which may raise OSError."""
+
+    batch_objects = 1
+    can_list = True
+    min_extent_bytes = MIN_EXTENT_BYTES
+
+    def __init__(self) -> None:
+        self._limit = RequestLimit()
+
+    @property
+    def limit_s(self) -> float:
+        return self._limit.seconds
+
+    def use_memory(self, memory: Sequence[NDArray[np.uint8]]) -> None:
+        """Nothing to do: any memory can be read and written."""
+
+    def get(self, objects: Sequence[Incoming]) -> list[StoreAnswer]:
+        return [self._timed(partial(self._get, one)) for one in objects]
+
+    def put(self, objects: Sequence[Outgoing]) -> list[StoreAnswer]:
+        return [self._timed(partial(self._put, one)) for one in objects]
+
+    def _get(self, one: Incoming) -> StoreAnswer:
+        raise NotImplementedError
+
+    def _put(self, one: Outgoing) -> StoreAnswer:
+        raise NotImplementedError
+
+    def _use_limit(self) -> None:
+        """Use the limit, which has changed."""
+
+    def _timed(self, request: Callable[[], StoreAnswer]) -> StoreAnswer:
+        began_s, limit_s = time.monotonic(), self._limit.seconds
+        has_changed = False
+        try:
+            answer = request()
+            if answer.outcome is Outcome.GOOD:
+                has_changed = self._limit.succeeded(time.monotonic() - began_s)
+        except OSError as error:
+            answer = StoreAnswer(Outcome.FAILED, str(error))
+            has_changed = self._limit.failed(time.monotonic() - began_s, limit_s)
+        if has_changed:
+            self._use_limit()
+        return answer
