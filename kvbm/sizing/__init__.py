@@ -79,9 +79,7 @@ def size(
         return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability, wanted.cpu)
     device = vllm.device(
-        engine.arguments,
-        model_config,
-        setting,
+        vllm.Model(engine.arguments, model_config, setting),
         sequence_tokens=length,
         memory=wanted.memory,
         shares_equal_kv=profile.transfer.share_equal_kv,
@@ -120,14 +118,17 @@ def state_findings(
     kind = state_kind(model_config)
     if kind is None and not arguments.prefix_cache_retention_interval:
         return []
-    longest = vllm.longest_tokens(arguments, model_config)
     setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu, cpu=cpu)
+    model = vllm.Model(arguments, model_config, setting)
+    longest = model.longest_tokens
     try:
-        plan = vllm.plan_of(arguments, model_config, setting)
+        plan = vllm.plan_of(model)
     except SizeUnknown:
         if kind is None:
             return []
-        tokens = _tokens_without_attention(arguments, model_config, on_cpu=on_cpu)
+        tokens = None
+        if architecture_of(model_config) in STATES_ONLY:  # without attention, vLLM 0.32 on a CPU enlarges no block
+            tokens = vllm.default_block_tokens(arguments, on_cpu=True) if on_cpu else arguments.block_size
         is_certain = tokens is not None and (is_installed or arguments.block_size is not None)
         return StateSettings(arguments, kind, tokens, is_certain, on_cpu, longest).findings()
     if kind is None:
@@ -148,14 +149,6 @@ def latent_findings(
     if not isinstance(arguments, VllmArguments):
         return []
     setting = vllm.Setting({**environment, **profile.engine.environment}, on_cpu, cpu=cpu)
-    latent = vllm.latent_on_cpu(arguments, model_config, layer_specs(model_config, Ranks(1)), setting)
+    model = vllm.Model(arguments, model_config, setting)
+    latent = vllm.latent_on_cpu(model, layer_specs(model_config, Ranks(1)))
     return [] if latent is None else list(latent.findings())
-
-
-def _tokens_without_attention(
-    arguments: VllmArguments, model_config: Mapping[str, object], *, on_cpu: bool
-) -> int | None:
-    """Tokens in a block of a model without attention, which vLLM 0.32 on a CPU does not enlarge. None if unknown."""
-    if architecture_of(model_config) not in STATES_ONLY:
-        return None
-    return vllm.default_block_tokens(arguments, on_cpu=on_cpu) if on_cpu else arguments.block_size

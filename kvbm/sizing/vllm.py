@@ -85,8 +85,36 @@ class Setting:
     cpu: Cpu = PLAIN
 
     @property
+    def disables_latent(self) -> bool:
+        return self.variables.get(MLA_VARIABLE, "0") not in ("", "0")
+
+    @property
     def may_be_blackwell(self) -> bool:
         return not self.on_cpu and (self.capability is None or self.capability // 10 == 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model, by its configuration, with these arguments of vLLM. The functions of this module raise ProfileError if
+    the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
+
+    arguments: VllmArguments
+    config: Mapping[str, object]
+    setting: Setting
+
+    @property
+    def flags(self) -> Mapping[str, object]:
+        """Arguments that a profile does not declare."""
+        return self.arguments.model_extra or {}
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """The maximum length of a sequence, None if unknown."""
+        return count_of(self.arguments.max_model_len) or positions(self.config)
+
+    @property
+    def is_narrow_by_default(self) -> bool:
+        return self.arguments.kv_cache_dtype in (None, "auto") and architecture_of(self.config) in _FP8_BY_DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,46 +150,42 @@ class VllmPlan:
         return sum(group.stored_blocks(tokens) for group in self.groups)
 
 
-def plan_of(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> VllmPlan:
-    """ProfileError if the configuration lacks a fact, SizeUnknown if only vLLM knows the layout of its cache."""
-    ranks = _ranks(arguments, model_config, setting)
-    specs = layer_specs(model_config, ranks)
-    _require_known_cache(arguments, {spec.kind for spec in specs}, setting)
-    latent = latent_on_cpu(arguments, model_config, specs, setting)
-    tokens, notes = _block_tokens(arguments, model_config, specs, setting, latent)
-    layers = range(_layer_count(model_config, specs))
-    return VllmPlan(_groups(arguments, specs, tokens, setting.variables), tokens, layers, notes, latent)
+def plan_of(model: Model) -> VllmPlan:
+    specs = layer_specs(model.config, _ranks(model))
+    _require_known_cache(model, {spec.kind for spec in specs})
+    latent = latent_on_cpu(model, specs)
+    tokens, notes = _block_tokens(model, specs, latent)
+    layers = range(_layer_count(model.config, specs))
+    return VllmPlan(_groups(model, specs, tokens), tokens, layers, notes, latent)
 
 
 def device(
-    arguments: VllmArguments,
-    model_config: Mapping[str, object],
-    setting: Setting,
+    model: Model,
     *,
     sequence_tokens: int | None = None,
     memory: MemoryEstimate | None = None,
     shares_equal_kv: bool = True,
 ) -> Device:
-    """Return the blocks of G1. `sequence_tokens` is by default the maximum length. Raises like `plan_of`.
+    """Return the blocks of G1. `sequence_tokens` is by default the maximum length.
 
     With `shares_equal_kv`, ranks with equal KV have one copy in host memory.
     With `memory`, the number of blocks is estimated if no argument sets it.
     """
-    plan = plan_of(arguments, model_config, setting)
+    plan, arguments = plan_of(model), model.arguments
     tensor_parallel, stage_count = arguments.tensor_parallel_size or 1, arguments.pipeline_parallel_size or 1
-    stages = _stages(len(plan.layers), stage_count, setting.variables.get(STAGES_VARIABLE))
+    stages = _stages(len(plan.layers), stage_count, model.setting.variables.get(STAGES_VARIABLE))
     block_bytes = tuple(max(group.bytes_on(stage) for group in plan.groups) for stage in stages)
     if not all(block_bytes):
         raise SizeUnknown("a pipeline stage has no layer with a cache of its own, so only vLLM knows its blocks")
-    block_count, set_by = _block_count(arguments, max(block_bytes), setting)
+    block_count, set_by = _block_count(model, max(block_bytes))
     notes = plan.notes
     if block_count is None and memory is not None:
         ranks = tensor_parallel * stage_count
         block_count, set_by = memory.cache_bytes(ranks) // max(block_bytes), ESTIMATE
         notes += (f"G1 is an estimate: {memory.formula(ranks)}",)
-    longest, in_flight = longest_tokens(arguments, model_config), _in_flight(arguments)
+    longest, in_flight = model.longest_tokens, _in_flight(arguments)
     length = sequence_tokens or longest or 0
-    replicas = _replica_count(plan, model_config, tensor_parallel) if shares_equal_kv else 1
+    replicas = _replica_count(plan, model.config, tensor_parallel) if shares_equal_kv else 1
     if replicas > 1:
         notes += (f"{replicas} ranks have equal KV, of which G2 and G3 keep one copy",)
     if plan.snapshot is not None:
@@ -205,13 +229,12 @@ def _replica_count(plan: VllmPlan, model_config: Mapping[str, object], ranks: in
     return replicas if is_certain and kinds <= {LayerKind.FULL, LayerKind.WINDOW, LayerKind.CHUNKED} else 1
 
 
-def _require_known_cache(arguments: VllmArguments, kinds: set[LayerKind], setting: Setting) -> None:
+def _require_known_cache(model: Model, kinds: set[LayerKind]) -> None:
     """SizeUnknown for settings that matter only to some kinds of layers."""
-    extra = arguments.model_extra or {}
-    if LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") not in ("", "0"):
+    if LayerKind.LATENT in kinds and model.setting.disables_latent:
         raise SizeUnknown(f"with `{MLA_VARIABLE}`, only vLLM knows the size of a block")
-    backend = extra.get("attention_backend") or extra.get("attention_config")
-    if backend is not None and arguments.block_size is None and not setting.on_cpu:
+    backend = model.flags.get("attention_backend") or model.flags.get("attention_config")
+    if backend is not None and model.arguments.block_size is None and not model.setting.on_cpu:
         raise SizeUnknown(
             "the chosen attention backend decides how many tokens a block has", hint="set `engine.arguments.block_size`"
         )
@@ -224,26 +247,23 @@ def default_block_tokens(arguments: VllmArguments, *, on_cpu: bool) -> int:
 
 def check(arguments: VllmArguments, model_config: Mapping[str, object]) -> None:
     """ProfileError or SizeUnknown for a problem of the model alone."""
-    layer_specs(model_config, _ranks(arguments, model_config, Setting({}, on_cpu=False)))
+    layer_specs(model_config, _ranks(Model(arguments, model_config, Setting({}, on_cpu=False))))
 
 
-def latent_on_cpu(
-    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
-) -> LatentAttention | None:
-    """None for a model without latent attention, and on a GPU. SizeUnknown if only vLLM knows the cache."""
-    kinds = {spec.kind for spec in specs}
-    is_used = LayerKind.LATENT in kinds and setting.variables.get(MLA_VARIABLE, "0") in ("", "0")
-    if not (is_used and setting.on_cpu):
+def latent_on_cpu(model: Model, specs: Sequence[LayerSpec]) -> LatentAttention | None:
+    """None for a model without latent attention, and on a GPU."""
+    kinds, setting = {spec.kind for spec in specs}, model.setting
+    if LayerKind.LATENT not in kinds or setting.disables_latent or not setting.on_cpu:
         return None
-    cache_type, source = _cache_type(arguments, model_config, kinds)
+    cache_type, source = _cache_type(model, kinds)
     cache = None if cache_type is None else NamedCache(source, cache_type, _CACHE_ELEMENT_BYTES.get(cache_type) == 1)
-    return LatentAttention(arguments, setting.cpu, cache)
+    return LatentAttention(model.arguments, setting.cpu, cache)
 
 
-def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting: Setting) -> Ranks:
-    extra = arguments.model_extra or {}
+def _ranks(model: Model) -> Ranks:
+    arguments, extra = model.arguments, model.flags
     reason = disabling_argument(arguments)
-    if reason is not None and state_kind(model_config) is not None:
+    if reason is not None and state_kind(model.config) is not None:
         name, why = reason
         raise SizeUnknown(f"kvbm is disabled with these settings, so there is no size: {why} (`{name}`)")
     for flag in _UNKNOWN_FLAGS:
@@ -257,48 +277,45 @@ def _ranks(arguments: VllmArguments, model_config: Mapping[str, object], setting
             raise SizeUnknown(f"with `{flag}: {extra[flag]}`, only vLLM knows the size of a block")
     model_bytes = _ELEMENT_BYTES.get(arguments.dtype or "auto", 2)  # `auto` converts float32 to a 16-bit type
     tensor_parallel = arguments.tensor_parallel_size or 1
-    kinds = {spec.kind for spec in layer_specs(model_config, Ranks(tensor_parallel))}
-    if _is_narrow_by_default(arguments, model_config) and setting.capability is not None and setting.may_be_blackwell:
+    kinds = {spec.kind for spec in layer_specs(model.config, Ranks(tensor_parallel))}
+    if model.is_narrow_by_default and model.setting.capability is not None and model.setting.may_be_blackwell:
         raise SizeUnknown(f"on a GPU of compute capability 10.x, {_NARROW}, in a format that only vLLM knows")
     return Ranks(
         tensor_parallel=tensor_parallel,
-        cache_bytes=_cache_bytes(arguments, model_config, model_bytes, kinds),
+        cache_bytes=_cache_bytes(model, model_bytes, kinds),
         model_bytes=model_bytes,
-        state_bytes=_state_bytes(_STATE_ELEMENT_BYTES.get(str(state_type)), model_config, setting),
+        state_bytes=_state_bytes(model, _STATE_ELEMENT_BYTES.get(str(state_type))),
     )
 
 
-def _state_bytes(named: int | None, model_config: Mapping[str, object], setting: Setting) -> int | None:
+def _state_bytes(model: Model, named: int | None) -> int | None:
     """Bytes of one element of a state, None if the model decides. `named`: what the argument says."""
-    if not (setting.on_cpu and setting.cpu.widens_states):
+    cpu = model.setting.cpu
+    if not (model.setting.on_cpu and cpu.widens_states):
         return named
-    kept = named or _STATE_ELEMENT_BYTES.get(str(ModelFacts.of(model_config).get(GDN_STATE_TYPE)))
-    is_kept = kept is not None and setting.cpu.keeps_narrow_gdn and state_kind(model_config) == GDN
+    kept = named or _STATE_ELEMENT_BYTES.get(str(ModelFacts.of(model.config).get(GDN_STATE_TYPE)))
+    is_kept = kept is not None and cpu.keeps_narrow_gdn and state_kind(model.config) == GDN
     return kept if is_kept else FLOAT32_BYTES
 
 
-def _cache_bytes(
-    arguments: VllmArguments, model_config: Mapping[str, object], model_bytes: int, kinds: set[LayerKind]
-) -> int:
+def _cache_bytes(model: Model, model_bytes: int, kinds: set[LayerKind]) -> int:
     """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
-    require_scheme_of_vllm(model_config)
-    kept, source = _cache_type(arguments, model_config, kinds)
+    require_scheme_of_vllm(model.config)
+    kept, source = _cache_type(model, kinds)
     if kept is None:
         return model_bytes
-    if architecture_of(model_config) in _IGNORES_CACHE_TYPE:
+    if architecture_of(model.config) in _IGNORES_CACHE_TYPE:
         raise SizeUnknown(f"vLLM ignores `{source}: {kept}` for this model")
     if kept not in _CACHE_ELEMENT_BYTES or (LayerKind.INDEX in kinds and _CACHE_ELEMENT_BYTES[kept] != 2):
         raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
 
 
-def _cache_type(
-    arguments: VllmArguments, model_config: Mapping[str, object], kinds: set[LayerKind]
-) -> tuple[str | None, str]:
+def _cache_type(model: Model, kinds: set[LayerKind]) -> tuple[str | None, str]:
     """Return the type of the cache, None if it follows the model, and what names it."""
-    if arguments.kv_cache_dtype not in (None, "auto"):
-        return arguments.kv_cache_dtype, "kv_cache_dtype"
-    found = cache_type_of(model_config, has_plain_attention=kinds <= {LayerKind.FULL, LayerKind.WINDOW})
+    if model.arguments.kv_cache_dtype not in (None, "auto"):
+        return model.arguments.kv_cache_dtype, "kv_cache_dtype"
+    found = cache_type_of(model.config, has_plain_attention=kinds <= {LayerKind.FULL, LayerKind.WINDOW})
     return found, "the checkpoint's `quantization_config`: KV cache"
 
 
@@ -306,14 +323,10 @@ def _cache_type(
 
 
 def _block_tokens(
-    arguments: VllmArguments,
-    model_config: Mapping[str, object],
-    specs: Sequence[LayerSpec],
-    setting: Setting,
-    latent: LatentAttention | None,
+    model: Model, specs: Sequence[LayerSpec], latent: LatentAttention | None
 ) -> tuple[int, tuple[str, ...]]:
     """Return the tokens in a block of attention, and what is assumed."""
-    on_cpu = setting.on_cpu
+    arguments, setting, on_cpu = model.arguments, model.setting, model.setting.on_cpu
     kinds = {spec.kind for spec in specs}
     is_latent, has_states = LayerKind.LATENT in kinds, LayerKind.STATE in kinds
     tokens = default_block_tokens(arguments, on_cpu=on_cpu)
@@ -329,13 +342,13 @@ def _block_tokens(
     has_wide_heads = (256 in dims and setting.may_be_blackwell) or 512 in dims  # larger blocks on Blackwell, or for FP8
     if not on_cpu and arguments.block_size is None and ((is_latent and not has_states) or has_wide_heads):
         notes.append(BACKEND_NOTE)
-    if setting.may_be_blackwell and _is_narrow_by_default(arguments, model_config):
+    if setting.may_be_blackwell and model.is_narrow_by_default:
         notes.append(f"on a GPU of compute capability 10.x, {_NARROW}, which is about half")
-    kind = state_kind(model_config) if has_states else None
+    kind = state_kind(model.config) if has_states else None
     if kind is not None and kind not in KINDS_OF_STATES:
         notes.append(f"{unsupported(kind)}: the sizes describe vLLM's cache only")
     if has_states and on_cpu:
-        notes += _notes_of_states(arguments, model_config, specs, setting)
+        notes += _notes_of_states(model, specs)
     if has_states:
         kernel = CPU_KERNEL_TOKENS if on_cpu else GPU_KERNEL_TOKENS
         if latent is not None:
@@ -344,14 +357,13 @@ def _block_tokens(
     return tokens, tuple(notes)
 
 
-def _notes_of_states(
-    arguments: VllmArguments, model_config: Mapping[str, object], specs: Sequence[LayerSpec], setting: Setting
-) -> Iterator[str]:
+def _notes_of_states(model: Model, specs: Sequence[LayerSpec]) -> Iterator[str]:
     """Says how wide a state is if another CPU would keep it in another width."""
-    other = replace(setting, cpu=Cpu() if setting.cpu.widens_states else WIDENING)
-    if specs == layer_specs(model_config, _ranks(arguments, model_config, other)):
+    widens_states = model.setting.cpu.widens_states
+    other = replace(model.setting, cpu=Cpu() if widens_states else WIDENING)
+    if specs == layer_specs(model.config, _ranks(replace(model, setting=other))):
         return
-    if setting.cpu.widens_states:
+    if widens_states:
         yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
     else:
         yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"
@@ -365,10 +377,6 @@ def _notes_of_latent(latent: LatentAttention) -> Iterator[str]:
         yield finding.message
 
 
-def _is_narrow_by_default(arguments: VllmArguments, model_config: Mapping[str, object]) -> bool:
-    return arguments.kv_cache_dtype in (None, "auto") and architecture_of(model_config) in _FP8_BY_DEFAULT
-
-
 def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is_latent: bool) -> int:
     """Return the tokens in a block whose page of attention holds a state."""
     state_bytes = max(spec.state_bytes for spec in specs)
@@ -379,9 +387,8 @@ def _tokens_of_state(specs: Sequence[LayerSpec], tokens: int, kernel: int, *, is
     return max(tokens, kernel * ceil(alignment * ceil(state_bytes / (alignment * token_bytes)) / kernel))
 
 
-def _groups(
-    arguments: VllmArguments, specs: Sequence[LayerSpec], tokens: int, variables: Mapping[str, str]
-) -> tuple[CacheGroup, ...]:
+def _groups(model: Model, specs: Sequence[LayerSpec], tokens: int) -> tuple[CacheGroup, ...]:
+    variables = model.setting.variables
     token_bytes = max(spec.token_bytes for spec in specs)
     blocks = [
         spec.with_block(tokens, padded_bytes=tokens * token_bytes if spec.kind is LayerKind.STATE else 0)
@@ -392,7 +399,7 @@ def _groups(
     return cache_groups(
         blocks,
         blocks_outermost=variables.get(LAYOUT_VARIABLE, "").upper().startswith("B"),
-        promotes_windows=bool(arguments.disable_hybrid_kv_cache_manager) or (has_chunks and not allows_chunks),
+        promotes_windows=bool(model.arguments.disable_hybrid_kv_cache_manager) or (has_chunks and not allows_chunks),
     )
 
 
@@ -422,9 +429,9 @@ def _stages(layer_count: int, stage_count: int, partition: str | None) -> list[r
     return [range(end - size, end) for end, size in zip(ends, counts, strict=True)]
 
 
-def _block_count(arguments: VllmArguments, block_bytes: int, setting: Setting) -> tuple[int | None, str | None]:
+def _block_count(model: Model, block_bytes: int) -> tuple[int | None, str | None]:
     """Return the blocks of G1, null block included, and what sets them; None if they depend on free memory."""
-    prefix = "engine.arguments."
+    arguments, setting, prefix = model.arguments, model.setting, "engine.arguments."
     if arguments.num_gpu_blocks_override is not None:
         return arguments.num_gpu_blocks_override, f"{prefix}num_gpu_blocks_override"
     space = setting.variables.get(CPU_SPACE_VARIABLE, "")
@@ -441,11 +448,6 @@ def _snapshot_notes(arguments: VllmArguments, plan: VllmPlan, length: int) -> It
         yield f"a sequence of at most one block ({plan.block_tokens:,} tokens) has no snapshot and is never cached"
     if arguments.prefix_cache_retention_interval:
         yield f"sizes assume one snapshot per sequence; `{RETENTION}` stores more"
-
-
-def longest_tokens(arguments: VllmArguments, model_config: Mapping[str, object]) -> int | None:
-    """Yield the maximum length of a sequence, None if unknown."""
-    return count_of(arguments.max_model_len) or positions(model_config)
 
 
 def _in_flight(arguments: VllmArguments) -> int:

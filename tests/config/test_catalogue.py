@@ -10,7 +10,7 @@ import pytest
 from kvbm.config.engine import VllmArguments
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.vllm import Setting, VllmPlan, plan_of
+from kvbm.sizing.vllm import Model, Setting, VllmPlan, plan_of
 
 ON_GPU = Setting({}, on_cpu=False)
 LAYERS_FIRST, BLOCKS_FIRST = "LBNHC", "BLHNC"
@@ -18,7 +18,7 @@ LAYERS_FIRST, BLOCKS_FIRST = "LBNHC", "BLHNC"
 
 def planned(model: str, layout: str = LAYERS_FIRST, **arguments: Any) -> VllmPlan:
     facts = {name: value for name, value in catalogue()[model].items() if name != "quantization_config"}
-    return plan_of(VllmArguments(**arguments), facts, Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=False))
+    return plan_of(Model(VllmArguments(**arguments), facts, Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=False)))
 
 
 def block_bytes(plan: VllmPlan) -> int:
@@ -144,7 +144,7 @@ def test_every_model_has_a_size_or_is_refused_by_name() -> None:
     refused = {}
     for model, facts in catalogue().items():
         try:
-            assert plan_of(VllmArguments(), facts, ON_GPU).token_bytes > 0
+            assert plan_of(Model(VllmArguments(), facts, ON_GPU)).token_bytes > 0
         except SizeUnknown as error:
             refused[model] = error.message
     v4 = "for the architecture `DeepseekV4ForCausalLM`, the attention backend of the GPU decides the format of a block"
@@ -160,7 +160,7 @@ def test_every_model_has_a_size_or_is_refused_by_name() -> None:
 
 def test_a_checkpoint_can_ask_for_a_cache_of_8_bits() -> None:
     facts = dict(catalogue()["nvidia/Kimi-K2.6-NVFP4"])
-    plan = plan_of(VllmArguments(), facts, ON_GPU)
+    plan = plan_of(Model(VllmArguments(), facts, ON_GPU))
     assert plan.token_bytes == 70_272 // 2
-    wide = plan_of(VllmArguments(kv_cache_dtype="bfloat16"), facts, ON_GPU)
+    wide = plan_of(Model(VllmArguments(kv_cache_dtype="bfloat16"), facts, ON_GPU))
     assert wide.token_bytes == 70_272

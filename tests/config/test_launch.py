@@ -60,8 +60,8 @@ def test_every_argument_becomes_a_flag() -> None:
     assert " ".join(made.argv) == (
         "/p -m kvbm.embedded --model synthetic:tiny --host 127.0.0.1 --port 1 --num-blocks 64 --block-size 32 "
         "--dtype bfloat16 --device cpu --max-model-len 4096 --max-num-batched-tokens 512 --max-num-seqs 3 "
-        "--seed 7 --threads 2 --kv-layout layer_first --worker-process --served-model-name m "
-        "--no-prefix-caching --no-verify"
+        "--seed 7 --threads 2 --no-prefix-caching --no-verify --kv-layout layer_first --worker-process "
+        "--served-model-name m"
     )
     assert (made.model, dict(made.environment)) == ("m", {"A": "1"})
     assert set(arguments) == set(type(profile().engine.arguments).model_fields)

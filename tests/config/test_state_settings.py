@@ -10,7 +10,7 @@ from kvbm.sizing import StateFinding, StateLevel, state_findings
 from kvbm.sizing.catalogue import catalogue
 from kvbm.sizing.families import state_kind
 from kvbm.sizing.state_settings import StateSettings
-from kvbm.sizing.vllm import Setting, plan_of
+from kvbm.sizing.vllm import Model, Setting, plan_of
 from kvbm_cli.make_model import MODELS
 
 RETENTION = "prefix_cache_retention_interval"
@@ -227,7 +227,8 @@ SAVED = ["linear_attention", "linear_attention", "linear_attention", "full_atten
 )
 def test_a_configuration_that_transformers_5_saved_has_the_same_groups(model: str, saved: dict[str, Any]) -> None:
     plans = [
-        plan_of(VllmArguments(), facts, Setting({}, on_cpu=False)) for facts in (MODELS[model], MODELS[model] | saved)
+        plan_of(Model(VllmArguments(), facts, Setting({}, on_cpu=False)))
+        for facts in (MODELS[model], MODELS[model] | saved)
     ]
     assert plans[0] == plans[1]
     assert plans[0].snapshot is not None

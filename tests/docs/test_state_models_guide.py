@@ -11,7 +11,7 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.vllm_states import disabled_by
 from kvbm.metrics import COUNTERS
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.vllm import Setting, plan_of
+from kvbm.sizing.vllm import Model, Setting, plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/guide/state-models.md").read_text()
@@ -61,7 +61,7 @@ def test_metrics_of_the_guide_exist() -> None:
 
 @pytest.mark.parametrize(("model", "size", "tokens", "blocks", "block_tokens"), SIZES, ids=[row[0] for row in SIZES])
 def test_a_snapshot_has_this_size(model: str, size: str, tokens: str, blocks: str, block_tokens: str) -> None:
-    plan = plan_of(VllmArguments(), catalogue()[model], Setting({}, on_cpu=False))
+    plan = plan_of(Model(VllmArguments(), catalogue()[model], Setting({}, on_cpu=False)))
     snapshot = plan.snapshot
     assert snapshot is not None
     assert f"{snapshot.state_bytes / 2**20:.1f}" == size

@@ -13,7 +13,7 @@ from kvbm.config.engine import VllmArguments
 from kvbm.sizing import Cpu, SizeUnknown
 from kvbm.sizing.catalogue import CATALOGUE_FILE, catalogue
 from kvbm.sizing.families.layer_specs import LayerKind
-from kvbm.sizing.vllm import Setting, plan_of
+from kvbm.sizing.vllm import Model, Setting, plan_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("catalogue")]
 
@@ -50,7 +50,7 @@ def ours(facts: dict[str, Any], ranks: int, layout: str, cpu: str = "plain", **m
     given = {"tensor_parallel_size": ranks, "max_model_len": 2048, "mamba_ssm_cache_dtype": "float32", **more}
     arguments = VllmArguments.model_validate(given)
     setting = Setting({"VLLM_KV_CACHE_LAYOUT": layout}, on_cpu=True, cpu=Cpu(CPUS[cpu]))
-    plan = plan_of(arguments, facts, setting)
+    plan = plan_of(Model(arguments, facts, setting))
     groups = [
         ["state" if group.kind is LayerKind.STATE else group.block_tokens, len(group.specs), group.specs[0].reach]
         for group in plan.groups

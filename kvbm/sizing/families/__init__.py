@@ -93,20 +93,20 @@ _BY_FAMILY: dict[Reader, str] = {
     dense.alike: "CohereForCausalLM:cohere Ernie4_5_MoeForCausalLM:ernie4_5_moe GemmaForCausalLM:gemma "
     "Glm4ForCausalLM:glm4 Glm4MoeForCausalLM:glm4_moe GlmForCausalLM:glm MixtralForCausalLM:mixtral "
     "NemotronForCausalLM:nemotron",
-    dense.alike_and_narrow: "OlmoeForCausalLM:olmoe PhiForCausalLM:phi PhiMoEForCausalLM:phimoe "
+    dense.narrow(dense.alike): "OlmoeForCausalLM:olmoe PhiForCausalLM:phi PhiMoEForCausalLM:phimoe "
     "StableLmForCausalLM:stablelm",
-    dense.narrow: "GraniteMoeForCausalLM:granitemoe GraniteMoeSharedForCausalLM:granitemoeshared",
+    dense.narrow(dense.dense): "GraniteMoeForCausalLM:granitemoe GraniteMoeSharedForCausalLM:granitemoeshared",
     dense.minimax_m2: "MiniMaxM2ForCausalLM:minimax_m2",
     dense.falcon: "FalconForCausalLM:falcon",
     dense.step3: "Step3TextForCausalLM:step3_text",
     dense.deci: "DeciLMForCausalLM:nemotron-nas",
     windows.qwen: "Qwen3ForCausalLM:qwen3",
-    windows.narrow_qwen: "MiMoForCausalLM:mimo Qwen2ForCausalLM:qwen2",
+    dense.narrow(windows.qwen): "MiMoForCausalLM:mimo Qwen2ForCausalLM:qwen2",
     windows.qwen_without_windows: "Qwen3MoeForCausalLM:qwen3_moe",
     windows.qwen3_vl: "Qwen3VLForConditionalGeneration:qwen3_vl_text "
     "Qwen3VLMoeForConditionalGeneration:qwen3_vl_moe_text",
     windows.smollm3: "SmolLM3ForCausalLM:smollm3",
-    windows.narrow_qwen_without_windows: "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text "
+    dense.narrow(windows.qwen_without_windows): "Qwen2_5_VLForConditionalGeneration:qwen2_5_vl,qwen2_5_vl_text "
     "Qwen2MoeForCausalLM:qwen2_moe Qwen2VLForConditionalGeneration:qwen2_vl,qwen2_vl_text",
     windows.every(2): "Gemma2ForCausalLM:gemma2",
     windows.every(4): "Exaone4ForCausalLM:exaone4 Olmo3ForCausalLM:olmo3",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerSpec, Ranks, full
 from kvbm.sizing.families.layers import (
+    Reader,
     all_layers,
     by_layer_types,
     head_dim,
@@ -33,14 +34,14 @@ def alike(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     return dense(facts, ranks)
 
 
-def alike_and_narrow(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    require_usual_head_dim(facts)
-    return alike(facts, ranks)
+def narrow(reader: Reader) -> Reader:
+    """Return the reader of a family of which vLLM ignores `head_dim`."""
 
+    def read(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
+        require_usual_head_dim(facts)
+        return reader(facts, ranks)
 
-def narrow(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    require_usual_head_dim(facts)
-    return dense(facts, ranks)
+    return read
 
 
 def require_usual_head_dim(facts: ModelFacts) -> None:

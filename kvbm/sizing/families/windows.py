@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvbm.sizing.families.dense import require_usual_head_dim
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec, Ranks, full, local
 from kvbm.sizing.families.layers import (
@@ -32,11 +31,6 @@ def qwen(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     return [local(spec, LayerKind.WINDOW, window) if spec.layer >= start else spec for spec in specs]
 
 
-def narrow_qwen(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    require_usual_head_dim(facts)
-    return qwen(facts, ranks)
-
-
 def qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Families of which vLLM ignores windows, in part or in whole."""
     if facts.get("sliding_window") is not None and facts.flag("use_sliding_window"):
@@ -47,11 +41,6 @@ def qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def smollm3(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     if kinds := set(facts.texts("layer_types") or ()) - {"full_attention"}:
         raise SizeUnknown(f"with `layer_types` of {listed(kinds)}, only the engine knows the size of a block")
-    return qwen_without_windows(facts, ranks)
-
-
-def narrow_qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
-    require_usual_head_dim(facts)
     return qwen_without_windows(facts, ranks)
 
 
