@@ -98,8 +98,10 @@ RULES = (  # the first that fits a module counts
         lazily=("tensorrt_llm", "torch"),
     ),
     Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.synthetic_models")),
-    Rule("kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity"), never=ENGINES[2:]),
-    Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan"), never=ENGINES[2:]),
+    Rule(
+        "kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"), never=ENGINES[2:]
+    ),
+    Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan", "kvbm.metrics"), never=ENGINES[2:]),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.doctor.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
     Rule("kvbm_cli.system", ("kvbm.host.processes",), lazily=(*ENGINES, "numpy")),

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm.host.log_queue import use_queued_stderr
@@ -21,6 +21,8 @@ from kvbm.text.log_limit import LogLimit
 from kvbm.types import MAX_SECONDS
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
     from kvbm.embedded.http.completion import Served
 
@@ -56,22 +58,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
     """Return a started engine. Runs in a separate thread; `report` shows the start-up step."""
     from kvbm.embedded.engine.config import EngineConfig
 
-    config = EngineConfig(
-        model=flags.model,
-        num_blocks=flags.num_blocks,
-        block_size=flags.block_size,
-        dtype=flags.dtype,
-        device=flags.device,
-        max_model_len=flags.max_model_len,
-        max_num_batched_tokens=flags.max_num_batched_tokens,
-        max_num_seqs=flags.max_num_seqs,
-        seed=flags.seed,
-        threads=flags.threads,
-        prefix_caching=not flags.no_prefix_caching,
-        kv_layout=flags.kv_layout,
-        served_model_name=flags.served_model_name,
-        verify=not flags.no_verify,
-    )
+    config = EngineConfig(**{name: getattr(flags, name) for name in EngineConfig.model_fields})
     report("importing torch and transformers")
     try:
         from kvbm.embedded.engine.engine import Engine
@@ -96,7 +83,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
         },
         connector=None if connector is None else connector[0].metrics(),
     )
-    return Served(engine, engine.model.vocabulary_size, TextCodec(engine.tokenizer), metrics)
+    return Served(engine, engine.model.vocabulary_size, TextCodec(engine.model.tokenizer), metrics)
 
 
 def _connector(flags: argparse.Namespace, report: Callable[[str], None]) -> tuple[KvbmScheduler, KvbmWorker] | None:
@@ -134,62 +121,44 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
+
     parser = _Parser(
         prog=PROGRAM,
         description="Run the embedded reference engine with an OpenAI-compatible server.",
         allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    positive, natural = _integer(minimum=1), _integer(minimum=0)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        help="synthetic:tiny, synthetic:small, synthetic:8b, or a local Hugging Face directory",
-    )
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 selects a free port (%(default)s)")
-    add("--num-blocks", type=positive, default=2048, metavar="N", help="blocks of device memory, G1 (%(default)s)")
-    add("--block-size", type=positive, default=16, metavar="TOKENS", help="tokens per block (%(default)s)")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="type of weights and KV (%(default)s)",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the model (%(default)s)")
-    add("--max-model-len", type=positive, metavar="TOKENS", help="maximum of prompt and output (the model's limit)")
-    add("--max-num-batched-tokens", type=positive, metavar="TOKENS", help="maximum tokens per step")
-    add(
-        "--max-num-seqs", type=positive, default=64, metavar="N", help="maximum requests at the same time (%(default)s)"
-    )
-    add("--seed", type=natural, default=0, metavar="N", help="seed of synthetic weights and of sampling (%(default)s)")
-    add("--threads", type=positive, metavar="N", help="CPU threads of the model")
-    add("--no-prefix-caching", action="store_true", help="do not reuse blocks in G1")
-    add("--kv-layout", choices=("block_first", "layer_first"), default="block_first", help="layout of G1 (%(default)s)")
-    add("--served-model-name", metavar="NAME", help="model name in the API (the value of --model)")
+    add("--model", required=True, help=EmbeddedEngine.model_fields["model"].description)
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 selects a free port")
     add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
-    add("--worker-process", action="store_true", help="run the block manager's worker in a separate process")
-    add("--no-verify", action="store_true", help="skip the comparison with the model's own attention at start-up")
-    add(
-        "--drain-timeout",
-        type=_seconds,
-        default=20.0,
-        metavar="SECONDS",
-        help="time for open requests at shutdown (%(default)s)",
-    )
+    add("--drain-timeout", type=_seconds, default=20.0, metavar="S", help="time for open requests at shutdown")
+    for name, field in EmbeddedArguments.model_fields.items():
+        add(f"--{name.replace('_', '-')}", default=field.default, help=field.description, **_form_of(field))
     flags = parser.parse_args(arguments)
     if flags.worker_process and flags.connector is None:
         parser.error("--worker-process requires --connector")
     return flags
 
 
-def _integer(*, minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
-    right = f"an integer from {minimum} to {maximum}" if maximum < 2**63 - 1 else f"an integer of at least {minimum}"
+def _form_of(field: FieldInfo) -> dict[str, Any]:
+    """Return what argparse must know of a key of a profile that is a flag here."""
+    kinds = get_args(field.annotation) or (field.annotation,)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if int in kinds:
+        limits = {name: getattr(one, name) for one in field.metadata for name in ("ge", "le") if hasattr(one, name)}
+        return {"type": _integer(minimum=limits["ge"], maximum=limits["le"]), "metavar": "N"}
+    return {"metavar": "NAME"} if str in kinds else {"choices": kinds}
 
+
+def _integer(*, minimum: int, maximum: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if text.isdecimal() and len(text) < 20 and minimum <= int(text) <= maximum:
             return int(text)
-        raise argparse.ArgumentTypeError(f"{text!r} is not {right}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
 
     return convert
 

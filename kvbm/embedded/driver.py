@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
-from kvbm.device.worker import HostCapacity
+from kvbm.device.worker import HostCapacity, Worker
 from kvbm.embedded.engine.connector import ConnectorOutput
-from kvbm.embedded.worker_placement import InlineWorker, ProcessWorker, WorkerHome
+from kvbm.embedded.worker_placement import ProcessWorker
 from kvbm.hashing import HASH_BYTES
 from kvbm.leader.namespace import known
 from kvbm.leader.opening import EngineAtStart, Progress, open_leader
@@ -242,25 +242,27 @@ class KvbmWorker:
     ) -> None:
         host = profile.tiers.host_memory()
         self._capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
-        self._thread_count = profile.transfer.max_concurrent
-        self._init_timeout_s = profile.transfer.init_timeout_s
-        self._binds_memory = profile.transfer.numa
+        self._transfer = profile.transfer
         self._send_handshake = handshake
         self._worker_process = worker_process
         self._progress = progress
-        self._home: WorkerHome | None = None
+        self._home: Worker | ProcessWorker | None = None
         self.boundary = Boundary()
 
     def register_kv_pool(self, pool: KVPool) -> None:
-        home: WorkerHome
+        threads = self._transfer.max_concurrent
         if self._worker_process:
-            home = ProcessWorker(pool, self._capacity, self._thread_count, self._init_timeout_s)
+            self._home = ProcessWorker(pool, self._capacity, threads, self._transfer.init_timeout_s)
         else:
-            home = InlineWorker(
-                pool, self._capacity, self._thread_count, binds_memory=self._binds_memory, progress=self._progress
+            self._home = Worker.create(
+                pool.layout(),
+                pool.storages,
+                self._capacity,
+                thread_count=threads,
+                binds_memory=self._transfer.numa,
+                progress=self._progress,
             )
-        self._home = home
-        self._send_handshake(pickle.dumps(WorkerHandshake((home.info,), pool.block_size)))
+        self._send_handshake(pickle.dumps(WorkerHandshake((self._home.info,), pool.block_size)))
 
     @contained()
     def start_load_kv(self, meta: object) -> None:
@@ -288,6 +290,6 @@ class KvbmWorker:
             self._home.close()
 
     @property
-    def _worker(self) -> WorkerHome:
+    def _worker(self) -> Worker | ProcessWorker:
         assert self._home is not None, "the engine has not yet registered its KV pool"
         return self._home

@@ -37,14 +37,13 @@ def _without_environment(profile: Profile) -> Profile:
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:
-    """Return one flag per key with a value. Keys that are on by default have a flag that turns them off."""
+    """Return one flag per key with a value. A boolean has one only if it is not as by default."""
     flags: list[str] = []
-    for name, value in arguments.model_dump(exclude=set(_TURNED_OFF_BY)).items():
-        if value is None or value is False:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        flags += [flag] if value is True else [flag, str(value)]
-    return flags + [flag for name, flag in _TURNED_OFF_BY.items() if not getattr(arguments, name)]
-
-
-_TURNED_OFF_BY = {"prefix_caching": "--no-prefix-caching", "verify": "--no-verify"}
+    for name, value in arguments:
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            is_default = value == EmbeddedArguments.model_fields[name].default
+            flags += [] if is_default else [f"--{flag}" if value else f"--no-{flag}"]
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags

@@ -1,7 +1,7 @@
-"""Worker placement: runs the worker of an embedded engine in the engine's process or in a separate one.
+"""Worker placement: runs the worker of an embedded engine in a separate process.
 
-The driver uses both in the same way. A worker process maps the engine's G1 memory by its file descriptor and receives
-the plans through a pipe; it returns only control words. It ends with the engine, also if the engine is killed.
+The driver uses it like a Worker in the engine's process. It maps the engine's G1 memory by its file descriptor and
+receives the plans through a pipe; it returns only control words. It ends with the engine, also if that is killed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import os
 import pickle
 import signal
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EngineError, EnvironmentProblem
@@ -35,44 +34,6 @@ HEARTBEAT_S = 0.25  # between two heartbeats of an idle worker process
 EXIT_WAIT_S = 5.0
 
 
-class WorkerHome(Protocol):
-    """Runs a Worker, in the engine's process or in a separate one."""
-
-    info: SegmentInfo
-
-    def start(self, plan: StepPlan) -> None: ...
-    def finish(self, plan: StepPlan) -> None: ...
-    def poll(self) -> object: ...
-    def close(self) -> None: ...
-
-
-class InlineWorker:
-    """A Worker in the engine's process."""
-
-    def __init__(
-        self,
-        pool: KVPool,
-        capacity: HostCapacity,
-        thread_count: int,
-        *,
-        binds_memory: bool,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._worker = Worker.create(
-            pool.layout(),
-            pool.storages,
-            capacity,
-            thread_count=thread_count,
-            binds_memory=binds_memory,
-            progress=progress,
-        )
-        self.info = self._worker.info
-        self.start = self._worker.start
-        self.finish = self._worker.finish
-        self.poll = self._worker.poll
-        self.close = self._worker.close
-
-
 @dataclass(frozen=True, slots=True)
 class _ProcessArguments:
     """Arguments of a worker process. The engine's G1 memory is `length` bytes at `path`."""
@@ -86,7 +47,7 @@ class _ProcessArguments:
 
 
 class ProcessWorker:
-    """A Worker in a separate process. Orders go through a pipe; only control words come back."""
+    """See the module's text."""
 
     def __init__(self, pool: KVPool, capacity: HostCapacity, thread_count: int, init_timeout_s: float) -> None:
         if pool.fd is None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.metrics import Pace
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -27,7 +28,6 @@ HOST = "127.0.0.1"
 MAX_CLIENTS = 16
 CLIENT_TIMEOUT_S = 2.0
 PAUSE_S = 0.5  # after a client could not be accepted
-REST = 4  # times as long as a page has taken passes before the next one: the engine's thread has the GIL then
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +79,12 @@ class _Paced:
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
         self._turn = threading.Lock()
-        self._free_at_s = 0.0
+        self._pace = Pace()
 
     def __call__(self, *request: Any) -> Any:
         with self._turn:
-            time.sleep(max(0.0, self._free_at_s - time.monotonic()))
-            began_s = time.monotonic()
-            answer = self._app(*request)
-            now_s = time.monotonic()
-            self._free_at_s = now_s + REST * (now_s - began_s)
-        return answer
+            time.sleep(self._pace.wait_s())
+            return self._pace.make(lambda: self._app(*request))
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -6,4 +6,4 @@ import pytest  # noqa: F401
 from kvbm.embedded.engine import model
 from kvbm.embedded.engine.config import EngineConfig
 
-model.load(EngineConfig("synthetic:tiny", num_blocks=1, verify=False))
+model.load(EngineConfig(model="synthetic:tiny", num_blocks=2, verify=False))

@@ -81,7 +81,7 @@ class KvbmEngine:
         self._ids = iter(range(10**6))
         self.copier = None
         if self.connector is not None and not worker_process:
-            worker = self.connector[1]._home._worker
+            worker = self.connector[1]._home
             worker._copier = self.copier = FaultyCopier(worker._copier)
 
     @property

@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from kvbm.embedded.engine.scheduler import EngineCounters
 from kvbm.embedded.http.completion import Served
 from kvbm.embedded.http.connections import BoundedSite, front
 from kvbm.embedded.http.endpoints import create_app
@@ -49,11 +50,7 @@ class Stats:
     num_requests_running: int = 1
     num_requests_waiting: int = 2
     kv_cache_usage: float = 0.5
-    num_preemptions: int = 3
-    prefix_cache_queries: int = 4
-    prefix_cache_hits: int = 5
-    external_cache_queries: int = 6
-    external_cache_hits: int = 7
+    counters: EngineCounters = field(default_factory=lambda: EngineCounters(3, 4, 5, 6, 7))
 
 
 @dataclass

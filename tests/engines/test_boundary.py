@@ -124,7 +124,7 @@ class Kvbm:
         if store is not None:
             region = self.connector[0]._region
             store.shards, store.slots_carry = region.shards, region.slots_carry
-        worker = self.connector[1]._home._worker
+        worker = self.connector[1]._home
         worker._copier = self.copier = FaultyCopier(worker._copier)
 
     @property
@@ -366,7 +366,7 @@ def test_the_first_fault_is_logged_with_its_traceback_and_more_of_them_are_count
 @pytest.mark.parametrize("name", ["fence", "submit_onboard", "submit_offload", "poll", "write_slots", "write_lane"])
 def test_an_exception_in_a_worker_fails_its_transfers_and_turns_nothing_off(name, monkeypatch):
     with running() as kvbm, monkeypatch.context() as patch:
-        worker = kvbm.connector[1]._home._worker
+        worker = kvbm.connector[1]._home
         pool = {"submit_onboard": worker._onboard_pool, "submit_offload": worker._offload_pool}.get(name)
         target = {"fence": kvbm.copier._copier, "poll": worker._onboard_pool}.get(name, pool or worker._segment)
         calls = iter(range(10**6))

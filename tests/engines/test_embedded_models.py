@@ -44,7 +44,7 @@ def copy(saved, tmp_path):
 
 def test_outputs_of_the_tiny_model_vary_and_differ_from_prompt_to_prompt():
     with EngineRig("synthetic:tiny", num_blocks=64, threads=1) as rig:
-        prompts = [rig.engine.tokenizer.encode(text) for text in TEXTS]
+        prompts = [rig.engine.model.tokenizer.encode(text) for text in TEXTS]
         outputs = [result.token_ids for result in rig.generate(prompts, max_tokens=24)]
     assert all(len(set(output)) >= 10 for output in outputs), [len(set(output)) for output in outputs]
     assert len({tuple(output) for output in outputs}) == len(TEXTS)

@@ -11,7 +11,8 @@ from typing import Any
 from server_rig import Stats
 
 from kvbm.embedded.http.metrics import EngineMetrics
-from kvbm.observe.metrics_server import REST, _Paced
+from kvbm.metrics import REST
+from kvbm.observe.metrics_server import _Paced
 
 PAGE_S = 0.02
 

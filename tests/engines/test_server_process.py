@@ -183,9 +183,9 @@ def test_an_address_of_another_machine_is_named(capfd: pytest.CaptureFixture[str
     [
         ([], "the following arguments are required: --model"),
         (["--model", "m", "--port", "70000"], "argument --port: '70000' is not an integer from 0 to 65535"),
-        (["--model", "m", "--num-blocks", "0"], "argument --num-blocks: '0' is not an integer of at least 1"),
-        (["--model", "m", "--num-blocks", "many"], "argument --num-blocks: 'many' is not an integer of at least 1"),
-        (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is not an integer of at least 0"),
+        (["--model", "m", "--num-blocks", "0"], "argument --num-blocks: '0' is not an integer from 2 to"),
+        (["--model", "m", "--num-blocks", "many"], "argument --num-blocks: 'many' is not an integer from 2 to"),
+        (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is not an integer from 0 to"),
         (["--model", "m", "--drain-timeout", "nan"], "argument --drain-timeout: 'nan' is not a number of seconds"),
         (["--model", "m", "--drain-timeout", "1e308"], "argument --drain-timeout: '1e308' is not a number of seconds"),
         (["--model", "m", "--wibble"], "unrecognized arguments: --wibble"),

@@ -43,11 +43,11 @@ def test_a_bare_completion_gets_the_defaults_of_the_api() -> None:
     request = completion()
     assert request.model is None
     assert request.prompts == [TextPrompt("Hello", add_special_tokens=True)]
-    generation = request.generation
-    assert (generation.max_tokens, generation.min_tokens, generation.temperature) == (None, 0, 1.0)
+    generation, sampling = request.generation, request.generation.sampling
+    assert (generation.max_tokens, sampling.min_tokens, sampling.temperature) == (None, 0, 1.0)
     assert request.default_max_tokens == 16
-    assert (generation.top_p, generation.top_k, generation.seed) == (1.0, 0, None)
-    assert (generation.stop, generation.logprobs, generation.stream) == ((), None, False)
+    assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 0, None)
+    assert (sampling.stop, sampling.logprobs, generation.stream) == ((), None, False)
 
 
 def test_a_chat_without_max_tokens_is_not_limited() -> None:

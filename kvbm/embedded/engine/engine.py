@@ -32,17 +32,16 @@ from kvbm.embedded.engine.engine_core import EngineCore
 from kvbm.embedded.engine.kv_pool import KVPool
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, SamplingParams
 from kvbm.embedded.engine.runner import Runner
-from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
+from kvbm.embedded.engine.scheduler import EngineCounters, Scheduler, SchedulerLimits
 from kvbm.errors import EngineError, ProfileError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from kvbm.embedded.engine.config import EngineConfig
 
 IDLE_WAIT_S = 0.001
 BATCHED_TOKENS_CPU = 1024
 BATCHED_TOKENS_CUDA = 2048
+MAX_REQUESTS = 64
 STOP_TIMEOUT_S = 30.0
 RESET_PAUSE = 5  # after a reset, a busy engine serves this many times as long before the next one
 
@@ -56,12 +55,7 @@ class EngineStats:
     num_requests_running: int
     num_requests_waiting: int
     kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    external_cache_queries: int
-    external_cache_hits: int
-    failed_load_blocks: int
+    counters: EngineCounters
 
 
 def _running_future() -> Future[bool]:
@@ -128,18 +122,8 @@ class Engine:
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """None for a model directory without one: the engine then accepts token ids only."""
-        return self.model.tokenizer
-
-    @property
     def model_name(self) -> str:
         return self.config.model_name
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Valid token ids are 0 to this number, exclusive."""
-        return self.model.vocabulary_size
 
     @property
     def is_healthy(self) -> bool:
@@ -189,19 +173,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Read counters without a lock: each number is correct, but they may differ by a step."""
-        scheduler = self.core.scheduler
-        counters = scheduler.counters
-        return EngineStats(
-            num_requests_running=scheduler.running_count,
-            num_requests_waiting=scheduler.waiting_count,
-            kv_cache_usage=self.blocks.used_count / self.blocks.block_count,
-            num_preemptions=counters.preemptions,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            external_cache_queries=counters.external_cache_queries,
-            external_cache_hits=counters.external_cache_hits,
-            failed_load_blocks=counters.failed_load_blocks,
-        )
+        scheduler, usage = self.core.scheduler, self.blocks.used_count / self.blocks.block_count
+        return EngineStats(scheduler.running_count, scheduler.waiting_count, usage, scheduler.counters)
 
     def stop(self) -> None:
         """Abort open requests, shut the connector down and free the pool. Safe to call twice."""
@@ -371,7 +344,7 @@ def _limits(config: EngineConfig, device: str) -> SchedulerLimits:
     return SchedulerLimits(
         block_size=config.block_size,
         max_batched_tokens=config.max_num_batched_tokens or default,
-        max_requests=config.max_num_seqs,
+        max_requests=config.max_num_seqs or MAX_REQUESTS,
         prefix_caching=config.prefix_caching,
     )
 

@@ -161,10 +161,6 @@ class Request:
     def kv_transfer_params(self) -> Mapping[str, object] | None:
         return self.params.kv_transfer_params
 
-    @property
-    def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
-
     def append(self, token_id: int) -> None:
         """Append a sampled token. The next forward pass computes its KV."""
         self.output_token_ids.append(token_id)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
 from kvbm.embedded.http.body_turns import BodyTurns
@@ -27,44 +26,22 @@ from kvbm.embedded.http.openai_responses import AnswerPart, Usage
 from kvbm.embedded.http.text_codec import TextCodec
 from kvbm.embedded.http.text_stream import TextStream
 
+if TYPE_CHECKING:
+    from kvbm.embedded.engine.engine import Engine
+
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
-
-
-class ServedEngine(Protocol):
-    """The engine interface that the server uses. `stop` blocks until the engine thread has ended; all others may be
-    called on the event loop. `failure` is the reason why an engine is not healthy.
-    """
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def is_healthy(self) -> bool: ...
-    @property
-    def failure(self) -> object: ...
-
-    def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        on_output: Callable[[RequestOutput], None],
-    ) -> None: ...
-    def abort(self, request_id: str) -> None: ...
-    def begin_reset(self) -> Future[bool]: ...
-    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`.
+    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
+    blocks until the engine thread has ended, its methods may be called on the event loop.
 
     `parser` is the thread for long bodies. It is a single one, so that between two of them the others get their turn,
     also if the clients do not wait for an answer. `turns` order the bodies, the shortest first.
     """
 
-    engine: ServedEngine
+    engine: Engine
     vocabulary_size: int
     codec: TextCodec
     metrics: EngineMetrics
@@ -100,7 +77,7 @@ class Completion:
         self._metrics = served.metrics
         self._loop = asyncio.get_running_loop()
         decode = partial(served.codec.decode, skip_special_tokens=generation.skip_special_tokens)
-        self._text = TextStream(decode, stop=generation.stop, min_tokens=generation.min_tokens)
+        self._text = TextStream(decode, stop=generation.sampling.stop, min_tokens=generation.sampling.min_tokens)
         self._token_count = 0
         self._outputs: list[RequestOutput] = []
         self._last: RequestOutput | None = None

@@ -36,7 +36,7 @@ from kvbm.embedded.http.openai_responses import (
     Json,
     dumps,
     error_body,
-    model_list,
+    model_body,
 )
 from kvbm.embedded.http.prompt import check_model, check_token_ids, encode, prepare
 from kvbm.embedded.http.request_fields import RequestError, wrong
@@ -156,20 +156,16 @@ class _Endpoints:
                 completion.close()
 
     async def models(self, request: web.Request) -> web.Response:
-        served = self._service.ready()
-        created = self._service.started_unix_s
-        return _json(
-            model_list([served.engine.model_name], created_unix_s=created, max_model_len=served.engine.max_model_len)
-        )
+        return _json({"object": "list", "data": [self._model(self._service.ready())]})
 
     async def model(self, request: web.Request) -> web.Response:
         served = self._service.ready()
         check_model(served.engine, request.match_info["name"])
-        created = self._service.started_unix_s
-        models = model_list(
-            [served.engine.model_name], created_unix_s=created, max_model_len=served.engine.max_model_len
-        )
-        return _json(models["data"][0])
+        return _json(self._model(served))
+
+    def _model(self, served: Served) -> Json:
+        name, length = served.engine.model_name, served.engine.max_model_len
+        return model_body(name, created_unix_s=self._service.started_unix_s, max_model_len=length)
 
     async def tokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
@@ -304,7 +300,7 @@ def _head(served: Served, answer_id: str, generation: Generation, prompt_token_i
         answer_id=answer_id,
         model=served.engine.model_name,
         created_unix_s=int(time.time()),
-        wants_logprobs=generation.logprobs is not None,
+        wants_logprobs=generation.sampling.logprobs is not None,
         prompt_token_ids=prompt_token_ids if generation.return_token_ids else None,
         token_text=served.codec.token_text,
         token_bytes=served.codec.token_bytes,

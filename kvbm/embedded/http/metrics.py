@@ -7,7 +7,6 @@ The event loop takes the times when an output arrives. Each scrape reads the eng
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvbm.embedded.http.openai_responses import Usage
+from kvbm.metrics import Pace
 
 if TYPE_CHECKING:
     from kvbm.embedded.engine.engine import EngineStats
     from kvbm.embedded.engine.request import RequestOutput
 
-REST = 4  # times as long as a page has taken passes before the next one
 LABELS = ("model_name", "engine")
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
@@ -39,7 +38,7 @@ class EngineMetrics:
         connector: Collector | None,
     ) -> None:
         self._next_page: asyncio.Future[bytes] | None = None
-        self._free_at_s = 0.0
+        self._pace = Pace()
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
         self._first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LATENCY_S)
@@ -91,13 +90,9 @@ class EngineMetrics:
         return await asyncio.shield(self._next_page)
 
     async def _make_page(self) -> bytes:
-        await asyncio.sleep(self._free_at_s - time.monotonic())
+        await asyncio.sleep(self._pace.wait_s())
         self._next_page = None
-        began_s = time.monotonic()
-        page = self.exposition()
-        now_s = time.monotonic()
-        self._free_at_s = now_s + REST * (now_s - began_s)
-        return page
+        return self._pace.make(self.exposition)
 
     def _count_tokens(self, usage: Usage) -> None:
         self._sources.labels(*self._labels, "local_cache_hit").inc(usage.device_tokens)
@@ -130,6 +125,7 @@ class _StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
+        counters = stats.counters
         for name, description, value in (
             ("num_requests_running", "requests in the batch", stats.num_requests_running),
             ("num_requests_waiting", "requests waiting to be scheduled or for a load", stats.num_requests_waiting),
@@ -137,11 +133,11 @@ class _StatsCollector(Collector):
         ):
             yield self._add(GaugeMetricFamily(f"vllm:{name}", description, labels=LABELS), value)
         for name, description, count in (
-            ("num_preemptions", "preemptions: a request lost its blocks to an older one", stats.num_preemptions),
-            ("prefix_cache_queries", "tokens looked up in G1", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "tokens found in G1", stats.prefix_cache_hits),
-            ("external_prefix_cache_queries", "tokens looked up in the connector", stats.external_cache_queries),
-            ("external_prefix_cache_hits", "tokens found by the connector", stats.external_cache_hits),
+            ("num_preemptions", "preemptions: a request lost its blocks to an older one", counters.preemptions),
+            ("prefix_cache_queries", "tokens looked up in G1", counters.prefix_cache_queries),
+            ("prefix_cache_hits", "tokens found in G1", counters.prefix_cache_hits),
+            ("external_prefix_cache_queries", "tokens looked up in the connector", counters.external_cache_queries),
+            ("external_prefix_cache_hits", "tokens found by the connector", counters.external_cache_hits),
         ):
             yield self._add(CounterMetricFamily(f"vllm:{name}", description, labels=LABELS), count)
         yield self._cache_config_info()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.request_fields import Fields, RequestError, is_unicode, read_json, wrong
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
@@ -34,27 +35,17 @@ ROLES = ("system", "developer", "user", "assistant")
 class Generation:
     """Generation and response options that both completion endpoints share.
 
-    `max_tokens` is None if the client set no limit. `logprobs` is the number of alternatives per token, None for no
-    logprobs. `choices_per_prompt` is the field `n`.
+    `max_tokens` is None if the client set no limit; `sampling` has none yet. `choices_per_prompt` is the field `n`.
     """
 
+    sampling: SamplingParams
     choices_per_prompt: int
     max_tokens: int | None
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    ignore_eos: bool
-    stop: tuple[str, ...]
-    logprobs: int | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
     skip_special_tokens: bool
-    cache_salt: str | None
-    kv_transfer_params: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +144,7 @@ def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
 def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None) -> Generation:
     stream = fields.boolean("stream", False)
     include_usage, continuous_usage = _stream_options(fields, stream=stream)
-    generation = Generation(
-        choices_per_prompt=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
-        max_tokens=max_tokens,
+    sampling = SamplingParams(
         min_tokens=fields.integer("min_tokens", minimum=0) or 0,
         temperature=_temperature(fields),
         top_p=fields.number(
@@ -166,13 +155,18 @@ def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None)
         ignore_eos=fields.boolean("ignore_eos", False),
         stop=_stop(fields),
         logprobs=logprobs,
+        cache_salt=_cache_salt(fields),
+        kv_transfer_params=_object(fields, "kv_transfer_params"),
+    )
+    generation = Generation(
+        sampling=sampling,
+        choices_per_prompt=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
+        max_tokens=max_tokens,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
         return_token_ids=fields.boolean("return_token_ids", False),
         skip_special_tokens=fields.boolean("skip_special_tokens", True),
-        cache_salt=_cache_salt(fields),
-        kv_transfer_params=_object(fields, "kv_transfer_params"),
     )
     _refuse_other_sampling(fields)
     fields.ignore(*IGNORED)

@@ -250,20 +250,9 @@ def error_body(message: str, *, status: int, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def model_list(names: Sequence[str], *, created_unix_s: int, max_model_len: int) -> Json:
-    models = [
-        {
-            "id": name,
-            "object": "model",
-            "created": created_unix_s,
-            "owned_by": "kvbm",
-            "root": names[0],
-            "parent": None,
-            "max_model_len": max_model_len,
-        }
-        for name in names
-    ]
-    return {"object": "list", "data": models}
+def model_body(name: str, *, created_unix_s: int, max_model_len: int) -> Json:
+    about = {"id": name, "object": "model", "created": created_unix_s, "owned_by": "kvbm"}
+    return {**about, "root": name, "parent": None, "max_model_len": max_model_len}
 
 
 def event(body: Json) -> bytes:

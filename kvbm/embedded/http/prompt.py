@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.request import SamplingParams
-from kvbm.embedded.http.completion import Served, ServedEngine
-from kvbm.embedded.http.openai_requests import ChatPrompt, CompletionRequest, Generation, Prompt, TextPrompt
+from kvbm.embedded.http.completion import Served
+from kvbm.embedded.http.openai_requests import ChatPrompt, CompletionRequest, Prompt, TextPrompt
 from kvbm.embedded.http.request_fields import RequestError, wrong
 from kvbm.embedded.http.text_codec import TextCodec
+
+if TYPE_CHECKING:
+    from kvbm.embedded.engine.engine import Engine
 
 MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
 LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a separate thread
@@ -25,7 +29,7 @@ async def prepare(served: Served, request: CompletionRequest) -> list[tuple[list
     Raises RequestError if the engine cannot serve the request.
     """
     check_model(served.engine, request.model)
-    if request.generation.stop and not served.codec.has_text:
+    if request.generation.sampling.stop and not served.codec.has_text:
         raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
     choices = []
     for prompt in request.prompts:
@@ -39,9 +43,10 @@ async def _prepare_prompt(
 ) -> tuple[list[int], SamplingParams]:
     prompt_token_ids = await _token_ids(served, prompt)
     max_tokens = _max_tokens(served.engine, len(prompt_token_ids), request)
-    if request.generation.min_tokens > max_tokens:
-        raise wrong("min_tokens", request.generation.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
-    return prompt_token_ids, _sampling_params(request.generation, max_tokens)
+    sampling = request.generation.sampling
+    if sampling.min_tokens > max_tokens:
+        raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return prompt_token_ids, replace(sampling, max_tokens=max_tokens)
 
 
 def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
@@ -49,7 +54,7 @@ def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
     return params if params.seed is None else replace(params, seed=params.seed + index)
 
 
-def check_model(engine: ServedEngine, name: str | None) -> None:
+def check_model(engine: Engine, name: str | None) -> None:
     if name is not None and name != engine.model_name:
         error = wrong("model", name, f'"{engine.model_name}", the only model of this server')
         raise RequestError(error.message, param="model", code="model_not_found", status=404)
@@ -102,7 +107,7 @@ def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) 
     return codec.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionRequest) -> int:
+def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) -> int:
     """Return how many tokens may be generated: the client's limit, or the default within the remaining length."""
     room = engine.max_model_len - prompt_tokens
     if room < 1:
@@ -123,18 +128,3 @@ def _max_tokens(engine: ServedEngine, prompt_tokens: int, request: CompletionReq
             code="context_length_exceeded",
         )
     return requested
-
-
-def _sampling_params(generation: Generation, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k,
-        seed=generation.seed,
-        ignore_eos=generation.ignore_eos,
-        min_tokens=generation.min_tokens,
-        logprobs=generation.logprobs,
-        cache_salt=generation.cache_salt,
-        kv_transfer_params=generation.kv_transfer_params,
-    )
