@@ -246,7 +246,7 @@ class KvbmCollector:
             yield GaugeMetricFamily(name, DISK_GAUGES[name], value=value)
 
 
-class Pace:
+class PagePace:
     """Lets pages of metrics take at most a fifth of the time. The caller waits for `wait_s` before each."""
 
     def __init__(self) -> None:

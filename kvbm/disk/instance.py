@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _NewInstance:
     settings: DiskSettings
     namespace: Namespace
     payload_bytes: int
@@ -103,7 +103,7 @@ class Instance:
         only: Path | None = None,
     ) -> Instance:
         """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
-        wanted = _Wanted(settings, namespace, payload_bytes, hash_bytes, progress)
+        wanted = _NewInstance(settings, namespace, payload_bytes, hash_bytes, progress)
         require_usable_parent(settings.directory)
         if not settings.persist:
             return cls._open_unnamed(wanted)
@@ -130,7 +130,7 @@ class Instance:
         return opened
 
     @classmethod
-    def _open_unnamed(cls, wanted: _Wanted) -> Instance:
+    def _open_unnamed(cls, wanted: _NewInstance) -> Instance:
         arena = Arena.open_unnamed(wanted.settings.directory)
         try:
             shape = _shape(arena, wanted)
@@ -141,7 +141,7 @@ class Instance:
         return cls(wanted.settings.directory, wanted.namespace, arena, shape)
 
     @classmethod
-    def _open_locked(cls, lock: InstanceLock, wanted: _Wanted) -> Instance:
+    def _open_locked(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
         """*Consumes* the lock."""
         try:
             arena = Arena.open(lock.path / ARENA)
@@ -183,7 +183,7 @@ class Instance:
             self.lock.touch()
             self.lock.release()
 
-    def _recover(self, wanted: _Wanted) -> None:
+    def _recover(self, wanted: _NewInstance) -> None:
         """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
         shape, path = self.shape, self.path
         former = self._read_superblock()
@@ -279,7 +279,7 @@ class Instance:
         return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
 
 
-def _shape(arena: Arena, wanted: _Wanted) -> Shape:
+def _shape(arena: Arena, wanted: _NewInstance) -> Shape:
     settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
     slot_bytes = -(-wanted.payload_bytes // unit) * unit
     slot_count = settings.block_count
@@ -328,7 +328,7 @@ def _is_compatible(former: Superblock, shape: Shape) -> bool:
     )
 
 
-def _take_space(arena: Arena, shape: Shape, wanted: _Wanted) -> None:
+def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
     """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
     settings = wanted.settings
     while True:

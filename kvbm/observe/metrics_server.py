@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.metrics import Pace
+from kvbm.metrics import PagePace
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -79,7 +79,7 @@ class _Paced:
     def __init__(self, app: Callable[..., Any]) -> None:
         self._app = app
         self._turn = threading.Lock()
-        self._pace = Pace()
+        self._pace = PagePace()
 
     def __call__(self, *request: Any) -> Any:
         with self._turn:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvbm.embedded.http.openai_responses import Usage
-from kvbm.metrics import Pace
+from kvbm.metrics import PagePace
 
 if TYPE_CHECKING:
     from kvbm.embedded.engine.engine import EngineStats
@@ -38,7 +38,7 @@ class EngineMetrics:
         connector: Collector | None,
     ) -> None:
         self._next_page: asyncio.Future[bytes] | None = None
-        self._pace = Pace()
+        self._pace = PagePace()
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
         self._first_token = self._histogram("time_to_first_token_seconds", "from arrival to the first token", LATENCY_S)
