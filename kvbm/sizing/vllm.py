@@ -304,10 +304,11 @@ def _cache_bytes(model: Model, model_bytes: int, kinds: set[LayerKind]) -> int:
     kept, source = _cache_type(model, kinds)
     if kept is None:
         return model_bytes
+    named = f"{source}: {kept}" if "`" in source else f"`{source}: {kept}`"
     if architecture_of(model.config) in _IGNORES_CACHE_TYPE:
-        raise SizeUnknown(f"vLLM ignores `{source}: {kept}` for this model")
+        raise SizeUnknown(f"vLLM ignores {named} for this model")
     if kept not in _CACHE_ELEMENT_BYTES or (LayerKind.INDEX in kinds and _CACHE_ELEMENT_BYTES[kept] != 2):
-        raise SizeUnknown(f"with `{source}: {kept}`, only vLLM knows the size of a block")
+        raise SizeUnknown(f"with {named}, only vLLM knows the size of a block")
     return _CACHE_ELEMENT_BYTES[kept]
 
 

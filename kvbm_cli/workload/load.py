@@ -42,17 +42,17 @@ def load_workload(name_or_path: str) -> Workload:
         )
     if (reason := reason_not_readable(path)) is not None:
         raise UsageError(f"cannot read the workload `{name_or_path}`: {reason}", hint=f"shipped workloads: {names}")
+    if path.suffix not in WORKLOAD_SUFFIXES and (other := other_format(_head(path))) is not None:
+        raise UsageError(f"`{name_or_path}` {other.what}", hint=other.hint)
     if _is_trace(path):
-        other = other_format(_head(path))
         raise UsageError(
-            f"`{name_or_path}` {other.what if other else 'is a trace, not a workload'}",
-            hint=other.hint
-            if other
-            else f"write `kind: trace` and `file: {path.name}` into a workload file, such as `{_stem(path)}.yaml`",
+            f"`{name_or_path}` is a trace, not a workload",
+            hint=f"write `kind: trace` and `file: {path.name}` into a workload file, such as `{_stem(path)}.yaml`",
         )
     return _with_absolute_file(_validated(read_file(path, noun="workload"), path), path)
 
 
+WORKLOAD_SUFFIXES = (".yaml", ".yml")
 TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".json.gz", ".parquet")
 
 

@@ -29,6 +29,8 @@ _NAMED_LINES = {  # a key that only this format has
     b'"conversations"': "ShareGPT",
     b'"custom_id"': "the input of OpenAI's batch API",
 }
+_OF_LMBENCHMARK = b'"input_from"'
+LMBENCHMARK_HINT = "a workload with `kind: lmbenchmark`, `scenario: agentic` and `file` reads it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ def other_format(head: bytes) -> ForeignFile | None:
     for key, name in _NAMED_LINES.items():
         if first.startswith(b"{") and key in first:
             return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
+    if first.startswith(b"{") and _OF_LMBENCHMARK in first:
+        return ForeignFile("is the trace of LMBenchmark's agentic scenario", LMBENCHMARK_HINT)
+    if first.startswith(b"#"):  # comments, which JSON has not
+        first = next((line for line in text.splitlines() if not line.startswith(b"#")), first).strip()
     if b"," in first and first[:1] not in b"[{":
         return ForeignFile("seems to be CSV, and this format is not read yet", LINES_HINT)
     return None

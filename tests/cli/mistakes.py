@@ -670,6 +670,9 @@ GUIDELLM = '{"metadata": {}, "benchmarks": [{"metrics": {}}]}'
 LMBENCHMARK = "prompt_tokens,generation_tokens,ttft,generation_time,user_id\n1,2,3,4,5\n"
 RESULTS = {
     "result_of_vllm_bench": Row("bench report ./vllm.json", {"vllm.json": VLLM_BENCH}),
+    "result_of_a_client_made_from_vllm_bench": Row(
+        "bench report ./x.json", {"x.json": '{"request_throughput": 0.5, "total_output_tokens": 9, "median_ttft": 4.4}'}
+    ),
     "result_of_aiperf": Row("bench diff ./a.json ./b.json", {"a.json": AIPERF, "b.json": AIPERF}),
     "result_of_guidellm": Row("bench report ./g.json", {"g.json": GUIDELLM}),
     "result_of_lmbenchmark": Row("bench report ./summary.csv", {"summary.csv": LMBENCHMARK}),
@@ -689,6 +692,13 @@ SIZE = {
     "size_name_in_small_letters": Row("size qwen/qwen3-8b", exit_code=MACHINE),
     "size_name_of_a_quantized_variant": Row("size Qwen3-8B-AWQ", exit_code=MACHINE),
     "size_name_nearly_right": Row("size Qwen/Qwen3-8b-Bas", exit_code=MACHINE),
+    "size_name_of_a_base_model": Row("size meta-llama/Llama-3.1-8B-Instruct", exit_code=MACHINE),
+    "size_name_of_a_model_trained_otherwise": Row("size qwen3-8b-instruct", exit_code=MACHINE),
+    "size_name_of_a_quantized_and_trained_model": Row("size nvidia/Llama-3.1-70B-Instruct-FP8", exit_code=MACHINE),
+    "size_config_without_a_model_type": replace(config(model_type=None), exit_code=MACHINE),
+    "size_cache_type_that_only_vllm_knows": replace(
+        config(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}), exit_code=MACHINE
+    ),
     "size_name_like_no_other": Row("size zzz/zzz", exit_code=MACHINE),
     "size_config_is_an_lfs_pointer": Row("size ./config.json", {"config.json": LFS_POINTER}),
 }
@@ -709,6 +719,18 @@ TRACE = {
     "trace_only_failed_requests": trace(2 * FAILED),
     "trace_as_a_workload": Row("bench --profile demo --workload t.jsonl", {"t.jsonl": 2 * FAILED}),
     "trace_as_a_workload_with_another_suffix": Row("bench --profile demo --workload t.json", {"t.json": 2 * FAILED}),
+    "trace_of_csv_with_comments": trace("# Format\n# one, two\nfield,type\na,gauge\n", "metrics.csv"),
+    "trace_of_lmbenchmarks_agents": trace('{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'),
+    "trace_of_lmbenchmarks_agents_as_a_workload": Row(
+        "bench --profile demo --workload demo.jsonl",
+        {"demo.jsonl": '{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'},
+    ),
+    "trace_of_one_long_list_as_a_workload": Row(
+        "bench --profile demo --workload chats.json", {"chats.json": '[{"conversations": []}' + " " * (1 << 17) + "]"}
+    ),
+    "workload_with_commas_in_its_first_comment": Row(
+        "bench --profile demo --workload mine.yaml", {"mine.yaml": "# users, turns, tokens\nkind: nothing\n"}
+    ),
     "trace_of_azure_as_a_workload": Row("bench --profile demo --workload azure.csv", {"azure.csv": AZURE}),
     "trace_of_a_workload_is_wrong": Row(
         "bench --profile demo --dry-run --workload w.yaml",

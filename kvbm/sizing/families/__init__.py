@@ -26,10 +26,8 @@ def layer_specs(model_config: Mapping[str, object], ranks: Ranks) -> list[LayerS
     reader, model_types = READERS[architecture]
     facts = ModelFacts.of(model_config)
     if facts.model_type not in model_types:
-        raise SizeUnknown(
-            f"for the architecture `{architecture}` with `model_type: {facts.model_type}`, "
-            "only the engine knows the size of a block"
-        )
+        named = f"with `model_type: {facts.model_type}`" if facts.get("model_type") else "without `model_type`"
+        raise SizeUnknown(f"for the architecture `{architecture}` {named}, only the engine knows the size of a block")
     _require_decoder(facts)
     specs = reader(facts, ranks)
     facts.require_known()
@@ -45,7 +43,9 @@ def architecture_of(model_config: Mapping[str, object]) -> str:
     """Return the first of `architectures`. SizeUnknown if there is none: vLLM may derive it from the model type."""
     names = model_config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise SizeUnknown("the model's configuration has no `architectures`")
+        raise SizeUnknown(
+            "the model's configuration has no `architectures`", hint="`config.json` of a Hugging Face model has them"
+        )
     return names[0]
 
 

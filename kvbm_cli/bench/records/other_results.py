@@ -17,6 +17,7 @@ _TOOLS = {  # all of these names are in the beginning of its results
     "aiperf or GenAI-Perf": (b'"time_to_first_token"', b'"avg"'),
     "SGLang's `bench_serving`": (b'"mean_ttft_ms"', b'"sharegpt_output_len"'),
     "`vllm bench serve`": (b'"mean_ttft_ms"',),
+    "a client made from `vllm bench serve`": (b'"request_throughput"', b'"total_output_tokens"'),
     "LMBenchmark": (b"prompt_tokens", b"generation_time", b"ttft"),
 }
 
