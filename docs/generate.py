@@ -72,7 +72,7 @@ defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables (s
   passed on as they are.
 
 ```yaml
-# ./mine.yaml, for `kvbm serve --profile ./mine.yaml`
+# ./example.yaml, for `kvbm serve --profile ./example.yaml`
 description: Qwen3 on one GPU with 64 GiB of host memory
 engine:
   kind: vllm

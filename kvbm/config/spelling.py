@@ -50,7 +50,7 @@ def written_in_env_file(text: str, *, may_have_comment: bool = True) -> WrittenV
 
 # Words of a variable's name that mean the same.
 _SYNONYMS = {
-    **dict.fromkeys(("PATH", "DIRECTORY", "FOLDER", "LOCATION", "ROOT", "FILE"), "DIR"),
+    **dict.fromkeys(("PATH", "PATHS", "DIRS", "DIRECTORY", "DIRECTORIES", "FOLDER", "LOCATION", "ROOT", "FILE"), "DIR"),
     **dict.fromkeys(("SIZE", "CAPACITY", "GIB", "BYTES", "LIMIT"), "GB"),
     **dict.fromkeys(("HOST", "RAM", "DRAM", "MEMORY", "G2"), "CPU"),
     **dict.fromkeys(("SSD", "NVME", "G3"), "DISK"),

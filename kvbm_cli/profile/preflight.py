@@ -156,7 +156,7 @@ def _require_connector(resolved: ResolvedProfile) -> None:
             raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
 
 
-_OTHER_CONNECTOR = "remove it; to use another connector, start vLLM without kvbm: `kvbm serve --baseline`"
+_OTHER_CONNECTOR = "remove it, or keep it and start vLLM without kvbm: `kvbm serve --baseline`"
 _PD_HINT = "remove it; `disaggregated: {prefill: 1, decode: 1}` starts engines with `PdConnector` and `NixlConnector`"
 _CONNECTOR_HINTS = {
     "PdConnector": _PD_HINT,

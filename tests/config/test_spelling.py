@@ -10,6 +10,7 @@ from kvbm.config.variables import PREFIX, VARIABLES
 SUPPORTED = [one.name for one in VARIABLES if one.is_supported]
 MEANT = {
     "DISK_CACHE_PATH": "DISK_CACHE_DIR",
+    "DISK_CACHE_PATHS": "DISK_CACHE_DIR",
     "DISK_DIR": "DISK_CACHE_DIR",
     "CACHE_DIR": "DISK_CACHE_DIR",
     "SSD_PATH": "DISK_CACHE_DIR",

@@ -114,3 +114,18 @@ def test_every_page_is_reached_from_the_readme() -> None:
         if any(link == ROOT / "docs/adr" for link in links):
             waiting += (ROOT / "docs/adr").glob("*.md")
     assert {str(page.relative_to(ROOT)) for page in set(PAGES) - reached} == set()
+
+
+# How a page tells its reader to write a file.
+WRITES = re.compile(
+    r"(?:cat > |--output |--write |^```yaml\n# |profile new |^In `)(?:\./)?([\w.-]+\.yaml)", re.MULTILINE
+)
+
+
+def test_no_two_pages_write_a_file_of_one_name() -> None:
+    writers: dict[str, set[str]] = {}
+    for name, page in BY_NAME.items():
+        for written in WRITES.findall(page.read_text()):
+            writers.setdefault(written, set()).add(name)
+    assert len(writers) > 8
+    assert {written: pages for written, pages in writers.items() if len(pages) > 1} == {}
