@@ -82,6 +82,11 @@ _KINDS = (
         "write its flags into `engine.arguments` of a profile with `engine.kind: vllm`",
     ),
     _Kind(
+        "a `--kv-transfer-config` of vLLM",
+        (frozenset({"kv_connector"}),),
+        "kvbm writes it for a profile with `engine.kind: vllm`; docs/guide/vllm.md is about vLLM's own command line",
+    ),
+    _Kind(
         "a configuration of a Hugging Face model",
         (frozenset({"architectures", "model_type"}),),
         "set its directory as `engine.model`; `kvbm size DIR` shows its sizes",

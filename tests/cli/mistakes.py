@@ -185,6 +185,9 @@ PROFILE = {
     "profile_is_a_recipe_with_meta": Row(
         "profile check recipe.yaml", {"recipe.yaml": "meta: {title: Qwen3}\nmodel: {model_id: a/b}\nguide: text\n"}
     ),
+    "profile_is_a_kv_transfer_config": Row(
+        "profile check kv.json", {"kv.json": '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'}
+    ),
     "profile_is_a_graph_of_dynamo": Row(
         "profile check graph.yaml", {"graph.yaml": "Frontend: {port: 8000}\nVllmWorker: {model: a/b}\n"}
     ),
@@ -716,6 +719,7 @@ TRACE = {
     "trace_of_a_batch": trace('{"custom_id": "r1", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'),
     "trace_prompts": trace('{"prompt": "What is the capital of India?"}\n'),
     "trace_other_names": trace('{"prompt_tokens": 5, "at": 3}\n'),
+    "trace_with_other_names_for_lengths": trace('{"timestamp": 5, "num_prompt_tokens": 5, "num_decode_tokens": 3}\n'),
     "trace_only_failed_requests": trace(2 * FAILED),
     "trace_as_a_workload": Row("bench --profile demo --workload t.jsonl", {"t.jsonl": 2 * FAILED}),
     "trace_as_a_workload_with_another_suffix": Row("bench --profile demo --workload t.json", {"t.json": 2 * FAILED}),

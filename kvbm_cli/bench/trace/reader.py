@@ -123,12 +123,17 @@ class _Line:
 
     def require_fields(self, known: frozenset[str]) -> None:
         if self.values and self.values.keys().isdisjoint(known):
-            names = ", ".join(_shown(name) for name in list(self.values)[:5])
-            column = "text_input=prompt" if isinstance(self.values.get("prompt"), str) else "input_length=NAME"
             self._refuse(
-                f"the line has no field of a trace; its first fields are {names}",
-                hint=f"`--column {column}`, or `columns` in the workload, reads a field with another name",
+                f"the line has no field of a trace; its first fields are {self._first_fields()}",
+                hint=self._column_hint(),
             )
+
+    def _first_fields(self) -> str:
+        return ", ".join(_shown(name) for name in list(self.values)[:5])
+
+    def _column_hint(self) -> str:
+        column = "text_input=prompt" if isinstance(self.values.get("prompt"), str) else "input_length=NAME"
+        return f"`--column {column}`, or `columns` in the workload, reads a field with another name"
 
     def length_of_zero(self) -> str | None:
         """Return the field of a request that failed."""
@@ -138,9 +143,13 @@ class _Line:
     def request(self) -> TraceRequest:
         given = [name for name in INPUTS if self._get(name) is not None]
         if len(given) != 1:
-            names = [f"`{self.form.name(name)}`" for name in (given or INPUTS)]
-            found = f"{' and '.join(names)} are given" if given else "there is none"
-            self._refuse(f"exactly one of {self._names(INPUTS)} is required, and {found}")
+            names = [f"`{self.form.name(name)}`" for name in given]
+            found = f"{' and '.join(names)} are given"
+            none = f"there is none; the first fields of the line are {self._first_fields()}"
+            self._refuse(
+                f"exactly one of {self._names(INPUTS)} is required, and {found if given else none}",
+                hint=None if given else self._column_hint(),
+            )
         input_tokens = self._count("input_length")
         return TraceRequest(
             line=self.number,
