@@ -206,13 +206,15 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
                     self._is_closing.set()
                 elif str(error) != self._last_error and not self._is_closing.is_set():
                     self._last_error = str(error)
-                    log.warning("kvbm: the %s tier stays off: %s", self._process.tier, error)
+                    log.warning("kvbm: the %s tier is off until it can be opened: %s", self._process.tier, error)
                 return None
             if self._is_closing.is_set():
                 opened.close(0)
                 return None
             if self._next is not None:  # it exited before `poll` took it
                 self._next.discard()
+            if self._last_error:
+                log.warning("kvbm: the %s tier is open again", opened.tier)
             self._last_error = ""
             self._next = opened
             return opened

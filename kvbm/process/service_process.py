@@ -20,7 +20,7 @@ from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Close, Logged, Opening, Problem, Status
 from kvbm.process.first_opening import FirstOpening
-from kvbm.process.parent import has_ended, is_gone, log_for, start_child
+from kvbm.process.parent import has_ended, how_it_ended, is_gone, log_for, start_child
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ class ServiceProcess(ABC, Generic[Order, Result, Counters]):
             if self._is_open:
                 return
         code = self._child.wait(deadlines.EXIT_S)
-        raise EnvironmentProblem(f"{place}: the {self.tier} process exited with code {code}")
+        raise EnvironmentProblem(f"{place}: the {self.tier} process {how_it_ended(code)} while it opened")
 
     def _send(self, message: object) -> None:
         """Send a message; once the child has exited, fail all orders in flight."""

@@ -348,13 +348,13 @@ def test_leader_does_not_wait_for_the_next_process(tmp_path: Path, monkeypatch: 
         assert come_back(rig) == {1: 0}
 
 
-def test_failure_to_open_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_to_open_is_told_once_and_its_end_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with lasting(tmp_path / "disk") as rig:
         rig.write([1], [0])
         (tmp_path / "disk").rename(tmp_path / "aside")
         (tmp_path / "disk").write_text("a file now")
         kill(rig)
-        rig.wait_until(lambda: any("stays off" in message for message in caplog.messages))
+        rig.wait_until(lambda: any("is off until it can be opened" in message for message in caplog.messages))
         time.sleep(1.0)  # more attempts
         assert rig.tier.poll() == []
         assert rig.tier.poll() == []
@@ -362,7 +362,8 @@ def test_failure_to_open_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureF
         (tmp_path / "disk").unlink()
         (tmp_path / "aside").rename(tmp_path / "disk")
         assert come_back(rig) == {1: 0}
-    assert len([message for message in caplog.messages if "stays off" in message]) == 1
+    assert len([message for message in caplog.messages if "is off until it can be opened" in message]) == 1
+    assert caplog.messages[-1] == "kvbm: the disk tier is open again"
 
 
 def test_removed_directory_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
