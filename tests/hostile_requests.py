@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 LONGER_S = 0.2
+ROUNDS = int(os.environ.get("KVBM_HOSTILE_ROUNDS", "3"))
 LOGGED_BYTES = 100_000
 BEFORE_S, AFTER_S = 0.5, 1.0
 MIB = 2**20
@@ -194,5 +195,7 @@ def write_result(name: str, command: str, rows: Mapping[str, Mapping[str, float]
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
     found |= {"machine": machine, "cpu": cpu, "limits": {"longer_s": LONGER_S, "logged_bytes": LOGGED_BYTES}}
-    found[name] = {"command": f"KVBM_WRITE_RESULTS=1 {command}", "time_unix_s": int(time.time()), "attacks": rows}
+    command = f"KVBM_WRITE_RESULTS=1 KVBM_HOSTILE_ROUNDS={ROUNDS} {command}"
+    load = [round(one, 1) for one in os.getloadavg()]
+    found[name] = {"command": command, "time_unix_s": int(time.time()), "load": load, "attacks": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, attacks, medians, silences_s, write_result
+from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, ROUNDS, attacks, medians, silences_s, write_result
 from test_hostile_clients import started
 
 from kvbm_cli.engine.process import choose_port
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
-REPEATS = 3
 COMMAND = "pytest -m soak -s tests/engines/test_hostile_streams.py"
 MAX_MODEL_LEN = 1_000_000
 BODY = {"prompt": [1], "max_tokens": 2, "n": 2}  # two answers: the proxy asks only the engine for decode
@@ -56,7 +55,7 @@ def test_no_client_stops_the_streams_of_others(kind: str, tmp_path: Path) -> Non
         streams = {name: partial(events, port, json.dumps(body).encode()) for name, body in STREAMS.items()}
         for name, attack in attacks(BODY, (32 if kind == "proxy" else 8) * MIB).items():
             logged = log.stat().st_size
-            rows[name] = medians(silences_s(streams, partial(attack, port)) for _ in range(REPEATS))
+            rows[name] = medians(silences_s(streams, partial(attack, port)) for _ in range(ROUNDS))
             rows[name]["logged_bytes"] = log.stat().st_size - logged
             print(f"{kind}: {name}: {rows[name]}", flush=True)
     write_result(kind, COMMAND, rows)

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -134,6 +135,26 @@ def test_long_bodies_are_parsed_one_at_a_time_also_of_clients_that_left(monkeypa
         assert (await sent[1])[0] == 400
 
     serve(WrittenEngine(), use)
+
+
+def test_between_two_long_bodies_is_as_much_time_as_the_first_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s, ended_s = [], []
+
+    def read_json(body: bytes) -> dict[str, Any]:
+        began_s.append(time.monotonic())
+        found: dict[str, Any] = json.loads(body)
+        time.sleep(0.1)
+        ended_s.append(time.monotonic())
+        return found
+
+    monkeypatch.setattr(openai_requests, "read_json", read_json)
+
+    async def use(client: Client) -> None:
+        sent = [client.post(COMPLETIONS, prompt="x" * 100_000) for _ in range(2)]
+        assert [status for status, _ in await asyncio.gather(*sent)] == [400, 400]
+
+    serve(WrittenEngine(), use)
+    assert began_s[1] - ended_s[0] >= ended_s[0] - began_s[0]
 
 
 def test_integer_of_many_digits_is_refused_before_its_digits_are_converted() -> None:

@@ -82,6 +82,14 @@ MUTANTS = (
         fails="tests/cli/test_pd_proxy.py -k usual_length",
     ),
     Mutant(
+        name="long-bodies-without-a-rest",
+        bug="The streams of the embedded engine get no turn between the long bodies of eight clients.",
+        file="kvbm/embedded/http/endpoints.py",
+        old="loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), served.turns.give_back)",
+        new="served.turns.give_back()",
+        fails="tests/engines/test_server_large_bodies.py -k between_two",
+    ),
+    Mutant(
         name="first-come-first-parsed",
         bug="A short body waits for all long ones that came before.",
         file="kvbm/embedded/http/body_turns.py",

@@ -14,7 +14,7 @@ from random import Random
 
 import httpx
 import pytest
-from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, attacks, medians, silences_s, write_result
+from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, ROUNDS, attacks, medians, silences_s, write_result
 from traffic import tokens
 from vllm_server import CONNECTOR, VllmServer, host_blocks
 
@@ -23,8 +23,8 @@ from kvbm_cli.make_model import materialise
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMAND = "pytest -m soak -s tests/vllm/test_hostile_clients_in_vllm.py"
 ROWS: dict[str, dict[str, float]] = {}
-REPEATS = 3
-REACH_KVBM = ("kv_transfer_params of every type", "30 salts of 100 kB", "metrics in a loop", "nested lists")
+# Without "kv_transfer_params of every type", which ends the engine of vLLM 0.32 alone as well.
+REACH_KVBM = ("30 salts of 100 kB", "metrics in a loop", "nested lists")
 LONG_ON_ITS_OWN = ("escapes, 8 clients", "floats that take long to read", "a million keys", "chunks of one byte")
 HUGE = "\n" * 30_000_000
 Attack = Callable[[VllmServer], None]
@@ -95,7 +95,7 @@ def test_no_client_delays_a_stream_longer_than_with_vllm_alone(
 ) -> None:
     before = [server.log_path.stat().st_size for server in servers]
     rounds: list[list[dict[str, float]]] = [[], []]
-    for _ in range(REPEATS):
+    for _ in range(ROUNDS):
         for found, server in zip(rounds, servers, strict=True):
             streams = {"stream": partial(words, server, 400), "short": partial(words, server, 2)}
             found.append(silences_s(streams, partial(ATTACKS[name], server)))

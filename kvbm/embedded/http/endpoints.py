@@ -49,6 +49,7 @@ from kvbm.text.outside import shown
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
 BODY_TIMEOUT_S = 60.0
 LONG_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+LONGEST_REST_S = 0.3  # after a long body; the strings of the longest one take less (2 cores)
 SPARE_BYTES = 2**20
 BYTES_PER_TOKEN = 128  # a character of a prompt has up to 12 in JSON
 SPARE_VALUES = 20_000
@@ -249,14 +250,20 @@ async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served
 
 
 async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
-    """Parse a long body in the parser's thread. It keeps its turn until it is parsed, also if the client has left."""
+    """Parse a long body in the parser's thread. It keeps its turn until it is parsed, also if the client has left, and
+    as long again: an event of a stream needs several steps of two threads, which wait while strings are parsed."""
     await served.turns.take(len(body))
+    loop, began_s = asyncio.get_running_loop(), time.monotonic()
+
+    def give_back(_: object) -> None:
+        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), served.turns.give_back)
+
     try:
-        parsed = asyncio.get_running_loop().run_in_executor(served.parser, parse, body)
+        parsed = loop.run_in_executor(served.parser, parse, body)
     except BaseException:  # the thread could not be started
         served.turns.give_back()
         raise
-    parsed.add_done_callback(lambda _: served.turns.give_back())
+    parsed.add_done_callback(give_back)
     return await asyncio.shield(parsed)
 
 
