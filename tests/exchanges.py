@@ -196,6 +196,15 @@ def configuration(home: Path) -> None:
     path.write_text(json.dumps(facts | {"rope_parameters": rope | {"rope_theta": 500.0}}))
 
 
+def tokenizer(home: Path) -> None:
+    """Two tokens change their numbers."""
+    path = home / "models" / "v1" / "tokenizer.json"
+    facts = json.loads(path.read_text())
+    vocabulary = facts["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    path.write_text(json.dumps(facts))
+
+
 def bind(home: Path) -> None:
     _mount("--bind", str(home / "models" / "v2"), str(home / "models" / "v1"))
 

@@ -177,19 +177,12 @@ def test_another_tokenizer_changes_token_ids_and_no_block(home, truth, tmp_path,
     """Blocks are found by token ids. A tokenizer decides which ids a text has, and they belong to the same KV."""
     model, place = home / "models" / "current", tmp_path / "cache"
 
-    def exchange():
-        path = home / "models" / "v1" / "tokenizer.json"
-        facts = json.loads(path.read_text())
-        vocabulary = facts["model"]["vocab"]
-        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-        path.write_text(json.dumps(facts))
-
     with monkeypatch.context() as during:
         if when == "during":
-            loading(during, before=exchange)
+            loading(during, before=lambda: exchanges.tokenizer(home))
         first, _ = answers(model, "disk", place)
     if when == "between":
-        exchange()
+        exchanges.tokenizer(home)
     second, found = answers(model, "disk", place)
     assert_same([*first, *second], truth["v1"] * 2)
     assert found == BLOCKS["disk"]

@@ -1,7 +1,15 @@
-"""Weights that are exchanged between two starts of a real vLLM or during one: answers are those of the loaded weights.
+"""Weights, adapters and tokenizers that are exchanged between two starts of a real vLLM or during one.
 
-Each way runs two engines on one disk: before the exchange or during it, and after it. Their answers are compared with
-those of engines without a cache, one for each of two models of equal sizes and times.
+Every answer must be that of the loaded weights. Each way runs two engines on one disk: before the exchange or during
+it, and after it. Their answers are compared with those of engines without a cache, one for each of two models of equal
+sizes and times.
+
+    started        vLLM runs; kvbm has not looked at the files yet
+    loading        kvbm has looked, and vLLM begins to read
+    loaded         vLLM has read, and kvbm looks again
+    digesting      kvbm has looked again, and a process digests files that are too large to be digested at once
+
+With KVBM_WRITE_RESULTS=1 the counts are written to bench/results/<machine>-exchanged-weights.json.
 """
 
 from __future__ import annotations
@@ -11,6 +19,8 @@ import shutil
 import signal
 import tempfile
 import time
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -19,10 +29,12 @@ import pytest
 from exchanges import (
     WEIGHTS,
     bind,
+    configuration,
     direct,
     directory,
     grandparent,
     hard_link,
+    header,
     link,
     mapped,
     overlay,
@@ -31,18 +43,28 @@ from exchanges import (
     placed,
     replaced,
     save_twin,
+    tokenizer,
 )
-from pairs import NO_CACHE
+from kept_results import KeptResults
+from pairs import NO_CACHE, adapters_of
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
+from kvbm.identity.digests import INLINE_BYTES
 from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
+FILE = "tests/vllm/test_exchanged_in_vllm.py"
 CACHED = 2 * BLOCK_TOKENS
-PROMPTS = [tokens(Random(number), CACHED + 30) for number in range(8)]
+PROMPTS = [tokens(Random(number), CACHED + 30) for number in range(16)]
+LAST = tokens(Random("last"), 30)
 WRITTEN = "kvbm_offload_blocks_h2d"
-LOADED = "Loading weights took"
+SIGNS = {  # in the log
+    "started": "vLLM API server version",
+    "loading": "Starting to load model",
+    "loaded": "Loading weights took",
+}
+DIGESTER = "kvbm.identity.digester"
 DOUBT = "blocks will not stay on disk"
 
 
@@ -67,6 +89,19 @@ def truth(saved):
 
 
 @pytest.fixture
+def keep(request):
+    """Keeps what a test has compared."""
+    results = KeptResults("exchanged-weights", f"python -m pytest -n 0 -m soak {FILE}", key="case")
+
+    def add(compared, **facts):
+        row = {"case": f"vLLM: {request.node.name}", "compared": compared, "wrong": 0, **facts}
+        results.add(row)
+        print(row)
+
+    return add
+
+
+@pytest.fixture
 def home(saved, tmp_path):
     yield from placed(saved, tmp_path)
 
@@ -82,20 +117,54 @@ def connector_on(disk=None, store=None):
     return CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
 
 
-def run(model, disk, during=None, home=None):
+def run(model, disk, when="", exchange=None, *, arguments=(), ask=None):
     """Answers of one engine, how many tokens it did not compute, and whether its blocks outlive it."""
-    with VllmServer(model, blocks=40, connector=connector_on(disk), wait=False) as server:
-        if during is not None:
-            until(lambda: LOADED in server.log())
-            during(home)
+    server = VllmServer(model, *arguments, blocks=40, connector=connector_on(disk), wait=False)
+    with server, held_digester(server, exchange) if when == "digesting" else nullcontext() as release:
+        if when in SIGNS:
+            until(lambda: SIGNS[when] in server.log())
+            exchange()
         server.wait_healthy()
-        until_ready(server)
-        answers = dict(enumerate(server.ask_all(PROMPTS, concurrency=1)))
+        if release is None:
+            until_ready(server)
+        answers = (ask or answers_of)(server)
+        if release is not None:
+            assert server.metrics()["kvbm_disk_off"] == 1
+            release()
+            until(lambda: server.ask(LAST) and server.metrics()["kvbm_disk_off"] == 0)  # steps open it
+            server.ask(LAST)
         blocks = sum(CACHED - answer.cached for answer in answers.values()) // BLOCK_TOKENS
         server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= blocks)
         keeps = DOUBT not in server.log()
         os.killpg(server.process.pid, signal.SIGKILL)
     return answers, sum(answer.cached for answer in answers.values()), keeps
+
+
+def answers_of(server, **fields):
+    return dict(enumerate(server.ask_all(PROMPTS, concurrency=1, **fields)))
+
+
+@contextmanager
+def held_digester(server, exchange):
+    """Stop the process that digests, before it reads. Yields what exchanges the files and lets it go on."""
+    found = []
+
+    def is_found():
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                is_digester = DIGESTER.encode() in (place / "cmdline").read_bytes()
+                if is_digester and os.fsencode(server.log_path.parent) in (place / "environ").read_bytes():
+                    found.append(int(place.name))
+        return found
+
+    until(is_found)
+    os.kill(found[0], signal.SIGSTOP)
+
+    def release():
+        exchange()
+        os.kill(found[0], signal.SIGCONT)
+
+    yield release
 
 
 def until_ready(server):
@@ -111,38 +180,108 @@ def until(is_so, limit_s=300.0):
 
 
 WAYS = [parent, grandparent, directory, link, hard_link, replaced, overwritten, mapped, direct, bind, overlay]
+TIMES = [
+    *(("between", way) for way in WAYS),
+    *(("started", way) for way in (parent, replaced)),
+    *(("loading", way) for way in (parent, directory, link, hard_link)),
+    *(("loaded", way) for way in WAYS),
+    *(("digesting", way) for way in (parent, overwritten, mapped)),
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("when", ["between", "during"])
-def test_every_answer_is_that_of_the_loaded_weights(home, truth, tmp_path, way, when):
+@pytest.mark.parametrize(("when", "way"), TIMES)
+def test_every_answer_is_that_of_the_loaded_weights(home, truth, tmp_path, when, way, keep):
     if way in (bind, overlay) and os.geteuid() != 0:
         pytest.skip("needs root")
     model, disk = home / "models" / "current", tmp_path / "disk"
+    if when == "digesting":
+        more_than_is_digested_at_once(home)
+    first, _, keeps = run(model, disk, when, lambda: way(home))
     if when == "between":
-        answers, _, keeps = run(model, disk)
-        assert keeps
         way(home)
-    else:
-        answers, _, keeps = run(model, disk, way, home)
-        assert not keeps, "the files are not those that were loaded"
-    compared = assert_equal(answers, truth["v1"]).requests
-    answers, cached, _ = run(model, disk)
-    compared += assert_equal(answers, truth["v2"]).requests
-    assert cached == 0
-    print(f"{compared} compared, 0 wrong: {way.__name__}, {when}")
+    loaded = min(truth, key=lambda name: distance(first, truth[name]))
+    compared = assert_equal(first, truth[loaded]).requests
+    second, cached, _ = run(model, disk)
+    compared += assert_equal(second, truth["v2"]).requests
+    assert loaded == {"between": "v1", "started": "v2", "loaded": "v1", "digesting": "v1"}.get(when, loaded)
+    assert keeps == (when == "between") or when == "started"
+    assert cached == 0 or (loaded == "v2" and keeps)
+    keep(compared, loaded=loaded, cached_tokens_of_the_second_start=cached)
 
 
-def test_unchanged_weights_find_their_blocks(home, truth, tmp_path):
+def distance(answers, others):
+    return sum(abs(answers[number].logprobs[0] - others[number].logprobs[0]) for number in answers)
+
+
+def more_than_is_digested_at_once(home):
+    """A file that counts and that vLLM does not load."""
+    for name in ("v1", "v2"):
+        (home / "models" / name / "other.bin").write_bytes(bytes(INLINE_BYTES))
+
+
+def test_blocks_that_are_computed_before_the_digest_is_there_get_to_the_disk(home, truth, tmp_path, keep):
     model, disk = home / "models" / "current", tmp_path / "disk"
+    more_than_is_digested_at_once(home)
+    first, _, keeps = run(model, disk, "digesting", lambda: None)
+    assert keeps
+    second, cached, _ = run(model, disk)
+    compared = assert_equal(first, truth["v1"]).requests + assert_equal(second, truth["v1"]).requests
+    assert cached == len(PROMPTS) * CACHED
+    keep(compared, cached_tokens_of_the_second_start=cached)
+
+
+def test_an_adapter_that_is_exchanged_between_two_starts_answers_for_itself(tmp_path, keep):
+    adapters = {name: materialise(f"vllm-25m-lora-{name}") for name in "ab"}
+    model, place = materialise("vllm-25m"), tmp_path / "adapter"
+    with VllmServer(model, NO_CACHE, *adapters_of("ab")) as server:
+        truth = {name: answers_with(server, name) for name in "ab"}
+    compared = 0
+    for name in "ab":
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(adapters[name], place)
+        lora = (*adapters_of(""), f"mine={place}")
+        answers, cached, _ = run(model, tmp_path / "disk", arguments=lora, ask=partial(answers_with, name="mine"))
+        compared += assert_equal(answers, truth[name]).requests
+        assert cached == 0
+    keep(compared)
+
+
+def answers_with(server, name):
+    return {number: server.ask(prompt, model=name) for number, prompt in enumerate(PROMPTS[:8])}
+
+
+@pytest.mark.parametrize("way", [tokenizer, header, configuration])
+def test_a_tokenizer_a_header_or_a_configuration_alone_is_another_model(home, truth, tmp_path, way, keep):
+    """Asked in words, whose token ids depend on the tokenizer."""
+    model, disk = home / "models" / "current", tmp_path / "disk"
+    first, _, keeps = run(model, disk, ask=answers_in_words)
+    assert keeps
+    way(home)
+    second, cached, _ = run(model, disk, ask=answers_in_words)
+    assert cached == 0
+    with VllmServer(model, NO_CACHE) as server:
+        expected = answers_in_words(server)
+    compared = assert_equal(second, expected).requests
+    assert distance(first, expected) > 0.01
+    keep(compared)
+
+
+def answers_in_words(server):
+    words = [" ".join(str(Random(f"{number} {at}").random()) for at in range(20)) for number in range(8)]
+    return {number: server.ask(text) for number, text in enumerate(words)}
+
+
+def test_unchanged_weights_find_their_blocks(home, truth, tmp_path, keep):
+    model, disk, compared = home / "models" / "current", tmp_path / "disk", 0
     for expected in (0, len(PROMPTS) * CACHED):
         answers, cached, keeps = run(model, disk)
-        assert_equal(answers, truth["v1"])
+        compared += assert_equal(answers, truth["v1"]).requests
         assert (cached, keeps) == (expected, True)
         (home / "busy").write_text("")
+    keep(compared, cached_tokens_of_the_second_start=cached)
 
 
-def test_weights_on_tmpfs_leave_nothing_for_the_next_start(home, truth, tmp_path):
+def test_weights_on_tmpfs_leave_nothing_for_the_next_start(home, truth, tmp_path, keep):
     """A store through a mapping moves no time there."""
     place = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
@@ -151,17 +290,18 @@ def test_weights_on_tmpfs_leave_nothing_for_the_next_start(home, truth, tmp_path
         weights[:] = np.array(weights)
         answers, _, keeps = run(model, tmp_path / "disk")
         assert not keeps
-        assert_equal(answers, truth["v1"])
+        compared = assert_equal(answers, truth["v1"]).requests
         weights[:] = np.fromfile(home / "models" / "v2" / WEIGHTS, np.uint8)
         answers, cached, _ = run(model, tmp_path / "disk")
-        assert_equal(answers, truth["v2"])
+        compared += assert_equal(answers, truth["v2"]).requests
         assert cached == 0
+        keep(compared)
     finally:
         shutil.rmtree(place)
 
 
 @pytest.mark.parametrize("way", [parent, overwritten])
-def test_engines_on_one_store_of_which_one_gets_other_weights(home, truth, tmp_path, way):
+def test_engines_on_one_store_of_which_one_gets_other_weights(home, truth, tmp_path, way, keep):
     connector = connector_on(store=tmp_path / "store")
     with VllmServer(home / "models" / "current", blocks=40, connector=connector) as first:
         one = dict(enumerate(first.ask_all(PROMPTS, concurrency=1)))
@@ -171,6 +311,5 @@ def test_engines_on_one_store_of_which_one_gets_other_weights(home, truth, tmp_p
             two = dict(enumerate(second.ask_all(PROMPTS, concurrency=1)))
             assert sum(answer.cached for answer in two.values()) == 0
         again = dict(enumerate(first.ask_all(PROMPTS, concurrency=1)))
-    assert_equal(one, truth["v1"])
-    assert_equal(again, truth["v1"])
-    assert_equal(two, truth["v2"])
+    compared = [assert_equal(answers, truth[name]) for answers, name in ((one, "v1"), (again, "v1"), (two, "v2"))]
+    keep(sum(one.requests for one in compared))
