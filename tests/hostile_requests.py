@@ -194,8 +194,8 @@ def write_result(name: str, command: str, rows: Mapping[str, Mapping[str, float]
     found = json.loads(path.read_text()) if path.exists() else {}
     facts = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "unknown")
-    found |= {"machine": machine, "cpu": cpu, "limits": {"longer_s": LONGER_S, "logged_bytes": LOGGED_BYTES}}
+    found |= {"machine": machine, "limits": {"longer_s": LONGER_S, "logged_bytes": LOGGED_BYTES}}
     command = f"KVBM_WRITE_RESULTS=1 KVBM_HOSTILE_ROUNDS={ROUNDS} {command}"
     load = [round(one, 1) for one in os.getloadavg()]
-    found[name] = {"command": command, "time_unix_s": int(time.time()), "load": load, "attacks": rows}
+    found[name] = {"command": command, "cpu": cpu, "time_unix_s": int(time.time()), "load": load, "attacks": rows}
     path.write_text(json.dumps(found, indent=1) + "\n")

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, serve
 
-from kvbm.embedded.http.connections import INTERIM, BoundedSite, front
+from kvbm.embedded.http.connections import INTERIM, READ_BYTES, BoundedSite, Connection, front
 
 pytest.importorskip("transformers")
 
@@ -84,6 +84,30 @@ def test_a_client_that_ends_its_side_in_the_middle_of_a_request_is_closed() -> N
             writer.close()
 
     serve(WrittenEngine(), use)
+
+
+def test_a_body_of_many_chunks_is_read_in_pieces_between_which_others_get_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces: list[int] = []
+    received = Connection.data_received
+
+    def data_received(connection: Connection, data: bytes) -> None:
+        pieces.append(len(data))
+        received(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+
+    async def use(client: Client) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(head + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+    serve(WrittenEngine(), use)
+    assert sum(pieces) > 300_000
+    assert max(pieces) <= READ_BYTES
 
 
 @pytest.mark.parametrize("path", ["/health", "/none"])

@@ -82,6 +82,14 @@ MUTANTS = (
         fails="tests/cli/test_pd_proxy.py -k usual_length",
     ),
     Mutant(
+        name="tiny-chunks-in-one-read",
+        bug="A body with chunks of one byte holds up the event loop for 40,000 of them at a time.",
+        file="kvbm/embedded/http/connections.py",
+        old="        transport.max_size = READ_BYTES  # asyncio's own transport reads this attribute\n",
+        new="",
+        fails="tests/engines/test_server_connections.py -k many_chunks",
+    ),
+    Mutant(
         name="long-bodies-without-a-rest",
         bug="The streams of the embedded engine get no turn between the long bodies of eight clients.",
         file="kvbm/embedded/http/endpoints.py",

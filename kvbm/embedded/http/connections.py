@@ -31,6 +31,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 BACKLOG = 1024
 KEEPALIVE_S = 75.0
 ACCEPTED_AT_ONCE = 64
+READ_BYTES = 2**15  # at once; 256 KiB with chunks of one byte, asyncio's default, hold up the event loop for 0.2 s
 RESERVED = 32  # descriptors for files, engines and the next start of a thread
 LEAST_CONNECTIONS = 8
 PAUSE_S = 0.1  # if there is no room for a client and no connection is idle
@@ -79,6 +80,10 @@ class Connection(RequestHandler):
         self._has_ended = False
         self._probe_s = 0.0
         self.is_between_events = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.max_size = READ_BYTES  # asyncio's own transport reads this attribute
 
     @property
     def is_idle(self) -> bool:
