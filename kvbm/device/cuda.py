@@ -96,8 +96,6 @@ class CudaPath:
             streams.put(_CopyStream.make(self._runtime, least, staged, self._slot_stride, element))
         return streams
 
-    # -- one batch on one stream ---------------------------------------------------------------------------------------
-
     def _run(
         self,
         streams: queue.SimpleQueue[_CopyStream],
@@ -169,8 +167,6 @@ class CudaPath:
                 log.warning("kvbm: %s; kvbm copies the ranges one by one from now on", error)
         self._runtime.copy_each(stream.handle, parts, to_host=to_host)
         return None
-
-    # -- what is copied ------------------------------------------------------------------------------------------------
 
     def _staged(self, stream: _CopyStream, moves: Moves) -> Spans:
         """Return runs of whole slots, with padding, and their parts of the staging buffer."""

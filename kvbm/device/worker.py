@@ -268,8 +268,6 @@ class Worker:
         if not self.is_busy():
             self._segment.close()
 
-    # -- in a pool thread ----------------------------------------------------------------------------------------------
-
     def _run_offload(self, order: Offload, part: slice, uncopied: _UncopiedParts, fence: object | None) -> None:
         """Copy, and prove it at once: an engine that runs no more steps polls no more. Replicas report at the end of
         their last part."""
@@ -298,8 +296,6 @@ class Worker:
     def _require_source(self, order: Onboard, slots: NDArray[np.int64], generations: NDArray[np.int64]) -> None:
         if not self._segment.slots_carry(slots, generations):
             raise TransferError(f"onboard {order.generation}: a source slot holds another block")
-
-    # -- in the owner's thread -----------------------------------------------------------------------------------------
 
     def _start_onboards(self, orders: Sequence[Onboard]) -> None:
         fence, error = self.boundary.attempt("fence", self._copier.fence)

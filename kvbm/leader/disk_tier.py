@@ -94,8 +94,6 @@ class DiskTier(LowerTier):
             self.rates.begin_with(known)
         self._copy_counters()
 
-    # -- what happens in host memory -----------------------------------------------------------------------------------
-
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
         self.adopt(hashes, slots, tenant)
         if self._policy.to_disk == "always":
@@ -120,8 +118,6 @@ class DiskTier(LowerTier):
             self._host.store.touch(list(self._queue))
         if self._policy.to_disk == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
-
-    # -- what is on disk -----------------------------------------------------------------------------------------------
 
     @property
     def is_on(self) -> bool:
@@ -174,8 +170,6 @@ class DiskTier(LowerTier):
         self._disk.submit(Read(ticket, source.hashes, source.slots, fetch.target.slots))
         return fetch
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self, *, computes: bool) -> None:
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
@@ -225,8 +219,6 @@ class DiskTier(LowerTier):
             "kvbm_disk_drive_writes_per_day": wear.drive_writes_per_day,
         }
         return {name: value for name, value in found.items() if value is not None}
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def reset(self, *, ends_persistence: bool) -> None:
         self.store.reset()

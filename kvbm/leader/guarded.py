@@ -65,8 +65,6 @@ class GuardedLeader:
         self.leader = Leader(region, settings, ours, open_tiers)
         boundary.counters = self.leader.counters
 
-    # -- what only passes through --------------------------------------------------------------------------------------
-
     match = forwarded("leader", Leader.match, 0)
     match_groups = forwarded("leader", Leader.match_groups, 0)
     _onboard = forwarded("leader", Leader.onboard)
@@ -84,8 +82,6 @@ class GuardedLeader:
     blocks = forwarded("leader", Leader.blocks, dict, turns_off=False)
     wear = forwarded("leader", Leader.wear, dict, turns_off=False)
 
-    # -- a request arrives ---------------------------------------------------------------------------------------------
-
     def onboard(
         self,
         request_id: str,
@@ -101,8 +97,6 @@ class GuardedLeader:
     def fail_load(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Note that the engine waits for a load. Unless `onboard` begins it, `settle` reports it as failed."""
         self._loads[request_id, tuple(block_ids)] = True
-
-    # -- a step --------------------------------------------------------------------------------------------------------
 
     @hook(StepPlan(step=0), when_off=True)
     def step(self) -> StepPlan:
@@ -131,8 +125,6 @@ class GuardedLeader:
     @hook(False, when_off=True)
     def needs_settle(self) -> bool:
         return bool(self._loads) if self.boundary.is_off else self.leader.needs_settle()
-
-    # -- a request ends ------------------------------------------------------------------------------------------------
 
     @hook(when_off=True)
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
@@ -163,8 +155,6 @@ class GuardedLeader:
         for tier in reversed(self.leader.lower_tiers):
             tier.abandon(CLOSE_S)
 
-    # -- reports -------------------------------------------------------------------------------------------------------
-
     @contained(list)
     def take_events(self) -> list[Event]:
         """Return the events since the last call; when the cache was turned off, once that every tier is empty."""
@@ -181,8 +171,6 @@ class GuardedLeader:
     @property
     def counters(self) -> Counters:
         return self.leader.counters
-
-    # -- what remains while the cache is off ---------------------------------------------------------------------------
 
     def _query(self) -> StepPlan:
         """Repeat the orders in flight as overdue ones, from time to time."""
@@ -228,8 +216,6 @@ class GuardedLeader:
     def _drop_results_of_tiers(self) -> None:
         for tier in self.leader.lower_tiers:
             tier.drop_results()
-
-    # -- references in the engine's block pool -------------------------------------------------------------------------
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         self._block_pool.hold(block_ids)

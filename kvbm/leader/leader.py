@@ -111,8 +111,6 @@ class Leader:
         self._step = 0
         self._has_computed = False  # in the last step
 
-    # -- a request arrives ---------------------------------------------------------------------------------------------
-
     def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
         """Return how many blocks of `hashes[start:end]` can be onboarded now. None: call again at the next step.
 
@@ -175,8 +173,6 @@ class Leader:
         """Note that the engine computed `tokens` in a step of `seconds`. The rate decides between load and compute."""
         self._has_computed = tokens > 0
         self._choice.rates.note_step(tokens, seconds)
-
-    # -- a step --------------------------------------------------------------------------------------------------------
 
     def offload(
         self,
@@ -379,8 +375,6 @@ class Leader:
             end = self._host.capacity_blocks
         return end if self._settings.offload_generated else min(end, prompt_blocks)
 
-    # -- a request ends ------------------------------------------------------------------------------------------------
-
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers continue.
 
@@ -441,8 +435,6 @@ class Leader:
         allows, and close both."""
         for tier in reversed(self.lower_tiers):
             tier.close()
-
-    # -- reports -------------------------------------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
         """Return the blocks stored in and removed from G2 and G3 since the last call, if the engine publishes events.

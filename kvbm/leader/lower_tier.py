@@ -58,8 +58,6 @@ class LowerTier(HostListener, Protocol):
     kind: Tier
     reads: OpenReads
 
-    # -- what is there -------------------------------------------------------------------------------------------------
-
     @property
     def is_on(self) -> bool:
         """Whether its blocks are found, read and written."""
@@ -95,8 +93,6 @@ class LowerTier(HostListener, Protocol):
         """Whether a request that found nothing from `start` on should be asked again at the next step."""
         return False
 
-    # -- reads ---------------------------------------------------------------------------------------------------------
-
     def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
         """Hold those of the blocks at these positions that are here. `extents` were found by the match."""
         ...
@@ -113,8 +109,6 @@ class LowerTier(HostListener, Protocol):
         """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. None
         while there is no room or the tier is off."""
         ...
-
-    # -- what happens in host memory -----------------------------------------------------------------------------------
 
     def adopt(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
         """Note that the blocks in these slots of host memory belong to a tenant."""
@@ -139,8 +133,6 @@ class LowerTier(HostListener, Protocol):
         """
         return None
 
-    # -- a step --------------------------------------------------------------------------------------------------------
-
     def step(self, *, computes: bool) -> None:
         """Start the writes that are due. `computes`: the last step of the engine computed something."""
         ...
@@ -152,8 +144,6 @@ class LowerTier(HostListener, Protocol):
     def is_busy(self) -> bool:
         """Whether the tier needs `settle` soon: the engine must keep stepping."""
         ...
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def reset(self, *, ends_persistence: bool) -> None:
         """Forget every block, including those in flight. `ends_persistence`: no block that is written later survives
@@ -167,8 +157,6 @@ class LowerTier(HostListener, Protocol):
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics by name."""
         return {}
-
-    # -- for a leader whose metadata may be damaged: these use none ----------------------------------------------------
 
     def clear(self, *, ends_persistence: bool) -> None:
         """Delete every block that an engine that starts later could find. Raises EnvironmentProblem."""

@@ -111,8 +111,6 @@ class SharedTier(LowerTier):
     def is_on(self) -> bool:
         return self._client.is_on and not (self._has_ended or self.reads.are_hung)
 
-    # -- what is in the store ------------------------------------------------------------------------------------------
-
     def refresh(self) -> None:
         """Detect the end of reads that hung while the engine was idle."""
         if not self.is_on and self.reads.are_abandoned:
@@ -163,8 +161,6 @@ class SharedTier(LowerTier):
     def forget_request(self, request_id: str) -> None:
         self._asked.pop(request_id, None)
 
-    # -- reads ---------------------------------------------------------------------------------------------------------
-
     def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
         extent_of = {one: extent for extent in extents for one in extent.hashes}
         batches: dict[bytes, tuple[list[int], Extent | None]] = {}
@@ -190,8 +186,6 @@ class SharedTier(LowerTier):
         slots = dict(zip(hashes, fetch.target.slots, strict=True))
         self._client.submit(Get(ticket, extent.hashes, tuple(slots.get(one, NOT_WANTED) for one in extent.hashes)))
         return fetch
-
-    # -- writes --------------------------------------------------------------------------------------------------------
 
     def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
         """Write the extents that are used often enough."""
@@ -228,8 +222,6 @@ class SharedTier(LowerTier):
         """Whether extents are being written or due for it, or the store is being asked."""
         return self.is_on and bool(self._writes or self._queue or self._used or self._probes)
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def reset(self, *, ends_persistence: bool) -> None:
         """Forget every extent, for good: the objects belong to other engines too, so that they cannot be deleted, and
         this engine must not find them again."""
@@ -262,8 +254,6 @@ class SharedTier(LowerTier):
                 open_before, moved_s = left, self._clock()
         is_hung = self._clock() - moved_s >= DRAIN_HUNG_S or not self.is_on
         self._client.close(0.0 if is_hung else CLOSE_S)
-
-    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
         """Yield name and end of the whole extents that hold `hashes[start:end]`, in order."""

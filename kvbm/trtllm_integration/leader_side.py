@@ -97,8 +97,6 @@ class LeaderSide:
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
-    # -- start-up ------------------------------------------------------------------------------------------------------
-
     def connect(self, reports: Sequence[RankReport]) -> None:
         """Create the leader. Raises EnvironmentProblem unless all ranks are alike and on this machine."""
         for name in ("config_digest", "boot_id", "block_count"):
@@ -127,8 +125,6 @@ class LeaderSide:
             layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
             self._identity = describe({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
         return self._identity
-
-    # -- requests ------------------------------------------------------------------------------------------------------
 
     @hook(0)
     def match(self, request: Any, device_tokens: int) -> int:
@@ -189,8 +185,6 @@ class LeaderSide:
         self.leader.finish(str(tracked.request_id), tracked.hashes)
         return any(self._held[block_id] for block_id in (*tracked.block_ids, *self._joined(_by_group(block_ids))))
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     @hook(NOTHING, when_off=True)
     def build_orders(self, output: Any) -> TransferOrders:
         if self.leader is None:
@@ -232,8 +226,6 @@ class LeaderSide:
         self._telemetry.close()
         if self._region is not None:
             self._region.close()
-
-    # -- internal ------------------------------------------------------------------------------------------------------
 
     def _track(self, request: Any) -> TrackedRequest:
         """Return the state of a request at its lookup. A second lookup continues it, unless it starts again."""

@@ -72,8 +72,6 @@ class RankSide:
         self._saving: dict[int, _Saving] = {}
         self.boundary = Boundary()
 
-    # -- start-up ------------------------------------------------------------------------------------------------------
-
     def register(self, memories: Sequence[GroupMemory]) -> None:
         """Allocate the host memory and connect the ranks. Every rank calls it once. Raises EnvironmentProblem on all
         ranks if one of them fails."""
@@ -139,8 +137,6 @@ class RankSide:
         """Whether the leader is in this process."""
         return self._rank == 0
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     @contained()
     def bind(self, orders: TransferOrders) -> None:
         self._start_loads()
@@ -182,8 +178,6 @@ class RankSide:
         has_lower_tiers = self._config.tiers.disk is not None or self._config.tiers.shared is not None
         for worker in self._workers:
             worker.stop() if has_lower_tiers else worker.close()
-
-    # -- internal ------------------------------------------------------------------------------------------------------
 
     def _start_loads(self) -> None:
         """Start the loads of the bound orders. One that is repeated as overdue starts if this rank never got it."""

@@ -79,8 +79,6 @@ class Announcer:
         self._events: list[KVCacheEvent] = []
         self.unknown_blocks = 0  # stored, and not announced because nothing describes them
 
-    # -- what is known about blocks ------------------------------------------------------------------------------------
-
     @contained()
     def describe(self, request: Request, position: int, chain: Sequence[bytes], begin: int, end: int) -> None:
         """Note that the blocks `chain[begin:end]` of a request may be stored soon. `position`: of their group."""
@@ -126,8 +124,6 @@ class Announcer:
 
     def _form_of(self, sequence_hash: bytes) -> Descriptions | None:
         return self._forms[0] if self._is_plain else self._by_index.get(sequence_hash[-1])
-
-    # -- what happens --------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Whether the next calls of `take` return more without new events."""

@@ -121,8 +121,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def worker_side_class(cls) -> type[WorkerSide]:
         return WorkerSide
 
-    # -- worker --------------------------------------------------------------------------------------------------------
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
@@ -173,8 +171,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         super().clear_connector_metadata()
         if self._worker is not None:
             self._worker.clear()
-
-    # -- scheduler -----------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, Handshake]) -> None:
         if self._scheduler is not None:
@@ -236,8 +232,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset() if self._scheduler is not None else True
-
-    # -- both ----------------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         for side in (self._worker, self._scheduler):

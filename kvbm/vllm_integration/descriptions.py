@@ -63,8 +63,6 @@ class Descriptions:
         self._tokens_at = 1 + self._name_bytes
         self._width = self._tokens_at + TOKEN_BYTES * self.block_tokens
 
-    # -- names ---------------------------------------------------------------------------------------------------------
-
     def names(self, hashes: Sequence[bytes]) -> Sequence[Name]:
         """Return the names that vLLM publishes, of kvbm's hashes, which begin with vLLM's."""
         return self._names(self._table(hashes))
@@ -90,8 +88,6 @@ class Descriptions:
         if not description[0] & HAS_PARENT:
             return None
         return description[1 : self._tokens_at] + sequence_hash[self._hash_bytes :]
-
-    # -- from a request ------------------------------------------------------------------------------------------------
 
     def of(self, request: Request, begin: int, hashes: Sequence[bytes], parent: bytes | None) -> list[bytes]:
         """Return the descriptions of `hashes`, the blocks of a request from its block `begin` on. `parent`: the hash of
@@ -127,8 +123,6 @@ class Descriptions:
         found: list[bytes] = rows.view(f"V{self._width}")[:, 0].tolist()
         return found
 
-    # -- to an event ---------------------------------------------------------------------------------------------------
-
     def extents(self, hashes: Sequence[bytes], found: Sequence[bytes]) -> Iterable[DescribedExtent]:
         """Split blocks into extents: each block is the parent of the next one. `found` are their descriptions."""
         joined, width, extras = b"".join(found), self._width, None
@@ -150,8 +144,6 @@ class Descriptions:
             yield DescribedExtent(
                 names[begin:end], known, tokens[begin * size : end * size], first.adapter_id, first.adapter, keys
             )
-
-    # -- from disk -----------------------------------------------------------------------------------------------------
 
     def restored(self, note: bytes) -> bytes | None:
         """Return the description in the note of a block on disk, None if it has none or one of another form.

@@ -112,8 +112,6 @@ class SchedulerSide:
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
-    # -- start-up ------------------------------------------------------------------------------------------------------
-
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
         vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
@@ -203,8 +201,6 @@ class SchedulerSide:
     def _release(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
-
-    # -- requests ------------------------------------------------------------------------------------------------------
 
     @hook()
     def add_request(self, request: Request) -> None:
@@ -319,8 +315,6 @@ class SchedulerSide:
         if self.leader is not None and tracked is not None:
             self.leader.finish(request.request_id, *self._tables.chains(tracked))
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     @hook(NOTHING, when_off=True)
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
         if self.leader is None:
@@ -431,8 +425,6 @@ class SchedulerSide:
     def take_stats(self) -> KvbmStats | None:
         return None if self.leader is None else self._stats.take(self.leader)
 
-    # -- other weights -------------------------------------------------------------------------------------------------
-
     @hook(False, when_off=True)
     def reset(self) -> bool:
         """Forget every block. vLLM also calls this after a change of the weights, and does not say so."""
@@ -484,8 +476,6 @@ class SchedulerSide:
     def _unmap(self) -> None:
         if self._region is not None:
             self._region.close()
-
-    # -- internal ------------------------------------------------------------------------------------------------------
 
     def _reset_pool(self, reset: Callable[[], bool]) -> bool:
         """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.
