@@ -22,6 +22,13 @@ def pattern(name: str, length: int) -> np.ndarray:
     return np.frombuffer(hashlib.shake_128(name.encode()).digest(length), np.uint8)
 
 
+def layer_separate(*, layer_count: int, block_count: int, piece_bytes: int) -> BlockLayout:
+    """Return the layout of one storage in which layer follows layer, and inside a layer block follows block."""
+    layer_bytes = block_count * piece_bytes
+    pieces = tuple(Piece(0, layer * layer_bytes, piece_bytes, piece_bytes) for layer in range(layer_count))
+    return BlockLayout(pieces, block_count)
+
+
 def whole_pages(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     """Block-contiguous, a slot without padding."""
     layout = BlockLayout.block_contiguous(block_count=BLOCKS, block_bytes=64 << 10)
@@ -30,19 +37,19 @@ def whole_pages(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
 
 def layers(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     """Layer-separate in one storage."""
-    layout = BlockLayout.layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=16 << 10)
+    layout = layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=16 << 10)
     return layout, [torch.zeros(4 * BLOCKS * (16 << 10), dtype=torch.uint8, device=device)]
 
 
 def large_layers(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     """Layer-separate, large enough for one gather per run of slots."""
-    layout = BlockLayout.layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=128 << 10)
+    layout = layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=128 << 10)
     return layout, [torch.zeros(4 * BLOCKS * (128 << 10), dtype=torch.uint8, device=device)]
 
 
 def large_layers_with_padding(device: str) -> tuple[BlockLayout, list[torch.Tensor]]:
     """The same with pieces that do not fill pages, so that there is padding between slots."""
-    layout = BlockLayout.layer_separate(layer_count=6, block_count=BLOCKS, piece_bytes=50_000)
+    layout = layer_separate(layer_count=6, block_count=BLOCKS, piece_bytes=50_000)
     return layout, [torch.zeros(6 * BLOCKS * 50_000, dtype=torch.uint8, device=device)]
 
 

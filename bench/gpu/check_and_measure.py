@@ -72,7 +72,7 @@ class Shape:
     def layout(self, block_count: int) -> BlockLayout:
         if self.layers == 1:
             return BlockLayout.block_contiguous(block_count=block_count, block_bytes=self.piece_bytes)
-        return BlockLayout.layer_separate(
+        return device_effects.layer_separate(
             layer_count=self.layers, block_count=block_count, piece_bytes=self.piece_bytes
         )
 

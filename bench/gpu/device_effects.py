@@ -21,7 +21,7 @@ import torch
 
 from kvbm.device import worker as device_worker
 from kvbm.device.worker import HostCapacity, Worker
-from kvbm.host.layout import BlockLayout
+from kvbm.host.layout import BlockLayout, Piece
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState
 
@@ -46,11 +46,18 @@ class Sizes:
         return self.block_count * 3 // 4
 
 
+def layer_separate(*, layer_count: int, block_count: int, piece_bytes: int) -> BlockLayout:
+    """Return the layout of one storage in which layer follows layer, and inside a layer block follows block."""
+    layer_bytes = block_count * piece_bytes
+    pieces = tuple(Piece(0, layer * layer_bytes, piece_bytes, piece_bytes) for layer in range(layer_count))
+    return BlockLayout(pieces, block_count)
+
+
 class Rank:
     """A worker over a cache of `block_count` blocks whose slots are all ready."""
 
     def __init__(self, device: str, block_count: int, slice_bytes: int = device_worker.SLICE_BYTES) -> None:
-        layout = BlockLayout.layer_separate(layer_count=LAYERS, block_count=block_count, piece_bytes=PIECE_BYTES)
+        layout = layer_separate(layer_count=LAYERS, block_count=block_count, piece_bytes=PIECE_BYTES)
         storage = torch.zeros(layout.storage_bytes(0), dtype=torch.uint8, device=device)
         self.worker = Worker.create(layout, [storage], HostCapacity(block_count=block_count), binds_memory=False)
         self.worker._slice_bytes = slice_bytes

@@ -63,10 +63,11 @@ from vllm.v1.request import Request, RequestStatus
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
 from kvbm.host.layout import BlockLayout
+from kvbm.host.processes import boot_id
 from kvbm.host.segment import Segment
 from kvbm.host.shared_memory import SharedMemory
 from kvbm.types import SlotState
-from kvbm.vllm_integration.cache_groups import TransferGroup, boot_id
+from kvbm.vllm_integration.cache_groups import TransferGroup
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.worker_side import Handshake
 

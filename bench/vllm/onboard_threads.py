@@ -29,7 +29,7 @@ import torch
 from facts import facts
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.host.layout import BlockLayout
+from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.segment import Segment
 
 BLOCKS, LAYERS, PIECE_BYTES = 31, 12, 128 << 10
@@ -41,7 +41,8 @@ class Rig:
     """G1, a segment and a copier between them that moves `blocks` at a time."""
 
     def __init__(self, layers: int, threads: int) -> None:
-        layout = BlockLayout.layer_separate(layer_count=layers, block_count=G1_BLOCKS, piece_bytes=PIECE_BYTES)
+        starts = range(0, layers * G1_BLOCKS * PIECE_BYTES, G1_BLOCKS * PIECE_BYTES)
+        layout = BlockLayout(tuple(Piece(0, start, PIECE_BYTES, PIECE_BYTES) for start in starts), G1_BLOCKS)
         self._storage = torch.zeros(layout.storage_bytes(0), dtype=torch.uint8)
         self._segment = Segment.create(rank=0, layout=layout, slot_count=SLOTS, pin=False)
         self._copier = DeviceCopier(layout, [self._storage], self._segment)

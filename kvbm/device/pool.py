@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvbm.errors import TransferError
-from kvbm.host.cores import allowed_cores
-from kvbm.host.threads import start
+from kvbm.host.threads import allowed_cores, start
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from kvbm.disk.health import Health
 from kvbm.disk.index import checksum
 from kvbm.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun
 from kvbm.disk.orders import Read, Write
-from kvbm.host.cores import allowed_cores
-from kvbm.host.threads import start
+from kvbm.host.threads import allowed_cores, start
 
 
 class Transfer:

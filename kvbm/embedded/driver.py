@@ -19,8 +19,7 @@ from kvbm.device.worker import HostCapacity, Worker
 from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import ProcessWorker
 from kvbm.hashing import HASH_BYTES
-from kvbm.leader.namespace import known
-from kvbm.leader.opening import EngineAtStart, Progress, open_leader
+from kvbm.leader.opening import EngineAtStart, Progress, known, open_leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.telemetry import Telemetry

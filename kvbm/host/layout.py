@@ -77,13 +77,6 @@ class BlockLayout:
         return cls((Piece(0, 0, block_bytes, block_bytes),), block_count)
 
     @classmethod
-    def layer_separate(cls, *, layer_count: int, block_count: int, piece_bytes: int) -> BlockLayout:
-        """One storage in which layer follows layer, and inside a layer block follows block."""
-        layer_bytes = block_count * piece_bytes
-        pieces = tuple(Piece(0, layer * layer_bytes, piece_bytes, piece_bytes) for layer in range(layer_count))
-        return cls(pieces, block_count)
-
-    @classmethod
     def from_tensors(
         cls, tensors: Sequence[torch.Tensor], *, block_count: int, block_dim: int, shared: bool = False
     ) -> BlockLayout:

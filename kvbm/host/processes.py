@@ -27,6 +27,11 @@ def stat_of(pid: int) -> ProcessStat | None:
     return None if fields[0] in DEAD_STATES else ProcessStat(parent=int(fields[1]), started=int(fields[19]))
 
 
+def boot_id() -> str:
+    """Return the id of this machine's last boot; processes with different ids share no memory. Raises OSError."""
+    return BOOT_ID.read_text().strip()
+
+
 def process_namespace() -> tuple[str, str]:
     """Return the boot and the namespace (container) in which process ids are valid. Raises OSError."""
-    return BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/pid")
+    return boot_id(), os.readlink("/proc/self/ns/pid")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.identity.content import Signature, digest_files
 from kvbm.identity.digest_cache import DigestCache, default_path
 from kvbm.identity.messages import DigestOrder, Digests, DigestsFailed

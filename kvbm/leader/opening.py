@@ -4,7 +4,9 @@
     profile and traits ─────▶ LeaderSettings ─────────────┼──▶ GuardedLeader
     identity ───────────────▶ disk tier and shared tier ──┘
 
-The tiers are opened in parallel. One that hangs is left out until it answers.
+The tiers are opened in parallel. One that hangs is left out until it answers. Tiers that outlive the engine or that
+several engines share keep the blocks of each namespace apart: those that are interchangeable. Engines with equal
+content have equal namespaces, on all machines.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
+from kvbm.disk.settings import Namespace
+from kvbm.hashing import namespace
 from kvbm.host.region import Region
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
-from kvbm.leader.namespace import Identity, namespace_of, public_facts
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.leader.shared_tier import SharedTier
 from kvbm.types import SegmentInfo
@@ -29,13 +32,19 @@ if TYPE_CHECKING:
     from kvbm.boundary import Boundary
     from kvbm.config.schema import ConnectorConfig
     from kvbm.disk.service.supervisor import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings, Namespace
+    from kvbm.disk.settings import DiskSettings
     from kvbm.leader.lower_tier import OpenTier
     from kvbm.shared.service.client import SharedClient
 
 DAY_S = 86_400.0
 WAITS = "the files of the model are being read to identify their content"
+KV_FORMAT = 2  # of blocks; increase it when kvbm stores the same KV in other bytes
+DISPLAY = "model"  # shown to users; it does not count
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
+Identity = tuple[Mapping[str, object], str]
+"""Everything that decides the bytes and hashes of a block, except the layouts of the segments, and a doubt: why blocks
+of this engine could be wrong for another one of equal identity, empty if they could not. `model` is shown to users and
+does not count."""
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
@@ -192,3 +201,29 @@ def _then(future: Future[Identity], function: Callable[[Identity], Result]) -> F
     else:
         future.add_done_callback(lambda done: after.set_result(function(done.result())))
     return after
+
+
+def namespace_of(segments: Sequence[SegmentInfo], identity: Identity) -> tuple[Namespace, str]:
+    """Return the namespace of an engine's blocks, and why others must not use them, empty if they may."""
+    facts, doubt = identity
+    layouts = [[info.block_bytes, info.slot_stride, info.layout_digest] for info in segments if info.replica == 0]
+    named = {"kvbm": KV_FORMAT, "layouts": layouts, **facts}
+    digest = namespace({name: value for name, value in named.items() if name != DISPLAY})
+    if not doubt and "engine" not in facts:
+        doubt = "the engine does not say what determines its blocks"
+    return Namespace(digest, named), doubt
+
+
+def known(facts: Mapping[str, object], doubt: str = "") -> Future[Identity]:
+    """Return an identity that is known already."""
+    identity: Future[Identity] = Future()
+    identity.set_result((facts, doubt))
+    return identity
+
+
+def public_facts(namespace: Namespace) -> dict[str, object]:
+    """Return the facts of a namespace for people on other machines: without the directory of the model."""
+    facts = dict(namespace.facts)
+    if DISPLAY in facts:
+        facts[DISPLAY] = PurePath(str(facts[DISPLAY])).name
+    return facts

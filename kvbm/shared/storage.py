@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.shared.breaker import Breaker, WritePause
 from kvbm.shared.geometry import Arrival, ExtentGeometry
 from kvbm.shared.keys import KeySpace

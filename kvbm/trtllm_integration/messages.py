@@ -8,7 +8,6 @@ ended requests from all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
@@ -40,8 +39,3 @@ class TransferOrders:
 
 
 NOTHING = TransferOrders(StepPlan(step=0))
-
-
-def boot_id() -> str:
-    """Return the id of this machine's last boot; ranks with different ids share no memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, TypeVar
 from kvbm.boundary import Boundary, contained
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.processes import boot_id
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.trtllm_integration import meeting
-from kvbm.trtllm_integration.messages import NOTHING, RankReport, TransferOrders, boot_id
+from kvbm.trtllm_integration.messages import NOTHING, RankReport, TransferOrders
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -97,11 +96,6 @@ def continues_prompts(vllm_config: VllmConfig) -> bool:
 
     is_reference = current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False)
     return not is_reference or bool(vllm_config.scheduler_config.enable_chunked_prefill)
-
-
-def boot_id() -> str:
-    """Return the id of this machine's last boot; ranks with different ids share no memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _transferred(kv_cache_config: KVCacheConfig) -> dict[int, Any]:

@@ -19,6 +19,7 @@ from kvbm.boundary import Boundary, contained, hook
 from kvbm.core.groups import StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
+from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
 from kvbm.leader.leader import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
@@ -29,13 +30,11 @@ from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.block_tables import block_tables
-from kvbm.vllm_integration.cache_groups import boot_id
 from kvbm.vllm_integration.media import Media
-from kvbm.vllm_integration.progress import progress_log
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
-from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders
+from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders, progress_log
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

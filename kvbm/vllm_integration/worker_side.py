@@ -9,7 +9,8 @@ The messages between the two sides are small and picklable, without bytes of blo
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,9 @@ from kvbm.device.replicas import ALONE, Replicas
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
+from kvbm.host.processes import boot_id
 from kvbm.plan import StepPlan
-from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, TransferGroup, boot_id
-from kvbm.vllm_integration.progress import progress_log
+from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, TransferGroup
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
     from kvbm.leader.leader import LoadResult
     from kvbm.types import SegmentInfo
+
+PROGRESS_INTERVAL_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -199,3 +202,16 @@ def _blocks_first(tensor: torch.Tensor, block_count: int) -> torch.Tensor:
     """Return a view whose first dimension counts blocks. It is the first one already, or the second one after a
     dimension that separates keys from values; layers with states have no such dimension."""
     return tensor if tensor.shape[0] % block_count == 0 else tensor.movedim(1, 0)
+
+
+def progress_log(what: str) -> Callable[[int, int], None]:
+    """Return a callback (bytes done, bytes in total) that logs the progress of a start-up from time to time."""
+    last_s = time.monotonic()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s > PROGRESS_INTERVAL_S:
+            last_s = time.monotonic()
+            log.info("kvbm: allocated %.1f of %.1f GB %s", done_bytes / 1e9, total_bytes / 1e9, what)
+
+    return progress

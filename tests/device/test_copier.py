@@ -3,7 +3,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from copies import BLOCKS, CACHES, SLOTS, Rig, check_integrity, large_layers, layers, whole_pages
+from copies import BLOCKS, CACHES, SLOTS, Rig, check_integrity, large_layers, layer_separate, layers, whole_pages
 from faults import FaultyCopier
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ def test_copies_of_different_blocks_run_side_by_side_in_several_threads():
 @pytest.mark.parametrize("way", ["offload", "onboard"])
 def test_the_engine_thread_runs_while_a_long_copy_does(way):
     """Under a copy that keeps the GIL, this thread would never see the first byte there and the last one missing."""
-    layout = BlockLayout.layer_separate(layer_count=4, block_count=16, piece_bytes=4 << 20)
+    layout = layer_separate(layer_count=4, block_count=16, piece_bytes=4 << 20)
     segment = Segment.create(rank=0, layout=layout, slot_count=16)
     storage = torch.zeros(layout.storage_bytes(0), dtype=torch.uint8)
     copier = DeviceCopier(layout, [storage], segment)

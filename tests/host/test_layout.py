@@ -1,5 +1,6 @@
 import pytest
 import torch
+from copies import layer_separate
 
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import PAGE_BYTES, BlockLayout, Piece, Sheet, storages_of
@@ -18,7 +19,7 @@ def test_block_contiguous_cache_is_one_piece():
 
 
 def test_layer_separate_cache_is_one_piece_per_layer_side_by_side_in_the_slot():
-    layout = BlockLayout.layer_separate(layer_count=3, block_count=BLOCKS, piece_bytes=100)
+    layout = layer_separate(layer_count=3, block_count=BLOCKS, piece_bytes=100)
     assert layout.pieces == tuple(Piece(0, layer * 600, 100, 100) for layer in range(3))
     assert layout.slot_offsets == (0, 100, 200)
     assert layout.storage_bytes(0) == 1800
@@ -122,7 +123,7 @@ def test_a_layout_of_nothing_is_refused(pieces, block_count):
 
 
 def test_regular_layers_are_one_sheet_and_irregular_ones_several():
-    regular = BlockLayout.layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=100)
+    regular = layer_separate(layer_count=4, block_count=BLOCKS, piece_bytes=100)
     assert [(sheet.count, sheet.piece_stride, sheet.slot_bytes) for sheet in regular.sheets()] == [(4, 600, 400)]
     irregular = BlockLayout((Piece(0, 0, 8, 8), Piece(0, 100, 8, 8), Piece(0, 300, 8, 8), Piece(1, 0, 8, 8)), 2)
     assert [(sheet.count, sheet.slot_offset) for sheet in irregular.sheets()] == [(2, 0), (1, 16), (1, 24)]
@@ -130,7 +131,7 @@ def test_regular_layers_are_one_sheet_and_irregular_ones_several():
 
 def test_digest_names_the_division_of_a_slot_and_not_the_number_of_blocks():
     def digest(layers, blocks, size):
-        return BlockLayout.layer_separate(layer_count=layers, block_count=blocks, piece_bytes=size).digest()
+        return layer_separate(layer_count=layers, block_count=blocks, piece_bytes=size).digest()
 
     assert digest(3, 5, 100) == digest(3, 50, 100)
     assert len({digest(3, 5, 100), digest(3, 5, 200), digest(6, 5, 50)}) == 3

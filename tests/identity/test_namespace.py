@@ -19,7 +19,7 @@ from kvbm.identity.description import describe
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.versions import release_of
-from kvbm.leader.namespace import namespace_of, public_facts
+from kvbm.leader.opening import namespace_of, public_facts
 from kvbm.types import SegmentInfo
 from kvbm.vllm_integration import identity
 

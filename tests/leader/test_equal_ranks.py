@@ -19,8 +19,7 @@ from kvbm.device.pool import TransferPool
 from kvbm.disk.service import supervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
-from kvbm.leader.namespace import known
-from kvbm.leader.opening import EngineAtStart, open_tiers
+from kvbm.leader.opening import EngineAtStart, known, open_tiers
 from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.types import SegmentInfo, SlotState
 

@@ -13,8 +13,7 @@ from kvbm.config.schema import ConnectorConfig
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
-from kvbm.leader.namespace import namespace_of
-from kvbm.leader.opening import EngineAtStart, open_tiers
+from kvbm.leader.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.process import first_opening, service_process
 

@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         name="namespace-counts-the-model-path",
         bug="a copy of a model at another path finds no blocks",
-        file="kvbm/leader/namespace.py",
+        file="kvbm/leader/opening.py",
         old="for name, value in named.items() if name != DISPLAY",
         new="for name, value in named.items()",
         fails="tests/identity/test_namespace.py -k equal_copies",
@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant(
         name="namespace-shows-directories",
         bug="people on other machines see where the model lies on this one",
-        file="kvbm/leader/namespace.py",
+        file="kvbm/leader/opening.py",
         old="PurePath(str(facts[DISPLAY])).name",
         new="str(PurePath(str(facts[DISPLAY])))",
         fails="tests/identity/test_namespace.py -k others_see_no_directory",

@@ -15,7 +15,7 @@ from vllm.v1.core import kv_cache_utils
 
 from kvbm.identity import loading
 from kvbm.identity.description import describe
-from kvbm.leader.namespace import namespace_of
+from kvbm.leader.opening import namespace_of
 from kvbm.vllm_integration import identity
 from kvbm.vllm_integration.options import OMITTED, OTHER_SECTIONS
 from kvbm_cli.make_model import materialise

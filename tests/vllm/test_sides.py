@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.processes import boot_id
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import Onboard, StepPlan
@@ -44,7 +45,6 @@ from kvbm.vllm_integration.cache_groups import (
     KNOWS_FAILED_REQUESTS,
     REPORTS_HIT_SOURCES,
     TransferGroup,
-    boot_id,
     cache_groups,
     decline_reason,
 )

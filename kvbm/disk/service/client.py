@@ -19,7 +19,7 @@ from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.wear import Wear, WearMeter
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.process import deadlines
 from kvbm.process.first_opening import FirstOpening
 from kvbm.process.service_process import ServiceProcess

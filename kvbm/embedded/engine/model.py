@@ -24,7 +24,7 @@ from kvbm.embedded.engine.attention import Batch, PackedSequence
 from kvbm.embedded.engine.kv_pool import TORCH_DTYPES, KVGeometry, KVPool
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.identity.description import settled
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.machine import cpu_features, precision_variables

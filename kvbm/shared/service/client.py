@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.process.child import Status
 from kvbm.process.service import ChildService
 from kvbm.process.service_process import ServiceProcess

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.host.tree import NOT_ENTERED, Tree
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
 from kvbm.shared.orders import Outcome
