@@ -48,7 +48,7 @@ from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.leader.opening import lower_tiers  # noqa: E402
-from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096
@@ -118,7 +118,8 @@ def measure(directory: Path, block_count: int, steps: int) -> dict[str, object]:
         EngineTraits(block_tokens=16, hash_bytes=HASH_BYTES),
         block_bytes=BLOCK_BYTES,
         max_in_flight_blocks=1024,
-        disk=DiskPolicy(to_disk="always", reads_always=True),
+        reads_always=True,
+        disk=TierPolicy("always"),
     )
     engine = LeaderCallbacks(hold=lambda blocks: None, release=lambda blocks: None)
     leader = Leader(memory.region, settings, engine, lower_tiers(disk, None))

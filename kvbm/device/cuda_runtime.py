@@ -46,6 +46,7 @@ class CudaRuntime:
     def __init__(self, device: torch.device, payload: NDArray[np.uint8]) -> None:
         import torch
 
+        self._torch = torch
         self._device = device
         self._payload = payload
         self._host = torch.from_numpy(payload).view(-1)
@@ -58,49 +59,35 @@ class CudaRuntime:
 
     def use_device(self) -> None:
         """Select the device in the calling thread."""
-        import torch
-
-        torch.cuda.set_device(self._device)
+        self._torch.cuda.set_device(self._device)
         self._driver.use_context()
 
     def priority_range(self) -> tuple[int, int]:
         """Return the (least, greatest) priority of streams. In CUDA a smaller number is a greater priority."""
-        import torch
-
-        least, greatest = torch.cuda.Stream.priority_range()
+        least, greatest = self._torch.cuda.Stream.priority_range()
         return int(least), int(greatest)
 
     def make_stream(self, priority: int) -> Any:
-        import torch
-
-        return torch.cuda.Stream(self._device, priority=priority)
+        return self._torch.cuda.Stream(self._device, priority=priority)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate device memory."""
-        import torch
-
-        return torch.empty(count, dtype=dtype, device=self._device)
+        return self._torch.empty(count, dtype=dtype, device=self._device)
 
     def empty_on_host(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate page-locked host memory. A copy from other memory would wait for the whole stream."""
-        import torch
-
-        with torch.cuda.device(self._device):
-            return torch.empty(count, dtype=dtype, pin_memory=True)
+        with self._torch.cuda.device(self._device):
+            return self._torch.empty(count, dtype=dtype, pin_memory=True)
 
     def record_engine(self) -> object:
         """Record an event in the current stream of the calling thread, which is the engine's."""
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event = self._torch.cuda.Event()
+        event.record(self._torch.cuda.current_stream(self._device))
         return event
 
     def record(self, stream: Any) -> object:
         """Record an event behind the work of `stream` so far."""
-        import torch
-
-        event = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+        event = self._torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
         event.record(stream)
         return event
 
@@ -117,23 +104,17 @@ class CudaRuntime:
 
     def upload(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy from page-locked host memory of `empty_on_host`."""
-        import torch
-
-        with torch.cuda.stream(stream), torch.inference_mode():
+        with self._torch.cuda.stream(stream), self._torch.inference_mode():
             target.copy_(source, non_blocking=True)
 
     def gather(self, stream: Any, source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy `source[rows[i]]` to `target[i]`, on the device."""
-        import torch
-
-        with torch.cuda.stream(stream), torch.inference_mode():
-            torch.index_select(source, 0, rows, out=target)
+        with self._torch.cuda.stream(stream), self._torch.inference_mode():
+            self._torch.index_select(source, 0, rows, out=target)
 
     def scatter(self, stream: Any, source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor) -> None:
         """Copy `source[i]` to `target[rows[i]]`, on the device."""
-        import torch
-
-        with torch.cuda.stream(stream), torch.inference_mode():
+        with self._torch.cuda.stream(stream), self._torch.inference_mode():
             target.index_copy_(0, rows, source)
 
     def copy_batch(self, stream: Any, parts: Sequence[Spans], *, to_host: bool) -> object:
@@ -149,8 +130,6 @@ class CudaRuntime:
 
     def copy_each(self, stream: Any, parts: Sequence[Spans], *, to_host: bool) -> None:
         """Copy one range after the other, in one call of torch, which releases the GIL once."""
-        import torch
-
         device, host = [], []
         for spans in parts:
             for start, host_start, length in zip(
@@ -159,8 +138,8 @@ class CudaRuntime:
                 device.append(spans.memory[start : start + length])
                 host.append(self._host[host_start : host_start + length])
         targets, sources = (host, device) if to_host else (device, host)
-        with torch.cuda.stream(stream), torch.inference_mode():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        with self._torch.cuda.stream(stream), self._torch.inference_mode():
+            self._torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 class _Driver:

@@ -66,12 +66,11 @@ class DiskTier(LowerTier):
     def __init__(self, disk: DiskSupervisor, context: TierContext) -> None:
         self._disk = disk
         self._notes_of = context.callbacks.notes_of
+        self._settings = context.settings
         self._policy = policy = context.settings.disk
         self._host = context.host
-        self._block_bytes = context.settings.block_bytes
         self._counters = context.counters
         self._clock = clock = context.callbacks.clock
-        self._traits = context.settings.traits
         self.store = self._empty_store()
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
@@ -96,9 +95,9 @@ class DiskTier(LowerTier):
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
         self.adopt(hashes, slots, tenant)
-        if self._policy.to_disk == "always":
+        if self._policy.writes == "always":
             self._enqueue(hashes)
-        elif self._policy.to_disk == "frequency":
+        elif self._policy.writes == "frequency":
             admitted = self._filter.register(hashes)
             self._counters.disk_filter_rejected_blocks += len(hashes) - len(admitted)
             self._admit(admitted)
@@ -110,13 +109,13 @@ class DiskTier(LowerTier):
 
     def hit(self, hashes: Sequence[bytes]) -> None:
         """Those that the hit admits are written if still in G2."""
-        if self._policy.to_disk == "frequency":
+        if self._policy.writes == "frequency":
             self._admit(self._filter.hit(hashes))
 
     def evicting(self, count: int, *, keeps_unwritten: bool) -> None:
         if keeps_unwritten:
             self._host.store.touch(list(self._queue))
-        if self._policy.to_disk == "on_evict":
+        if self._policy.writes == "on_evict":
             self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
     @property
@@ -151,7 +150,7 @@ class DiskTier(LowerTier):
         """There are enough batches to see early whether the disk is fast enough, and none is so large that host memory
         might never have room for it."""
         share = self._host.capacity_blocks // SHARES_OF_G2
-        size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS, share))
+        size = max(1, min(self._settings.batch_blocks, len(positions) // PARTS, share))
         return [positions[at : at + size] for at in range(0, len(positions), size)]
 
     def has_lost(self, hashes: Sequence[bytes], extent: Extent | None = None) -> bool:
@@ -174,7 +173,7 @@ class DiskTier(LowerTier):
         if self._clock() >= self._decay_s:
             self._decay_s = self._clock() + self._policy.frequency_decay_s
             self._filter.decay()
-        if self._policy.to_disk == "on_evict":
+        if self._policy.writes == "on_evict":
             self._clean()
         if self._rates_file is None and self.is_on:  # the process has started after the engine
             self._rates_file = self._open_rates()
@@ -208,7 +207,7 @@ class DiskTier(LowerTier):
 
     def unwritten_blocks(self, end: int) -> int | None:
         is_larger = end > self._host.capacity_blocks
-        if self._policy.to_disk != "always" or not self.is_on or not (is_larger or self._policy.is_buffer):
+        if self._policy.writes != "always" or not self.is_on or not (is_larger or self._settings.is_buffer):
             return None
         return len(self._queue)
 
@@ -312,7 +311,7 @@ class DiskTier(LowerTier):
         return None if self._disk.home is None else RatesFile(self._disk.home / RATES, clock=self._clock)
 
     def _empty_store(self) -> BlockStore:
-        traits = self._traits
+        traits = self._settings.traits
         return BlockStore(
             self._disk.slot_count, tier=Tier.DISK, hash_bytes=traits.hash_bytes, events=traits.publishes_events
         )
@@ -360,8 +359,8 @@ class DiskTier(LowerTier):
         for _ in range(TAKEN_AT_A_TIME):
             if not self._queue or len(self._writes) >= WRITES_AT_A_TIME or not self.is_on:
                 return
-            share = 1 if self._policy.is_buffer else PINNED_SHARE
-            limit = max(1, min(self._policy.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
+            share = 1 if self._settings.is_buffer else PINNED_SHARE
+            limit = max(1, min(self._settings.batch_blocks, self._host.capacity_blocks // share // WRITES_AT_A_TIME))
             due = [self._queue.popitem(last=False)[0] for _ in range(min(limit, len(self._queue)))]
             wanted = [due[index] for index in self.store.missing(due)]
             source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
@@ -394,8 +393,8 @@ class DiskTier(LowerTier):
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
         written.stage(good).register().release()
         self._counters.disk_offload_blocks += len(good)
-        self._counters.disk_only_blocks += len(good) * self._policy.is_buffer
-        self._counters.disk_offload_bytes += len(good) * self._block_bytes
+        self._counters.disk_only_blocks += len(good) * self._settings.is_buffer
+        self._counters.disk_offload_bytes += len(good) * self._settings.block_bytes
         self._counters.disk_failed_blocks += len(hashes) - len(good)
 
     def _end_fetch(self, fetch: Fetch, result: DiskResult) -> None:

@@ -85,7 +85,7 @@ class Leader:
         open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
-        self.counters.shared_off = int(settings.shared.is_configured)  # without such a tier: its blocks are in doubt
+        self.counters.shared_off = int(settings.shared is not None)  # without such a tier: its blocks are in doubt
         self._settings = settings
         self._groups = settings.groups
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
@@ -94,7 +94,7 @@ class Leader:
         traits = settings.traits
         self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
         rates = Rates(block_tokens=traits.block_tokens, clock=callbacks.clock)
-        self._choice = LoadChoice(rates, self.counters, reads_always=settings.disk.reads_always)
+        self._choice = LoadChoice(rates, self.counters, reads_always=settings.reads_always)
         context = TierContext(self._host, settings, self.counters, self._choice, callbacks)
         self.lower_tiers = tuple(open_tier(context) for open_tier in open_tiers)
         self._host.listeners = self.lower_tiers

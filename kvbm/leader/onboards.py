@@ -423,7 +423,7 @@ class Onboards:
             hangs = self._hangs(load, part.tier, read, waited_s)
             if (
                 hangs
-                or waited_s > self._settings.disk.timeout_s
+                or waited_s > self._settings.read_timeout_s
                 or self._choice.is_hopeless(waited_s, blocks, all_blocks)
             ):
                 if hangs:

@@ -46,7 +46,7 @@ class Prefetches:
         self._host = context.host
         self._tiers = tiers
         self._clock = context.callbacks.clock
-        self._size = max(1, min(context.settings.disk.batch_blocks, self._host.capacity_blocks // SHARES_OF_G2))
+        self._size = max(1, min(context.settings.batch_blocks, self._host.capacity_blocks // SHARES_OF_G2))
         self._wanted: defaultdict[LowerTier, deque[_Wanted]] = defaultdict(deque)  # oldest first
         self._queued: set[bytes] = set()  # hashes, or names of extents
         self._open: set[Fetch] = set()

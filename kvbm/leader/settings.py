@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
@@ -13,7 +13,7 @@ from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
-    from kvbm.config.schema import ConnectorConfig
+    from kvbm.config.schema import ConnectorConfig, OffloadSection
 
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
 
@@ -59,64 +59,21 @@ class EngineTraits:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskPolicy:
-    """Which blocks go to disk and which are read back.
+class TierPolicy:
+    """Which blocks are written to a lower tier, and how long it may write at the end.
 
-    `to_disk` is `frequency`, `always` or `on_evict`. With `reads_always`, blocks are read even where computing them is
-    faster. With `is_buffer`, host memory is not a tier: blocks only pass through it.
+    `writes` is `frequency`, `always`, `on_evict` (the disk only) or `never` (the shared tier only).
     """
 
-    to_disk: str = "frequency"
-    is_buffer: bool = False
-    frequency_threshold: int = 2
-    frequency_decay_s: float = 600.0
-    frequency_entries: int = 1_000_000
-    reads_always: bool = False
-    timeout_s: float = 30.0
-    batch_blocks: int = 16
-    drain_s: float = 0.0
-
-    @classmethod
-    def of(cls, config: ConnectorConfig) -> DiskPolicy:
-        """Return the policy. Without a host tier nothing can be hit in G2, so every block goes to disk."""
-        return cls(
-            to_disk="always" if config.tiers.host is None else config.offload.to_disk,
-            is_buffer=config.tiers.host is None,
-            frequency_threshold=config.offload.frequency_threshold,
-            frequency_decay_s=config.offload.frequency_decay_s,
-            frequency_entries=config.offload.frequency_entries,
-            reads_always=config.onboard.policy == "always",
-            timeout_s=config.onboard.disk_timeout_s,
-            batch_blocks=config.transfer.batch_blocks,
-            drain_s=config.tiers.disk.drain_s if config.tiers.disk is not None else 0.0,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPolicy:
-    """Which blocks go to the shared tier. `to_shared` is `frequency` or `always`; with `writes` False none does.
-    `is_configured`: the profile has the tier, which may be off anyway (`opening.py`)."""
-
-    is_configured: bool = False
-    to_shared: str = "frequency"
-    writes: bool = True
+    writes: str = "frequency"
     frequency_threshold: int = 2
     frequency_decay_s: float = 600.0
     frequency_entries: int = 1_000_000
     drain_s: float = 0.0
 
     @classmethod
-    def of(cls, config: ConnectorConfig) -> SharedPolicy:
-        shared = config.tiers.shared
-        return cls(
-            is_configured=shared is not None,
-            to_shared=config.offload.to_shared,
-            writes=shared is None or shared.write,
-            frequency_threshold=config.offload.frequency_threshold,
-            frequency_decay_s=config.offload.frequency_decay_s,
-            frequency_entries=config.offload.frequency_entries,
-            drain_s=0.0 if shared is None else shared.drain_s,
-        )
+    def of(cls, offload: OffloadSection, writes: str, drain_s: float) -> TierPolicy:
+        return cls(writes, offload.frequency_threshold, offload.frequency_decay_s, offload.frequency_entries, drain_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +84,10 @@ class LeaderSettings:
     at a time. The leader asks the workers for the result of a transfer every `overdue_steps` steps; while an onboard is
     older than that, or while a rank has been silent for `silence_s`, no further hit is promised. Hit rates cover the
     last `window_requests` requests. Longer chains than `slice_blocks` are handled in slices over several steps.
+
+    Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
+    `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
+    blocks only pass through it to the disk. `shared` is None unless the profile has the tier, which may be off anyway.
     """
 
     traits: EngineTraits
@@ -138,8 +99,12 @@ class LeaderSettings:
     silence_s: float = 2.0
     window_requests: int = WINDOW_REQUESTS
     slice_blocks: int = SLICE_BLOCKS
-    disk: DiskPolicy = field(default_factory=DiskPolicy)
-    shared: SharedPolicy = field(default_factory=SharedPolicy)
+    batch_blocks: int = 16
+    read_timeout_s: float = 30.0
+    reads_always: bool = False
+    is_buffer: bool = False
+    disk: TierPolicy = TierPolicy()
+    shared: TierPolicy | None = None
 
     def __post_init__(self) -> None:
         assert self.overdue_steps > 1, "a transfer is one step old when its order goes out"
@@ -149,15 +114,24 @@ class LeaderSettings:
         cls, config: ConnectorConfig, segments: Sequence[SegmentInfo], traits: EngineTraits, *, g1_blocks: int
     ) -> LeaderSettings:
         """Return the settings for an engine with these segments and `g1_blocks` blocks of device memory."""
+        offload, tiers = config.offload, config.tiers
+        to_disk = "always" if tiers.host is None else offload.to_disk  # nothing can be hit in G2
+        shared = None
+        if tiers.shared is not None:
+            shared = TierPolicy.of(offload, offload.to_shared if tiers.shared.write else "never", tiers.shared.drain_s)
         return cls(
             traits,
             block_bytes=sum(segment.block_bytes for segment in segments if segment.replica == 0),
             max_in_flight_blocks=max(1, g1_blocks // HELD_SHARE_OF_G1),
-            offload_generated=config.offload.generated,
-            min_priority=config.offload.min_priority,
+            offload_generated=offload.generated,
+            min_priority=offload.min_priority,
             window_requests=config.metrics.window_requests,
-            disk=DiskPolicy.of(config),
-            shared=SharedPolicy.of(config),
+            batch_blocks=config.transfer.batch_blocks,
+            read_timeout_s=config.onboard.disk_timeout_s,
+            reads_always=config.onboard.policy == "always",
+            is_buffer=tiers.host is None,
+            disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
+            shared=shared,
         )
 
     @property

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvbm.core.admission import FrequencyFilter
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+from kvbm.leader.settings import TierPolicy
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
 from kvbm.shared.presence import Presence
 from kvbm.types import Tier
@@ -80,7 +81,7 @@ class SharedTier(LowerTier):
     def __init__(self, client: SharedClient, context: TierContext) -> None:
         self._client = client
         self._host = context.host
-        self._policy = policy = context.settings.shared
+        self._policy = policy = context.settings.shared or TierPolicy()
         self._block_bytes = context.settings.block_bytes
         self._counters = context.counters
         self._choice = context.choice
@@ -189,7 +190,7 @@ class SharedTier(LowerTier):
 
     def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
         """Write the extents that are used often enough."""
-        if self._policy.writes and not self._has_ended and end and len(self._used) < MAX_USED:
+        if self._policy.writes != "never" and not self._has_ended and end and len(self._used) < MAX_USED:
             self._used.append((hashes, 0, end, tenant))
 
     def step(self, *, computes: bool) -> None:
@@ -306,7 +307,7 @@ class SharedTier(LowerTier):
         replaces = name in self._to_replace
         if name in self._queue or name in self._departing or (self.presence.contains(name) and not replaces):
             return
-        if self._policy.to_shared == "frequency" and not replaces:
+        if self._policy.writes == "frequency" and not replaces:
             self._filter.hit([name])
             if self._filter.count(name) < self._policy.frequency_threshold:
                 return
@@ -388,7 +389,7 @@ class SharedTier(LowerTier):
             self.presence.erase(name)
 
     def _replace_later(self, name: bytes) -> None:
-        if self._policy.writes and len(self._to_replace) < MAX_TO_REPLACE:
+        if self._policy.writes != "never" and len(self._to_replace) < MAX_TO_REPLACE:
             self._to_replace.add(name)
 
     def _copy_counters(self) -> None:

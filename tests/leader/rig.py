@@ -12,6 +12,7 @@ import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.leader.opening import lower_tiers
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier
 
@@ -259,6 +260,12 @@ class Rank:
     def run_all(self) -> None:
         while self.run("onboard") or self.run("offload"):
             pass
+
+
+def disk_policy(writes: str = "frequency", **options) -> dict[str, object]:
+    """Settings of a leader for its disk tier."""
+    policy = {field.name: options.pop(field.name) for field in fields(TierPolicy) if field.name in options}
+    return {"disk": TierPolicy(writes, **policy), **options}
 
 
 class Rig:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from bookkeeping import check_leader
-from rig import FakeDisk, Rig, chain
+from rig import FakeDisk, Rig, chain, disk_policy
 
 from kvbm.core.groups import Group
 from kvbm.disk.orders import Read, Write
@@ -15,13 +15,12 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.events import TierCleared
 from kvbm.leader import disk_tier, onboards
 from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
-from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 
 def make(disk=16, *, slots=8, to_disk="always", **options):
-    policy = {"batch_blocks": 2, "timeout_s": 10.0, **options.pop("policy", {})}
-    return Rig(slots=slots, fake_disk=disk, disk=DiskPolicy(to_disk=to_disk, **policy), **options)
+    policy = {"batch_blocks": 2, "read_timeout_s": 10.0, **options.pop("policy", {})}
+    return Rig(slots=slots, fake_disk=disk, **disk_policy(writes=to_disk, **policy), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -578,7 +577,7 @@ def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(
     side = rig.disk_tier
     side._queue.update(dict.fromkeys(chain("gone", 1000)))
     side._begin_writes()
-    assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._policy.batch_blocks
+    assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._settings.batch_blocks
     while side._queue:
         side._begin_writes()
     assert rig.leader.counters.disk_dropped_blocks == 1000
@@ -928,7 +927,7 @@ def test_requests_for_one_prefix_outlive_a_disk_that_stops_and_goes_on_again(rig
     """With a policy of `always`, as each of them promises the blocks that the one before was denied."""
     hashes = rig.fill("a", 8)
     settled(rig, 8)
-    rig = restarted(rig, policy={"reads_always": True, "timeout_s": 2.0}, slots=8, blocks=64)
+    rig = restarted(rig, policy={"reads_always": True, "read_timeout_s": 2.0}, slots=8, blocks=64)
     rig.disk.is_hanging = True
     for number in range(4):
         if matched := rig.leader.match(f"r{number}", hashes, 0):

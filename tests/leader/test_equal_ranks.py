@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from bookkeeping import check_leader
-from rig import G1, FakeDisk, Rank, Rig, chain
+from rig import G1, FakeDisk, Rank, Rig, chain, disk_policy
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.device.pool import TransferPool
@@ -20,7 +20,7 @@ from kvbm.disk.service import supervisor
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
 from kvbm.leader.opening import EngineAtStart, known, open_tiers
-from kvbm.leader.settings import DiskPolicy, EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.types import SegmentInfo, SlotState
 
 RANKS = 8
@@ -230,8 +230,8 @@ def test_samples_of_two_offloads_do_not_overwrite_each_other():
 
 
 def test_blocks_come_back_from_disk_into_the_one_copy():
-    policy = DiskPolicy(to_disk="always", reads_always=True)
-    rig = Rig(ranks=4, replicas=2, slots=12, blocks=32, fake_disk=48, disk=policy)
+    policy = disk_policy(writes="always", reads_always=True)
+    rig = Rig(ranks=4, replicas=2, slots=12, blocks=32, fake_disk=48, **policy)
     for name in ("conversation", "another", "a third one"):
         rig.fill(name, 6)
         rig.step()

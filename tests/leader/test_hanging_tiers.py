@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 from bookkeeping import check_leader
 from fake_store import FakeStore
-from rig import Rig, chain
+from rig import Rig, chain, disk_policy
 
 from kvbm.leader import disk_tier
 from kvbm.leader.open_reads import HUNG_S
-from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.leader.settings import TierPolicy
 from kvbm.types import Tier
 
 STEP_S = 0.1
@@ -31,8 +31,8 @@ def make(*, disk=None, store=None, slots=16, **options):
         blocks=64,
         fake_disk=disk,
         store=store,
-        disk=DiskPolicy(to_disk="always", reads_always=True, batch_blocks=2),
-        shared=SharedPolicy(to_shared="always"),
+        **disk_policy(writes="always", reads_always=True, batch_blocks=2),
+        shared=TierPolicy(writes="always"),
         **options,
     )
 

@@ -15,10 +15,10 @@ from fake_store import FakeStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rig import Rig, chain, pattern
+from rig import Rig, chain, disk_policy, pattern
 
 from kvbm.core.groups import Group, StateGroup
-from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.leader.settings import TierPolicy
 from kvbm.types import Tier
 
 LENGTH = 4
@@ -241,7 +241,7 @@ class DiskMachine(LeaderMachine):
             "onboard_parts": 2,
             "gives_up_blocks": gives_up,
             "slice_blocks": slice_blocks,
-            "disk": DiskPolicy(to_disk=to_disk, batch_blocks=batch, timeout_s=10.0, frequency_decay_s=5.0),
+            **disk_policy(writes=to_disk, batch_blocks=batch, read_timeout_s=10.0, frequency_decay_s=5.0),
             **self.model,
         }
         self.rig = Rig(fake_disk=disk, **self.options)
@@ -329,8 +329,8 @@ class SharedMachine(DiskMachine):
             "onboard_parts": 2,
             "gives_up_blocks": gives_up,
             "slice_blocks": slice_blocks,
-            "disk": DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0, reads_always=reads_always),
-            "shared": SharedPolicy(to_shared=to_shared, frequency_decay_s=50.0),
+            **disk_policy(writes="always", batch_blocks=2, read_timeout_s=10.0, reads_always=reads_always),
+            "shared": TierPolicy(writes=to_shared, frequency_decay_s=50.0),
             "store": FakeStore(extent_blocks),
             **self.model,
         }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rig import Rig, chain
+from rig import Rig, chain, disk_policy
 
-from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 SLICE = 3
@@ -280,8 +279,8 @@ def test_a_load_of_other_blocks_than_the_match_found_uses_none_of_them(rig):
 
 
 def test_a_long_chain_in_both_tiers_is_loaded_byte_for_byte():
-    policy = DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0, reads_always=True)
-    rig = Rig(slots=8, blocks=64, slice_blocks=SLICE, fake_disk=64, disk=policy)
+    policy = disk_policy(writes="always", batch_blocks=2, read_timeout_s=10.0, reads_always=True)
+    rig = Rig(slots=8, blocks=64, slice_blocks=SLICE, fake_disk=64, **policy)
     hashes = fill(rig, "a", LENGTH)
     fill(rig, "b", 6)
     in_host = rig.leader._host.store.match(hashes)
@@ -350,8 +349,8 @@ def test_the_offloads_of_all_requests_in_a_step_are_one_order(rig):
 
 
 def test_blocks_of_a_merged_order_keep_their_tenants():
-    policy = DiskPolicy(to_disk="always", timeout_s=10.0)
-    rig = Rig(slots=16, blocks=32, fake_disk=16, disk=policy)
+    policy = disk_policy(writes="always", read_timeout_s=10.0)
+    rig = Rig(slots=16, blocks=32, fake_disk=16, **policy)
     for name in ("a@x", "b@y", "c@x"):
         rig.compute(name, chain(name, 2))
     (order,) = rig.order().offloads

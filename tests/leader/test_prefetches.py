@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from rig import FakeDisk, Rig, chain
+from rig import FakeDisk, Rig, chain, disk_policy
 
 from kvbm.leader import prefetches
-from kvbm.leader.settings import DiskPolicy
 
 
 class EagerDisk(FakeDisk):
@@ -18,8 +17,8 @@ class EagerDisk(FakeDisk):
 
 
 def make(disk=32, *, slots=8):
-    policy = DiskPolicy(to_disk="always", batch_blocks=2)
-    return Rig(slots=slots, blocks=32, fake_disk=disk, disk=policy, accepts_failed_loads=False)
+    policy = disk_policy(writes="always", batch_blocks=2)
+    return Rig(slots=slots, blocks=32, fake_disk=disk, **policy, accepts_failed_loads=False)
 
 
 @pytest.fixture

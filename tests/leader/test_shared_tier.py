@@ -7,20 +7,18 @@ from dataclasses import replace
 
 import pytest
 from fake_store import FakeStore
-from rig import FakeDisk, Rig, chain
+from rig import FakeDisk, Rig, chain, disk_policy
 
 from kvbm.core.groups import Group
 from kvbm.leader import shared_tier
-from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.leader.settings import TierPolicy
 from kvbm.shared.orders import Get, Probe, Put
 from kvbm.types import Tier
 
-ALWAYS = DiskPolicy(reads_always=True)
-
 
 def make(store=None, *, to_shared="always", slots=8, extent_blocks=2, writes=True, **options):
-    policy = SharedPolicy(to_shared=to_shared, writes=writes, drain_s=options.pop("drain_s", 0.0))
-    options = {"disk": ALWAYS, **options}
+    policy = TierPolicy(to_shared if writes else "never", drain_s=options.pop("drain_s", 0.0))
+    options = {"reads_always": True, **options}
     return Rig(slots=slots, store=store or FakeStore(extent_blocks), shared=policy, **options)
 
 
@@ -221,7 +219,7 @@ def test_blocks_that_have_come_go_to_disk_too():
     rig, hashes = written()
     store = rig.store
     rig.close()
-    rig = make(store, fake_disk=8, disk=DiskPolicy(to_disk="always", reads_always=True))
+    rig = make(store, fake_disk=8, **disk_policy(writes="always", reads_always=True))
     store.list_all()
     rig.step()
     serve(rig, "r", hashes)
@@ -432,7 +430,7 @@ def test_a_failed_probe_leaves_the_request_without_a_hit(rig):
 
 
 def test_runs_are_computed_where_that_is_faster_than_reading_them():
-    rig, hashes = written(disk=DiskPolicy())
+    rig, hashes = written(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
     rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
@@ -443,7 +441,7 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
 
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(is_copy):
-    rig, hashes = written(disk=DiskPolicy())
+    rig, hashes = written(reads_always=False)
     get = rig.store._get
     rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
     serve(rig, "r", hashes)
@@ -453,7 +451,7 @@ def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(i
 
 
 def test_a_store_that_is_slower_than_computing_is_not_asked():
-    rig = make(disk=DiskPolicy())
+    rig = make(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)
     rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
@@ -530,7 +528,7 @@ def test_a_read_that_a_reset_overtook_is_dropped():
 
 @pytest.mark.parametrize("is_configured", [False, True])
 def test_a_configured_tier_that_is_not_opened_is_reported_as_off(is_configured):
-    rig = Rig(slots=8, shared=SharedPolicy(is_configured=is_configured))
+    rig = Rig(slots=8, shared=TierPolicy() if is_configured else None)
     rig.fill("a", 4)
     rig.step()
     assert rig.leader.counters.shared_off == int(is_configured)
@@ -570,7 +568,7 @@ def test_a_disk_and_a_store_serve_one_chain():
     store = rig.store
     rig.close()
     disk = FakeDisk(8)
-    with_disk = {"fake_disk": disk, "disk": DiskPolicy(to_disk="always", reads_always=True)}
+    with_disk = {"fake_disk": disk, **disk_policy(writes="always", reads_always=True)}
     rig = make(FakeStore(2), **with_disk)
     rig.fill("a", 2)
     for _ in range(4):

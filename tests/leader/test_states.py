@@ -7,12 +7,11 @@ from collections import Counter
 
 import pytest
 from bookkeeping import check_leader
-from rig import Rig, chain
+from rig import Rig, chain, disk_policy
 
 from kvbm.core.groups import Group, StateGroup
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import NO_BLOCK
-from kvbm.leader.settings import DiskPolicy
 from kvbm.types import Tier
 
 BLOCK = 16
@@ -294,8 +293,8 @@ def test_what_remains_under_pressure_serves_more_tokens_than_recency_alone(monke
 
 @pytest.mark.parametrize("to_disk", ["always", "frequency", "on_evict"])
 def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
-    policy = DiskPolicy(to_disk=to_disk, batch_blocks=2, timeout_s=10.0)
-    rig = make(16, fake_disk=64, disk=policy)
+    policy = disk_policy(writes=to_disk, batch_blocks=2, read_timeout_s=10.0)
+    rig = make(16, fake_disk=64, **policy)
     served = Served(rig)
     served(("a", 4))
     if to_disk == "frequency":
@@ -308,7 +307,7 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     disk = rig.disk
     disk.waiting.clear()
     rig.close()
-    rig = make(16, fake_disk=disk, disk=policy)
+    rig = make(16, fake_disk=disk, **policy)
     assert Served(rig)(("a", 4)) == 64
     assert rig.leader.counters.onboard_disk_blocks == 6
     check_leader(rig.leader)
@@ -317,8 +316,8 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
 
 def test_host_memory_and_disk_together_serve_a_hit():
     """The chain is on disk only, its snapshot in host memory only."""
-    policy = DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0)
-    rig = make(16, fake_disk=64, disk=policy)
+    policy = disk_policy(writes="always", batch_blocks=2, read_timeout_s=10.0)
+    rig = make(16, fake_disk=64, **policy)
     served, names = Served(rig), chains(("a", 4))
     served(("a", 4))
     rig.step()
@@ -332,7 +331,7 @@ def test_host_memory_and_disk_together_serve_a_hit():
 
 def test_the_leader_asks_for_an_answer_of_each_step_while_a_load_waits_for_the_disk():
     """Without one, vLLM does not call `settle` after a step without tokens, and the request waits forever."""
-    rig = make(16, fake_disk=64, disk=DiskPolicy(to_disk="always", batch_blocks=2, timeout_s=10.0))
+    rig = make(16, fake_disk=64, **disk_policy(writes="always", batch_blocks=2, read_timeout_s=10.0))
     served, names = Served(rig), chains(("a", 4))
     served(("a", 4))
     rig.step()

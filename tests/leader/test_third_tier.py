@@ -5,11 +5,11 @@ The leader uses the third tier through the Protocol alone.
 
 import pytest
 from fake_store import FakeStore
-from rig import Rig
+from rig import Rig, disk_policy
 
 from kvbm.leader.lower_tier import Claim, LowerTier
 from kvbm.leader.open_reads import OpenReads
-from kvbm.leader.settings import DiskPolicy, SharedPolicy
+from kvbm.leader.settings import TierPolicy
 from kvbm.types import Tier
 
 
@@ -80,8 +80,8 @@ def make(kind, *, slots=4, **options):
         "dict": {"more_tiers": [DictTier]},
     }
     policy = {
-        "disk": DiskPolicy(to_disk="always", reads_always=True, batch_blocks=1),
-        "shared": SharedPolicy(to_shared="always"),
+        **disk_policy(writes="always", reads_always=True, batch_blocks=1),
+        "shared": TierPolicy(writes="always"),
     }
     return Rig(slots=slots, blocks=32, **parts[kind], **policy, **options)
 
@@ -193,9 +193,9 @@ def test_after_a_reset_a_lower_tier_gives_no_block(kind):
 
 
 def test_a_chain_lies_in_three_tiers_below_host_memory():
-    policy = DiskPolicy(to_disk="always", reads_always=True)
+    policy = disk_policy(writes="always", reads_always=True)
     options = {"fake_disk": 2, "store": FakeStore(2), "more_tiers": [DictTier]}
-    rig = Rig(slots=8, blocks=32, disk=policy, shared=SharedPolicy(to_shared="always"), **options)
+    rig = Rig(slots=8, blocks=32, **policy, shared=TierPolicy(writes="always"), **options)
     disk, store, third = rig.leader.lower_tiers
     hashes = rig.fill("a", 6)
     rig.settle_store()
