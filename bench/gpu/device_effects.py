@@ -60,7 +60,7 @@ class Rank:
         layout = layer_separate(layer_count=LAYERS, block_count=block_count, piece_bytes=PIECE_BYTES)
         storage = torch.zeros(layout.storage_bytes(0), dtype=torch.uint8, device=device)
         self.worker = Worker.create(layout, [storage], HostCapacity(block_count=block_count), binds_memory=False)
-        self.worker._slice_bytes = slice_bytes
+        self.worker._threads.slice_bytes = slice_bytes
         self.block_count = block_count
         self._generation = 1
         self.worker._segment.write_slots(range(block_count), 1, SlotState.READY)

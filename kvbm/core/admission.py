@@ -24,9 +24,6 @@ class FrequencyFilter:
         self._step = 0
         self._ends: OrderedDict[bytes, int] = OrderedDict()  # the entry changed longest ago is first
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def count(self, sequence_hash: bytes) -> int:
         """Return the current count of the block, 0 if it is unknown."""
         return max(0, self._ends.get(sequence_hash, 0) - self._step)

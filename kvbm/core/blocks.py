@@ -82,12 +82,10 @@ class MutableBlocks(Handle):
         self._store = None
         return CompleteBlocks(store, self._slots, self._epoch, staged_hashes)
 
-    def split(self, choice: int | Sequence[bool]) -> tuple[MutableBlocks, MutableBlocks]:
-        """Consumes. Return the first `choice` blocks and the rest, or the blocks chosen by a mask and the others."""
-        count = len(self._slots)
-        mask = [position < choice for position in range(count)] if isinstance(choice, int) else list(choice)
-        if len(mask) != count or (isinstance(choice, int) and not 0 <= choice <= count):
-            raise InvariantError(f"{self!r} cannot be split by {choice!r:.80}")
+    def split(self, mask: Sequence[bool]) -> tuple[MutableBlocks, MutableBlocks]:
+        """Consumes. Return the blocks chosen by a mask and the others."""
+        if len(mask) != len(self._slots):
+            raise InvariantError(f"{self!r} cannot be split by {mask!r:.80}")
         store = self._consume()
         chosen = [slot for slot, is_chosen in zip(self._slots, mask, strict=True) if is_chosen]
         others = [slot for slot, is_chosen in zip(self._slots, mask, strict=True) if not is_chosen]

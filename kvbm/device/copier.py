@@ -126,20 +126,21 @@ class _CpuPath:
         """No fence: the forward pass ran in the engine's thread before it passed this order."""
 
     def offload(self, moves: Moves, fence: object | None) -> None:
-        slot_runs = consecutive(moves.slots)
-        if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
-            self._pieces.copy(moves, slot_runs, is_offload=True)
-            return
-        for rows, slots in self._rows.spans(moves, runs):
-            np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
+        self._copy(moves, is_offload=True)
 
     def onboard(self, moves: Moves, fence: object | None) -> None:
+        self._copy(moves, is_offload=False)
+
+    def _copy(self, moves: Moves, *, is_offload: bool) -> None:
         slot_runs = consecutive(moves.slots)
         if self._rows is None or (runs := self._rows.runs(moves, slot_runs)) is None:
-            self._pieces.copy(moves, slot_runs, is_offload=False)
+            self._pieces.copy(moves, slot_runs, is_offload=is_offload)
             return
         for rows, slots in self._rows.spans(moves, runs):
-            self._rows.g1[rows] = slots
+            if is_offload:
+                np.take(self._rows.g1, rows, axis=0, out=slots, mode="clip")
+            else:
+                self._rows.g1[rows] = slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ import queue
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,10 @@ class CudaPath:
         return self._runtime.record_engine()
 
     def offload(self, moves: Moves, fence: object | None) -> None:
-        self._run(self._out, moves, fence, self._enqueue_direct_offload if self._is_direct else self._enqueue_offload)
+        self._run(self._out, moves, fence, partial(self._enqueue, to_host=True))
 
     def onboard(self, moves: Moves, fence: object | None) -> None:
-        self._run(self._back, moves, fence, self._enqueue_direct_onboard if self._is_direct else self._enqueue_onboard)
+        self._run(self._back, moves, fence, partial(self._enqueue, to_host=False))
 
     def _make_streams(self, staged: int, element: torch.dtype) -> queue.SimpleQueue[_CopyStream]:
         """Return the free streams of a direction."""
@@ -137,24 +138,16 @@ class CudaPath:
         with suppress(RuntimeError):
             self._runtime.synchronize_stream(stream.handle)
 
-    def _enqueue_offload(self, stream: _CopyStream, moves: Moves) -> object:
-        rows = stream.upload_rows(self._runtime, moves.blocks)
-        for sheet in self._sheets:
-            self._runtime.gather(stream.handle, sheet.g1, rows, sheet.inside(stream.staging[: len(moves)]))
-        return self._copy(stream, [self._staged(stream, moves)], to_host=True)
-
-    def _enqueue_onboard(self, stream: _CopyStream, moves: Moves) -> object:
-        rows = stream.upload_rows(self._runtime, moves.blocks)
-        kept = self._copy(stream, [self._staged(stream, moves)], to_host=False)
-        for sheet in self._sheets:
-            self._runtime.scatter(stream.handle, sheet.inside(stream.staging[: len(moves)]), rows, sheet.g1)
+    def _enqueue(self, stream: _CopyStream, moves: Moves, *, to_host: bool) -> object:
+        if self._is_direct:
+            return self._copy(stream, self._direct(moves), to_host=to_host)
+        rows, staging = stream.upload_rows(self._runtime, moves.blocks), stream.staging[: len(moves)]
+        for sheet in self._sheets if to_host else ():
+            self._runtime.gather(stream.handle, sheet.g1, rows, sheet.inside(staging))
+        kept = self._copy(stream, [self._staged(stream, moves)], to_host=to_host)
+        for sheet in () if to_host else self._sheets:
+            self._runtime.scatter(stream.handle, sheet.inside(staging), rows, sheet.g1)
         return kept
-
-    def _enqueue_direct_offload(self, stream: _CopyStream, moves: Moves) -> object:
-        return self._copy(stream, self._direct(moves), to_host=True)
-
-    def _enqueue_direct_onboard(self, stream: _CopyStream, moves: Moves) -> object:
-        return self._copy(stream, self._direct(moves), to_host=False)
 
     def _copy(self, stream: _CopyStream, parts: Sequence[Spans], *, to_host: bool) -> object:
         """Enqueue all copies; the driver's call that fails once is not used again. Copies that it may have enqueued

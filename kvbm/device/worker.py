@@ -108,35 +108,56 @@ class HostCapacity:
         return slots
 
 
+@dataclass(slots=True)
+class CopyThreads:
+    """The copying threads of a rank, and into which parts orders are divided for them.
+
+    A part has at most `slice_bytes`, and the orders of a pool take turns. An onboard, for which a request waits, has at
+    least `onboard_parts` parts, unless these would be smaller than `min_part_bytes`.
+    """
+
+    onboard_pool: TransferPool
+    offload_pool: TransferPool
+    onboard_parts: int = 1
+    min_part_bytes: int = MIN_PART_BYTES
+    slice_bytes: int = SLICE_BYTES
+
+    @classmethod
+    def start(cls, rank: int, count: int, *, is_device: bool) -> CopyThreads:
+        """Start at most `count` threads for each direction."""
+        onboards_at_once, offloads_at_once, parts = CPU_PARTS, 1, CPU_PARTS
+        if is_device:  # copies of a device share one link, and more threads would only wait for a stream
+            count = min(count, STREAMS_PER_DIRECTION)
+            onboards_at_once, offloads_at_once, parts = count, count, 1
+        return cls(
+            TransferPool(count, name=f"kvbm-onboard-{rank}", parts_at_once=onboards_at_once, share_count=parts),
+            TransferPool(count, name=f"kvbm-offload-{rank}", parts_at_once=offloads_at_once),
+            onboard_parts=parts,
+        )
+
+    def parts(self, count: int, block_bytes: int, wanted: int) -> list[slice]:
+        """Split `count` blocks into `wanted` parts, fewer if these would be too small, more if too large."""
+        worth = count * block_bytes // self.min_part_bytes
+        size = -(-count // max(1, min(wanted, worth)))
+        size = max(1, min(size, self.slice_bytes // block_bytes))
+        return [slice(begin, begin + size) for begin in range(0, count, size)]
+
+
 class Worker:
     """Executes plans on one rank. See the module's text for the order of calls.
 
-    Orders are copied in parts of at most `slice_bytes`, and the orders of a pool take turns. An onboard, for which a
-    request waits, has at least `onboard_parts` parts, unless these would be smaller than `min_part_bytes`. With
-    `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an engine that does not
-    accept failed loads. Such an engine asks each rank with `has_onboarded` after `poll`, which then also writes the
+    With `repeats_onboards`, a failed onboard is copied again at each poll until it succeeds, for an engine that does
+    not accept failed loads. Such an engine asks each rank with `has_onboarded` after `poll`, which then also writes the
     words of successful onboards: a word does not last, because the leader reuses the lane.
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        copier: DeviceCopier,
-        *,
-        onboard_pool: TransferPool,
-        offload_pool: TransferPool,
-        onboard_parts: int = 1,
-        min_part_bytes: int = MIN_PART_BYTES,
-        slice_bytes: int = SLICE_BYTES,
-        repeats_onboards: bool = False,
+        self, segment: Segment, copier: DeviceCopier, threads: CopyThreads, *, repeats_onboards: bool = False
     ) -> None:
         self._segment = segment
         self._copier = copier
-        self._onboard_pool = onboard_pool
-        self._offload_pool = offload_pool
-        self._onboard_parts = onboard_parts
-        self._min_part_bytes = min_part_bytes
-        self._slice_bytes = slice_bytes
+        self._threads = threads
+        self._onboard_pool, self._offload_pool = threads.onboard_pool, threads.offload_pool
         self._onboards: dict[int, _Running[Onboard]] = {}
         self._offloads: dict[int, _Running[Offload]] = {}
         self._repeats_onboards = repeats_onboards
@@ -169,10 +190,6 @@ class Worker:
         slot_count = capacity.slot_count(layout.slot_stride, segment_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
-        onboards_at_once, offloads_at_once, onboard_parts = CPU_PARTS, 1, CPU_PARTS
-        if pin:  # copies of a device share one link, and more threads would only wait for a stream
-            thread_count = min(thread_count, STREAMS_PER_DIRECTION)
-            onboards_at_once, offloads_at_once, onboard_parts = thread_count, thread_count, 1
         shared = {"rank": rank, "layout": layout, "pin": pin, "progress": progress}
         with on_device(storages[0]):  # page-locks the memory
             segment = replicas.share(
@@ -182,19 +199,8 @@ class Worker:
                 ),
                 lambda owner: Segment.attach(owner, replica=replicas.index, **shared),
             )
-        return cls(
-            segment,
-            DeviceCopier(layout, storages, segment),
-            onboard_pool=TransferPool(
-                thread_count,
-                name=f"kvbm-onboard-{rank}",
-                parts_at_once=onboards_at_once,
-                share_count=onboard_parts,
-            ),
-            offload_pool=TransferPool(thread_count, name=f"kvbm-offload-{rank}", parts_at_once=offloads_at_once),
-            onboard_parts=onboard_parts,
-            repeats_onboards=repeats_onboards,
-        )
+        threads = CopyThreads.start(rank, thread_count, is_device=pin)
+        return cls(segment, DeviceCopier(layout, storages, segment), threads, repeats_onboards=repeats_onboards)
 
     @property
     def info(self) -> SegmentInfo:
@@ -300,7 +306,7 @@ class Worker:
     def _start_onboards(self, orders: Sequence[Onboard]) -> None:
         fence, error = self.boundary.attempt("fence", self._copier.fence)
         for order in orders:
-            slices = self._parts(len(order.slots), self._onboard_parts)
+            slices = self._threads.parts(len(order.slots), self._segment.info.block_bytes, self._threads.onboard_parts)
             uncopied = _UncopiedParts(len(slices))
             parts = [partial(self._run_onboard, order, part, uncopied, fence) for part in slices]
             if (failed := self._submit(order, parts, self._onboard_pool, self._onboards, error)) is not None:
@@ -309,7 +315,7 @@ class Worker:
     def _offload_parts(self, order: Offload, fence: object | None) -> list[Callable[[], None]]:
         """Return the copies of this rank's share; a replica without a share has one that only reports."""
         share = self._share(order)
-        shares = [share[part] for part in self._parts(len(share), 1)]
+        shares = [share[part] for part in self._threads.parts(len(share), self._segment.info.block_bytes, 1)]
         slices = [slice(one.start, one.stop) for one in shares] or [slice(0, 0)]
         uncopied = _UncopiedParts(len(slices))
         return [partial(self._run_offload, order, part, uncopied, fence) for part in slices]
@@ -319,15 +325,6 @@ class Worker:
         info, count = self._segment.info, len(order.slots)
         turn = (info.replica + order.generation) % info.replica_count
         return range(turn * count // info.replica_count, (turn + 1) * count // info.replica_count)
-
-    def _parts(self, count: int, wanted: int) -> list[slice]:
-        """Split `count` blocks into `wanted` parts, fewer if these would be too small, more if they would be too
-        large."""
-        block_bytes = self._segment.info.block_bytes
-        worth = count * block_bytes // self._min_part_bytes
-        size = -(-count // max(1, min(wanted, worth)))
-        size = max(1, min(size, self._slice_bytes // block_bytes))
-        return [slice(begin, begin + size) for begin in range(0, count, size)]
 
     def _submit(
         self,

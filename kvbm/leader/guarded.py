@@ -60,7 +60,7 @@ class GuardedLeader:
         self._orders: dict[int, Offload | Onboard] | None = None  # in flight when the cache was turned off
         self._steps_off = 0
         self._has_cleared = False
-        trace = _Trace.of(boundary, callbacks.trace)
+        trace = None if callbacks.trace is None else _that_never_raises(callbacks.trace, boundary)
         ours = replace(callbacks, hold=self._hold, release=self._release, trace=trace)
         self.leader = Leader(region, settings, ours, open_tiers)
         boundary.counters = self.leader.counters
@@ -232,23 +232,14 @@ class GuardedLeader:
         self._block_pool.release(block_ids)
 
 
-class _Trace:
-    """A trace that never raises: it ends with its first exception."""
+def _that_never_raises(trace: Callable[..., None], boundary: Boundary) -> Callable[..., None]:
+    """Return the trace, which ends with its first exception."""
+    is_on = True
 
-    def __init__(self, boundary: Boundary, trace: Callable[..., None]) -> None:
-        self.boundary = boundary
-        self._trace: Callable[..., None] | None = trace
+    def record(call: str, **values: object) -> None:
+        nonlocal is_on
+        if is_on:
+            _, error = boundary.attempt("trace", lambda: trace(call, **values))
+            is_on = error is None
 
-    @classmethod
-    def of(cls, boundary: Boundary, trace: Callable[..., None] | None) -> Callable[..., None] | None:
-        return None if trace is None else cls(boundary, trace).record
-
-    def record(self, call: str, **values: object) -> None:
-        if self._trace is not None and not self._record(call, values):
-            self._trace = None
-
-    @contained(False)
-    def _record(self, call: str, values: dict[str, object]) -> bool:
-        assert self._trace is not None
-        self._trace(call, **values)
-        return True
+    return record

@@ -207,11 +207,9 @@ class LoadChoice:
         return wanted
 
     def may_pay(self, tier: Tier) -> bool:
-        """Whether reading blocks of this tier may be faster than computing them."""
         return self._reads_always or self.rates.may_pay(tier)
 
     def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        """Whether a request that has waited `waited_s` and got `blocks` of its `of_blocks` should compute the rest."""
         return not self._reads_always and self.rates.is_hopeless(waited_s=waited_s, blocks=blocks, of_blocks=of_blocks)
 
     def give_up(self, tier: Tier, blocks: int, missing: int, waited_s: float) -> None:

@@ -65,13 +65,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=mutable, handle=consumes(mutable), data=st.data())
     def split(self, handle, data):
         _, _, slots, _, epoch = self._drop(handle)
-        if data.draw(st.booleans(), label="by mask"):
-            mask = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)), label="mask")
-            first, second = handle.split(mask)
-        else:
-            count = data.draw(st.integers(0, len(slots)), label="count")
-            mask = [position < count for position in range(len(slots))]
-            first, second = handle.split(count)
+        mask = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)), label="mask")
+        first, second = handle.split(mask)
         chosen = [slot for slot, is_chosen in zip(slots, mask, strict=True) if is_chosen]
         others = [slot for slot, is_chosen in zip(slots, mask, strict=True) if not is_chosen]
         return multiple(

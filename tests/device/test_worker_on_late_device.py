@@ -14,7 +14,7 @@ from late_rig import MODES, LateRig
 from manual_pool import ManualPool
 
 from kvbm.device.pool import TransferPool
-from kvbm.device.worker import Worker
+from kvbm.device.worker import CopyThreads, Worker
 from kvbm.host.region import Region
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState
@@ -29,13 +29,9 @@ class Rank(LateRig):
     def __init__(self, cache, machine, device=0, make_pool=lambda: TransferPool(2, name="test"), **facts):
         super().__init__(cache, machine, device, **facts)
         self.onboard_pool, self.offload_pool = make_pool(), make_pool()
-        self.worker = Worker(
-            self.segment,
-            self.copier,
-            onboard_pool=self.onboard_pool,
-            offload_pool=self.offload_pool,
-            slice_bytes=SLICE_BLOCKS * self.layout.block_bytes,
-        )
+        slice_bytes = SLICE_BLOCKS * self.layout.block_bytes
+        threads = CopyThreads(self.onboard_pool, self.offload_pool, slice_bytes=slice_bytes)
+        self.worker = Worker(self.segment, self.copier, threads)
         self.region = Region.map([self.worker.info])
 
     def offload_result(self, slots, generation):

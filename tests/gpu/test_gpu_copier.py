@@ -118,7 +118,7 @@ def test_orders_of_a_worker_move_the_right_bytes(way):
     worker = Worker.create(layout, storages, HostCapacity(block_count=SLOTS))
     rig = Rig.__new__(Rig)
     rig.layout, rig.storages, rig.segment = layout, storages, worker._segment
-    worker._slice_bytes = 2 * layout.block_bytes
+    worker._threads.slice_bytes = 2 * layout.block_bytes
     numbers, others = tuple(range(7)), tuple(range(BLOCKS - 1, BLOCKS - 8, -1))
     for block in numbers:
         rig.write(block, f"block {block}")

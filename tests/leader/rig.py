@@ -22,7 +22,7 @@ from faults import FaultyCopier
 from manual_pool import ManualPool
 
 from kvbm.device.copier import DeviceCopier
-from kvbm.device.worker import Worker
+from kvbm.device.worker import CopyThreads, Worker
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.wear import Wear
@@ -240,14 +240,8 @@ class Rank:
         self.copier = FaultyCopier(DeviceCopier(g1.layout, g1.storages[rank], self.segment))
         self.onboard_pool = ManualPool()
         self.offload_pool = ManualPool()
-        self.worker = Worker(
-            self.segment,
-            self.copier,
-            onboard_pool=self.onboard_pool,
-            offload_pool=self.offload_pool,
-            onboard_parts=onboard_parts,
-            min_part_bytes=1,
-        )
+        threads = CopyThreads(self.onboard_pool, self.offload_pool, onboard_parts, min_part_bytes=1)
+        self.worker = Worker(self.segment, self.copier, threads)
 
     def run(self, kind: str) -> bool:
         """Run the oldest waiting copy of this kind, if there is one."""

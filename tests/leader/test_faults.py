@@ -8,7 +8,7 @@ from manual_pool import ManualPool
 from rig import Rig, chain
 
 from kvbm.device.pool import TransferPool
-from kvbm.device.worker import Worker
+from kvbm.device.worker import CopyThreads, Worker
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SlotState, Tier
@@ -372,7 +372,8 @@ def test_a_poll_does_not_write_the_word_of_a_proven_onboard_again(rig):
 
 def test_a_rank_that_the_engine_asks_proves_an_onboard_in_a_poll(rig):
     rank, pool = rig.ranks[0], ManualPool()
-    worker = Worker(rank.segment, rank.copier, onboard_pool=pool, offload_pool=rank.offload_pool, repeats_onboards=True)
+    threads = CopyThreads(pool, rank.offload_pool)
+    worker = Worker(rank.segment, rank.copier, threads, repeats_onboards=True)
     rank.segment.write_slots([0], 7, SlotState.READY)
     order = Onboard(generation=9, lane=3, slots=(0,), slot_generations=(7,), block_ids=(5,))
     worker.start(StepPlan(step=1, onboards=(order,)))

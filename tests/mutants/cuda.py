@@ -153,14 +153,14 @@ MUTANTS = (
         bug="an onboard scatters what an earlier copy left in the staging buffer",
         file=PATH,
         old="""\
-        kept = self._copy(stream, [self._staged(stream, moves)], to_host=False)
-        for sheet in self._sheets:
-            self._runtime.scatter(stream.handle, sheet.inside(stream.staging[: len(moves)]), rows, sheet.g1)
+        kept = self._copy(stream, [self._staged(stream, moves)], to_host=to_host)
+        for sheet in () if to_host else self._sheets:
+            self._runtime.scatter(stream.handle, sheet.inside(staging), rows, sheet.g1)
 """,
         new="""\
-        for sheet in self._sheets:
-            self._runtime.scatter(stream.handle, sheet.inside(stream.staging[: len(moves)]), rows, sheet.g1)
-        kept = self._copy(stream, [self._staged(stream, moves)], to_host=False)
+        for sheet in () if to_host else self._sheets:
+            self._runtime.scatter(stream.handle, sheet.inside(staging), rows, sheet.g1)
+        kept = self._copy(stream, [self._staged(stream, moves)], to_host=to_host)
 """,
         fails=PATH_TESTS,
     ),
@@ -316,7 +316,7 @@ MUTANTS = (
         name="cuda-worker-has-no-slices",
         bug="a long onboard is one part, and a short one waits for all of it",
         file="kvbm/device/worker.py",
-        old="        size = max(1, min(size, self._slice_bytes // block_bytes))\n",
+        old="        size = max(1, min(size, self.slice_bytes // block_bytes))\n",
         new="        size = max(1, size)\n",
         fails=WORKER_TESTS,
     ),

@@ -142,8 +142,8 @@ MUTANTS = (
         name="loads-read-more-than-host-memory-has-room-for",
         bug="a read asks for more room than host memory may ever have",
         file="kvbm/leader/disk_tier.py",
-        old="size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS, share))",
-        new="size = max(1, min(self._policy.batch_blocks, len(positions) // PARTS))",
+        old="size = max(1, min(self._settings.batch_blocks, len(positions) // PARTS, share))",
+        new="size = max(1, min(self._settings.batch_blocks, len(positions) // PARTS))",
         fails="tests/leader",
     ),
     Mutant(

@@ -92,7 +92,7 @@ MUTANTS = (
         name="shared-reader-writes",
         bug="an engine that may only read writes objects",
         file=FILE,
-        old="if self._policy.writes and not",
+        old='if self._policy.writes != "never" and not',
         new="if not",
         fails=f"{TESTS} -k only_reads",
     ),
