@@ -68,6 +68,7 @@ from kvbm.host.segment import Segment
 from kvbm.host.shared_memory import SharedMemory
 from kvbm.types import SlotState
 from kvbm.vllm_integration.cache_groups import TransferGroup
+from kvbm.vllm_integration.engine_facts import VllmFacts
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.worker_side import Handshake
 
@@ -135,12 +136,8 @@ class Kvbm:
         self.side = SchedulerSide(
             config,
             (TransferGroup(0, Group(BLOCK_TOKENS), ("layer.0",)),),
-            rank_count=RANKS,
-            hash_bytes=32,
-            continues_prompts=True,
-            gives_up_blocks=True,
-            identity=lambda: (self.identity, ""),
-            publishes_events=self.publishes_events,
+            VllmFacts(RANKS, hash_bytes=32, publishes_events=self.publishes_events),
+            lambda: (self.identity, ""),
         )
         self.side.bind_block_pool(pool)
         self.side.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)

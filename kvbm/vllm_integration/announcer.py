@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from kvbm.boundary import Boundary, contained
 from kvbm.events import BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
-from kvbm.vllm_integration.descriptions import Descriptions
+from kvbm.vllm_integration.descriptions import Descriptions, Forms
 from kvbm.vllm_integration.events import removed, stored
 from kvbm.vllm_integration.restored import RestoredBlocks
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import EventsSection
-    from kvbm.vllm_integration.cache_groups import TransferGroup
+    from kvbm.vllm_integration.request import VllmRequest
 
 PART_BLOCKS = 128  # that one action handles
 STEP_BLOCKS = 384  # that a step handles; the longest actions take 0.7 us per block
@@ -46,32 +46,27 @@ Work = Iterator[int]  # yields after each action how many blocks it has handled
 
 
 class Announcer:
-    """See the module's text. `hash_bytes`: length of vLLM's hashes; unless `is_plain`, ours end with the group index.
-    `expected_blocks`: how many blocks may be described and not yet stored."""
+    """See the module's text. `expected_blocks`: how many blocks may be described and not yet stored."""
 
     def __init__(
         self,
         boundary: Boundary,
         settings: EventsSection,
-        groups: Sequence[TransferGroup],
+        forms: Forms,
         *,
-        hash_bytes: int,
-        is_plain: bool,
         expected_blocks: int = 65536,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boundary = boundary
         self._settings = settings
-        self._forms = [Descriptions(group, hash_bytes) for group in groups]
-        self._by_index = {form.group.index: form for form in self._forms}
-        self._is_plain = is_plain
+        self._forms = forms
         self._clock = clock
         tiers = (Tier.HOST, Tier.DISK)  # every engine reads the shared tier: it says nothing about this one
         self._announced: dict[Tier, dict[bytes, bytes]] = {tier: {} for tier in tiers}  # hash -> description
         # Descriptions of blocks on their way; when the first dict is full, it replaces the second, which is dropped.
         self._described: tuple[dict[bytes, bytes], dict[bytes, bytes]] = ({}, {})
         self._expected_blocks = max(1, expected_blocks)
-        self._restored = RestoredBlocks(self._form_of)
+        self._restored = RestoredBlocks(forms.of)
         self._work: deque[Work] = deque()
         self._backlog = 0  # blocks in `_work`
         self._repetition: Work | None = None
@@ -84,7 +79,14 @@ class Announcer:
         """Note that the blocks `chain[begin:end]` of a request may be stored soon. `position`: of their group."""
         if begin < end:
             parent = chain[begin - 1] if begin else None
-            self._add(end - begin, self._describe(request, self._forms[position], begin, chain[begin:end], parent))
+            self._add(end - begin, self._describe(request, self._forms.all[position], begin, chain[begin:end], parent))
+
+    def describe_up_to(self, tracked: VllmRequest, position: int, chain: Sequence[bytes], end: int) -> None:
+        """Describe the blocks of one group from where the last call has ended."""
+        if not tracked.described:
+            tracked.described = [0] * len(self._forms.all)
+        begin, tracked.described[position] = tracked.described[position], end
+        self.describe(tracked.request, position, chain, begin, end)
 
     def _describe(
         self, request: Request, form: Descriptions, begin: int, hashes: Sequence[bytes], parent: bytes | None
@@ -121,9 +123,6 @@ class Announcer:
                     known = (some[hashes[index]] for some in others if hashes[index] in some)
                     found[index] = next(known, None) or self._restored.description(hashes[index])
         return found
-
-    def _form_of(self, sequence_hash: bytes) -> Descriptions | None:
-        return self._forms[0] if self._is_plain else self._by_index.get(sequence_hash[-1])
 
     def has_work(self) -> bool:
         """Whether the next calls of `take` return more without new events."""
@@ -181,7 +180,7 @@ class Announcer:
 
     def _say_stored(self, tier: Tier, hashes: Sequence[bytes], known: Sequence[bytes]) -> None:
         self._announced[tier].update(zip(hashes, known, strict=True))
-        for form, some, descriptions in self._by_group(hashes, known):
+        for form, some, descriptions in self._forms.split(hashes, known):
             self._events += stored(tier, some, descriptions, form)
 
     def _hold(self, event: BlocksRestored) -> Work:
@@ -209,7 +208,7 @@ class Announcer:
         self._say_removed(tier, gone)
 
     def _say_removed(self, tier: Tier, hashes: Sequence[bytes]) -> None:
-        for form, some, _ in self._by_group(hashes, hashes):
+        for form, some, _ in self._forms.split(hashes, hashes):
             self._events.append(removed(tier, some, form))
 
     def _clear(self, tier: Tier) -> Work:
@@ -230,21 +229,8 @@ class Announcer:
         present = [sequence_hash for sequence_hash in hashes if sequence_hash in announced]
         known = [announced[sequence_hash] for sequence_hash in present]
         self._say_removed(tier, present)
-        for form, some, descriptions in self._by_group(present, known):
+        for form, some, descriptions in self._forms.split(present, known):
             self._events += stored(tier, some, descriptions, form)
-
-    def _by_group(
-        self, hashes: Sequence[bytes], values: Sequence[bytes]
-    ) -> Iterator[tuple[Descriptions, Sequence[bytes], Sequence[bytes]]]:
-        """Split blocks, and a value of each, by their KV cache group."""
-        if self._is_plain:
-            if hashes:
-                yield self._forms[0], hashes, values
-            return
-        for form in self._forms:
-            pairs = [pair for pair in zip(hashes, values, strict=True) if pair[0][-1] == form.group.index]
-            if pairs:
-                yield form, [name for name, _ in pairs], [value for _, value in pairs]
 
 
 def _in_parts(act: Callable[[Sequence[bytes]], None], hashes: Sequence[bytes] | dict[bytes, bytes]) -> Work:

@@ -24,7 +24,6 @@ class GroupedTables:
     """See the module's text. `suffix_bytes` are behind vLLM's hash in ours. Of a hit of a whole prompt, vLLM computes
     the last `recomputed_tokens` again, with a window that may start in a block that was evicted."""
 
-    is_plain = False
     suffix_bytes = 1
     recomputed_tokens = 1
 
@@ -94,7 +93,6 @@ class GroupedTables:
 class PlainTables(GroupedTables):
     """See the module's text. Each of vLLM's hashes covers one block."""
 
-    is_plain = True
     suffix_bytes = 0
     recomputed_tokens = 0
 
@@ -124,6 +122,6 @@ class PlainTables(GroupedTables):
         tracked.block_ids[0] += block_ids[self._index]
 
 
-def block_tables(groups: Sequence[TransferGroup]) -> GroupedTables:
-    is_plain = len(groups) == 1 and groups[0].group.looks_back_over_all
-    return PlainTables(groups) if is_plain else GroupedTables(groups)
+def is_plain(groups: Sequence[TransferGroup]) -> bool:
+    """Whether hashes of vLLM are ours: there is one group, which looks back over the whole prompt."""
+    return len(groups) == 1 and groups[0].group.looks_back_over_all

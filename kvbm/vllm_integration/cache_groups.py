@@ -86,18 +86,6 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[TransferGroup, ...]:
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
 
 
-def continues_prompts(vllm_config: VllmConfig) -> bool:
-    """Return whether the engine can compute more than one token after a cached prefix.
-
-    vLLM's reference attention for latent (MLA) caches on CPUs cannot: it silently ignores the cached part of a prompt.
-    vLLM itself disables chunked prefill and its prefix cache for it.
-    """
-    from vllm.platforms import current_platform
-
-    is_reference = current_platform.is_cpu() and getattr(vllm_config.model_config, "use_mla", False)
-    return not is_reference or bool(vllm_config.scheduler_config.enable_chunked_prefill)
-
-
 def _transferred(kv_cache_config: KVCacheConfig) -> dict[int, Any]:
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return {index: group for index, group in groups if getattr(group, "enable_kv_transfer", True)}

@@ -29,8 +29,9 @@ from kvbm.config.connector import resolve_connector
 from kvbm.device.replicas import ALONE
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.log_queue import queue_log
-from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups, continues_prompts, decline_reason
-from kvbm.vllm_integration.identity import encodes_by_content, identity
+from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
+from kvbm.vllm_integration.engine_facts import VllmFacts, rank_count_of, rank_of
+from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.placement import require_parent, require_role
 from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -80,29 +81,18 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             if role is KVConnectorRole.SCHEDULER:
                 log.warning("kvbm is disabled for this engine: %s", reason)
             return
-        groups = cache_groups(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                config,
-                groups,
-                rank_count=_rank_count(vllm_config),
-                hash_bytes=_hash_bytes(vllm_config),
-                continues_prompts=continues_prompts(vllm_config),
-                gives_up_blocks=KNOWS_FAILED_REQUESTS,
-                identity=partial(identity, vllm_config),
-                publishes_events=_publishes_events(vllm_config),
-                engine=_engine_index(vllm_config),
-                encodes_here=encodes_by_content(vllm_config),
-            )
+            facts = VllmFacts.of(vllm_config)
+            groups = cache_groups(kv_cache_config)
+            self._scheduler = SchedulerSide(config, groups, facts, partial(identity, vllm_config))
             watch(self._scheduler)
             preempt_before_resets(DynamoConnector)
         else:
             self._worker = self.worker_side_class()(
                 config,
                 kv_cache_config,
-                groups,
-                rank=_rank(vllm_config),
-                rank_count=_rank_count(vllm_config),
+                rank=rank_of(vllm_config),
+                rank_count=rank_count_of(vllm_config),
                 replicas=replicas_of(vllm_config, kv_cache_config) if config.transfer.share_equal_kv else ALONE,
             )
 
@@ -283,38 +273,6 @@ def _log_as_vllm_does() -> None:
     ours, theirs = logging.getLogger("kvbm"), logging.getLogger("vllm")
     queue_log(ours, theirs)
     ours.setLevel(theirs.level)
-
-
-def _publishes_events(vllm_config: VllmConfig) -> bool:
-    events = vllm_config.kv_events_config
-    return bool(events and events.enable_kv_cache_events)
-
-
-def _hash_bytes(vllm_config: VllmConfig) -> int:
-    """Return the length of a block hash with the configured algorithm."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-
-    return len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b""))
-
-
-def _rank(vllm_config: VllmConfig) -> int:
-    """Return the rank of this worker in its engine: tensor and pipeline parallel, not data parallel."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    stage: int = get_pp_group().rank_in_group
-    part: int = get_tp_group().rank_in_group
-    return stage * int(vllm_config.parallel_config.tensor_parallel_size) + part
-
-
-def _engine_index(vllm_config: VllmConfig) -> int:
-    """Return this engine's index in a data-parallel server. vLLM resets the rank to 0 if engines share no experts."""
-    parallel = vllm_config.parallel_config
-    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
-
-
-def _rank_count(vllm_config: VllmConfig) -> int:
-    parallel = vllm_config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
 
 
 def _register() -> None:

@@ -14,7 +14,7 @@ The same bytes are stored next to the block on disk. `is_sound` checks those tha
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from kvbm.vllm_integration.block_tables import is_plain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -37,6 +39,7 @@ WORTHWHILE_ROWS = 8  # from so many blocks on, numpy is faster than a loop
 
 
 Name = int | bytes
+PartOfGroup = tuple["Descriptions", Sequence[bytes], Sequence[bytes]]  # form, hashes, values
 
 
 class Extras(NamedTuple):
@@ -159,6 +162,39 @@ class Descriptions:
         except (msgspec.DecodeError, RecursionError, TypeError, ValueError):
             return None
         return note[: self._width] + _encoded(extras._replace(adapter_id=None))
+
+
+class Forms:
+    """The descriptions of all groups. The last byte of a hash says to which group a block belongs (block_tables.py)."""
+
+    def __init__(self, groups: Sequence[TransferGroup], hash_bytes: int) -> None:
+        self.all = [Descriptions(group, hash_bytes) for group in groups]
+        self._by_index = {form.group.index: form for form in self.all}
+
+    def of(self, sequence_hash: bytes) -> Descriptions | None:
+        return self._by_index.get(sequence_hash[-1])
+
+    def split(self, hashes: Sequence[bytes], values: Sequence[bytes]) -> Iterator[PartOfGroup]:
+        """Split blocks, and a value of each, by their KV cache group."""
+        for form in self.all:
+            pairs = [pair for pair in zip(hashes, values, strict=True) if pair[0][-1] == form.group.index]
+            if pairs:
+                yield form, [name for name, _ in pairs], [value for _, value in pairs]
+
+
+class PlainForms(Forms):
+    """The descriptions of the only group, whose hashes say nothing of it."""
+
+    def of(self, sequence_hash: bytes) -> Descriptions:
+        return self.all[0]
+
+    def split(self, hashes: Sequence[bytes], values: Sequence[bytes]) -> Iterator[PartOfGroup]:
+        if hashes:
+            yield self.all[0], hashes, values
+
+
+def forms_of(groups: Sequence[TransferGroup], hash_bytes: int) -> Forms:
+    return (PlainForms if is_plain(groups) else Forms)(groups, hash_bytes)
 
 
 class DescribedExtent(NamedTuple):

@@ -29,8 +29,9 @@ from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
-from kvbm.vllm_integration.block_tables import block_tables
+from kvbm.vllm_integration.descriptions import forms_of
 from kvbm.vllm_integration.media import Media
+from kvbm.vllm_integration.offloading import offloading_of
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.vllm_integration.cache_groups import TransferGroup
+    from kvbm.vllm_integration.engine_facts import VllmFacts
 
 RESET_PATIENCE_S = 2.0
 RESET_POLL_S = 0.0005
@@ -57,53 +59,36 @@ log = logging.getLogger(__name__)
 
 
 class SchedulerSide:
-    """Hooks of one engine's scheduler.
-
-    `hash_bytes`: length of vLLM's block hashes. `continues_prompts`: whether the engine can compute more than the last
-    token of a prompt after a hit. `gives_up_blocks`: whether it frees the blocks of a failed load. `identity` returns
-    what blocks on disk must match, and why they must not outlive the engine, empty if they may. `publishes_events`:
-    whether vLLM publishes KV events. `engine`: its number in a data-parallel server. `encodes_here`: whether it
-    computes every encoding of media itself, and from the content alone.
-    """
+    """Hooks of one engine's scheduler. `identity` returns what blocks on disk must match, and why they must not outlive
+    the engine, empty if they may."""
 
     def __init__(
         self,
         config: ConnectorConfig,
         groups: Sequence[TransferGroup],
-        *,
-        rank_count: int,
-        hash_bytes: int,
-        continues_prompts: bool,
-        gives_up_blocks: bool,
+        facts: VllmFacts,
         identity: Callable[[], tuple[dict[str, object], str]],
-        publishes_events: bool = False,
-        engine: int = 0,
-        encodes_here: bool = True,
     ) -> None:
         self._config = config
-        self._telemetry = Telemetry(config.metrics, engine=engine)
+        self._facts = facts
+        self._telemetry = Telemetry(config.metrics, engine=facts.index)
         self._identity = identity
         self._groups = groups
-        self._rank_count = rank_count
-        self._continues_prompts = continues_prompts
-        self._gives_up_blocks = gives_up_blocks
-        self._publishes_events = publishes_events
         self._announcer: Announcer | None = None
-        self._tables = block_tables(groups)
         self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
-        self._hash_bytes = hash_bytes + self._tables.suffix_bytes
+        self._offloading = offloading_of(groups, self._snapshots)
+        self._tables, self._due_tokens = self._offloading.tables, self._offloading.due_tokens
         self._pool: BlockPool | None = None
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
         self._requests: dict[str, VllmRequest] = {}
-        self._due_tokens: dict[str, int] = {}  # of tracked requests: with fewer tokens there is nothing to offload
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
         self._has_lower_tiers = config.tiers.disk is not None or config.tiers.shared is not None
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
-        self._media = Media(hash_bytes, encodes_here=encodes_here)
+        self._media = Media(facts.hash_bytes, encodes_here=facts.encodes_here)
         self._keeps_blocks = False  # for the next start, or for other engines
         self._description: Future[Description] | None = None
         self._stale: set[str] = set()  # requests with KV of former weights
@@ -126,8 +111,8 @@ class SchedulerSide:
         if not ours:
             log.warning("kvbm is disabled for this engine: vLLM requested no handshake from its ranks")
             return
-        if len(ours) != self._rank_count:
-            raise EnvironmentProblem(f"only {len(ours)} of {self._rank_count} ranks sent a handshake")
+        if len(ours) != self._facts.rank_count:
+            raise EnvironmentProblem(f"only {len(ours)} of {self._facts.rank_count} ranks sent a handshake")
         known, self._handshakes = self._handshakes, ours
         if self.leader is not None:
             if known != self._handshakes:
@@ -149,20 +134,17 @@ class SchedulerSide:
         segments = [handshake.segment for handshake in self._handshakes]
         traits = EngineTraits(
             block_tokens=self._groups[0].group.block_tokens,
-            hash_bytes=self._hash_bytes,
+            hash_bytes=self._facts.hash_bytes + self._tables.suffix_bytes,
             groups=tuple(group.group for group in self._groups),
-            gives_up_blocks=self._gives_up_blocks,
-            publishes_events=self._publishes_events,
+            gives_up_blocks=self._facts.gives_up_blocks,
+            publishes_events=self._facts.publishes_events,
         )
-        if self._publishes_events:
+        if self._facts.publishes_events:
+            forms = forms_of(self._groups, self._facts.hash_bytes)
             self._announcer = Announcer(
-                self.boundary,
-                self._config.events,
-                self._groups,
-                hash_bytes=self._hash_bytes - self._tables.suffix_bytes,
-                is_plain=self._tables.is_plain,
-                expected_blocks=len(self._pool.blocks),
+                self.boundary, self._config.events, forms, expected_blocks=len(self._pool.blocks)
             )
+            self._offloading.announcer = self._announcer
         notes_of = None if self._announcer is None else self._announcer.notes_of
         progress = progress_log("of disk space")
         self._region, self.leader = open_leader(
@@ -186,7 +168,8 @@ class SchedulerSide:
         if self._description is None:
             facts, doubt = self._identity()
             groups = [[group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._groups]
-            self._description = describe({**facts, "groups": groups, "ranks": self._rank_count}, doubt or self.doubt)
+            facts = {**facts, "groups": groups, "ranks": self._facts.rank_count}
+            self._description = describe(facts, doubt or self.doubt)
         return self._description
 
     def _tenant_of(self, request_id: str) -> bytes:
@@ -224,7 +207,7 @@ class SchedulerSide:
         found = self._tables.match(self.leader, tracked, tracked.named_tokens(most))
         if self._snapshots is not None and found is not None:
             self._ask_for_snapshot(request, local_tokens, found)
-        if found and not self._continues_prompts and local_tokens + found < request.num_tokens - 1:
+        if found and not self._facts.continues_prompts and local_tokens + found < request.num_tokens - 1:
             found = 0
         return found, bool(found)
 
@@ -262,21 +245,10 @@ class SchedulerSide:
 
     def _offload_snapshot(self, tracked: VllmRequest, snapshot: Snapshot) -> None:
         is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
-        may_offload = snapshot.tokens <= tracked.named_tokens(tracked.max_offload_tokens)
-        may_offload &= snapshot.request_id not in self._stale
-        if not may_offload or (is_generated and not self._config.offload.generated):
-            return
-        assert self.leader is not None
-        hashes = [
-            chain[snapshot.tokens // cache_group.group.block_tokens - 1]
-            for cache_group, chain in zip(self._groups, self._tables.chains(tracked), strict=True)
-            if isinstance(cache_group.group, StateGroup)
-        ]
-        if self._announcer is not None:
-            self._describe_snapshot(tracked, snapshot.tokens)
-        if self.leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids):
-            tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
-            self._due_tokens[snapshot.request_id] = 0
+        is_wanted = self._config.offload.generated or not is_generated
+        if is_wanted and snapshot.request_id not in self._stale:
+            assert self.leader is not None
+            self._offloading.offload_snapshot(self.leader, tracked, snapshot)
 
     @hook(False)
     def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
@@ -291,7 +263,8 @@ class SchedulerSide:
         chains = () if self._announcer is None else self._tables.chains(tracked)
         for position, chain in enumerate(chains):
             size = self._groups[position].group.block_tokens
-            self._describe(tracked, position, chain, end // size, begin=tracked.start // size)
+            assert self._announcer is not None
+            self._announcer.describe(request, position, chain, tracked.start // size, end // size)
         self.leader.onboard(request.request_id, load[0], 0, load[1], tokens=external_tokens)
         self._loading.add(request.request_id)
         tracked.loaded = external_tokens
@@ -324,6 +297,7 @@ class SchedulerSide:
 
     @hook()
     def _finish_and_offload(self, output: SchedulerOutput) -> None:
+        assert self.leader is not None
         for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
             self._forget_progress(request_id)
             self._stale.discard(request_id)
@@ -337,15 +311,16 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables.own(new.block_ids)
-                self._offload([(tracked, new.num_computed_tokens)], output)
+                self._offloading.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and (tracked := requests.get(request_id)) is not None:
                 self._extend_tables(tracked, block_ids, is_resumed=request_id in cached.resumed_req_ids)
         # Hundreds of requests run and few complete a block: find those without a step of Python per request.
         tokens = map(add, cached.num_computed_tokens, map(output.num_scheduled_tokens.__getitem__, cached.req_ids))
         is_due = map(ge, tokens, map(self._due_tokens.get, cached.req_ids, repeat(UNLIMITED)))
-        due = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
-        self._offload([(requests[request_id], computed) for request_id, computed in due], output)
+        found = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
+        due = [(requests[request_id], computed) for request_id, computed in found]
+        self._offloading.offload(self.leader, due, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
         if self._has_lower_tiers:
@@ -401,24 +376,6 @@ class SchedulerSide:
                 continue
             if tokens >= tracked.start + tracked.loaded + max(group.group.block_tokens for group in self._groups):
                 tracked.media.distrust()
-
-    def _describe(
-        self, tracked: VllmRequest, position: int, chain: Sequence[bytes], end: int, *, begin: int | None = None
-    ) -> None:
-        """Describe the blocks of one group up to `end`, from `begin` on or from where the last call has ended."""
-        assert self._announcer is not None
-        if not tracked.described:
-            tracked.described = [0] * len(self._groups)
-        if begin is None:
-            begin, tracked.described[position] = tracked.described[position], end
-        if begin < end:
-            self._announcer.describe(tracked.request, position, chain, begin, end)
-
-    def _describe_snapshot(self, tracked: VllmRequest, tokens: int) -> None:
-        for position, (group, chain) in enumerate(zip(self._groups, self._tables.chains(tracked), strict=True)):
-            if isinstance(group.group, StateGroup):
-                end = tokens // group.group.block_tokens
-                self._describe(tracked, position, chain, end, begin=end - 1)
 
     @contained()
     def take_stats(self) -> KvbmStats | None:
@@ -524,67 +481,6 @@ class SchedulerSide:
             self._stale.discard(tracked.request.request_id)
         else:
             self._tables.extend(tracked, block_ids)
-
-    def _offload(self, due: Sequence[tuple[VllmRequest, int]], output: SchedulerOutput) -> None:
-        """Offload the blocks that the next forward pass completes. `due`: (request, its computed tokens)."""
-        if self._tables.is_plain:
-            self._offload_plain(due, output)
-            return
-        for tracked, computed_tokens in due:
-            self._offload_groups(tracked, computed_tokens, output)
-
-    def _offload_plain(self, due: Sequence[tuple[VllmRequest, int]], output: SchedulerOutput) -> None:
-        assert self.leader is not None
-        size, completed = self._groups[0].group.block_tokens, []
-        for tracked, computed_tokens in due:
-            request = tracked.request
-            blocks = self._tokens_after(tracked, computed_tokens, output) // size
-            prompt_blocks = request.num_prompt_tokens // size
-            chain = self._tables.chains(tracked)[0]
-            completed.append((request.request_id, chain, tracked.block_ids[0], blocks, prompt_blocks))
-        due_tokens = self._due_tokens
-        ends = self.leader.offload_all(completed)
-        for entry, considered in zip(completed, ends, strict=False):
-            due_tokens[entry[0]] = (considered + 1) * size
-        if self._announcer is not None:
-            for (tracked, _), considered in zip(due, ends, strict=False):
-                self._describe(tracked, 0, self._tables.chains(tracked)[0], considered)
-
-    def _tokens_after(self, tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> int:
-        """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
-        request_id = tracked.request.request_id
-        tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
-        if output.scheduled_spec_decode_tokens:
-            tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-        return tracked.named_tokens(min(tokens, tracked.max_offload_tokens))
-
-    def _offload_groups(self, tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> None:
-        """Offload blocks of one request of a model with several KV cache groups or with states."""
-        request_id, prompt_tokens = tracked.request.request_id, tracked.request.num_prompt_tokens
-        tokens, useful = self._tokens_after(tracked, computed_tokens, output), UNLIMITED
-        if self._snapshots is not None:
-            useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
-            if useful > tracked.max_offload_tokens:  # the snapshot there is not offloaded
-                useful = tracked.snapshot_tokens
-        assert self.leader is not None
-        due = UNLIMITED
-        for position, (cache_group, chain) in enumerate(zip(self._groups, self._tables.chains(tracked), strict=True)):
-            if isinstance(cache_group.group, StateGroup):
-                continue
-            size = cache_group.group.block_tokens
-            considered = self.leader.offload(
-                request_id,
-                chain,
-                tracked.block_ids[position],
-                computed_blocks=min(tokens, useful) // size,
-                prompt_blocks=prompt_tokens // size,
-                group=position,
-            )
-            if self._announcer is not None:
-                self._describe(tracked, position, chain, considered)
-            if (considered + 1) * size <= useful:
-                due = min(due, (considered + 1) * size)
-        self._due_tokens[request_id] = due
 
 
 def _is_doubtful(identity: Future[Description]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
 from kvbm.host.processes import boot_id
 from kvbm.plan import StepPlan
-from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, TransferGroup
+from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,6 @@ class WorkerSide:
         self,
         config: ConnectorConfig,
         kv_cache_config: KVCacheConfig,
-        groups: Sequence[TransferGroup],
         *,
         rank: int,
         rank_count: int,
@@ -89,7 +88,7 @@ class WorkerSide:
         self._config = config
         self._block_count: int = kv_cache_config.num_blocks
         self._has_one_group = len(kv_cache_config.kv_cache_groups) == 1
-        self._layer_names = [name for group in groups for name in group.layer_names]
+        self._layer_names = [name for group in cache_groups(kv_cache_config) for name in group.layer_names]
         # If vLLM zeroes new blocks, it does so after `bind` and would overwrite loads that started there.
         self._starts_late = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))
         self._rank = rank

@@ -33,7 +33,7 @@ from kvbm.vllm_integration import announcer as module
 from kvbm.vllm_integration import descriptions, events
 from kvbm.vllm_integration.announcer import STEP_BLOCKS, Announcer
 from kvbm.vllm_integration.cache_groups import TransferGroup
-from kvbm.vllm_integration.descriptions import Descriptions
+from kvbm.vllm_integration.descriptions import Descriptions, forms_of
 
 SIZE = 4
 PLAIN = TransferGroup(0, Group(SIZE), ("layer",), kind="full_attention")
@@ -60,16 +60,8 @@ def prompt(name, blocks):
 
 
 def make(groups=(PLAIN,), *, clock=lambda: 0.0, expected_blocks=4096, **settings):
-    is_plain = groups == (PLAIN,)
-    return Announcer(
-        Boundary(),
-        EventsSection(**settings),
-        groups,
-        hash_bytes=32,
-        is_plain=is_plain,
-        expected_blocks=expected_blocks,
-        clock=clock,
-    )
+    forms = forms_of(groups, 32)
+    return Announcer(Boundary(), EventsSection(**settings), forms, expected_blocks=expected_blocks, clock=clock)
 
 
 def names(hashes):
@@ -404,7 +396,7 @@ def test_an_exception_loses_the_events_of_one_batch_and_no_later_ones(monkeypatc
     hashes, more = described(announcer, prompt("a", 2)), described(announcer, prompt("b", 2))
     drained(announcer)
     with monkeypatch.context() as patch:
-        patch.setattr(Descriptions, "runs", lambda *_: 1 / 0)
+        patch.setattr(Descriptions, "extents", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             announcer.take([BlocksStored(Tier.HOST, tuple(hashes))])
     (event,) = drained(announcer, BlocksStored(Tier.HOST, tuple(more)))
@@ -496,7 +488,7 @@ def test_a_damaged_note_of_one_block_leaves_the_others(note):
 def test_the_time_per_block_does_not_grow_with_what_is_left_on_disk(length):
     """20,000 blocks take a tenth of a second; with work that grows with the square, it was more than 10 s."""
     announcer = make()
-    form, count = announcer._forms[0], 20_000
+    form, count = announcer._forms.all[0], 20_000
     hashes = [number.to_bytes(32, "big") for number in range(1, count + 1)]
     tokens, root = bytes(4 * SIZE), form._form
     notes = [

@@ -80,18 +80,12 @@ def test_vllm_asks_that_of_an_engine_with_cuda_graphs(monkeypatch):
 
 def test_a_taken_port_stops_the_side_that_decides(monkeypatch):
     from kvbm.config.schema import ConnectorConfig
+    from kvbm.vllm_integration.engine_facts import VllmFacts
     from kvbm.vllm_integration.scheduler_side import SchedulerSide
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         contents = {"tiers": {"host": {"blocks": 1}}, "metrics": {"serve": True, "port": port}}
+        config, facts = ConnectorConfig.model_validate(contents), VllmFacts(1, hash_bytes=32)
         with pytest.raises(EnvironmentProblem, match=f"port {port} for metrics"):
-            SchedulerSide(
-                ConnectorConfig.model_validate(contents),
-                (),
-                rank_count=1,
-                hash_bytes=32,
-                continues_prompts=True,
-                gives_up_blocks=True,
-                identity=lambda: ({}, ""),
-            )
+            SchedulerSide(config, (), facts, lambda: ({}, ""))

@@ -48,6 +48,7 @@ from kvbm.vllm_integration.cache_groups import (
     cache_groups,
     decline_reason,
 )
+from kvbm.vllm_integration.engine_facts import VllmFacts
 from kvbm.vllm_integration.request import UNLIMITED, _limit
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -83,16 +84,8 @@ def mamba(*, mode="align", **facts):
 
 
 def scheduler_side(groups, rank_count=1, publishes_events=True):
-    return SchedulerSide(
-        CONFIG,
-        groups,
-        rank_count=rank_count,
-        hash_bytes=32,
-        continues_prompts=True,
-        gives_up_blocks=True,
-        identity=lambda: ({}, ""),
-        publishes_events=publishes_events,
-    )
+    facts = VllmFacts(rank_count, hash_bytes=32, publishes_events=publishes_events)
+    return SchedulerSide(CONFIG, groups, facts, lambda: ({}, ""))
 
 
 @contextmanager
@@ -100,7 +93,7 @@ def both_sides():
     """Yields the scheduler's side and a rank's side of an engine with four blocks, before their handshake."""
     description = cache(FULL, num_blocks=4)
     groups = cache_groups(description)
-    worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+    worker = WorkerSide(CONFIG, description, rank=0, rank_count=1)
     worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
     side = scheduler_side(groups)
     side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
@@ -302,7 +295,7 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
     storage = torch.zeros(2, *shape)
     layers = {f"layer.{index}": storage[index % 2] for index in range(4)}
     description = cache(FULL, FULL, WINDOW, WINDOW, num_blocks=4, needs_kv_cache_zeroing=False)
-    side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+    side = WorkerSide(CONFIG, description, rank=0, rank_count=1)
     side.register_kv_caches(layers)
     try:
         assert side.handshake().segment.block_bytes == 2 * 2 * 16 * 64 * 4
@@ -314,7 +307,7 @@ def test_a_rank_takes_whole_pages_of_all_layers_once_even_where_groups_overlay_e
 @pytest.fixture
 def rank():
     description = cache(FULL, num_blocks=4)
-    return WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+    return WorkerSide(CONFIG, description, rank=0, rank_count=1)
 
 
 def test_a_failed_load_is_repeated_by_the_rank_in_the_step_that_carries_it(rank):
@@ -339,7 +332,7 @@ def test_an_engine_with_several_groups_gets_no_failed_blocks_even_if_only_one_is
     """vLLM ends with an exception if it does."""
     description = cache(FULL, WINDOW, num_blocks=4)
     description.kv_cache_groups[1].enable_kv_transfer = False
-    side = WorkerSide(CONFIG, description, cache_groups(description), rank=0, rank_count=1)
+    side = WorkerSide(CONFIG, description, rank=0, rank_count=1)
     side.bind(StepOrders(StepPlan(step=1), (LoadResult("r", (1, 2, 3), (2, 3), True),)))
     assert side.lost_requests() == {"r"}
     assert side.failed_blocks() == set()
@@ -810,7 +803,7 @@ class Engine:
     def __init__(self, *, publishes_events=True):
         description = cache(FULL, num_blocks=12)
         groups = cache_groups(description)
-        self.worker = WorkerSide(CONFIG, description, groups, rank=0, rank_count=1)
+        self.worker = WorkerSide(CONFIG, description, rank=0, rank_count=1)
         self.worker.register_kv_caches({"layer.0": torch.zeros(12, 2, 16, 64)})
         self.pool = BlockPool(12, enable_caching=True, hash_block_size=16)
         self.scheduler = scheduler_side(groups, publishes_events=publishes_events)
