@@ -20,7 +20,6 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -102,9 +101,11 @@ class SharedMemory:
         memory: HostMemory | None,
         progress: Progress | None,
     ) -> SharedMemory:
-        """`memory` is None for huge pages."""
-        check = _RoomCheck(who, length, memory, nodes[0] if len(nodes) == 1 else None)
-        check(0)
+        """`memory` is None for reserved huge pages: once mapped, no other process can take them."""
+        check = None
+        if memory is not None:
+            check = partial(_require_room, who, length, memory, nodes[0] if len(nodes) == 1 else None)
+            check()
         shared = cls(*_map_new(name, length, is_huge=memory is None))
         try:
             if memory is not None and memory.has_transparent_huge_pages():
@@ -173,29 +174,16 @@ class SharedMemory:
                     torch.cuda.cudart().cudaHostUnregister(self.address + self._pinned.pop())
 
 
-@dataclass(frozen=True, slots=True)
-class _RoomCheck:
-    """Checks the available memory before and during allocation, since several ranks may allocate in parallel.
-
-    `memory` is None for reserved huge pages: once mapped, no other process can take them.
-    """
-
-    who: str
-    length: int
-    memory: HostMemory | None
-    node: int | None
-
-    def __call__(self, done_bytes: int) -> None:
-        if self.memory is None:
-            return
-        room = self.memory.room(self.node)
-        if self.length - done_bytes > room.available_bytes:
-            available = room.available_bytes + done_bytes
-            raise EnvironmentProblem(
-                f"{self.who} requests {_shown(self.length)} of host memory, but only {_shown(available)} are "
-                f"available ({room.limit})",
-                hint=CAPACITY_HINT,
-            )
+def _require_room(who: str, length: int, memory: HostMemory, node: int | None, done_bytes: int = 0) -> None:
+    """Raise EnvironmentProblem if the rest does not fit. Several ranks may allocate in parallel."""
+    room = memory.room(node)
+    if length - done_bytes > room.available_bytes:
+        available = room.available_bytes + done_bytes
+        raise EnvironmentProblem(
+            f"{who} requests {_shown(length)} of host memory, but only {_shown(available)} are available "
+            f"({room.limit})",
+            hint=CAPACITY_HINT,
+        )
 
 
 def _shown(byte_count: int) -> str:

@@ -59,8 +59,6 @@ class _Write:
 
 
 class DiskTier(LowerTier):
-    """See the module's text."""
-
     kind = Tier.DISK
 
     def __init__(self, disk: DiskSupervisor, context: TierContext) -> None:

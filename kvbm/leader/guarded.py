@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, forwarded, hook
@@ -147,13 +148,8 @@ class GuardedLeader:
     def close(self) -> None:
         """Like `Leader.close`. If the cache is off, nothing more is written to a lower tier."""
         self._close()
-        if self.boundary.is_off:
-            self._abandon_tiers()
-
-    @contained()
-    def _abandon_tiers(self) -> None:
-        for tier in reversed(self.leader.lower_tiers):
-            tier.abandon(CLOSE_S)
+        for tier in reversed(self.leader.lower_tiers) if self.boundary.is_off else ():
+            self.boundary.attempt("abandon", partial(tier.abandon, CLOSE_S))
 
     @contained(list)
     def take_events(self) -> list[Event]:
@@ -193,7 +189,8 @@ class GuardedLeader:
             if self._has_ended(order):
                 del orders[generation]
                 self._release(order.block_ids[::-1])
-        self._drop_results_of_tiers()
+        for tier in self.leader.lower_tiers:
+            self.boundary.attempt("drop_results", tier.drop_results)
         copied = {block_id for order in orders.values() for block_id in order.block_ids}
         gives_up = self._settings.traits.gives_up_blocks
         ended = [key for key in self._loads if gives_up or copied.isdisjoint(key[1])]
@@ -211,11 +208,6 @@ class GuardedLeader:
         if isinstance(order, Onboard):
             return self._region.lane_result(order.lane, order.generation) is not SlotState.EMPTY
         return SlotState.EMPTY not in self._region.slot_results(order.slots, order.generation)
-
-    @contained()
-    def _drop_results_of_tiers(self) -> None:
-        for tier in self.leader.lower_tiers:
-            tier.drop_results()
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         self._block_pool.hold(block_ids)

@@ -49,8 +49,6 @@ class _Search:
 
 
 class Matching:
-    """See the module's text."""
-
     def __init__(
         self,
         context: TierContext,

@@ -90,8 +90,6 @@ class _OffloadInFlight:
 
 
 class Offloads:
-    """See the module's text."""
-
     def __init__(self, context: TierContext, slices: Slices) -> None:
         self._host = context.host
         self._block_pool = context.callbacks

@@ -58,8 +58,6 @@ class _Copy:
 
 
 class Onboards:
-    """See the module's text."""
-
     def __init__(self, context: TierContext, tiers: Sequence[LowerTier], slices: Slices) -> None:
         self._slices = slices
         self._host = context.host

@@ -40,8 +40,6 @@ class _Wanted(NamedTuple):
 
 
 class Prefetches:
-    """See the module's text."""
-
     def __init__(self, context: TierContext, tiers: Sequence[LowerTier]) -> None:
         self._host = context.host
         self._tiers = tiers

@@ -74,8 +74,6 @@ class _Asked:
 
 
 class SharedTier(LowerTier):
-    """See the module's text."""
-
     kind = Tier.SHARED
 
     def __init__(self, client: SharedClient, context: TierContext) -> None:

@@ -2,12 +2,12 @@
 
 The leader names blocks by their hashes only. The announcer takes the description of a block from the request that
 computes or loads it (`describe`), and keeps it until the block has left every tier. A block without a description is
-not announced: a router could do nothing with it.
+not announced: a router could do nothing with it. Neither is one of the shared tier, which every engine reads.
 
 Work is done in the order of its arrival, a limited number of blocks per engine step (`take`). So a cleared tier, or a
 disk that is found full after a restart, delays no step; the events come over the next steps. A cleared tier is
 announced as removals of its blocks: vLLM's event `AllBlocksCleared` means every tier of the engine, device memory
-included.
+included. Fields that the installed version of vLLM does not have are left out of events.
 
 `announce_again` repeats what is present, for a router that has forgotten it or has never heard it. Each block is first
 removed, which a router that does not know it ignores, so that one that counts events does not count it twice.
@@ -17,18 +17,20 @@ The thread of vLLM's scheduler owns it.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvbm.boundary import Boundary, contained
 from kvbm.events import BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
 from kvbm.vllm_integration.descriptions import Descriptions, Forms
-from kvbm.vllm_integration.events import removed, stored
 from kvbm.vllm_integration.restored import RestoredBlocks
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from kvbm.config.schema import EventsSection
     from kvbm.vllm_integration.request import VllmRequest
 
+PLACES = {Tier.HOST: ("CPU", "LOCAL"), Tier.DISK: ("STORAGE", "LOCAL")}
+STORED_FIELDS = frozenset(inspect.signature(BlockStored).parameters)
+REMOVED_FIELDS = frozenset(inspect.signature(BlockRemoved).parameters)
 PART_BLOCKS = 128  # that one action handles
 STEP_BLOCKS = 384  # that a step handles; the longest actions take 0.7 us per block
 LARGE_BACKLOG = 16_384  # blocks; for each of so many more, a step handles STEP_BLOCKS more
@@ -181,7 +186,7 @@ class Announcer:
     def _say_stored(self, tier: Tier, hashes: Sequence[bytes], known: Sequence[bytes]) -> None:
         self._announced[tier].update(zip(hashes, known, strict=True))
         for form, some, descriptions in self._forms.split(hashes, known):
-            self._events += stored(tier, some, descriptions, form)
+            self._events += _stored(tier, some, descriptions, form)
 
     def _hold(self, event: BlocksRestored) -> Work:
         """Keep blocks of an earlier process until all of them are known."""
@@ -209,7 +214,7 @@ class Announcer:
 
     def _say_removed(self, tier: Tier, hashes: Sequence[bytes]) -> None:
         for form, some, _ in self._forms.split(hashes, hashes):
-            self._events.append(removed(tier, some, form))
+            self._events.append(_removed(tier, some, form))
 
     def _clear(self, tier: Tier) -> Work:
         if tier is Tier.DISK:
@@ -230,7 +235,7 @@ class Announcer:
         known = [announced[sequence_hash] for sequence_hash in present]
         self._say_removed(tier, present)
         for form, some, descriptions in self._forms.split(present, known):
-            self._events += stored(tier, some, descriptions, form)
+            self._events += _stored(tier, some, descriptions, form)
 
 
 def _in_parts(act: Callable[[Sequence[bytes]], None], hashes: Sequence[bytes] | dict[bytes, bytes]) -> Work:
@@ -238,3 +243,37 @@ def _in_parts(act: Callable[[Sequence[bytes]], None], hashes: Sequence[bytes] | 
     while part := list(islice(remaining, PART_BLOCKS)):
         act(part)
         yield len(part)
+
+
+def _stored(
+    tier: Tier, hashes: Sequence[bytes], descriptions: Sequence[bytes], form: Descriptions
+) -> Iterator[KVCacheEvent]:
+    """Yield the events of blocks of one group that became findable, one per extent."""
+    group = form.group
+    medium, locality = PLACES[tier]
+    facts: dict[str, Any] = {
+        "block_size": form.block_tokens,
+        "medium": medium,
+        "group_idx": group.index,
+        "kv_cache_spec_kind": group.kind,
+        "kv_cache_spec_sliding_window": group.sliding_window,
+        "locality": locality,
+    }
+    facts = {name: value for name, value in facts.items() if name in STORED_FIELDS}
+    for extent in form.extents(hashes, descriptions):
+        yield BlockStored(
+            block_hashes=extent.names,
+            parent_block_hash=extent.parent,
+            token_ids=extent.tokens,
+            lora_id=extent.adapter_id,
+            lora_name=extent.adapter,
+            extra_keys=extent.keys,
+            **facts,
+        )
+
+
+def _removed(tier: Tier, hashes: Sequence[bytes], form: Descriptions) -> KVCacheEvent:
+    """Return the event of blocks of one group that are no longer findable."""
+    medium, locality = PLACES[tier]
+    facts = {"locality": locality} if "locality" in REMOVED_FIELDS else {}
+    return BlockRemoved(block_hashes=form.names(hashes), medium=medium, group_idx=form.group.index, **facts)

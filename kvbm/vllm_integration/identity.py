@@ -22,8 +22,7 @@ from kvbm.identity.loading import FileContent, loaded
 from kvbm.identity.machine import cpu_features
 from kvbm.identity.options import Options
 from kvbm.identity.versions import release_of, version_of
-from kvbm.vllm_integration.loads import content_of
-from kvbm.vllm_integration.model_files import directory_of, models_of
+from kvbm.vllm_integration.loads import content_of, directory_of, models_of
 from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 

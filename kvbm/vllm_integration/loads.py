@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from kvbm.identity.digests import Unidentified
     from kvbm.identity.loading import FileContent, Loading
 
@@ -58,13 +60,48 @@ def content_of(directory: Path) -> FileContent:
     return loaded(directory) if found is None else found
 
 
+def models_of(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
+    """Return the configuration of each model, and how its files are loaded: of the target first, then of a draft."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    draft_load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    models = [(vllm_config.model_config, vllm_config.load_config)]
+    if draft is not None and draft.model != vllm_config.model_config.model:
+        models.append((draft, draft_load))
+    return models
+
+
+def directory_of(model: Any, load: Any) -> Path:
+    """Return the local directory of a model: its own, or its snapshot in the cache of the hub. Raises Unidentified."""
+    from kvbm.identity.digests import Unidentified
+
+    path = Path(str(model.model))
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return path.parent
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        raise Unidentified("models of ModelScope are not supported")
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            str(model.model), revision=model.revision, cache_dir=load.download_dir, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise Unidentified(f"`{model.model}` has no local files") from error
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    if commit and Path(found).name != commit:
+        raise Unidentified(f"`{model.model}` has files of commit {Path(found).name}, and a configuration of {commit}")
+    return Path(found)
+
+
 def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
     """Yield the loads of a model and of a draft model. Raises nothing: vLLM loads whatever happens here."""
     if getattr(vllm_config, "lora_config", None) is not None or not any(_keeps_blocks(vllm_config)):
         return
     from kvbm.identity.digests import Unidentified
     from kvbm.identity.loading import Loading
-    from kvbm.vllm_integration.model_files import directory_of, models_of
 
     for model, load in models_of(vllm_config):
         try:

@@ -81,8 +81,6 @@ class GroupedOffloading:
 
 
 class PlainOffloading(GroupedOffloading):
-    """See the module's text."""
-
     def __init__(self, groups: Sequence[TransferGroup]) -> None:
         super().__init__(groups, None)
         self.tables = PlainTables(groups)

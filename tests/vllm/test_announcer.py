@@ -30,7 +30,7 @@ from kvbm.core.store import BlockStore
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, TierCleared
 from kvbm.types import Tier
 from kvbm.vllm_integration import announcer as module
-from kvbm.vllm_integration import descriptions, events
+from kvbm.vllm_integration import descriptions
 from kvbm.vllm_integration.announcer import STEP_BLOCKS, Announcer
 from kvbm.vllm_integration.cache_groups import TransferGroup
 from kvbm.vllm_integration.descriptions import Descriptions, forms_of
@@ -140,7 +140,7 @@ def test_an_event_has_every_field_that_describes_its_blocks():
             "extra_keys": [None, None],
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
-            **({"locality": "LOCAL"} if "locality" in events.STORED_FIELDS else {}),
+            **({"locality": "LOCAL"} if "locality" in module.STORED_FIELDS else {}),
         }
     ]
 
@@ -258,8 +258,8 @@ def test_names_can_be_bytes(monkeypatch):
 
 
 def test_fields_that_the_installed_version_lacks_are_left_out(monkeypatch):
-    monkeypatch.setattr(events, "STORED_FIELDS", events.STORED_FIELDS - {"locality", "kv_cache_spec_kind"})
-    monkeypatch.setattr(events, "REMOVED_FIELDS", events.REMOVED_FIELDS - {"locality"})
+    monkeypatch.setattr(module, "STORED_FIELDS", module.STORED_FIELDS - {"locality", "kv_cache_spec_kind"})
+    monkeypatch.setattr(module, "REMOVED_FIELDS", module.REMOVED_FIELDS - {"locality"})
     announcer = make()
     hashes = described(announcer, prompt("a", 2))
     found = drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)), BlocksRemoved(Tier.DISK, tuple(hashes)))
