@@ -108,9 +108,27 @@ class Onboards:
         found: LongMatch | None = None,
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there. Consumes the match."""
-        if found is not None and (load := self._begin_long(request, hashes, block_ids, tokens, found)) is not None:
-            return load
-        load = self._new_load(request, hashes, block_ids, tokens)
+
+        def new_load() -> Load:
+            number, born_s = self._host.next_generation(), self._clock()
+            parts = tuple(hashes), tuple(block_ids), tokens
+            return Load(number, request, *parts, born_s=born_s, born_step=self._step, end=len(hashes))
+
+        load = new_load()
+        if found is not None and not self._begin_long(load, found):
+            load, found = new_load(), None
+        if found is None and not self._begin_short(load):
+            return None
+        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
+        if load.waiting:
+            self._reading.append(load)
+            self._begin_fetches()
+        if load.slices:
+            self._in_slices.append(load)
+        return load
+
+    def _begin_short(self, load: Load) -> bool:
+        """Order the copy of what is in host memory, and hold the rest in lower tiers. False if a block is in none."""
         positions: Sequence[int] = range(len(load.hashes))
         source, missing = self._host.store.pin(load.hashes), list[int]()
         if source is None:
@@ -120,16 +138,14 @@ class Onboards:
         assert source is not None, "blocks that are not missing can be pinned"
         if missing and not self._claim(load, missing):
             source.release()
-            return None
-        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
+            return False
         if positions:
             part = load.part(positions)
             self._open(load, part.block_ids)
             self._order(load, part, source)
         else:
             source.release()
-        self._begin_reading(load)
-        return load
+        return True
 
     def _claim(self, load: Load, positions: Sequence[int]) -> bool:
         """Hold the blocks at these positions in lower tiers. False if one of them is in none."""
@@ -142,18 +158,11 @@ class Onboards:
         self._release_kept(load)
         return False
 
-    def _begin_reading(self, load: Load) -> None:
-        if load.waiting:
-            self._reading.append(load)
-            self._begin_fetches()
-
-    def _begin_long(
-        self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int, found: LongMatch
-    ) -> Load | None:
-        """Begin a load whose blocks the match holds already, except those behind that it did not look for. None if it
+    def _begin_long(self, load: Load, found: LongMatch) -> bool:
+        """Begin a load whose blocks the match holds already, except those behind that it did not look for. False if it
         found other blocks or fewer."""
+        hashes = load.hashes
         is_valid, handles = found.is_valid(), found.take()
-        load = self._new_load(request, hashes, block_ids, tokens)
         tier_of = {store: tier for tier in self._tiers for store in tier.stores}
         first = 0
         for store, blocks in handles:
@@ -171,12 +180,8 @@ class Onboards:
         if not is_valid or (first < len(hashes) and not self._claim(load, range(first, len(hashes)))):
             for blocks in (*load.kept, *(source for _, source in load.slices)):
                 self._slices.release(blocks)
-            return None
-        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
-        self._begin_reading(load)
-        if load.slices:
-            self._in_slices.append(load)
-        return load
+            return False
+        return True
 
     def end_request(self, request: LiveRequest) -> None:
         """Begin no more parts of its loads: its G1 blocks are the engine's again, except those that are held."""
@@ -259,18 +264,6 @@ class Onboards:
             self._fail(load)
             self._end_if_over(load)
         self._arriving.clear()
-
-    def _new_load(self, request: LiveRequest, hashes: Sequence[bytes], block_ids: Sequence[int], tokens: int) -> Load:
-        return Load(
-            self._host.next_generation(),
-            request,
-            tuple(hashes),
-            tuple(block_ids),
-            tokens,
-            born_s=self._clock(),
-            born_step=self._step,
-            end=len(hashes),
-        )
 
     def _open(self, load: Load, block_ids: Sequence[int]) -> None:
         """Hold the G1 blocks of a part that begins."""
@@ -407,7 +400,9 @@ class Onboards:
 
     def _give_up_hopeless(self) -> None:
         """Cut the loads whose remaining blocks are computed faster than read, or whose tier hangs."""
-        self._note_time()
+        now_s = self._clock()
+        self._idle_s = 0.0 if self._has_moved else self._idle_s + now_s - self._checked_s
+        self._has_moved, self._checked_s = False, now_s
         missing: dict[int, tuple[LowerPart, Fetch | None]] = {
             load.number: (load.waiting[0], None) for load in self._reading if load.waiting
         }
@@ -416,7 +411,7 @@ class Onboards:
                 missing[load.number] = part, fetch
         for load in [load for load in self._reading if load.number in missing]:
             part, read = missing[load.number]
-            tier, waited_s = part.tier.kind, self._clock() - load.born_s
+            tier, waited_s = part.tier.kind, now_s - load.born_s
             blocks, all_blocks = load.lower_blocks(part.first), load.lower_blocks(load.end)
             hangs = self._hangs(load, part.tier, read, waited_s)
             if (
@@ -429,12 +424,6 @@ class Onboards:
                 self._choice.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
                 self._cut(load, part.first)
                 self._end_if_over(load)
-
-    def _note_time(self) -> None:
-        """Note for how long no load has made progress."""
-        now_s = self._clock()
-        self._idle_s = 0.0 if self._has_moved else self._idle_s + now_s - self._checked_s
-        self._has_moved, self._checked_s = False, now_s
 
     def _hangs(self, load: Load, tier: LowerTier, read: Fetch | None, waited_s: float) -> bool:
         """Whether a load waits for a tier that is off, or has lost too much time. `read`: of its first missing part,
