@@ -1,5 +1,7 @@
 """Consistency check of a leader: what is in flight, what is held and what is registered must agree."""
 
+from kvbm.core.store import COMPLETE, FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
+from kvbm.errors import InvariantError
 from kvbm.host.control_words import LANES
 from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.shared_tier import SharedTier
@@ -7,7 +9,7 @@ from kvbm.leader.shared_tier import SharedTier
 
 def check_leader(leader):
     """Raise InvariantError or AssertionError unless the whole bookkeeping is consistent. Slow at scale."""
-    leader._host.store.check()
+    check_store(leader._host.store)
     check_offloads(leader._offloads)
     check_onboards(leader._onboards)
     checks = {DiskTier: check_disk_tier, SharedTier: check_shared_tier}
@@ -39,7 +41,7 @@ def check_onboards(onboards):
 
 
 def check_disk_tier(disk):
-    disk.store.check()
+    check_store(disk.store)
     written = {h for write in disk._writes.values() if not write.is_void for h in write.source.hashes}
     assert written == disk._departing, (len(written), len(disk._departing))
 
@@ -48,6 +50,39 @@ def check_shared_tier(shared):
     assert {write.extent.name for write in shared._writes.values()} == shared._departing
     assert not shared._departing & shared._queue.keys(), "an extent is due that is being written"
     assert not (shared._has_ended and (shared._queue or shared._used or len(shared.presence)))
+
+
+def check_store(store):
+    """Raise InvariantError, with slots, states and counts, if the metadata of a store is inconsistent."""
+    store.check(0, store.capacity_blocks)
+    counts, states = store.counts(), store._states
+    pinned, orphaned = states.count(PINNED), states.count(ORPHANED)
+    counted = StoreCounts(
+        free=states.count(FREE),
+        mutable=states.count(MUTABLE),
+        complete=states.count(COMPLETE),
+        pinned=pinned + orphaned,
+        inactive=states.count(INACTIVE),
+    )
+    if counts != counted:
+        raise InvariantError(f"counts are {counts}, counted in the slots: {counted}")
+    if len(store._index) != counts.inactive + pinned:
+        raise InvariantError(f"{len(store._index)} hashes for {counts.inactive} inactive and {pinned} pinned slots")
+    _check_list(store, store._lists.free, FREE, counts.free)
+    _check_list(store, store._lists.inactive, INACTIVE, counts.inactive)
+
+
+def _check_list(store, which, state, expected):
+    length = 0
+    for slot in store._lists.walk(which):
+        length += 1
+        if store._states[slot] != state or length > expected:
+            raise InvariantError(
+                f"the list of {expected} {BlockState(state).name} slots has slot {slot} at place {length}, "
+                f"which is {BlockState(store._states[slot]).name}"
+            )
+    if length != expected:
+        raise InvariantError(f"the list of {BlockState(state).name} slots has {length}, expected {expected}")
 
 
 def tier_of(leader, kind):

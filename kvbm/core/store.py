@@ -362,18 +362,10 @@ class BlockStore:
 
     # Invariants
 
-    def check(self, start: int = 0, count: int | None = None) -> None:
-        """Raise InvariantError, with slots, states and counts, if the metadata is inconsistent.
-
-        Without arguments the whole store is checked; with them, only the `count` slots from `start` on.
-        """
-        end = self.capacity_blocks if count is None else min(start + count, self.capacity_blocks)
-        self._check_slots(start, end)
-        if start == 0 and end == self.capacity_blocks:
-            self._check_whole()
-
-    def _check_slots(self, start: int, end: int) -> None:
-        states = self._states
+    def check(self, start: int, count: int) -> None:
+        """Raise InvariantError, with slots and states, if the metadata of `count` slots from `start` on is
+        inconsistent."""
+        states, end = self._states, min(start + count, self.capacity_blocks)
         holders = self._index.find(self._index.hashes_of(range(start, end)))
         for slot, holder in zip(range(start, end), holders, strict=True):
             state = states[slot]
@@ -385,32 +377,3 @@ class BlockStore:
                 raise InvariantError(
                     f"slot {slot} is {BlockState(state).name} with {self._extra_pins[slot]} extra pins"
                 )
-
-    def _check_whole(self) -> None:
-        counts, states = self.counts(), self._states
-        pinned, orphaned = states.count(PINNED), states.count(ORPHANED)
-        counted = StoreCounts(
-            free=states.count(FREE),
-            mutable=states.count(MUTABLE),
-            complete=states.count(COMPLETE),
-            pinned=pinned + orphaned,
-            inactive=states.count(INACTIVE),
-        )
-        if counts != counted:
-            raise InvariantError(f"counts are {counts}, counted in the slots: {counted}")
-        if len(self._index) != counts.inactive + pinned:
-            raise InvariantError(f"{len(self._index)} hashes for {counts.inactive} inactive and {pinned} pinned slots")
-        self._check_list(self._lists.free, FREE, counts.free)
-        self._check_list(self._lists.inactive, INACTIVE, counts.inactive)
-
-    def _check_list(self, which: int, state: int, expected: int) -> None:
-        length = 0
-        for slot in self._lists.walk(which):
-            length += 1
-            if self._states[slot] != state or length > expected:
-                raise InvariantError(
-                    f"the list of {expected} {BlockState(state).name} slots has slot {slot} at place {length}, "
-                    f"which is {BlockState(self._states[slot]).name}"
-                )
-        if length != expected:
-            raise InvariantError(f"the list of {BlockState(state).name} slots has {length}, expected {expected}")

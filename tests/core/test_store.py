@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+from bookkeeping import check_store
 
 from kvbm.core.blocks import MutableBlocks
 from kvbm.core.index import ENTRIES_PER_DICT
@@ -53,7 +54,7 @@ def test_released_handle_cannot_be_released_again():
         with pytest.raises(InvariantError, match="after it was consumed or released"):
             handle.release()
         assert store.counts() == before
-        store.check()
+        check_store(store)
 
 
 def test_consumed_handle_refuses_every_use():
@@ -78,7 +79,7 @@ def test_consumed_handle_refuses_every_use():
     for use in (lambda: pinned.slots, lambda: pinned.hashes, pinned.release):
         with pytest.raises(InvariantError):
             use()
-    store.check()
+    check_store(store)
 
 
 def test_refused_transition_leaves_the_handle_as_it_was():
@@ -92,7 +93,7 @@ def test_refused_transition_leaves_the_handle_as_it_was():
         with pytest.raises(InvariantError):
             refused()
         assert list(mutable.slots) == [0, 1, 2]
-        store.check()
+        check_store(store)
     mutable.release()
     assert store.counts().free == 3
 
@@ -106,7 +107,7 @@ def test_context_manager_gives_back_what_was_not_consumed():
     with store.allocate(1) as mutable, mutable.stage(names("a")) as complete:
         complete.register().release()
     assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
-    store.check()
+    check_store(store)
 
 
 def test_split_by_mask_keeps_the_order_of_the_batch():
@@ -127,7 +128,7 @@ def test_dropped_handle_is_reported_and_its_slots_stay_taken():
     assert store.leaked() == ["MutableBlocks(2 blocks, slots [0, 1])"]
     assert store.leaked() == []
     assert store.counts() == StoreCounts(free=2, mutable=2, complete=0, pinned=0, inactive=0)
-    store.check()
+    check_store(store)
 
 
 # Allocation and eviction
@@ -144,7 +145,7 @@ def test_allocate_is_all_or_nothing():
     with store.allocate(3):
         assert store.match(names("ab")) == 1
     held.release()
-    store.check()
+    check_store(store)
 
 
 def test_negative_count_is_refused():
@@ -158,7 +159,7 @@ def test_store_without_capacity_serves_nothing_and_breaks_nothing():
     assert store.match(names("a")) == 0
     store.allocate(0).stage([]).register().release()
     store.reset()
-    store.check()
+    check_store(store)
 
 
 def test_free_slots_are_used_before_anything_is_evicted():
@@ -188,7 +189,7 @@ def test_touched_twice_in_one_call_counts_once():
     store = make_store(3)
     keep(store, "abc")
     store.touch(names("cac"))
-    store.check()
+    check_store(store)
     assert evicted_letters(store, 3) == "bac"
 
 
@@ -218,7 +219,7 @@ def test_pin_is_all_or_nothing():
     keep(store, "ab")
     assert store.pin(names("abc")) is None
     assert store.counts().pinned == 0
-    store.check()
+    check_store(store)
 
 
 def test_match_changes_neither_recency_nor_counts():
@@ -244,7 +245,7 @@ def test_registered_hash_keeps_its_first_slot_and_the_second_is_free_again():
     first.release()
     assert store.counts().pinned == 2
     second.release()
-    store.check()
+    check_store(store)
 
 
 def test_hash_that_stands_twice_in_one_batch_gets_one_slot():
@@ -252,7 +253,7 @@ def test_hash_that_stands_twice_in_one_batch_gets_one_slot():
     pinned = store.allocate(3).stage(names("aba")).register()
     assert list(pinned.slots) == [0, 1, 0]
     assert store.take_events() == [BlocksStored(Tier.HOST, tuple(names("ab")))]
-    store.check()
+    check_store(store)
     pinned.release()
     assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=2)
 
@@ -270,7 +271,7 @@ def test_only_duplicates_announce_nothing():
     store.take_events()
     keep(store, "ab")
     assert store.take_events() == []
-    store.check()
+    check_store(store)
 
 
 def test_nothing_is_findable_before_it_is_registered():
@@ -308,7 +309,7 @@ def test_forgotten_pinned_block_is_invisible_and_free_after_the_last_release():
     assert store.counts() == StoreCounts(free=0, mutable=0, complete=0, pinned=1, inactive=1)
     second.release()
     assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=1)
-    store.check()
+    check_store(store)
 
 
 def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot():
@@ -318,11 +319,11 @@ def test_hash_that_was_forgotten_while_pinned_can_be_registered_in_another_slot(
     store.forget(names("a"))
     new = store.allocate(1).stage(names("a")).register()
     assert list(old.slots) != list(new.slots)
-    store.check()
+    check_store(store)
     old.release()
     assert store.match(names("a")) == 1
     new.release()
-    store.check()
+    check_store(store)
 
 
 def test_reset_leaves_handles_valid_and_their_slots_come_back():
@@ -334,13 +335,13 @@ def test_reset_leaves_handles_valid_and_their_slots_come_back():
     store.reset()
     assert store.take_events() == [TierCleared(Tier.HOST)]
     assert store.counts() == StoreCounts(free=3, mutable=2, complete=2, pinned=1, inactive=0)
-    store.check()
+    check_store(store)
     hidden = complete.register()
     assert store.missing(names("abcd")) == [0, 1, 2, 3]
     assert list(hidden.slots) == [4, 5]
     for handle in (pinned, mutable, hidden):
         handle.release()
-        store.check()
+        check_store(store)
     assert store.counts().free == 8
     assert store.take_events() == []
 
@@ -353,7 +354,7 @@ def test_blocks_allocated_before_a_reset_never_become_findable():
         assert store.match(names("a")) == 0
         keep(store, "a")
         assert store.match(names("a")) == 1
-    store.check()
+    check_store(store)
     assert store.counts() == StoreCounts(free=2, mutable=0, complete=0, pinned=0, inactive=1)
 
 
@@ -385,15 +386,15 @@ def test_store_of_many_dicts_behaves_like_one(make_hash):
     for start in range(0, len(hashes), batch):
         chain = hashes[start : start + batch]
         store.allocate(len(chain)).stage(chain).register().release()
-    store.check()
+    check_store(store)
     assert max(map(len, store._index._dicts)) < 1.1 * ENTRIES_PER_DICT
     live = [sequence_hash for sequence_hash in hashes if store.contains(sequence_hash)]
     assert len(live) == capacity
     store.forget(live[: capacity // 2])
-    store.check()
+    check_store(store)
     assert store.missing(live) == list(range(capacity // 2))
     store.reset()
-    store.check()
+    check_store(store)
     assert store.counts().free == capacity
     assert store.missing(live[:9]) == list(range(9))
 
@@ -416,10 +417,10 @@ def test_store_of_many_dicts_behaves_like_one(make_hash):
 def test_check_notices_damage(damage):
     store = make_store(4)
     keep(store, "abc")
-    store.check()
+    check_store(store)
     damage(store)
     with pytest.raises(InvariantError):
-        store.check()
+        check_store(store)
 
 
 def test_slices_of_check_notice_damage_only_where_it_is():
@@ -437,7 +438,7 @@ def test_restored_blocks_are_found_and_evicted_in_their_order():
     store.restore([4, 2, 3], names("abc"))
     assert store.match(names("abc")) == 3
     assert store.counts() == StoreCounts(free=1, mutable=0, complete=0, pinned=0, inactive=4)
-    store.check()
+    check_store(store)
     assert letters(store.oldest(3)) == "xab"
     assert evicted_letters(store, 4) == "xab"
 
@@ -447,13 +448,13 @@ def test_blocks_are_restored_part_by_part_the_last_part_newest():
     store.restore([3, 4, 5], names("abc"))
     store.restore([], [])
     store.restore([1, 0], names("de"))
-    store.check()
+    check_store(store)
     with store.pin(names("abcde")) as pinned:
         assert list(pinned.slots) == [3, 4, 5, 1, 0]
     store.forget(names("b"))
     store.restore([4], names("f"))
     assert letters(store.oldest(6)) == "edcaf"  # the chain was released tail first
-    store.check()
+    check_store(store)
 
 
 @pytest.mark.parametrize(("slots", "text"), [([0], "y"), ([1, 1], "yz"), ([1, 2], "yy"), ([1], "x"), ([1, 2], "y")])
@@ -498,7 +499,7 @@ def test_a_block_between_samples_counts_as_missing_and_is_registered_once():
     assert store.missing_of_chain(hashes) == list(range(100))
     register(store, hashes)
     assert store.counts().inactive == 100
-    store.check()
+    check_store(store)
 
 
 def test_every_block_of_a_short_chain_is_looked_up():

@@ -5,6 +5,7 @@ and where, how often each slot is pinned, and the least recently used order as a
 check, its counts, its answers and the replay of its events must agree with the model.
 """
 
+from bookkeeping import check_store
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -166,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def store_agrees_with_itself(self):
-        self.store.check()
+        check_store(self.store)
 
     @invariant()
     def counts_agree_with_the_model(self):
@@ -218,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for entry in list(self.out):
             self._release(entry[1])
-        self.store.check()
+        check_store(self.store)
         self.store.take_events()
         with self.store.allocate(self.capacity):
             evicted = [event.hashes for event in self.store.take_events()]
