@@ -86,7 +86,7 @@ class DiskTier(LowerTier):
         self._tickets = itertools.count(1)
         self._rates_file = self._open_rates()
         self._has_answered = False  # the disk, since the last step
-        self.rates = context.choice.rates
+        self.rates = context.rates
         if self._rates_file is not None and (known := self._rates_file.read()) is not None:
             self.rates.begin_with(known)
         self._copy_counters()

@@ -34,7 +34,7 @@ from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
 from kvbm.leader.prefetches import Prefetches
-from kvbm.leader.rates import LoadChoice, Rates
+from kvbm.leader.rates import Rates
 from kvbm.leader.request import LiveRequest
 from kvbm.leader.slices import Slices
 from kvbm.metrics import HIT_TIERS, Counters, TierBlocks
@@ -93,9 +93,13 @@ class Leader:
         self._trace = callbacks.trace
         traits = settings.traits
         self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
-        rates = Rates(block_tokens=traits.block_tokens, clock=callbacks.clock)
-        self._choice = LoadChoice(rates, self.counters, reads_always=settings.reads_always)
-        context = TierContext(self._host, settings, self.counters, self._choice, callbacks)
+        self._rates = Rates(
+            self.counters,
+            block_tokens=traits.block_tokens,
+            clock=callbacks.clock,
+            reads_always=settings.reads_always,
+        )
+        context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers = tuple(open_tier(context) for open_tier in open_tiers)
         self._host.listeners = self.lower_tiers
         self._prefetches = Prefetches(context, self.lower_tiers)
@@ -172,7 +176,7 @@ class Leader:
     def note_step(self, tokens: int, seconds: float) -> None:
         """Note that the engine computed `tokens` in a step of `seconds`. The rate decides between load and compute."""
         self._has_computed = tokens > 0
-        self._choice.rates.note_step(tokens, seconds)
+        self._rates.note_step(tokens, seconds)
 
     def offload(
         self,
@@ -396,8 +400,8 @@ class Leader:
             for tier in self.lower_tiers if request.may_offload else ():
                 tier.used(hashes, max(progress.considered, request.hit_blocks), request.tenant)
             self.counters.offload_skipped_blocks += progress.left_out
-            if not self._has_states:
-                self._touch(hashes[: max(progress.considered, request.hit_blocks)])
+            for store in self._stores() if not self._has_states else ():
+                self._slices.run(store.touch, hashes[: max(progress.considered, request.hit_blocks)])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
             disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
@@ -469,10 +473,6 @@ class Leader:
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
-
-    def _touch(self, hashes: Sequence[bytes]) -> None:
-        for store in self._stores():
-            self._slices.run(store.touch, hashes)
 
     def _stores(self) -> list[BlockStore]:
         """Return the metadata of host memory and of the lower tiers that have such."""

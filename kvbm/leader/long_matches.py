@@ -33,15 +33,11 @@ class LongMatch:
     """The blocks of one chain from `start` on that were found so far in the `stores`, the nearest one first. It ends
     with `take`."""
 
-    def __init__(self, start: int, stores: Sequence[BlockStore]) -> None:
+    def __init__(self, start: int, stores: tuple[BlockStore, ...]) -> None:
         self.start = self.position = start
-        self.stores = tuple(stores)
+        self.stores = stores
         self.handles: list[tuple[BlockStore, PinnedBlocks]] = []  # in the order of the chain
         self._losses = self._count_losses()
-
-    def is_for(self, start: int, stores: Sequence[BlockStore]) -> bool:
-        """Whether it fits this call."""
-        return self.start == start and self.stores == tuple(stores) and self.is_valid()
 
     def is_valid(self) -> bool:
         """Whether no block was forgotten since it began."""
@@ -108,9 +104,9 @@ class LongMatches:
     ) -> LongMatch | None:
         """Examine the next slice of `hashes[start:end]` in host memory and in these tiers; return the match if it is
         complete."""
-        stores = [self._host.store, *(store for tier in tiers if tier.is_on for store in tier.stores)]
+        stores = (self._host.store, *(store for tier in tiers if tier.is_on for store in tier.stores))
         found = self._matches.get(request.request_id)
-        if found is None or not found.is_for(start, stores):
+        if found is None or (found.start, found.stores) != (start, stores) or not found.is_valid():
             request.match_restarts += found is not None
             self.end(request.request_id)
             found = self._matches[request.request_id] = LongMatch(start, stores)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
-    from kvbm.leader.rates import LoadChoice
+    from kvbm.leader.rates import Rates
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import Tier
@@ -48,7 +48,7 @@ class TierContext:
     host: HostTier
     settings: LeaderSettings
     counters: Counters
-    choice: LoadChoice
+    rates: Rates
     callbacks: LeaderCallbacks
 
 

@@ -58,7 +58,7 @@ class Matching:
         prefetches: Prefetches,
     ) -> None:
         self._host = context.host
-        self._choice = context.choice
+        self._rates = context.rates
         self._counters = context.counters
         self._accepts_failed_loads = context.settings.traits.accepts_failed_loads
         self._groups = groups = context.settings.groups
@@ -171,7 +171,7 @@ class Matching:
             tier.must_wait(found.request.request_id, hashes, found.at, end) for tier in found.tiers
         ):
             return None
-        return self._choice.worthwhile(found.spans)
+        return self._rates.worthwhile(found.spans)
 
     def _find_in(self, tier: LowerTier, found: _Search) -> bool:
         """Add the span that is in this tier. One that cannot pin blocks gives at most a slice to one request."""

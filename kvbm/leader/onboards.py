@@ -62,7 +62,7 @@ class Onboards:
         self._slices = slices
         self._host = context.host
         self._tiers = tiers
-        self._choice = context.choice
+        self._rates = context.rates
         self._block_pool = context.callbacks
         self._settings = context.settings
         self._clock = context.callbacks.clock
@@ -370,7 +370,7 @@ class Onboards:
             if not load.is_failed and load.end == len(load.hashes):
                 for tier in load.read_s.keys() - load.unrated:
                     first_s, last_s = load.read_s[tier]
-                    self._choice.rates.note_read(load.count_of(tier, load.end), last_s, tier, first_s=first_s)
+                    self._rates.note_read(load.count_of(tier, load.end), last_s, tier, first_s=first_s)
         self._report(load)
 
     def _release_kept(self, load: Load) -> None:
@@ -417,11 +417,11 @@ class Onboards:
             if (
                 hangs
                 or waited_s > self._settings.read_timeout_s
-                or self._choice.is_hopeless(waited_s, blocks, all_blocks)
+                or self._rates.is_hopeless(waited_s, blocks, all_blocks)
             ):
                 if hangs:
                     self._given_up.append(load.number)
-                self._choice.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
+                self._rates.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
                 self._cut(load, part.first)
                 self._end_if_over(load)
 

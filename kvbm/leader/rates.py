@@ -5,9 +5,8 @@ become hopeless. Older work counts less, so that a slower tier or a busier engin
 While the rate of a tier is unknown, or has not been measured for long, one request tries to read; `is_hopeless` limits
 what that can cost. A read from the shared tier takes at least as long as its first blocks take to arrive.
 
-`LoadChoice` decides from them how many blocks of a chain are loaded, and when a load gives up. `RatesFile` keeps the
-rates of computing and of the disk in a small file of the disk tier's directory. The next engine with the same namespace
-uses them to judge its first request. One thread owns all three.
+`RatesFile` keeps the rates of computing and of the disk in a small file of the disk tier's directory. The next engine
+with the same namespace uses them to judge its first request. One thread owns both.
 """
 
 from __future__ import annotations
@@ -92,9 +91,14 @@ class ReadRate:
 
 
 class Rates:
-    """See the module's text. `clock` returns seconds."""
+    """See the module's text. `clock` returns seconds. With `reads_always`, blocks are read even where computing them is
+    faster."""
 
-    def __init__(self, *, block_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, counters: Counters, *, block_tokens: int, clock: Callable[[], float], reads_always: bool = False
+    ) -> None:
+        self._counters = counters
+        self._reads_always = reads_always
         self._block_tokens = block_tokens
         self._clock = clock
         self._tokens, self._computing_s = 0.0, 0.0
@@ -138,6 +142,17 @@ class Rates:
 
         `spans` are consecutive parts of the chain as (where they are, blocks). Blocks in host memory cost no time.
         """
+        if self._reads_always or all(tier is Tier.HOST for tier, _ in spans):
+            return sum(count for _, count in spans)
+        wanted, begin = self._best(spans), 0
+        for tier, count in spans:
+            declined = max(0, begin + count - max(begin, wanted))
+            if tier is not Tier.HOST:
+                self._counters.add("{}_declined_blocks", tier, declined)
+            begin += count
+        return wanted
+
+    def _best(self, spans: Sequence[tuple[Tier, int]]) -> int:
         total = sum(count for _, count in spans)
         used = {tier: self.reads[tier] for tier, count in spans if count and tier in self.reads}
         if not self._computing_s or not all(rate.is_known for rate in used.values()):
@@ -161,7 +176,7 @@ class Rates:
     def may_pay(self, tier: Tier) -> bool:
         """Whether a read of many blocks from this tier may be faster than computing them, or should be tried again."""
         rate = self.reads[tier]
-        if not (self._computing_s and rate.is_known) or self._is_trial_due(rate):
+        if self._reads_always or not (self._computing_s and rate.is_known) or self._is_trial_due(rate):
             return True
         return rate.blocks_per_s * self._block_tokens > self.tokens_per_s
 
@@ -169,53 +184,27 @@ class Rates:
         """Return how long computing so many blocks takes; infinite if unknown."""
         return blocks * self._block_tokens / self.tokens_per_s if self._computing_s else float("inf")
 
-    def is_hopeless(self, *, waited_s: float, blocks: int, of_blocks: int) -> bool:
+    def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
         """Whether a request that has waited `waited_s` and got the first `blocks` of its `of_blocks` should compute the
         rest.
 
         True as soon as computing the blocks that have arrived would have taken less time than the wait, plus a grace.
         So a request that stops waiting is later than one that computes everything by at most the grace.
         """
+        if self._reads_always:
+            return False
         if not self._computing_s:
             return waited_s > BLIND_S
         compute_s = self._block_tokens / self.tokens_per_s
         return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)
 
-    def _is_trial_due(self, rate: ReadRate) -> bool:
-        return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S
-
-
-class LoadChoice:
-    """With `reads_always`, blocks are read even where computing them is faster."""
-
-    def __init__(self, rates: Rates, counters: Counters, *, reads_always: bool) -> None:
-        self.rates = rates
-        self._counters = counters
-        self._reads_always = reads_always
-
-    def worthwhile(self, spans: Sequence[tuple[Tier, int]]) -> int:
-        """Return how many blocks of a chain are loaded faster than computed. `spans` are (where, blocks)."""
-        found = sum(count for _, count in spans)
-        if self._reads_always or all(tier is Tier.HOST for tier, _ in spans):
-            return found
-        wanted, begin = self.rates.worthwhile(spans), 0
-        for tier, count in spans:
-            declined = max(0, begin + count - max(begin, wanted))
-            if tier is not Tier.HOST:
-                self._counters.add("{}_declined_blocks", tier, declined)
-            begin += count
-        return wanted
-
-    def may_pay(self, tier: Tier) -> bool:
-        return self._reads_always or self.rates.may_pay(tier)
-
-    def is_hopeless(self, waited_s: float, blocks: int, of_blocks: int) -> bool:
-        return not self._reads_always and self.rates.is_hopeless(waited_s=waited_s, blocks=blocks, of_blocks=of_blocks)
-
     def give_up(self, tier: Tier, blocks: int, missing: int, waited_s: float) -> None:
         """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
-        self.rates.note_read(blocks, waited_s, tier, first_s=waited_s / (blocks + 1))
+        self.note_read(blocks, waited_s, tier, first_s=waited_s / (blocks + 1))
         self._counters.add("{}_late_blocks", tier, missing)
+
+    def _is_trial_due(self, rate: ReadRate) -> bool:
+        return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S
 
 
 class RatesFile:

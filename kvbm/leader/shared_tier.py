@@ -82,7 +82,7 @@ class SharedTier(LowerTier):
         self._policy = policy = context.settings.shared or TierPolicy()
         self._block_bytes = context.settings.block_bytes
         self._counters = context.counters
-        self._choice = context.choice
+        self._rates = context.rates
         self._clock = clock = context.callbacks.clock
         self.presence = Presence(clock)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
@@ -264,7 +264,7 @@ class SharedTier(LowerTier):
 
     def _ask(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> _Asked | None:
         """Ask the store for the extents from `start` on; None if that cannot help."""
-        if not self.is_on or not self._choice.may_pay(Tier.SHARED):
+        if not self.is_on or not self._rates.may_pay(Tier.SHARED):
             return None
         names = tuple(name for name, _ in self._names(hashes, start, end))
         if not names or self.presence.is_absent(names[0]):
@@ -276,7 +276,7 @@ class SharedTier(LowerTier):
             self._probes[ticket] = names
             self._client.submit(Probe(ticket, names))
         blocks = len(names) * self.extent_blocks
-        limit_s = min(WAIT_S, WAIT_SHARE * self._choice.rates.compute_s(blocks))
+        limit_s = min(WAIT_S, WAIT_SHARE * self._rates.compute_s(blocks))
         asked = self._asked[request_id] = _Asked(ticket, self._clock() + limit_s)
         return asked
 

@@ -160,7 +160,8 @@ class SchedulerSide:
         """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""
         disk, identity = self._config.tiers.disk, self._described()
         keeps_blocks = self._config.tiers.shared is not None or (disk is not None and disk.persist)
-        self._keeps_blocks = keeps_blocks and not _is_doubtful(identity)
+        is_doubtful = identity.done() and bool(identity.result()[1])  # known already
+        self._keeps_blocks = keeps_blocks and not is_doubtful
         return identity
 
     def _described(self) -> Future[Description]:
@@ -481,8 +482,3 @@ class SchedulerSide:
             self._stale.discard(tracked.request.request_id)
         else:
             self._tables.extend(tracked, block_ids)
-
-
-def _is_doubtful(identity: Future[Description]) -> bool:
-    """Return whether it is known already that no block may outlive the engine."""
-    return identity.done() and bool(identity.result()[1])

@@ -8,18 +8,18 @@ import threading
 
 import pytest
 
-from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, LoadChoice, Rates, RatesFile
+from kvbm.leader.rates import WRITE_INTERVAL_S, KnownRates, Rates, RatesFile
 from kvbm.metrics import Counters
 from kvbm.types import Tier
 
 
 def test_what_an_engine_has_learnt_judges_the_first_request_of_the_next():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     assert rates.known() is None
     rates.note_step(1600, 10.0)
     assert rates.known() == KnownRates(160.0)
     rates.note_read(10, 0.5)
-    following = Rates(block_tokens=16, clock=lambda: 0.0)
+    following = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     following.begin_with(rates.known())
     assert following.tokens_per_s == pytest.approx(160.0)
     assert following.blocks_per_s == pytest.approx(20.0)
@@ -116,20 +116,20 @@ def test_the_lowest_rates_that_are_read_can_be_used(tmp_path):
     path.chmod(0o600)
     known = RatesFile(path, clock=lambda: 0.0).read()
     assert known == KnownRates(0.001, 0.0)
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     rates.begin_with(known)
     assert rates.worthwhile([(Tier.HOST, 3), (Tier.DISK, 5)]) == 8, "a trial"
     assert not rates.is_hopeless(waited_s=100.0, blocks=1, of_blocks=5)
 
 
 def test_while_nothing_is_known_of_computing_a_read_has_a_fifth_of_a_second():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     assert not rates.is_hopeless(waited_s=0.15, blocks=0, of_blocks=100)
     assert rates.is_hopeless(waited_s=0.25, blocks=99, of_blocks=100)
 
 
 def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     rates.note_step(1600, 10.0)  # 0.1 s a block
     rates.note_read(10, 3.0)  # 0.3 s a block
     assert rates.worthwhile([(Tier.HOST, 10), (Tier.DISK, 5)]) == 10
@@ -138,13 +138,13 @@ def test_of_a_mixed_chain_the_part_is_loaded_that_saves_most():
 
 
 def test_small_steps_say_nothing_of_how_fast_prompts_are_computed():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     rates.note_step(1, 1.0)
     assert rates.tokens_per_s == 0.0
 
 
 def test_recent_work_counts_most():
-    rates = Rates(block_tokens=16, clock=lambda: 0.0)
+    rates = Rates(Counters(), block_tokens=16, clock=lambda: 0.0)
     for _ in range(20):
         rates.note_read(10, 1.0)
     for _ in range(10):
@@ -153,10 +153,10 @@ def test_recent_work_counts_most():
 
 
 def test_declined_blocks_are_counted_in_the_tier_in_which_they_are():
-    counters, rates = Counters(), Rates(block_tokens=16, clock=lambda: 0.0)
-    choice = LoadChoice(rates, counters, reads_always=False)
-    rates.worthwhile = lambda spans: 3
-    assert choice.worthwhile([(Tier.HOST, 1), (Tier.DISK, 4), (Tier.HOST, 2), (Tier.SHARED, 5)]) == 3
+    counters = Counters()
+    rates = Rates(counters, block_tokens=16, clock=lambda: 0.0)
+    rates._best = lambda spans: 3
+    assert rates.worthwhile([(Tier.HOST, 1), (Tier.DISK, 4), (Tier.HOST, 2), (Tier.SHARED, 5)]) == 3
     assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (2, 5)
-    assert choice.worthwhile([(Tier.SHARED, 2), (Tier.DISK, 2)]) == 3
+    assert rates.worthwhile([(Tier.SHARED, 2), (Tier.DISK, 2)]) == 3
     assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (3, 5)

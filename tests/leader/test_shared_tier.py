@@ -433,7 +433,7 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
     rig, hashes = written(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
-    rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", hashes, 0) == 0
     assert rig.leader.counters.shared_declined_blocks == 4
     rig.close()
@@ -446,7 +446,7 @@ def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(i
     rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
     serve(rig, "r", hashes)
     assert rig.leader.counters.shared_fetched_blocks == 4
-    assert rig.leader._choice.rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
+    assert rig.leader._rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
     rig.close()
 
 
@@ -454,7 +454,7 @@ def test_a_store_that_is_slower_than_computing_is_not_asked():
     rig = make(reads_always=False)
     for _ in range(8):
         rig.leader.note_step(4096, 0.001)
-    rig.leader._choice.rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
+    rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", chain("a", 4), 0) == 0
     assert not rig.store.waiting
     rig.close()

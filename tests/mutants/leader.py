@@ -64,7 +64,7 @@ MUTANTS = (
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",
-        old="                self._touch(hashes[: max(progress.considered, request.hit_blocks)])",
+        old="                self._slices.run(store.touch, hashes[: max(progress.considered, request.hit_blocks)])",
         new="                pass",
         fails="tests/leader",
     ),

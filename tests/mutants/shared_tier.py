@@ -76,7 +76,7 @@ MUTANTS = (
         name="shared-slow-store-is-asked",
         bug="requests wait for a store that never pays",
         file=FILE,
-        old="if not self.is_on or not self._choice.may_pay(Tier.SHARED):",
+        old="if not self.is_on or not self._rates.may_pay(Tier.SHARED):",
         new="if not self.is_on:",
         fails=f"{TESTS} -k slower_than_computing",
     ),
