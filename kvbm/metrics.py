@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.types import Tier
 
@@ -29,69 +29,121 @@ HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
 _LOWER = {Tier.DISK: "disk", Tier.SHARED: "shared"}
 
 
+def _counter(about: str, *, name: str = "") -> Any:
+    """Return a field for a counter, which is exported under `name`, or that of the field after `kvbm_`."""
+    return field(default=0, metadata={"name": name, "about": about})
+
+
 @dataclass(slots=True)
 class Counters:
     """Totals since the leader started, with the unit in the name. A block counts once for all ranks."""
 
-    matched_tokens: int = 0
-    offload_blocks: int = 0
-    offload_bytes: int = 0
-    offload_failed_blocks: int = 0
-    offload_skipped_blocks: int = 0
-    onboard_blocks: int = 0
-    onboard_bytes: int = 0
-    onboard_failed_blocks: int = 0
-    onboard_shared_requests: int = 0
-    lost_state_tokens: int = 0
-    overdue_transfers: int = 0
-    evicted_blocks: int = 0
-    resets: int = 0
-    finished_requests: int = 0
-    disabled: int = 0
-    faults: int = 0
-    onboard_disk_blocks: int = 0
-    disk_offload_blocks: int = 0
-    disk_offload_bytes: int = 0
-    disk_fetched_blocks: int = 0
-    disk_failed_blocks: int = 0
-    disk_declined_blocks: int = 0
-    disk_late_blocks: int = 0
-    disk_dropped_blocks: int = 0
-    disk_filter_admitted_blocks: int = 0
-    disk_filter_rejected_blocks: int = 0
-    disk_checksum_failures: int = 0
-    disk_io_errors: int = 0
-    disk_flushes: int = 0
-    disk_times_off: int = 0
-    disk_off: int = 0
-    disk_unnamed: int = 0
-    disk_silent: int = 0
-    disk_restarts: int = 0
-    disk_dropped_rows: int = 0
-    disk_damaged_files: int = 0
-    disk_only_blocks: int = 0
-    onboard_shared_blocks: int = 0
-    shared_offload_blocks: int = 0
-    shared_offload_bytes: int = 0
-    shared_fetched_blocks: int = 0
-    shared_failed_blocks: int = 0
-    shared_declined_blocks: int = 0
-    shared_late_blocks: int = 0
-    shared_dropped_blocks: int = 0
-    shared_saved_writes: int = 0
-    shared_copies_read: int = 0
-    shared_bad_objects: int = 0
-    shared_absent_objects: int = 0
-    shared_failed_requests: int = 0
-    shared_probes: int = 0
-    shared_off: int = 0
-    shared_unnamed: int = 0
-    shared_silent: int = 0
-    shared_times_off: int = 0
-    shared_restarts: int = 0
-    object_read_failures: int = 0
-    object_write_failures: int = 0
-    record_dropped_calls: int = 0
+    matched_tokens: int = _counter("prompt tokens loaded from the cache instead of computed")
+    offload_blocks: int = _counter(
+        "blocks copied from device to host memory and registered there", name="kvbm_offload_blocks_d2h"
+    )
+    onboard_blocks: int = _counter(
+        "blocks copied from host memory to device and passed to the engine", name="kvbm_onboard_blocks_h2d"
+    )
+    offload_bytes: int = _counter(
+        "bytes of blocks copied from device to host memory and registered there", name="kvbm_offload_bytes_d2h"
+    )
+    onboard_bytes: int = _counter(
+        "bytes of blocks copied from host memory to device and passed to the engine", name="kvbm_onboard_bytes_h2d"
+    )
+    disk_offload_blocks: int = _counter(
+        "blocks copied from host memory to disk and registered there", name="kvbm_offload_blocks_h2d"
+    )
+    onboard_disk_blocks: int = _counter(
+        "blocks loaded from disk and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
+        name="kvbm_onboard_blocks_d2d",
+    )
+    disk_only_blocks: int = _counter(
+        "blocks registered on disk without a host tier; also counted in kvbm_offload_blocks_h2d",
+        name="kvbm_offload_blocks_d2d",
+    )
+    disk_offload_bytes: int = _counter(
+        "bytes of blocks copied from host memory to disk and registered there", name="kvbm_offload_bytes_h2d"
+    )
+    shared_offload_blocks: int = _counter("blocks written to the shared tier", name="kvbm_offload_blocks_d2o")
+    onboard_shared_blocks: int = _counter(
+        "blocks loaded from the shared tier and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
+        name="kvbm_onboard_blocks_o2d",
+    )
+    shared_offload_bytes: int = _counter("bytes of blocks written to the shared tier", name="kvbm_offload_bytes_d2o")
+    disk_fetched_blocks: int = _counter("blocks read from disk, verified and registered in host memory")
+    disk_failed_blocks: int = _counter("blocks whose write or read failed, or whose checksum was wrong")
+    disk_declined_blocks: int = _counter("blocks on disk not read because computing was predicted faster")
+    disk_late_blocks: int = _counter("blocks on disk computed because their read took too long")
+    disk_dropped_blocks: int = _counter("blocks evicted from host memory before they could be written")
+    disk_filter_admitted_blocks: int = _counter("blocks that the frequency filter admitted")
+    disk_filter_rejected_blocks: int = _counter(
+        "blocks that the frequency filter rejected at registration in host memory"
+    )
+    disk_checksum_failures: int = _counter("blocks read from disk with a wrong checksum")
+    disk_io_errors: int = _counter("reads and writes that failed or were incomplete")
+    disk_flushes: int = _counter("flushes of written blocks to durable storage")
+    disk_off: int = _counter("1 while the disk tier is off: no block is written or read")
+    disk_unnamed: int = _counter("1 while the disk tier is off because the files of the model are still being read")
+    disk_silent: int = _counter("1 while the disk tier is off because its directory or its process does not answer")
+    disk_times_off: int = _counter("times the disk tier was turned off: repeated errors, or no answer")
+    disk_restarts: int = _counter("restarts of the disk I/O process")
+    disk_dropped_rows: int = _counter("blocks lost when a disk cache was opened, because their index rows were invalid")
+    disk_damaged_files: int = _counter("damaged superblocks and indexes of disk caches, and caches with unusable files")
+    shared_fetched_blocks: int = _counter("blocks read from the shared tier, verified and registered in host memory")
+    shared_failed_blocks: int = _counter("blocks of the shared tier whose read failed")
+    shared_declined_blocks: int = _counter(
+        "blocks not read from the shared tier because computing was predicted faster"
+    )
+    shared_late_blocks: int = _counter("blocks of the shared tier computed because their read took too long")
+    shared_dropped_blocks: int = _counter(
+        "blocks not written to the shared tier: they left host memory, or the write failed"
+    )
+    shared_copies_read: int = _counter(
+        "objects read from the copy of another engine of this machine instead of the store"
+    )
+    shared_saved_writes: int = _counter(
+        "objects not written to the shared tier because another engine had written them"
+    )
+    shared_bad_objects: int = _counter(
+        "objects of the shared tier that were damaged, or of another namespace or version"
+    )
+    shared_absent_objects: int = _counter("reads of objects that the shared tier no longer had")
+    shared_failed_requests: int = _counter(
+        "requests to the shared tier's store that failed or were not answered in time"
+    )
+    shared_probes: int = _counter("chains that were looked up in the shared tier's store")
+    shared_off: int = _counter("1 while the shared tier is off: no block is written or read")
+    shared_unnamed: int = _counter("1 while the shared tier is off because the files of the model are still being read")
+    shared_silent: int = _counter("1 while the shared tier is off because its store or its process does not answer")
+    shared_times_off: int = _counter("times the shared tier was turned off: repeated errors, or no answer")
+    shared_restarts: int = _counter("restarts of the process of the shared tier")
+    object_read_failures: int = _counter("objects of the shared tier that could not be read")
+    object_write_failures: int = _counter("objects that could not be written to the shared tier")
+    offload_failed_blocks: int = _counter("blocks whose copy to host memory failed; they were not registered")
+    offload_skipped_blocks: int = _counter(
+        "computed blocks not copied: host memory was full, or too many copies in flight"
+    )
+    onboard_failed_blocks: int = _counter(
+        "promised blocks that the engine recomputed: a copy failed, or the disk failed or was too slow, "
+        "which kvbm_disk_late_blocks also counts"
+    )
+    onboard_shared_requests: int = _counter("requests that waited while another request loaded the same blocks")
+    lost_state_tokens: int = _counter(
+        "prompt tokens whose blocks were found, but that were computed because no snapshot of the state was "
+        "found at their end"
+    )
+    overdue_transfers: int = _counter("queries for the result of a transfer that was late")
+    evicted_blocks: int = _counter("registered blocks evicted from host memory to make space")
+    resets: int = _counter("times the cache was emptied on request")
+    finished_requests: int = _counter("finished requests that looked up blocks in the cache")
+    record_dropped_calls: int = _counter("decisions dropped because the recording queue was full")
+    disabled: int = _counter(
+        "1 after a rank was lost, ranks with one copy had different KV, or kvbm failed: the cache is off"
+    )
+    faults: int = _counter(
+        "exceptions of kvbm that were stopped before they reached the engine; its log has the first one"
+    )
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
     def add(self, name: str, tier: Tier, count: int) -> None:
@@ -110,92 +162,12 @@ class Counters:
         return loaded[HIT_TIERS.index(tier)] / probed if probed else 0.0
 
 
-# metric name -> (attribute of Counters, help). The first three names are NVIDIA's.
-_NAMED: dict[str, tuple[str, str]] = {
-    "kvbm_matched_tokens": ("matched_tokens", "prompt tokens loaded from the cache instead of computed"),
-    "kvbm_offload_blocks_d2h": ("offload_blocks", "blocks copied from device to host memory and registered there"),
-    "kvbm_onboard_blocks_h2d": ("onboard_blocks", "blocks copied from host memory to device and passed to the engine"),
-    "kvbm_offload_bytes_d2h": (
-        "offload_bytes",
-        "bytes of blocks copied from device to host memory and registered there",
-    ),
-    "kvbm_onboard_bytes_h2d": (
-        "onboard_bytes",
-        "bytes of blocks copied from host memory to device and passed to the engine",
-    ),
-    "kvbm_offload_blocks_h2d": ("disk_offload_blocks", "blocks copied from host memory to disk and registered there"),
-    "kvbm_onboard_blocks_d2d": (
-        "onboard_disk_blocks",
-        "blocks loaded from disk and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
-    ),
-    "kvbm_offload_blocks_d2d": (
-        "disk_only_blocks",
-        "blocks registered on disk without a host tier; also counted in kvbm_offload_blocks_h2d",
-    ),
-    "kvbm_offload_bytes_h2d": (
-        "disk_offload_bytes",
-        "bytes of blocks copied from host memory to disk and registered there",
-    ),
-    "kvbm_offload_blocks_d2o": ("shared_offload_blocks", "blocks written to the shared tier"),
-    "kvbm_onboard_blocks_o2d": (
-        "onboard_shared_blocks",
-        "blocks loaded from the shared tier and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
-    ),
-    "kvbm_offload_bytes_d2o": ("shared_offload_bytes", "bytes of blocks written to the shared tier"),
+# metric name -> (attribute of Counters, help)
+COUNTERS: dict[str, tuple[str, str]] = {
+    one.metadata["name"] or f"kvbm_{one.name}": (one.name, one.metadata["about"])
+    for one in fields(Counters)
+    if one.metadata
 }
-# metric name -> help. The attribute is the name without `kvbm_`.
-_OWN = {
-    "kvbm_disk_fetched_blocks": "blocks read from disk, verified and registered in host memory",
-    "kvbm_disk_failed_blocks": "blocks whose write or read failed, or whose checksum was wrong",
-    "kvbm_disk_declined_blocks": "blocks on disk not read because computing was predicted faster",
-    "kvbm_disk_late_blocks": "blocks on disk computed because their read took too long",
-    "kvbm_disk_dropped_blocks": "blocks evicted from host memory before they could be written",
-    "kvbm_disk_filter_admitted_blocks": "blocks that the frequency filter admitted",
-    "kvbm_disk_filter_rejected_blocks": "blocks that the frequency filter rejected at registration in host memory",
-    "kvbm_disk_checksum_failures": "blocks read from disk with a wrong checksum",
-    "kvbm_disk_io_errors": "reads and writes that failed or were incomplete",
-    "kvbm_disk_flushes": "flushes of written blocks to durable storage",
-    "kvbm_disk_off": "1 while the disk tier is off: no block is written or read",
-    "kvbm_disk_unnamed": "1 while the disk tier is off because the files of the model are still being read",
-    "kvbm_disk_silent": "1 while the disk tier is off because its directory or its process does not answer",
-    "kvbm_disk_times_off": "times the disk tier was turned off: repeated errors, or no answer",
-    "kvbm_disk_restarts": "restarts of the disk I/O process",
-    "kvbm_disk_dropped_rows": "blocks lost when a disk cache was opened, because their index rows were invalid",
-    "kvbm_disk_damaged_files": "damaged superblocks and indexes of disk caches, and caches with unusable files",
-    "kvbm_shared_fetched_blocks": "blocks read from the shared tier, verified and registered in host memory",
-    "kvbm_shared_failed_blocks": "blocks of the shared tier whose read failed",
-    "kvbm_shared_declined_blocks": "blocks not read from the shared tier because computing was predicted faster",
-    "kvbm_shared_late_blocks": "blocks of the shared tier computed because their read took too long",
-    "kvbm_shared_dropped_blocks": "blocks not written to the shared tier: they left host memory, or the write failed",
-    "kvbm_shared_copies_read": "objects read from the copy of another engine of this machine instead of the store",
-    "kvbm_shared_saved_writes": "objects not written to the shared tier because another engine had written them",
-    "kvbm_shared_bad_objects": "objects of the shared tier that were damaged, or of another namespace or version",
-    "kvbm_shared_absent_objects": "reads of objects that the shared tier no longer had",
-    "kvbm_shared_failed_requests": "requests to the shared tier's store that failed or were not answered in time",
-    "kvbm_shared_probes": "chains that were looked up in the shared tier's store",
-    "kvbm_shared_off": "1 while the shared tier is off: no block is written or read",
-    "kvbm_shared_unnamed": "1 while the shared tier is off because the files of the model are still being read",
-    "kvbm_shared_silent": "1 while the shared tier is off because its store or its process does not answer",
-    "kvbm_shared_times_off": "times the shared tier was turned off: repeated errors, or no answer",
-    "kvbm_shared_restarts": "restarts of the process of the shared tier",
-    "kvbm_object_read_failures": "objects of the shared tier that could not be read",
-    "kvbm_object_write_failures": "objects that could not be written to the shared tier",
-    "kvbm_offload_failed_blocks": "blocks whose copy to host memory failed; they were not registered",
-    "kvbm_offload_skipped_blocks": "computed blocks not copied: host memory was full, or too many copies in flight",
-    "kvbm_onboard_failed_blocks": "promised blocks that the engine recomputed: a copy failed, or the disk failed or "
-    "was too slow, which kvbm_disk_late_blocks also counts",
-    "kvbm_onboard_shared_requests": "requests that waited while another request loaded the same blocks",
-    "kvbm_lost_state_tokens": "prompt tokens whose blocks were found, but that were computed because no snapshot "
-    "of the state was found at their end",
-    "kvbm_overdue_transfers": "queries for the result of a transfer that was late",
-    "kvbm_evicted_blocks": "registered blocks evicted from host memory to make space",
-    "kvbm_resets": "times the cache was emptied on request",
-    "kvbm_finished_requests": "finished requests that looked up blocks in the cache",
-    "kvbm_record_dropped_calls": "decisions dropped because the recording queue was full",
-    "kvbm_disabled": "1 after a rank was lost, ranks with one copy had different KV, or kvbm failed: the cache is off",
-    "kvbm_faults": "exceptions of kvbm that were stopped before they reached the engine; its log has the first one",
-}
-COUNTERS = {**_NAMED, **{name: (name.removeprefix("kvbm_"), about) for name, about in _OWN.items()}}
 
 HIT_RATES = {
     tier: (
