@@ -33,6 +33,8 @@ class KvbmError(Exception):
         self.message = fit_for_message(message)
         self.hint = hint if hint is None else fit_for_message(hint)
         super().__init__(self.message)
+        if self.hint is not None:
+            self.add_note(f"hint: {self.hint}")  # for the log of an engine, which shows a traceback
 
 
 class ProfileError(KvbmError):

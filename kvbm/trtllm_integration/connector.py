@@ -195,17 +195,10 @@ def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts 
 
 
 def _resolved(*, warns: bool) -> ConnectorConfig:
-    """Resolve the profile in TLLM_KVBM_CONFIG, else the variables. Adds the hint of an error to it."""
-    extra: dict[str, object] = {}
+    """Resolve the profile in TLLM_KVBM_CONFIG, else the variables."""
     text = os.environ.get(CONFIG_VARIABLE)
-    try:
-        if text is not None:
-            extra["kvbm"] = _parsed(text)
-        return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
-    except ProfileError as error:
-        if error.hint is not None:
-            error.add_note(f"hint: {error.hint}")
-        raise
+    extra: dict[str, object] = {} if text is None else {"kvbm": _parsed(text)}
+    return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
 
 
 def _parsed(text: str) -> object:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvbm.config.connector import resolve_connector
 from kvbm.device.replicas import ALONE
-from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm.errors import EnvironmentProblem
 from kvbm.host.log_queue import queue_log
 from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
 from kvbm.vllm_integration.engine_facts import VllmFacts, rank_count_of, rank_of
@@ -68,10 +68,9 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         _refuse_rival()
         transfer_config = vllm_config.kv_transfer_config
         transfer_config.kv_load_failure_policy = "recompute"
-        with _hint_in_log():
-            require_role(transfer_config)
-            if role is KVConnectorRole.WORKER:
-                require_parent()
+        require_role(transfer_config)
+        if role is KVConnectorRole.WORKER:
+            require_parent()
         extra_config = transfer_config.kv_connector_extra_config
         config = _resolved(extra_config, warns=role is KVConnectorRole.SCHEDULER)
         self._scheduler: SchedulerSide | None = None
@@ -243,19 +242,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
 
 def _resolved(extra_config: dict[str, Any], *, warns: bool) -> ConnectorConfig:
-    with _hint_in_log():
-        return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
-
-
-@contextlib.contextmanager
-def _hint_in_log() -> Iterator[None]:
-    """Add the hint of a ProfileError to its text, so that vLLM's log shows it."""
-    try:
-        yield
-    except ProfileError as error:
-        if error.hint is not None:
-            error.add_note(f"hint: {error.hint}")
-        raise
+    return resolve_connector(extra_config, os.environ, engine="vllm", warns=warns)
 
 
 def _refuse_rival() -> None:
