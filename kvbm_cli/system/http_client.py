@@ -1,27 +1,31 @@
-"""HTTP client for engines on this machine. It ignores proxy settings of the environment and never raises.
+"""HTTP client of the control plane: health, metrics, cache resets, first tokens. Never raises for what a server sends.
 
-Standard library only: `kvbm status` starts faster without a client library.
+It asks the given address and nothing else: no proxy or `.netrc` of the environment, no redirect, no compressed body.
+httpx limits each wait for the server, not their sum, so `_Exchange` has a deadline for all of them.
 """
 
 from __future__ import annotations
 
-import http.client
-import io
+import contextlib
 import json
 import socket
-import time
-from collections.abc import Mapping
+import ssl
+import sys
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvbm.text.outside import shown, without_secrets
 
+if TYPE_CHECKING:
+    import httpx
+
 LONGEST_READ = 20_000  # of an error: it is shown in one line and shortened
 MAX_BODY_BYTES = 64 << 20
 MAX_METRICS_BYTES = 8 << 20  # a page of vLLM has 0.2 MB
-PIECE_BYTES = 64 << 10
-BAD_LENGTH = (ValueError, OverflowError, MemoryError)  # what http.client raises for a body or chunk of absurd length
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,20 @@ class HttpAnswer:
         return shown(" ".join(text[:LONGEST_READ].split()))
 
 
+@cache
+def load_library() -> None:
+    """Import httpx, which `kvbm --help` does not need. The first request does it too, before its time begins."""
+    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # its command line, a third of the import
+    _client(None).close()  # imports what only a client needs
+
+
+def _client(timeout_s: float | None) -> httpx.Client:
+    import httpx
+
+    no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without it, each client loads all certificates of the machine
+    return httpx.Client(verify=no_tls, trust_env=False, timeout=timeout_s)
+
+
 def get(url: str, *, timeout_s: float) -> HttpAnswer:
     return request("GET", url, timeout_s=timeout_s)
 
@@ -77,81 +95,78 @@ def request(
 ) -> HttpAnswer:
     """Send one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to the
     last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES."""
-    connection = None
+    load_library()
+    import httpx
+
+    own = {"Accept-Encoding": "identity", **({} if content is None else {"Content-Type": "application/json"})}
+    exchange, found = _Exchange(timeout_s), HttpAnswer()
     try:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc:
             return HttpAnswer(failure=f"`{without_secrets(shown(url))}` is not an http:// address")
-        connection = _TimedConnection(parts.netloc, timeout_s)
-        body = None if content is None else json.dumps(content).encode()
-        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
-        connection.request(method, parts._replace(scheme="", netloc="").geturl(), body, sent)
-        answer = connection.getresponse()
-        return HttpAnswer(answer.status, _whole_body(answer, max_bytes or MAX_BODY_BYTES), connection.address)
-    except TimeoutError:
-        return HttpAnswer(failure=f"no complete answer within {timeout_s:g} s")
-    except (OSError, *BAD_LENGTH, http.client.HTTPException) as error:
-        return HttpAnswer(failure=shown(str(error)) or type(error).__name__)
-    finally:
-        if connection is not None:
-            connection.end()
+        with (
+            _client(timeout_s) as client,
+            exchange,
+            client.stream(
+                method,
+                url,
+                content=None if content is None else json.dumps(content).encode(),
+                headers={**own, **(headers or {})},
+                extensions={"trace": exchange.trace},
+            ) as answer,
+        ):
+            body = _whole_body(answer.iter_raw(), max_bytes or MAX_BODY_BYTES)
+        found = HttpAnswer(answer.status_code, body, exchange.address)
+    except httpx.TimeoutException:
+        exchange.is_over = True
+    except httpx.LocalProtocolError:  # its text has the header, which may be a secret
+        found = HttpAnswer(failure="a header or the address has a character that HTTP does not allow")
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, OverflowError) as error:
+        found = HttpAnswer(failure=shown(str(error)) or type(error).__name__)
+    return HttpAnswer(failure=f"no complete answer within {timeout_s:g} s") if exchange.is_over else found  # it was cut
 
 
-def _whole_body(answer: http.client.HTTPResponse, max_bytes: int) -> bytes:
+def _whole_body(pieces: Iterable[bytes], max_bytes: int) -> bytes:
     body = bytearray()
-    while piece := answer.read(PIECE_BYTES):
+    for piece in pieces:
         body += piece
         if len(body) > max_bytes:
             raise ValueError(f"the answer is longer than {max_bytes} bytes")
-    if answer.length:
-        raise http.client.IncompleteRead(bytes(body), answer.length)
     return bytes(body)
 
 
-class _TimedConnection(http.client.HTTPConnection):
-    """Raises TimeoutError at its deadline, also if the server sends a byte now and then."""
+class _Exchange:
+    """Ends its connection when its time is over, also if the server sends a byte now and then. `address`: the server's
+    IP address."""
 
-    def __init__(self, netloc: str, timeout_s: float | None) -> None:
-        super().__init__(netloc, timeout=timeout_s)
+    def __init__(self, seconds: float | None) -> None:
+        self.is_over = False
         self.address = ""
-        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._socket: socket.socket | None = None
+        self._socket: Any = None
+        self._timer = None if seconds is None else threading.Timer(seconds, self._end)
 
-    def connect(self) -> None:
-        super().connect()
-        self._socket = self.sock
-        self.address = self.sock.getpeername()[0]
-        self.sock = _TimedSocket(self._socket, self._deadline)
+    def __enter__(self) -> None:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
 
-    def end(self) -> None:
-        self.close()
+    def __exit__(self, *ignored: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def trace(self, event: str, found: Mapping[str, Any]) -> None:
+        """Take a report of httpx about one step."""
+        if event == "connection.connect_tcp.complete":
+            self._socket = found["return_value"].get_extra_info("socket")
+            self.address = self._socket.getpeername()[0]
+            if self.is_over:
+                self._shut_down()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         if self._socket is not None:
-            self._socket.close()
-
-
-class _TimedSocket(io.RawIOBase):
-    """The part of a socket that http.client uses. Borrows the socket."""
-
-    def __init__(self, connected: socket.socket, deadline: float | None) -> None:
-        self._socket = connected
-        self._deadline = deadline
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(_TimedSocket(self._socket, self._deadline))
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._set_timeout()
-        return self._socket.recv_into(buffer)
-
-    def sendall(self, data: bytes) -> None:
-        self._set_timeout()
-        self._socket.sendall(data)
-
-    def _set_timeout(self) -> None:
-        left_s = None if self._deadline is None else self._deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            raise TimeoutError
-        self._socket.settimeout(left_s)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                self._socket.shutdown(socket.SHUT_RDWR)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,7 @@ FAILURES = {
     "negative chunk": CHUNKED + b"-5\r\n{}",
     "chunk of an exabyte": CHUNKED + b"fffffffffffffff\r\n{}",
     "chunk beyond 64 bits": CHUNKED + b"ffffffffffffffffffffffff\r\n{}",
+    "headers without end": OK + b"X-Long: " + b"a" * 500_000,
 }
 NO_OBJECT = {
     "not JSON": b"<html>",
@@ -34,19 +37,21 @@ NO_OBJECT = {
 }
 
 
-def get_from(payload: bytes, ask=get):
-    """The answer of `ask` to a server that sends this once and closes."""
+def get_from(payload: bytes, ask=get, sent=None):
+    """The answer of `ask` to a server that sends this once and closes. Appends the request to `sent`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(payload)
+            with contextlib.suppress(OSError):  # nobody connects, or the client ends it because the answer is too long
+                connection, _ = server.accept()
+                with connection:
+                    ([] if sent is None else sent).append(connection.recv(65536))
+                    connection.sendall(payload)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         answer = ask(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=60)
+        server.shutdown(socket.SHUT_RDWR)
         thread.join()
         return answer
 
@@ -92,7 +97,7 @@ def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start: b
                     time.sleep(0.02)
                     connection.sendall(trickle)
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         started = time.monotonic()
         answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.3)
@@ -111,7 +116,6 @@ def test_server_that_never_answers_is_named_with_the_time() -> None:
 @pytest.mark.parametrize("head", [UNTIL_CLOSE, OK + b"Content-Length: 5000\r\n\r\n", CHUNKED + b"1388\r\n"])
 def test_answer_without_end_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 1000)
-    monkeypatch.setattr(http_client, "PIECE_BYTES", 100)
     assert get_from(head + b"a" * 5000).failure == "the answer is longer than 1000 bytes"
 
 
@@ -125,6 +129,47 @@ def test_page_of_metrics_has_a_lower_limit(monkeypatch: pytest.MonkeyPatch) -> N
 def test_whole_answer_is_returned(body: bytes) -> None:
     assert get_from(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body).body == body
     assert get_from(UNTIL_CLOSE + body).body == body
+
+
+def test_redirect_is_an_answer_and_is_not_followed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.2)
+        location = b"Location: http://127.0.0.1:%d/\r\n" % other.getsockname()[1]
+        answer = get_from(b"HTTP/1.1 307 Temporary Redirect\r\n" + location + b"Content-Length: 0\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            other.accept()
+    assert answer.status == 307
+
+
+def test_compressed_body_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small body may decode to gigabytes."""
+    monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 10_000)
+    body = gzip.compress(bytes(1_000_000))
+    head = OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body)
+    assert get_from(head + body).body == body
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
+def test_environment_names_no_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    assert get_from(OK + b"Content-Length: 2\r\n\r\n{}").is_ok
+
+
+def test_netrc_of_the_user_is_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    sent: list[bytes] = []
+    get_from(OK + b"Content-Length: 2\r\n\r\n{}", sent=sent)
+    assert b"authorization" not in sent[0].lower()
+
+
+def test_secret_in_a_header_is_not_in_the_reason() -> None:
+    headers = {"Authorization": "Bearer secret\nkey"}
+    answer = http_client.request("GET", "http://127.0.0.1:1/", headers=headers, timeout_s=1)
+    assert answer.failure
+    assert "secret" not in answer.failure
 
 
 WRONG_ADDRESSES = [

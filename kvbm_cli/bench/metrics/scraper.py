@@ -32,7 +32,7 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     started_s,
 )
 from kvbm_cli.bench.metrics.usage import Gpus, ProcessTree
-from kvbm_cli.system.http_client import get_metrics
+from kvbm_cli.system.http_client import get_metrics, load_library
 
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0
@@ -84,6 +84,7 @@ class Scraper:
 
     def run(self) -> None:
         """Sample until the input ends."""
+        load_library()  # not in the time of the first sample
         self._sample(self._task.interval_s + EXTRA_S)
         sys.stdout.write(READY)
         sys.stdout.flush()
