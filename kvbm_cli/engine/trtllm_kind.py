@@ -11,7 +11,7 @@ from kvbm.config.installation import shown
 from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
 from kvbm.errors import EnvironmentProblem
 from kvbm.trtllm_integration import launch
-from kvbm.trtllm_integration.versions import CONTRACT_TESTED, TrtllmInstallation, is_known
+from kvbm.trtllm_integration.versions import CONTRACT_TESTED, INSTALL, TrtllmInstallation, is_known
 from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_trtllm
 
@@ -72,7 +72,7 @@ class TrtllmKind:
         except EnvironmentProblem as error:
             return error
         if found is None:
-            hint = "run `kvbm` in an environment that has it, or set `engine.python` to an interpreter that has it"
+            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
             return EnvironmentProblem(f"`{python}` has no {TITLE}", hint=hint)
         if not has_cache:
             return None

@@ -9,7 +9,7 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.installation import shown
 from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.vllm import default_block_tokens
-from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, VllmInstallation, is_known
+from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, INSTALL_FOR_CPU, VllmInstallation, is_known
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
@@ -45,7 +45,8 @@ class VllmKind:
         except EnvironmentProblem as error:
             return error
         if found is None:
-            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has vLLM"
+            install = INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL
+            hint = f"run `{python} -m {install}`, or set `engine.python` to an interpreter that has vLLM"
             return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
         if not has_cache:
             return None

@@ -71,7 +71,7 @@ def test_output(home: Path, name: str, way: Kvbm) -> None:
 
 
 HELD = {
-    "nothing": (None, "`[PYTHON]` has no TensorRT-LLM", "run `kvbm` in an environment that has it"),
+    "nothing": (None, "`[PYTHON]` has no TensorRT-LLM", "run `[PYTHON] -m pip install 'kvbm-cli[tensorrt-llm]'`"),
     "no connectors": (
         {"version": "1.0.0", "has_interface": False},
         "`[PYTHON]` has TensorRT-LLM 1.0.0, which has no interface for KV cache connectors",

