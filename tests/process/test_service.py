@@ -1,0 +1,146 @@
+"""The leader's end of a child process: what an answer, silence, an end and garbage mean, for all services."""
+
+import os
+import signal
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.cores import allowed_cores
+from kvbm.process import deadlines
+from kvbm.process.service import ChildService
+from kvbm.process.service_process import ServiceProcess
+
+HANGS_S = 120.0  # no test is slower than that on a machine that works
+
+
+class FakeProcess(ServiceProcess):
+    tier, module = "fake", "fake_service"
+
+    def _failed(self, order, why):
+        return Answer(order.ticket, False)
+
+    def _handle(self, message):
+        self._is_open |= isinstance(message, FakeOpened)
+        super()._handle(message)
+
+
+class FakeService(ChildService):
+    def _open_next(self):
+        return started()
+
+
+def started(problem=None):
+    process = FakeProcess(FakeCounters())
+    process.start(OpenFake(frozenset(allowed_cores()), problem), "here", None, lambda: False)
+    return process
+
+
+def until(condition):
+    limit_s = time.monotonic() + HANGS_S
+    while not (found := condition()):
+        assert time.monotonic() < limit_s, "it does not happen"
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fake_module_of_children(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.fixture
+def process():
+    process = started()
+    yield process
+    process.close(0)
+
+
+@pytest.fixture
+def service():
+    named = Future()
+    named.set_result("name")
+    service = FakeService(FakeProcess(FakeCounters()), named, "here")
+    service.await_opening()
+    until(lambda: service.poll() or service.is_on)
+    yield service
+    service.close(0)
+
+
+def ask(process, what="answer", ticket=1):
+    process.submit(Ask(ticket, what))
+
+
+def test_an_order_is_answered(process):
+    ask(process)
+    assert until(process.poll) == [Answer(1, True)]
+    assert (process.is_on, process.counters.answers) == (True, 1)
+
+
+def test_a_silent_process_is_off_until_it_answers(process, monkeypatch):
+    monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 0.2)
+    ask(process, "stop")
+    until(lambda: process.poll() or process.is_silent)
+    assert (process.is_on, process.is_alive, process.counters.times_off) == (False, True, 1)
+    os.kill(process.pid, signal.SIGCONT)
+    assert until(process.poll) == [Answer(1, True)]
+    until(lambda: process.poll() or process.is_on)
+
+
+def test_a_process_that_stays_silent_is_killed_and_its_orders_fail(process, monkeypatch):
+    monkeypatch.setattr(deadlines, "REPLACE_AFTER_S", 0.2)
+    ask(process, "stop")
+    assert until(process.poll) == [Answer(1, False)]
+    assert (process.is_alive, process.wait_for_end()) == (False, -signal.SIGKILL)
+
+
+def test_the_orders_of_a_process_that_dies_fail_also_later_ones(process):
+    ask(process, "die")
+    assert until(process.poll) == [Answer(1, False)]
+    assert (process.is_on, process.off_because) == (False, "the fake process has exited")
+    ask(process, ticket=2)
+    assert process.poll() == [Answer(2, False)]
+
+
+def test_a_process_that_sends_garbage_is_killed(process):
+    ask(process, "garbage")
+    assert until(process.poll) == [Answer(1, False)]
+    assert process.wait_for_end() == -signal.SIGKILL
+
+
+def test_a_process_that_cannot_open_says_why():
+    with pytest.raises(EnvironmentProblem, match="no such store"):
+        started("no such store")
+
+
+def test_a_closed_process_exits_by_itself(process):
+    process.close(HANGS_S)
+    assert process.wait_for_end() == 0
+
+
+@pytest.mark.parametrize("what", ["die", "garbage"])
+def test_a_process_that_has_ended_is_replaced(service, what):
+    ask(service)
+    assert until(service.poll) == [Answer(1, True)]
+    first = service.pid
+    ask(service, what, ticket=2)
+    assert until(service.poll) == [Answer(2, False)]
+    until(lambda: service.poll() or service.restarts)
+    assert (service.losses, service.restarts, service.pid == first) == (1, 1, False)
+    ask(service, ticket=3)
+    assert until(service.poll) == [Answer(3, True)]
+    assert service.counters.answers >= 2
+
+
+def test_a_closed_service_starts_no_other_process(service):
+    service.close(HANGS_S)
+    assert service.restarts == 0
+    assert not service.is_on
