@@ -174,12 +174,8 @@ def _read_without(
         if source.line not in places:
             places[source.line] = Mistake(one.message, source, hint=one.hint)
     document, mistakes = _parsed(_EntryReader(without(text, found, quote=quote), label), noun)
-    later = [one for one in mistakes if not (isinstance(one, Mistake) and _line_of(one) in places)]
+    later = [one for one in mistakes if not (isinstance(one, Mistake) and one.source and one.source.line in places)]
     return document, [*places.values(), *later]
-
-
-def _line_of(mistake: Mistake) -> int | None:
-    return None if mistake.source is None else mistake.source.line
 
 
 def _parsed(reader: _EntryReader, noun: str) -> tuple[Document, list[ProfileError]]:

@@ -54,18 +54,11 @@ def refused_flags(document: Document) -> Iterator[Mistake]:
     """Yield a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
-        mistake = _refused_flag(name, entry)
-        if mistake is not None:
-            yield mistake
+        reason = _reason_against(name, entry)
+        if reason is not None:
+            yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
     transfer = entry_at(document, ["engine", "arguments", "kv_transfer_config"])
     yield from _contradictions((transfer.section if transfer else None) or {})
-
-
-def _refused_flag(name: str, entry: Entry) -> Mistake | None:
-    reason = _reason_against(name, entry)
-    if reason is None:
-        return None
-    return Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
 
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:

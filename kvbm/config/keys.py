@@ -43,7 +43,8 @@ def _walk(model: type[BaseModel], prefix: str, engine: str) -> Iterator[Key]:
 
 
 def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
-    sections = [annotation for annotation in _alternatives(field.annotation) if _is_model(annotation)]
+    kinds = [one for one in _alternatives(field.annotation) if isinstance(one, type)]
+    sections = [kind for kind in kinds if issubclass(kind, BaseModel)]
     if len(sections) > 1:
         sections = [section for section in sections if engine in get_args(section.model_fields["kind"].annotation)]
     return sections[0] if sections else None
@@ -52,10 +53,6 @@ def _section_of(field: FieldInfo, engine: str) -> type[BaseModel] | None:
 def _alternatives(annotation: Any) -> list[Any]:
     """Return the types of a union without `Annotated`, or the type itself."""
     return [getattr(one, "__origin__", one) for one in get_args(annotation) or (annotation,)]
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}

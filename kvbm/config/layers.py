@@ -134,7 +134,7 @@ def file_with_parents(path: Path, directories: Sequence[Path], findings: Finding
 def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
     """Return the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
     reference, source = extends.value, extends.source
-    if not isinstance(reference, str) or not reference or not _can_be_a_path(reference):
+    if not isinstance(reference, str) or not 0 < len(reference) < 4096 or "\0" in reference:
         raise Mistake("`extends` must be the name or path of a profile", source, key="extends")
     try:
         parent = (
@@ -151,10 +151,6 @@ def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequ
         hint = _nearest_file(parent, files) if is_missing(parent) else None
         raise Mistake(f"`extends`: cannot read `{parent}`: {reason}", source, hint=hint, key="extends")
     return parent
-
-
-def _can_be_a_path(text: str) -> bool:
-    return "\0" not in text and len(text) < 4096
 
 
 def _file(path: Path, findings: Findings) -> Document:

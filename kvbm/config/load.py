@@ -19,7 +19,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.findings import Findings, is_within, remove_mistaken
 from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
-from kvbm.config.keys import Key, keys
+from kvbm.config.keys import keys
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths
@@ -217,10 +217,6 @@ def _paths(profile: Profile) -> list[str]:
     for key in keys(engine=engine.kind):
         if key.path == "engine.environment":
             paths += [*more, *(variables or [key.path])]
-        elif key.path in absent or _is_shown(key, absent):
+        elif key.path in absent or not (key.is_section or any(is_within(key.path, tier) for tier in absent)):
             paths.append(key.path)
     return paths
-
-
-def _is_shown(key: Key, absent: Sequence[str]) -> bool:
-    return not key.is_section and not any(is_within(key.path, section) for section in absent)

@@ -42,7 +42,7 @@ class Lookalike:
         if _QUOTE.match(self.character):
             return f"a {shown}, which YAML does not read as a quote"
         if _SPACE.match(self.character):
-            return f"{_article(name)} {shown}, which YAML does not read as a space"
+            return f"{'an' if name[0] in 'aeiou' else 'a'} {shown}, which YAML does not read as a space"
         return f"an invisible character: {shown}"
 
     @property
@@ -92,7 +92,3 @@ def without(text: str, found: list[Lookalike], *, quote: str = "") -> str:
 def with_dots(text: str) -> str:
     """Return the text with a dot for each hidden character, as many characters as before."""
     return _HIDDEN.sub("·", _BREAK.sub("·", text))
-
-
-def _article(name: str) -> str:
-    return "an" if name[0] in "aeiou" else "a"

@@ -37,18 +37,11 @@ def absolute_path(key: str, value: str, source: Source) -> str:
     """Return the absolute path if the value of `key`, written at `source`, is a path, else the value."""
     if value.startswith("~"):
         value = os.path.expanduser(value)
-    if os.path.isabs(value) or not _may_be_a_path(value):
+    if not value or "\0" in value or os.path.isabs(value) or value.startswith(SYNTHETIC):
         return value
     path = _directory_of(source) / value
-    return str(path) if _is_dotted(value) or PATHS[key](value, path) else value
-
-
-def _may_be_a_path(value: str) -> bool:
-    return value != "" and "\0" not in value and not value.startswith(SYNTHETIC)
-
-
-def _is_dotted(value: str) -> bool:
-    return value.partition("/")[0] in (".", "..")
+    is_dotted = value.partition("/")[0] in (".", "..")
+    return str(path) if is_dotted or PATHS[key](value, path) else value
 
 
 def _directory_of(source: Source) -> Path:

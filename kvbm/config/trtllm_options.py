@@ -113,7 +113,7 @@ def refused_options(document: Document) -> Iterator[Mistake]:
             yield _refused(limit.option, limit.message(found.value), found)
     for option in _COUNTS:
         found = _option(document, option)
-        if found is not None and not _is_count(found.value):
+        if found is not None and not (type(found.value) is int and found.value >= 1):
             text = f"`engine.arguments.{option}` must be a whole number of at least 1, not `{_shown(found.value)}`"
             yield _refused(option, text, found)
 
@@ -141,10 +141,6 @@ def _option(document: Document, option: str) -> Entry | None:
 def _refused(option: str, message: str, entry: Entry) -> Mistake:
     place = entry.key if entry.section is not None else entry.source
     return Mistake(message, place, hint="remove it", key=f"engine.arguments.{option}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _shown(value: object) -> str:

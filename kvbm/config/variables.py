@@ -54,35 +54,24 @@ _NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of
 _NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
 _NO_EVENT_SOURCE = "there is no consolidator: TensorRT-LLM's own events are not changed"
 
+
+def _sizes(name: str, tier: str, space: str) -> tuple[Variable, Variable]:
+    key, start = f"tiers.{tier}", f"{PREFIX}{name}_CACHE_"
+    about = f"{space}, summed over the ranks of one engine; 0 means no {tier} tier"
+    blocks = f"{space} in blocks; overrides GB, 0 means no override"
+    return (
+        Variable(f"{start}GB", about, Form.GIGABYTES, f"{key}.capacity", upstream=_FRACTION),
+        Variable(f"{start}OVERRIDE_NUM_BLOCKS", blocks, Form.COUNT, f"{key}.blocks", upstream=_DEFAULTED),
+    )
+
+
+def _for_store(name: str, about: str, form: Form = Form.TEXT) -> Variable:
+    return Variable(f"{PREFIX}OBJECT_{name}", about, form, upstream=_NOT_READ, is_for_store=True)
+
+
 VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        "DYN_KVBM_CPU_CACHE_GB",
-        "host memory, summed over the ranks of one engine; 0 means no host tier",
-        Form.GIGABYTES,
-        "tiers.host.capacity",
-        upstream=_FRACTION,
-    ),
-    Variable(
-        "DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS",
-        "host memory in blocks; overrides GB, 0 means no override",
-        Form.COUNT,
-        "tiers.host.blocks",
-        upstream=_DEFAULTED,
-    ),
-    Variable(
-        "DYN_KVBM_DISK_CACHE_GB",
-        "disk space, summed over the ranks of one engine; 0 means no disk tier",
-        Form.GIGABYTES,
-        "tiers.disk.capacity",
-        upstream=_FRACTION,
-    ),
-    Variable(
-        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS",
-        "disk space in blocks; overrides GB, 0 means no override",
-        Form.COUNT,
-        "tiers.disk.blocks",
-        upstream=_DEFAULTED,
-    ),
+    *_sizes("CPU", "host", "host memory"),
+    *_sizes("DISK", "disk", "disk space"),
     Variable(
         "DYN_KVBM_DISK_CACHE_DIR",
         "directory of the cache files: an absolute path, or one that starts with `~`",
@@ -197,30 +186,11 @@ VARIABLES: tuple[Variable, ...] = (
         "tiers.shared",
         upstream=_NOT_READ,
     ),
-    Variable(
-        "DYN_KVBM_OBJECT_ENDPOINT",
-        "address of the S3 service; by default that of AWS, or `AWS_ENDPOINT_URL`",
-        Form.ENDPOINT,
-        upstream=_NOT_READ,
-        is_for_store=True,
-    ),
-    Variable(
-        "DYN_KVBM_OBJECT_REGION",
-        "region of the bucket; by default `AWS_REGION`",
-        upstream=_NOT_READ,
-        is_for_store=True,
-    ),
-    Variable(
-        "DYN_KVBM_OBJECT_ACCESS_KEY",
-        "name of the access key; by default `AWS_ACCESS_KEY_ID`, or the role of the machine",
-        upstream=_NOT_READ,
-        is_for_store=True,
-    ),
-    Variable(
-        "DYN_KVBM_OBJECT_SECRET_KEY",
-        "secret of the access key; by default `AWS_SECRET_ACCESS_KEY`, or the role of the machine",
-        upstream=_NOT_READ,
-        is_for_store=True,
+    _for_store("ENDPOINT", "address of the S3 service; by default that of AWS, or `AWS_ENDPOINT_URL`", Form.ENDPOINT),
+    _for_store("REGION", "region of the bucket; by default `AWS_REGION`"),
+    _for_store("ACCESS_KEY", "name of the access key; by default `AWS_ACCESS_KEY_ID`, or the role of the machine"),
+    _for_store(
+        "SECRET_KEY", "secret of the access key; by default `AWS_SECRET_ACCESS_KEY`, or the role of the machine"
     ),
     Variable("DYN_KVBM_LEADER_ZMQ_HOST", _NO_PORTS),
     Variable("DYN_KVBM_LEADER_ZMQ_PUB_PORT", _NO_PORTS),
