@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.identity.content import Signature, digest_files
-from kvbm.identity.messages import DigestOrder, Digests, DigestsFailed
+from kvbm.identity.messages import DigestOrder, Digests
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import begin, receive_first, send_all
+from kvbm.process.child import Problem, begin, receive_first, send_all
 
 THREADS = 4  # two reach 10 GB/s of a warm page cache (bench/micro/model_identity.py)
 NICE = 19
@@ -37,7 +37,7 @@ def main() -> int:
             files = [(path, Signature(*signature)) for path, signature in order.files]
             answer: NamedTuple = Digests(digest_files(files, min(THREADS, len(order.cores))))
         except OSError as error:
-            answer = DigestsFailed(str(error))
+            answer = Problem(str(error), None)
         channel.send(answer)
         send_all(channel)
     except ChannelClosed:

@@ -18,9 +18,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 from kvbm.identity.content import Signature, digest_files
 from kvbm.identity.digest_cache import DigestCache, default_path
-from kvbm.identity.messages import DigestOrder, Digests, DigestsFailed
+from kvbm.identity.messages import DigestOrder, Digests
 from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import Logged
+from kvbm.process.child import Logged, Problem
 from kvbm.process.parent import has_ended, log_for, start_child
 
 MODULE = "kvbm.identity.digester"
@@ -43,15 +43,25 @@ def begin(files: Files, cache: DigestCache | None = None) -> Future[list[str]]:
     """
     cache = DigestCache(default_path()) if cache is None else cache
     found: Future[list[str]] = Future()
+    known: list[str | None] = []
+
+    def run(digest: Callable[[Files], list[str]]) -> None:
+        try:
+            found.set_result(_complete(cache, files, known, unread, digest))
+        except (OSError, Unidentified) as error:
+            found.set_exception(Unidentified(str(error)))
+
     try:
-        known = [cache.get(Path(path), signature) for path, signature in files]
+        known += [cache.get(Path(path), signature) for path, signature in files]
         unread = [one for one, digest in zip(files, known, strict=True) if digest is None]
-        if sum(signature.size for _, signature in unread) > INLINE_BYTES:
-            _start(lambda: _complete(cache, files, known, unread, _by_process), found)
+        if sum(signature.size for _, signature in unread) <= INLINE_BYTES:
+            run(lambda some: digest_files(some, 1))
         else:
-            found.set_result(_complete(cache, files, known, unread, lambda files: digest_files(files, 1)))
-    except (OSError, Unidentified) as error:
+            threading.Thread(target=run, args=(_by_process,), name="kvbm-digests", daemon=True).start()
+    except OSError as error:
         found.set_exception(Unidentified(str(error)))
+    except RuntimeError as error:
+        found.set_exception(Unidentified(f"no thread can be started: {error}"))
     return found
 
 
@@ -71,21 +81,6 @@ def _complete(
         cache.put(Path(path), signature, one, began_ns)
     cache.save()
     return [read[file] if one is None else one for file, one in zip(files, known, strict=True)]
-
-
-def _start(work: Callable[[], list[str]], found: Future[list[str]]) -> None:
-    """Run `work` in a thread. Raises Unidentified if there can be none."""
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except (OSError, Unidentified) as error:
-            found.set_exception(Unidentified(str(error)))
-
-    try:
-        threading.Thread(target=run, name="kvbm-digests", daemon=True).start()
-    except RuntimeError as error:
-        raise Unidentified(f"no thread can be started: {error}") from error
 
 
 def _by_process(files: Files) -> list[str]:
@@ -117,7 +112,7 @@ def _answer(channel: Channel) -> list[str]:
             match message:
                 case Digests():
                     return list(message.digests)
-                case DigestsFailed():
-                    raise Unidentified(message.why)
+                case Problem():
+                    raise Unidentified(message.message)
                 case Logged():
                     log_for(message)

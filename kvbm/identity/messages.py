@@ -1,7 +1,9 @@
 """Messages between an engine and the process that digests the files of its model.
 
 engine ──▶ DigestOrder ──▶ child
-engine ◀── Digests, DigestsFailed, Logged ◀── child
+engine ◀── Digests, Problem, Logged ◀── child
+
+Those that are not here are in process/child.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,3 @@ class Digests(NamedTuple):
     """Digests of the files, in order."""
 
     digests: Sequence[str]
-
-
-class DigestsFailed(NamedTuple):
-    why: str
