@@ -19,6 +19,7 @@ from kvbm.shared.keys import KeySpace, extent_blocks
 from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, Outcome, Put
 from kvbm.shared.protection import NoProtection
+from kvbm.shared.settings import SharedSettings
 from kvbm.shared.storage import SharedStorage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +36,7 @@ class TierUnderTest:
         self.blocks_in_object = extent_blocks(size, BLOCK_TOKENS, min_bytes=store.min_extent_bytes)
         form = ExtentFormat(NAMESPACE, self.blocks_in_object, size, 16)
         geometry = ExtentGeometry([self.slots], [size], form, NoProtection())
-        self.storage = SharedStorage(store, KeySpace(NAMESPACE), geometry, lambda *_: True)
+        self.storage = SharedStorage(store, KeySpace(NAMESPACE), geometry, lambda *_: True, SharedSettings(""))
         self._has_result = threading.Event()
         self.storage.on_result = self._has_result.set
         self._tickets = 0

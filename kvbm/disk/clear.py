@@ -13,12 +13,11 @@ from contextlib import closing
 from pathlib import Path
 
 from kvbm.disk.directory import ARENA, INDEX
-from kvbm.disk.files import UNSUPPORTED, fallocate, open_private
+from kvbm.disk.files import UNSUPPORTED, fallocate, open_private, write_zeros
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.superblock import Superblock
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 0x01, 0x10
-ZEROS = bytes(4 << 20)
 
 
 def clear_tenant(instance: Path, superblock: Superblock, tenant: bytes) -> int:
@@ -58,11 +57,4 @@ def _erase(fd: int, offset: int, length: int) -> None:
     except OSError as error:
         if error.errno not in (*UNSUPPORTED, errno.EPERM):
             raise
-        for at in range(offset, offset + length, len(ZEROS)):
-            _write(fd, memoryview(ZEROS)[: offset + length - at], at)
-
-
-def _write(fd: int, zeros: memoryview, offset: int) -> None:
-    while zeros:
-        count = os.pwrite(fd, zeros, offset)
-        zeros, offset = zeros[count:], offset + count
+        write_zeros(fd, offset, offset + length)

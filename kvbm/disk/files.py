@@ -297,10 +297,11 @@ def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Prog
                 f"this file system cannot preallocate space: {error.strerror}",
                 hint="set `tiers.disk.zerofill: true` to fill the file with zeros instead",
             ) from error
-        _write_zeros(fd, start, end, progress)
+        write_zeros(fd, start, end, progress)
 
 
-def _write_zeros(fd: int, start: int, end: int, progress: Progress | None) -> None:
+def write_zeros(fd: int, start: int, end: int, progress: Progress | None = None) -> None:
+    """Fill a range with zeros that are durable. Raises OSError."""
     zeros = memoryview(bytes(ZERO_BYTES))
     flushed = at = start
     while at < end:

@@ -53,8 +53,8 @@ class DiskStorage:
         self._host_slot_count = min(len(shard) for shard in shards)
         self._instance = instance
         self._io = io
-        self._health = Health(limits or HealthLimits(), instance.losses)
-        self.counters = self._health.counters
+        self.health = Health(limits or HealthLimits(), instance.losses)
+        self.counters = self.health.counters
         self._checksums = array("Q", bytes(8 * self.slot_count))
         self._writers: dict[int, WriteTransfer] = {}  # disk slot -> its write, until `poll` returns it
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
@@ -64,14 +64,14 @@ class DiskStorage:
         self._index_thread = IndexThread(
             instance,
             io,
-            self._health,
+            self.health,
             self._checksums,
             first_generation=last_generation + 1,
             slots_carry=slots_carry,
             on_end=self._end,
         )
         geometry = Geometry(shards, instance.shape.slot_bytes, instance.namespace.digest)
-        self._threads = TransferThreads(threads, io, geometry, self._health, self._transfer_ended)
+        self._threads = TransferThreads(threads, io, geometry, self.health, self._transfer_ended)
         self._index_thread.start(self._threads)
 
     @classmethod
@@ -108,21 +108,11 @@ class DiskStorage:
     @property
     def is_on(self) -> bool:
         """False after repeated errors or while I/O hangs; every ticket then fails at once."""
-        return self._health.is_on
+        return self.health.is_on
 
     @property
     def off_because(self) -> str | None:
-        return self._health.off_because
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether its files were deleted: it stays off, and a new one can be opened."""
-        return self._health.is_removed
-
-    @property
-    def has_lost_io(self) -> bool:
-        """Whether some I/O, and its ticket, only ends with this process."""
-        return self._health.has_lost_io
+        return self.health.off_because
 
     def reads_stuck_since(self) -> float | None:
         """Return since when reads have made no progress, in `time.monotonic`; None if there is none to wait for."""
@@ -204,7 +194,7 @@ class DiskStorage:
         self._instance.close()
 
     def _start(self, transfer: Transfer) -> None:
-        refusal = self._health.off_because
+        refusal = self.health.off_because
         if refusal is not None:
             transfer.fail(f"off: {refusal}")
             self._end(transfer)
@@ -229,9 +219,9 @@ class DiskStorage:
     def _check_for_stall(self) -> None:
         """Turn the disk off if I/O hangs, and fail the orders that wait for it."""
         since = [at for at in (self._threads.busy_since(), self._index_thread.busy_since()) if at is not None]
-        if not since or time.monotonic() - min(since) < self._health.limits.stall_s:
+        if not since or time.monotonic() - min(since) < self.health.limits.stall_s:
             return
-        self._health.turn_off(f"I/O has been running for more than {self._health.limits.stall_s:g} s")
+        self.health.turn_off(f"I/O has been running for more than {self.health.limits.stall_s:g} s")
         self._threads.fail_waiting("the disk hangs")
         for transfer in self._index_thread.take_waiting():
             transfer.fail("the disk hangs")

@@ -81,14 +81,15 @@ class Inventory:
             ) from None
         return found
 
-    def head(self, extent: StoredExtent, byte_count: int) -> bytes | None:
-        """Return the first bytes of an object; None if it is gone. Raises OSError."""
-        end = min(byte_count, extent.byte_count)
-        return self._read(extent, end) if end else b""
-
-    def content(self, extent: StoredExtent) -> bytes | None:
-        """Return an object; None if it is gone. Raises OSError."""
-        return self._read(extent, None)
+    def read(self, extent: StoredExtent, byte_count: int | None = None) -> bytes | None:
+        """Return an object or its first bytes; None if it is gone. Raises OSError."""
+        end = None if byte_count is None else min(byte_count, extent.byte_count)
+        if end == 0:
+            return b""
+        try:
+            return self._access.read(extent.key, end)
+        except FileNotFoundError:
+            return None
 
     def each(
         self, read: Callable[[StoredExtent], Returned], extents: Sequence[StoredExtent], *, threads: int
@@ -144,12 +145,6 @@ class Inventory:
             self._leave_out(LeftOut(found.key, _reason(error), is_failure=True))
             return {}
         return facts if isinstance(facts, dict) else {}
-
-    def _read(self, extent: StoredExtent, byte_count: int | None) -> bytes | None:
-        try:
-            return self._access.read(extent.key, byte_count)
-        except FileNotFoundError:
-            return None
 
     def _delete(self, keys: Sequence[str]) -> list[str]:
         try:

@@ -34,8 +34,6 @@ def digest_of(name: bytes) -> int:
 
 
 class Presence:
-    """See the module's text."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._listed: list[NDArray[np.uint64]] = []  # parts as they came: joining them would delay an engine's step

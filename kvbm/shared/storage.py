@@ -25,6 +25,7 @@ from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.orders import Get, ObjectResult, Order, Outcome, Probe, ProbeResult, Put, Result
 from kvbm.shared.presence import DIGEST, digest_of
+from kvbm.shared.settings import SharedSettings
 
 STALL = 2  # a call may take so many times its limit before the store counts as not answering
 IDLE_S = 0.5  # between looks at a store that was given up
@@ -68,9 +69,7 @@ class SharedStorage:
         keys: KeySpace,
         geometry: ExtentGeometry,
         slots_carry: SlotsCarry,
-        *,
-        expire_s: float = 0.0,
-        list_interval_s: float = 60.0,
+        settings: SharedSettings,
     ) -> None:
         self.store = store
         self.counters = SharedCounters()
@@ -78,8 +77,8 @@ class SharedStorage:
         self._keys = keys
         self._geometry = geometry
         self._slots_carry = slots_carry
-        self._aging_s = expire_s / 2
-        self._list_interval_s = list_interval_s
+        self._aging_s = settings.expire_s / 2
+        self._list_interval_s = settings.list_interval_s
         self._breaker = Breaker()
         self._write_pause = WritePause()
         self._stuck_s = 0.0  # calls that began until then have opened the breaker

@@ -164,7 +164,7 @@ def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: Pr
     wanted = tenant_tag(tenant(salt))
 
     def is_of_tenant(extent: StoredExtent) -> bool:
-        head = inventory.head(extent, HEAD_BYTES)
+        head = inventory.read(extent, HEAD_BYTES)
         try:
             return head is not None and (
                 found_extent(head, namespace=extent.namespace, byte_count=extent.byte_count).tenant == wanted

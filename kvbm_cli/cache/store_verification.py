@@ -132,10 +132,10 @@ def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdi
     from kvbm.shared.inspection import HEAD_BYTES, found_extent, verify
 
     try:
-        content = inventory.head(extent, HEAD_BYTES)
+        content = inventory.read(extent, HEAD_BYTES)
         if content is not None:  # does its header allow this length, before it is read into memory
             found_extent(content, namespace=extent.namespace, byte_count=extent.byte_count)
-            content = inventory.content(extent)
+            content = inventory.read(extent)
     except OSError as error:
         return ObjectVerdict(extent, failure=(error.strerror or str(error)).lower())
     except BadObject as error:

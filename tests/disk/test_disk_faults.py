@@ -597,7 +597,7 @@ def test_ticket_whose_end_cannot_be_detected_stays_open(tmp_path, faults, kind):
         call.is_for = lambda runs: runs[0].offset == 0
         call.error = IoNotEnded("lost")
         lost = rig.start_read([0], [0], [0]) if kind == "read" else rig.start_write([9], [0], [0])
-        rig.wait_until(lambda: rig.tier.has_lost_io)
+        rig.wait_until(lambda: rig.tier.health.has_lost_io)
         assert rig.tier.off_because == "lost"
         assert rig.wait(rig.start_read([1], [1], [1])).is_good == (False,)
         time.sleep(3 * HASTY.probe_interval_s)

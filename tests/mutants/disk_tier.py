@@ -9,7 +9,7 @@ MUTANTS = (
         name="disk-child-stays-without-its-files",
         bug="the disk process goes on with files that have been removed",
         file="kvbm/disk/service/server.py",
-        old="if self._storage.is_removed:",
+        old="if self._storage.health.is_removed:",
         new="if False:",
         fails="tests/disk/test_supervisor.py -k made_again",
     ),

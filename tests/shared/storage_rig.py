@@ -11,6 +11,7 @@ from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
 from kvbm.shared.protection import NoProtection
+from kvbm.shared.settings import SharedSettings
 from kvbm.shared.storage import SharedStorage
 from kvbm.shared.stores.directory import DirectoryStore
 from kvbm.shared.stores.obstore import connection
@@ -49,7 +50,7 @@ class Rig:
         self.keys = KeySpace(namespace)
         self.carries = True
         geometry = ExtentGeometry(self.shards, SHARDS, self.form, protection or NoProtection())
-        self.storage = SharedStorage(store, self.keys, geometry, lambda *_: self.carries, **options)
+        self.storage = SharedStorage(store, self.keys, geometry, lambda *_: self.carries, SharedSettings("", **options))
         self.last_ticket = 0
         self.ended = {}
 

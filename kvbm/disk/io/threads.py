@@ -37,8 +37,6 @@ class IoRun(NamedTuple):
 
 
 class BlockIO(Protocol):
-    """See the module docstring."""
-
     @property
     def name(self) -> str:
         """The value of `tiers.disk.io`, for logs and reports."""

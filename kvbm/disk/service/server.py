@@ -50,9 +50,9 @@ class DiskServer(StorageServer[DiskStorage]):
 
     def _report(self) -> None:
         super()._report()
-        if self._storage.is_removed:
+        if self._storage.health.is_removed:
             self._exit(messages.REMOVED)
-        if self._storage.has_lost_io:
+        if self._storage.health.has_lost_io:
             self._exit(messages.LOST_IO)
 
     def _report_more(self) -> None:

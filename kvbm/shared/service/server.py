@@ -77,14 +77,8 @@ def _open(order: messages.OpenStore, _send: Send, _log: LogRelay) -> tuple[Share
     block_bytes = sum(shard_bytes)
     count = extent_blocks(block_bytes, order.block_tokens, min_bytes=store.min_extent_bytes) if order.has_extents else 1
     form = ExtentFormat(order.namespace, count, block_bytes, order.hash_bytes)
-    storage = SharedStorage(
-        store,
-        keys,
-        ExtentGeometry(region.shards, shard_bytes, form, protection),
-        region.slots_carry,
-        expire_s=settings.expire_s,
-        list_interval_s=settings.list_interval_s,
-    )
+    geometry = ExtentGeometry(region.shards, shard_bytes, form, protection)
+    storage = SharedStorage(store, keys, geometry, region.slots_carry, settings)
     storage.wait_for_listing(FIRST_LISTING_S)
     return storage, messages.StoreOpened(store.name, count, form.object_bytes)
 

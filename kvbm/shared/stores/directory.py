@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 
 
 class DirectoryStore(TimedStore):
-    """See the module's text."""
-
     name = "directory"
 
     def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
@@ -159,7 +157,10 @@ class DirectoryStore(TimedStore):
             files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
             for entry in files if self._writes else []:
                 with suppress(OSError):
-                    if REMAINS.fullmatch(entry.name) and _age_s(entry) > REMAINS_S:
+                    if (
+                        REMAINS.fullmatch(entry.name)
+                        and entry.stat(follow_symlinks=False).st_mtime < time.time() - REMAINS_S
+                    ):
                         inner.unlink_file(entry.name)
             return [entry.name for entry in files if not REMAINS.fullmatch(entry.name)]
 
@@ -312,7 +313,3 @@ def _is_regular(root: Tree, key: str) -> bool:
         return stat.S_ISREG(root.about(key).st_mode)
     except FileNotFoundError:
         return False
-
-
-def _age_s(entry: os.DirEntry[str]) -> float:
-    return time.time() - entry.stat(follow_symlinks=False).st_mtime

@@ -29,8 +29,6 @@ WHY_NOT_ENTERED = {
 
 
 class DirectoryAccess:
-    """See the module's text."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
 

@@ -282,12 +282,10 @@ class NodeCopies:
             return not self._is_alone
 
     def _find_others(self) -> bool:
-        return any(_is_alive(self._copies, name) for name in self._others())
-
-    def _others(self) -> list[str]:
+        names: list[str] = []
         with suppress(OSError), self._copies.scan() as entries:
-            return [entry.name for entry in entries if entry.name.endswith(MEMBER) and entry.name != self._member]
-        return []
+            names = [entry.name for entry in entries if entry.name.endswith(MEMBER) and entry.name != self._member]
+        return any(_is_alive(self._copies, name) for name in names)
 
     def _stop_keeping(self, error: OSError) -> None:
         """Keep no copies for a while: the directory is full, or cannot be used for another reason."""

@@ -65,14 +65,9 @@ class ObstoreAccess:
                     obstore.delete(self._store, some)
             except FileNotFoundError:  # which of them is unknown
                 for key in some:
-                    self._delete_one(key)
+                    with suppress(FileNotFoundError), translated():
+                        obstore.delete(self._store, key)
         return []
-
-    def _delete_one(self, key: str) -> None:
-        import obstore
-
-        with suppress(FileNotFoundError), translated():
-            obstore.delete(self._store, key)
 
 
 def _found(entry: Any) -> FoundObject:
