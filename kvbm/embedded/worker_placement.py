@@ -47,8 +47,6 @@ class _ProcessArguments:
 
 
 class ProcessWorker:
-    """See the module's text."""
-
     def __init__(self, pool: KVPool, capacity: HostCapacity, thread_count: int, init_timeout_s: float) -> None:
         if pool.fd is None:
             raise EnvironmentProblem("a worker process requires G1 in shared memory, which only the CPU supports")

@@ -68,11 +68,12 @@ def cache_groups(
     """
     if promotes_windows:
         specs = _promoted(specs)
-    if _is_one_type(specs):
+    if len({_type_of(spec) for spec in specs}) == 1:
         return (CacheGroup(tuple(specs)),)
     if blocks_outermost and len({spec.page_bytes for spec in specs}) > 1:
         return tuple(_packed(specs))
-    return tuple(_split_evenly(_with_equal_pages(specs)))
+    largest = max(spec.page_bytes for spec in specs)
+    return tuple(_split_evenly([_with_page(spec, largest) for spec in specs]))
 
 
 def _type_of(spec: LayerSpec) -> tuple[object, ...]:
@@ -82,10 +83,6 @@ def _type_of(spec: LayerSpec) -> tuple[object, ...]:
     if spec.kind is LayerKind.STATE:
         return (LayerKind.STATE, spec.block_tokens, spec.page_bytes)
     return (spec.kind, spec.reach, spec.block_tokens)
-
-
-def _is_one_type(specs: Iterable[LayerSpec]) -> bool:
-    return len({_type_of(spec) for spec in specs}) == 1
 
 
 def _promoted(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
@@ -99,11 +96,6 @@ def _promoted(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
         replace(spec, kind=LayerKind.FULL, reach=0, block_tokens=tokens) if spec.kind in local_kinds else spec
         for spec in specs
     ]
-
-
-def _with_equal_pages(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    largest = max(spec.page_bytes for spec in specs)
-    return [_with_page(spec, largest) for spec in specs]
 
 
 def _with_page(spec: LayerSpec, page_bytes: int) -> LayerSpec:

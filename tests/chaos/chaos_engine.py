@@ -328,7 +328,7 @@ class _Served:
         self._engine.engine.abort(request_id)
 
     def _do_reset(self) -> bool:
-        return self._engine.engine.reset_prefix_cache()
+        return self._engine.engine.begin_reset().result()
 
     def _do_settle(self) -> None:
         self._engine.settle()

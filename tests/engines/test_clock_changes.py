@@ -121,5 +121,5 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, clock, offsets):
         answer = engine.ask(prompt(0, LENGTH))
         assert_same([answer.said()], [expected[0]])
         assert answer.last.num_external_tokens == LOADABLE, "found on disk"
-        assert engine.engine.reset_prefix_cache()
+        assert engine.engine.begin_reset().result()
         assert engine.ask(prompt(0, LENGTH)).last.num_external_tokens == 0

@@ -258,7 +258,7 @@ def test_a_reset_is_durable_when_it_returns(tmp_path):
         engine.ask(prompt(1, LENGTH))
         rest(engine)
         before = cut_off(tmp_path / "first", tmp_path / "before")
-        assert engine.engine.reset_prefix_cache()
+        assert engine.engine.begin_reset().result()
         after = cut_off(tmp_path / "first", tmp_path / "after")
     for copy, tokens in ((before, LOADABLE), (after, 0), (tmp_path / "first", 0)):
         with engine_on(copy) as engine:
@@ -271,7 +271,7 @@ def test_a_reset_covers_what_is_on_its_way_to_disk(tmp_path, expected):
         copies = []
         for round_ in range(4):
             engine.ask(prompt(1, LENGTH), max_tokens=1)  # whose blocks are on their way now
-            assert engine.engine.reset_prefix_cache()
+            assert engine.engine.begin_reset().result()
             copies.append(cut_off(tmp_path / "first", tmp_path / f"copy-{round_}"))
         rest(engine)
         copies.append(cut_off(tmp_path / "first", tmp_path / "at-rest"))
@@ -287,7 +287,7 @@ def test_resets_under_load_change_no_output(tmp_path, expected):
         conversations(engine)
         talking = pool.submit(conversations, engine)
         while not talking.done():
-            engine.engine.reset_prefix_cache()
+            engine.engine.begin_reset().result()
         assert_same(talking.result(), expected[0])
         rest(engine)
         check_leader(engine.leader)
@@ -532,7 +532,7 @@ def test_a_reset_while_the_disk_hangs_is_not_undone_by_a_kill(written, faults):
     log, and one after it leaves nothing."""
     with engine_on(written) as engine:
         faults.order(hold=True)
-        assert not engine.engine.reset_prefix_cache(), "it is not durable yet"
+        assert not engine.engine.begin_reset().result(), "it is not durable yet"
         faults.order()
         wait_until(engine, lambda: is_on(engine))
         copy = cut_off(written, written.with_name("copy"))
@@ -640,7 +640,7 @@ def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, t
 def test_a_reset_between_two_disk_processes_is_durable(written):
     with engine_on(written) as engine:
         kill_disk(engine)
-        engine.engine.reset_prefix_cache()
+        engine.engine.begin_reset().result()
         wait_until(engine, lambda: engine.counters.disk_restarts and not engine.counters.disk_off)
         assert engine.leader.blocks()[Tier.DISK]["evictable"] == 0
         assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
@@ -706,7 +706,7 @@ def test_a_reset_does_not_wait_for_a_stopped_disk_process(written):
         with stopped_disk(engine):
             for limit_s in (5 * deadlines.ANSWER_LIMIT_S, deadlines.ANSWER_LIMIT_S, deadlines.ANSWER_LIMIT_S):
                 started_s = time.monotonic()
-                assert not engine.engine.reset_prefix_cache(), "it is not durable yet"
+                assert not engine.engine.begin_reset().result(), "it is not durable yet"
                 assert time.monotonic() - started_s < limit_s
             assert engine.ask(prompt(1, LENGTH)).last.num_external_tokens == 0
         wait_until(engine, lambda: not engine.counters.disk_off)
@@ -752,7 +752,7 @@ def test_a_disk_that_answers_after_the_start_is_used(written, monkeypatch, expec
     """Unless the cache was reset meanwhile: what is on disk is forgotten first."""
     with started_without_disk(written, monkeypatch) as (engine, pid):
         if is_reset:
-            assert not engine.engine.reset_prefix_cache(), "the blocks on disk are still there"
+            assert not engine.engine.begin_reset().result(), "the blocks on disk are still there"
         os.kill(pid, signal.SIGCONT)
         wait_until(engine, lambda: not engine.counters.disk_off)
         answer = engine.ask(prompt(1, LENGTH))

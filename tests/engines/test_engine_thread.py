@@ -134,7 +134,7 @@ def test_a_reset_is_waited_for_and_reaches_the_connector():
     connector = host_connector.create(block_size=16, is_async=True)
     with Served(connector=connector) as served:
         served.submit(PROMPT, max_tokens=1).wait()
-        assert served.engine.reset_prefix_cache() is True
+        assert served.engine.begin_reset().result() is True
         assert connector[0].resets == 1
         assert served.submit(PROMPT, max_tokens=1).wait().num_cached_tokens == 0
 
@@ -194,7 +194,7 @@ def test_callers_who_repeat_a_slow_reset_leave_the_engine_most_of_its_time():
 
         def repeat():
             while not client.ended.is_set():
-                served.engine.reset_prefix_cache()
+                served.engine.begin_reset().result()
 
         callers = [threading.Thread(target=repeat) for _ in range(4)]
         began_s, began = time.monotonic(), reset.count
@@ -213,7 +213,7 @@ def test_a_reset_of_an_idle_engine_waits_for_no_pause():
         reset.may_end.set()
         began_s = time.monotonic()
         for _ in range(5):
-            assert served.engine.reset_prefix_cache()
+            assert served.engine.begin_reset().result()
         assert time.monotonic() - began_s < 5 * reset.lasts_s * RESET_PAUSE
         assert reset.count == 5
 
@@ -290,7 +290,7 @@ def test_when_the_thread_dies_everything_in_flight_ends_with_an_error():
         with pytest.raises(EngineError, match="SystemExit"):
             served.submit(PROMPT)
         with pytest.raises(EngineError, match="SystemExit"):
-            served.engine.reset_prefix_cache()
+            served.engine.begin_reset().result()
 
 
 def test_an_order_that_kills_the_engine_is_answered():
@@ -298,7 +298,7 @@ def test_an_order_that_kills_the_engine_is_answered():
     with Served(connector=connector) as served:
         connector[0].reset_cache = lambda: 1 // 0
         with pytest.raises(EngineError, match="failed while executing this order: ZeroDivisionError"):
-            served.engine.reset_prefix_cache()
+            served.engine.begin_reset().result()
         served.engine._thread.join(WAIT_S)
         assert "ZeroDivisionError" in served.engine.failure
 

@@ -332,7 +332,7 @@ def test_a_reset_of_the_embedded_engine_keeps_the_disk_for_later_blocks(director
     """Nothing can change its weights, so that an empty cache is all that a reset promises."""
     keys = {"host_blocks": 50, "disk": {"directory": str(tmp_path / "disk"), "blocks": 100}}
     with running(model=str(directory), offload={"to_disk": "always"}, **keys) as engine:
-        assert engine.engine.reset_prefix_cache()
+        assert engine.engine.begin_reset().result()
         engine.ask(PROMPT)
         engine.settle()
     assert ask(directory, tmp_path / "disk")[1] == (len(PROMPT) - 1) // 16

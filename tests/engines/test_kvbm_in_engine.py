@@ -101,7 +101,7 @@ def test_reset_prefix_cache_empties_both_tiers():
     with running(host_blocks=400) as engine:
         engine.ask(prompt(1, 100))
         engine.settle()
-        assert engine.engine.reset_prefix_cache()
+        assert engine.engine.begin_reset().result()
         last = engine.ask(prompt(1, 100)).last
         assert (last.num_cached_tokens, last.num_external_tokens) == (0, 0)
 
@@ -212,7 +212,7 @@ def test_reset_under_load_changes_no_output(expected):
 
         def reset_often():
             while not stop.wait(0.03):
-                engine.engine.reset_prefix_cache()
+                engine.engine.begin_reset().result()
 
         thread = threading.Thread(target=reset_often)
         thread.start()

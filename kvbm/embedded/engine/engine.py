@@ -165,11 +165,11 @@ class Engine:
 
         One reset answers all callers who wait when it starts. Resets take a small part of a busy engine's time.
         """
-        return self._order(None)
-
-    def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache in G1 and in the connector, and wait for it. Raises EngineError if the engine dies."""
-        return self.begin_reset().result()
+        order = _Order(None)
+        with self._lock:
+            self._require_running()
+            self._orders.put(order)
+        return order.done
 
     def stats(self) -> EngineStats:
         """Read counters without a lock: each number is correct, but they may differ by a step."""
@@ -190,13 +190,6 @@ class Engine:
             self._shut_down()
 
     # -- callers' side of an order -------------------------------------------------------------------------------------
-
-    def _order(self, run: Callable[[], bool] | None) -> Future[bool]:
-        order = _Order(run)
-        with self._lock:
-            self._require_running()
-            self._orders.put(order)
-        return order.done
 
     def _require_running(self) -> None:
         if not self.is_healthy:

@@ -214,7 +214,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         """Admit requests in order of arrival. One that lacks free blocks delays those behind it; a lookup does not."""
-        unclaimed = self._pool.available_count - sum(self._missing_blocks(request) + 1 for request in self._holders())
+        unclaimed = self._pool.available_count - sum(map(self._claimed_blocks, self._holders()))
         for request in list(self._waiting):
             if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
                 return
@@ -405,8 +405,8 @@ class Scheduler:
     def _blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._limits.block_size)
 
-    def _missing_blocks(self, request: Request) -> int:
-        return max(0, self._blocks_for(request.num_tokens) - len(request.block_ids))
+    def _claimed_blocks(self, request: Request) -> int:
+        return max(0, self._blocks_for(request.num_tokens) - len(request.block_ids)) + 1
 
     def _extend_table(self, request: Request, token_count: int) -> bool:
         missing = self._blocks_for(token_count) - len(request.block_ids)

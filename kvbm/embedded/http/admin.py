@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import os
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -23,10 +22,6 @@ from kvbm.embedded.http.request_fields import RequestError
 from kvbm.text.outside import shown
 
 BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")
-
-
-def token_of_environment() -> str | None:
-    return os.environ.get(ADMIN_VARIABLE) or None
 
 
 def require_admin(request: web.Request, token: str | None) -> None:

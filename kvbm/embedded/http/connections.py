@@ -21,6 +21,7 @@ import logging
 import os
 import resource
 import socket
+from functools import partial
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -222,12 +223,10 @@ class _Acceptor:
 
     async def _connect(self, accepted: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._connection, accepted)
+            factory = partial(Connection, self._server, loop=self._loop, **self._server._kwargs)
+            await self._loop.connect_accepted_socket(factory, accepted)
         except OSError:
             accepted.close()
-
-    def _connection(self) -> Connection:
-        return Connection(self._server, loop=self._loop, **self._server._kwargs)
 
     def _request(self, message: Any, *arguments: Any) -> web.BaseRequest:
         """Make a request without an `Expect` that the server does not know."""

@@ -174,7 +174,11 @@ class _Endpoints:
         check_model(served.engine, parsed.model)
         assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
-        texts = await asyncio.to_thread(_texts, served, token_ids) if parsed.return_token_strings else None
+        texts = (
+            await asyncio.to_thread(lambda: [served.codec.token_text(one) for one in token_ids])
+            if parsed.return_token_strings
+            else None
+        )
         body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
         return _json({**body, "token_strs": texts})
 
@@ -189,7 +193,8 @@ class _Endpoints:
         """Clear the prefix cache in G1 and in the connector."""
         require_admin(request, self._service.admin_token)
         served = self._service.ready()
-        _check_query(request, "reset_external", "true", "false")
+        if (external := request.query.get("reset_external")) not in (None, "true", "false"):
+            raise wrong("reset_external", external, "true or false")
         try:
             is_reset = await asyncio.wrap_future(served.engine.begin_reset())
         except EngineError as error:
@@ -265,16 +270,6 @@ async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served:
         raise
     parsed.add_done_callback(give_back)
     return await asyncio.shield(parsed)
-
-
-def _texts(served: Served, token_ids: list[int]) -> list[str]:
-    return [served.codec.token_text(token_id) for token_id in token_ids]
-
-
-def _check_query(request: web.Request, name: str, *allowed: str) -> None:
-    value = request.query.get(name)
-    if value is not None and value not in allowed:
-        raise wrong(name, value, " or ".join(allowed))
 
 
 def _submit(completion: Completion, params: SamplingParams) -> None:

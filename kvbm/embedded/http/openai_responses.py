@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -68,14 +68,8 @@ class Usage:
     @classmethod
     def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
         """Return the usage of a request with several prompts."""
-        return cls(
-            prompt_tokens=sum(each.prompt_tokens for each in prompts),
-            completion_tokens=completion_tokens,
-            device_tokens=sum(each.device_tokens for each in prompts),
-            host_tokens=sum(each.host_tokens for each in prompts),
-            disk_tokens=sum(each.disk_tokens for each in prompts),
-            shared_tokens=sum(each.shared_tokens for each in prompts),
-        )
+        totals = {one.name: sum(getattr(each, one.name) for each in prompts) for one in fields(cls)}
+        return cls(**{**totals, "completion_tokens": completion_tokens})
 
     @property
     def computed_tokens(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvbm.embedded.http.admin import token_of_environment
+from kvbm.config.launch_plan import ADMIN_VARIABLE
 from kvbm.embedded.http.completion import Served
 from kvbm.embedded.http.connections import BoundedSite, front
 from kvbm.embedded.http.endpoints import create_app
@@ -56,7 +56,7 @@ class Server:
         self._helpers = helpers
         self._settings = settings
         self._load = load
-        self._service = Service(admin_token=token_of_environment())
+        self._service = Service(admin_token=os.environ.get(ADMIN_VARIABLE) or None)
         self._stop = asyncio.Event()
         self._has_ended = threading.Event()
         self._started = time.monotonic()
@@ -92,8 +92,8 @@ class Server:
             raise EnvironmentProblem(
                 f"cannot listen on {host} port {port}: {reason}", hint="choose a free port with `--port 0`"
             ) from None
-        address = runner.addresses[0]
-        self._say(f"listening on http://{_authority(address[0], address[1])}")
+        address, bound, *_ = runner.addresses[0]
+        self._say(f"listening on http://{f'[{address}]' if ':' in address else address}:{bound}")
 
     async def _serve(self) -> None:
         """Return when a signal has arrived or the engine has failed."""
@@ -124,7 +124,7 @@ class Server:
 
         def load() -> None:
             try:
-                result = self._load(lambda phase: call(partial(self._enter_phase, phase)))
+                result = self._load(lambda phase: call(partial(setattr, self._service, "phase", phase)))
             except BaseException as error:
                 call(partial(_fail, loaded, error))
             else:
@@ -138,9 +138,6 @@ class Server:
         stopped.cancel()
         if loaded.done():
             self._service.served = loaded.result()
-
-    def _enter_phase(self, phase: str) -> None:
-        self._service.phase = phase
 
     async def _drain(self, runner: web.AppRunner) -> None:
         """Stop accepting, wait for open requests up to the deadline, and fail the rest."""
@@ -194,7 +191,3 @@ def _fail(future: asyncio.Future[Served], error: BaseException) -> None:
 def _succeed(future: asyncio.Future[Served], result: Served) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _authority(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
