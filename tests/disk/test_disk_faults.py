@@ -506,7 +506,7 @@ def test_clear_forgets_a_write_wherever_it_is(tmp_path, faults, where):
         running = rig.start_write([1, 2], [1, 2], [1, 2], [b"a", b"b"])
         part.wait_until_held()
         queued = rig.start_write([3], [3], [3], [b"a"])
-        cleared = threading.Thread(target=rig.tier.clear, args=(b"a",))
+        cleared = threading.Thread(target=rig.clear, args=(b"a",))
         cleared.start()
         time.sleep(0.05)
         part.release()
