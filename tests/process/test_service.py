@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.cores import allowed_cores
+from kvbm.host.threads import allowed_cores
 from kvbm.process import deadlines
 from kvbm.process.service import ChildService
 from kvbm.process.service_process import ServiceProcess
