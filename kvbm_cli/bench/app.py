@@ -31,11 +31,12 @@ COMPARE_HELP = (
     "with a running server, as URL or NAME=URL [default: baseline]. May be repeated. Without --profile, the first "
     "server is measured."
 )
+DirectoryArgument = Annotated[Path, path_argument("DIR", "Directory of a benchmark.")]
 
 
 def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Return what `kvbm bench --compare` takes."""
-    from kvbm_cli.bench.comparison import BASELINE
+    from kvbm_cli.bench.arms import BASELINE
     from kvbm_cli.package_data import profiles_directory
 
     names = [*matching([BASELINE], incomplete), *names_in(profiles_directory(), incomplete)]
@@ -167,9 +168,6 @@ def bench_trace(
         turns=turns,
         as_json=json,
     )
-
-
-DirectoryArgument = Annotated[Path, path_argument("DIR", "Directory of a benchmark.")]
 
 
 @bench_app.command("report", cls=Command)

@@ -1,235 +1,282 @@
-"""Starts the engine of each arm as a process of its profile, or uses a running server by its URL."""
+"""Arms: the configurations of the engine that an experiment compares, and the order of their runs.
+
+    kvbm bench --profile demo                                     kvbm against baseline, the same engine without kvbm
+    kvbm bench --profile demo --compare demo-disk                 demo against demo-disk, both with kvbm
+    kvbm bench --profile demo --compare baseline:other            kvbm against the engine of `other` without kvbm
+    kvbm bench --compare new=http://host:1 --compare old=http://host:2    two running servers
+
+The first arm is measured; the others are its references. `floor` is the engine of the profile without kvbm and with a
+G1 that holds everything. The name of an arm is also part of the names of its runs and files.
+
+`comparison_of` resolves `--profile` and `--compare` to arms, and checks that they can be compared.
+"""
 
 from __future__ import annotations
 
-import math
-import secrets
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+import difflib
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
-from kvbm.config.schema import Profile
-from kvbm.errors import EnvironmentProblem
-from kvbm.host.directories import make_private_directories
-from kvbm.host.tree import remove_tree
-from kvbm.shared.settings import directory_of
-from kvbm_cli.bench.comparison import RECORDING, Arm, Comparison
-from kvbm_cli.bench.load.control import Control, api_key, served_model
-from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
-from kvbm_cli.engine.process import EngineProcess, choose_port
-from kvbm_cli.profile.size import size_if_known
-from kvbm_cli.terminal.console import print_note
+from kvbm.config.layers import find
+from kvbm.errors import ProfileError, UsageError
+from kvbm.text.outside import without_secret_value
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.diff import differences
+from kvbm_cli.profile.machine_problems import problems_here, require_none
+from kvbm_cli.profile.preflight import check
+from kvbm_cli.profile.resolve import resolve_to_start
 
-HEADROOM = 1.25
-LOOPBACK = "127.0.0.1"
-LOG_FILE, FIRST_LOG_FILE = "engine.log", "first-engine.log"
+if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
+
+RECORDING = "recording"
+BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
+RESERVED = (RECORDING, BASELINE, KVBM, FLOOR)
+DEFAULT_PAIRS = {"in_turn": 3, "interleaved": 1}
+
+ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
+_URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
+_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}(?:/\S*)?")
 
 
 @dataclass(frozen=True, slots=True)
-class RunningEngine:
-    """An engine that serves; the context manager that yields it starts and stops it.
+class Arm:
+    """`differences` are the keys in which the profile of a reference differs from the measured one's."""
 
-    `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
-    the engine's own `/metrics` does not. With a shared tier, `next_engine` stops this engine and starts another one,
-    which finds in the tier what this one has written.
+    name: str
+    kind: ArmKind
+    resolved: ResolvedProfile | None = None
+    url: str | None = None
+    differences: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def has_kvbm(self) -> bool:
+        return self.kind in ("kvbm", "profile")
+
+    @property
+    def engine_differences(self) -> tuple[str, ...]:
+        """Keys of the engine in which this reference differs; its answers may then differ without being wrong."""
+        return tuple(key for key in self.differences if key.startswith("engine."))
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "kind": self.kind,
+            "profile": self.resolved.name if self.resolved else None,
+            "url": self.url,
+            "differences": {
+                key: [without_secret_value(key, value) for value in values] for key, values in self.differences.items()
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`measured` is compared with each reference: "faster" means that `measured` is faster."""
+
+    measured: Arm
+    references: tuple[Arm, ...]
+    floor: Arm | None
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All arms; the first reference comes first, because its answers are what others are compared with."""
+        floor = (self.floor,) if self.floor else ()
+        return (*self.references[:1], self.measured, *self.references[1:], *floor)
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def is_of_urls(self) -> bool:
+        return all(arm.kind == "url" for arm in self.arms)
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Arms that run at the same time, in repetition `pair`."""
+
+    pair: int
+    arms: tuple[str, ...]
+
+
+def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) -> list[RunGroup]:
+    """Return the order of all runs of a cell.
+
+    In turn, arms alternate: A B, B A, A B, ... or the reverse, which the seed decides. So a machine that slowly gets
+    slower changes no ratio. The floor runs once, at the end of the first pair. Interleaved, all arms run in each pair.
     """
-
-    base_url: str
-    model: str
-    startup_s: float
-    has_ended: Callable[[], bool]
-    headers: Mapping[str, str] = field(default_factory=dict)
-    pid: int | None = None
-    metrics_url: str = ""
-    next_engine: Callable[[], AbstractContextManager[RunningEngine]] | None = None
-
-    def control(self) -> Control:
-        return Control(self.base_url, self.model, headers=self.headers)
-
-
-@dataclass(frozen=True, slots=True)
-class NeededRoom:
-    """What G1 of the recording and of the floor must hold without eviction."""
-
-    tokens: int
-    sessions: int
+    names = [arm.name for arm in comparison.arms]
+    if interleaved:
+        return [RunGroup(pair, tuple(names)) for pair in range(1, pairs + 1)]
+    compared = [name for name in names if comparison.floor is None or name != comparison.floor.name]
+    is_reversed = random.Random(seed).random() < 0.5
+    result = []
+    for pair in range(1, pairs + 1):
+        order = compared[::-1] if is_reversed else compared
+        result += [RunGroup(pair, (name,)) for name in order]
+        if pair == 1 and comparison.floor is not None:
+            result.append(RunGroup(pair, (comparison.floor.name,)))
+        is_reversed = not is_reversed
+    return result
 
 
-class OpenArm(Protocol):
-    """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
-    conversations, for the recording and the floor."""
-
-    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]: ...
-
-
-class ArmEngines:
-    """Starts the engine of an arm on a free port and stops it when the run ends; opens URLs as they are."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        self._comparison = comparison
-
-    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
-        found = self._arm(arm)
-        if found.url is not None:
-            return nullcontext(running_server(found.url))
-        assert found.resolved is not None
-        profile = found.resolved.profile
-        if found.kind == "floor":
-            sizing = size_if_known(found.resolved)
-            profile = with_room(profile, room, group_count=1 if sizing is None else sizing.group_count)
-        if found is not self._comparison.measured:
-            profile = with_free_metrics_port(profile)
-        return launched(profile, log, has_kvbm=found.has_kvbm)
-
-    def open_url(self, arm: Arm) -> RunningEngine:
-        assert arm.url is not None
-        return running_server(arm.url)
-
-    def _arm(self, name: str) -> Arm:
-        """Return an arm. The recording runs on the floor's engine, or without a profile on the first server."""
-        if name == RECORDING:
-            return self._comparison.floor or self._comparison.arms[0]
-        return self._comparison.arm(name)
+def free_name(wanted: str, taken: Sequence[str]) -> str:
+    """Return a name that is safe as a directory and in an HTTP header; a number is appended where it is taken."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", wanted).strip("-")[:40] or "arm"
+    candidates = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+    return next(candidate for candidate in candidates if candidate not in taken)
 
 
-@contextmanager
-def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
-    profile = on_loopback(profile)
-    if not has_kvbm or profile.tiers.shared is None:
-        with (
-            fresh_disk(profile) if has_kvbm else nullcontext(profile) as own,
-            _started(own, log / LOG_FILE, has_kvbm=has_kvbm) as engine,
-        ):
-            yield engine
-        return
-    with fresh_shared(profile) as shared, ExitStack() as first:
-
-        @contextmanager
-        def next_engine() -> Iterator[RunningEngine]:
-            first.close()
-            with fresh_disk(shared) as own, _started(own, log / LOG_FILE, has_kvbm=True) as engine:
-                yield engine
-
-        own = first.enter_context(fresh_disk(shared))
-        engine = first.enter_context(_started(own, log / FIRST_LOG_FILE, has_kvbm=True))
-        yield replace(engine, next_engine=next_engine)
+BASELINE_OF = f"{BASELINE}:"
 
 
-@contextmanager
-def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
-    port = choose_port(profile.server.host, 0)
-    plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log_path.parent)
-    with EngineProcess.start(plan, log_path=log_path) as process:
-        process.wait_healthy(profile.transfer.init_timeout_s)
-        yield RunningEngine(
-            plan.base_url,
-            plan.model,
-            process.elapsed_s,
-            lambda: process.poll() is not None,
-            {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
-            process.pid,
-            plan.metrics_url if has_kvbm else "",
+def comparison_of(reference: str | None, overrides: Sequence[str], compare: Sequence[str]) -> Comparison:
+    """UsageError or ProfileError for an arm that cannot be resolved or that cannot be compared."""
+    compared = tuple(compare) or ((BASELINE,) if reference is not None else ())
+    if reference is None:
+        return _of_servers(compared, overrides)
+    resolved = resolve_to_start(reference, overrides)
+    _require_usable(resolved)
+    is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
+    measured = Arm(free_name(resolved.name, RESERVED) if is_named else KVBM, "kvbm", resolved)
+    references: list[Arm] = []
+    for one in compared:
+        taken = (measured.name, FLOOR, *(arm.name for arm in references))
+        references.append(_reference(one, resolved, taken))
+    _require_different_servers(references)
+    return Comparison(measured, tuple(references), Arm(FLOOR, "floor", resolved))
+
+
+def _of_servers(compared: Sequence[str], overrides: Sequence[str]) -> Comparison:
+    """Without a profile: the first server is measured, the others are its references."""
+    if not compared or not all(map(_is_server, compared)):
+        raise UsageError(
+            "without `--profile`, `--compare` takes URLs of running servers, the measured one first",
+            hint="`kvbm bench --profile demo`, or `kvbm bench --compare http://127.0.0.1:8000`",
         )
+    if overrides:
+        raise UsageError("`--set` requires `--profile`")
+    arms: list[Arm] = []
+    for one in compared:
+        arms.append(_server(one, [arm.name for arm in arms]))
+    _require_different_servers(arms)
+    return Comparison(arms[0], tuple(arms[1:]), None)
+
+
+def _require_different_servers(arms: Sequence[Arm]) -> None:
+    """UsageError if two arms are one server: each would find what the other sent in the cache."""
+    names: dict[str, str] = {}
+    for arm in arms:
+        if arm.url is not None:
+            other = names.setdefault(base_url_of(arm.url).lower(), arm.name)
+            if other != arm.name:
+                raise UsageError(f"`{other}` and `{arm.name}` are the same server, {arm.url}", hint="start two servers")
+
+
+def _is_server(text: str) -> bool:
+    return _URL.fullmatch(text) is not None
+
+
+def _server(text: str, taken: Sequence[str]) -> Arm:
+    found = _URL.fullmatch(text)
+    assert found is not None
+    url = found["url"]
+    try:
+        parts = urlsplit(url)
+        has_secret = bool(parts.username is not None or parts.query or parts.fragment)
+        is_plain = parts.scheme == "http" and parts.hostname and parts.port != 0
+    except ValueError:
+        has_secret = is_plain = False
+    if has_secret:  # not repeated here, and not written to plan.json
+        message = "a URL must not contain a password or a query"
+        raise UsageError(message, hint="set the variable `KVBM_BENCH_API_KEY` instead")
+    if not is_plain:
+        raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
+    name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
+    if name in (RECORDING, *taken):
+        raise UsageError(f"`{name}` is the name of another arm", hint="give the server another name: `NAME=URL`")
+    return Arm(name, "url", url=url)
+
+
+def _reference(text: str, measured: ResolvedProfile, taken: Sequence[str]) -> Arm:
+    if _is_server(text):
+        return _server(text, taken)
+    if text == BASELINE:
+        if BASELINE in taken:
+            raise UsageError("`--compare baseline` is given twice")
+        return Arm(BASELINE, "baseline", measured)
+    is_baseline = text.startswith(BASELINE_OF)
+    resolved = _profile_to_compare(text.removeprefix(BASELINE_OF))
+    _require_usable(resolved)
+    _require_comparable(measured, resolved)
+    found = {key: (one.value, another.value) for key, one, another in differences(measured, resolved)}
+    name = free_name(resolved.name, (*RESERVED, *taken))
+    return Arm(name, "baseline" if is_baseline else "profile", resolved, differences=found)
+
+
+def _profile_to_compare(compare: str) -> ResolvedProfile:
+    """UsageError for a name that is neither `baseline` nor a profile; ProfileError for a wrong profile."""
+    try:
+        find(compare, directories=[profiles_directory()])
+    except ProfileError as error:
+        hint = f"did you mean `{BASELINE}`?" if difflib.get_close_matches(compare, [BASELINE]) else error.hint
+        if _ADDRESS.fullmatch(compare):
+            hint = f"for a server, write `http://{compare}`"
+        message = f"--compare takes `{BASELINE}`, a profile or a URL: {error.message}"
+        raise UsageError(message, hint=hint) from None
+    return resolve_to_start(compare)
+
+
+def _require_usable(resolved: ResolvedProfile) -> None:
+    """UsageError for a profile whose engine `kvbm bench` cannot measure."""
+    if resolved.profile.disaggregated.is_enabled:
+        message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
+        raise UsageError(message, hint="use the profile that it extends")
+    if resolved.profile.engine.kind == "tensorrt-llm":
+        raise UsageError(
+            "`kvbm bench` cannot start TensorRT-LLM: its server has no `/tokenize` and no `/reset_prefix_cache`",
+            hint="start `kvbm serve` and `kvbm serve --baseline` on two ports, and give both URLs to `--compare`",
+        )
+
+
+def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:
+    """UsageError unless both engines answer the same requests."""
+    for key, one, another in (
+        ("engine.kind", resolved.profile.engine.kind, other.profile.engine.kind),
+        ("engine.model", resolved.profile.engine.model, other.profile.engine.model),
+        ("engine.arguments.served_model_name", resolved.profile.engine.served_name, other.profile.engine.served_name),
+    ):
+        if one != another:
+            message = f"`{resolved.name}` and `{other.name}` cannot be compared: `{key}` is `{one}` and `{another}`"
+            raise UsageError(message, hint=f"`--compare` takes a profile with the same `{key}`")
+
+
+def require_startable(comparison: Comparison) -> None:
+    """Run the checks of `kvbm serve` for every profile, with free ports. Raises the first problem."""
+    with_kvbm = {id(arm.resolved) for arm in comparison.arms if arm.has_kvbm}
+    for profile in profiles_of(comparison):
+        has_cache = id(profile) in with_kvbm
+        sizing = check(profile, has_cache=has_cache)
+        require_none(problems_here(_on_free_port(profile), sizing, has_cache=has_cache))
+
+
+def profiles_of(comparison: Comparison) -> list[ResolvedProfile]:
+    """Every profile once."""
+    found = {id(arm.resolved): arm.resolved for arm in comparison.arms if arm.resolved is not None}
+    return list(found.values())
+
+
+def _on_free_port(resolved: ResolvedProfile) -> ResolvedProfile:
+    """Return the profile with a free port for its server, as each arm has it."""
+    server = resolved.profile.server.model_copy(update={"port": 0})
+    return replace(resolved, profile=resolved.profile.model_copy(update={"server": server}))
 
 
 def base_url_of(url: str) -> str:
     """Return the URL as given, without the `/v1` that clients of OpenAI append."""
     return url.rstrip("/").removesuffix("/v1")
-
-
-def running_server(url: str) -> RunningEngine:
-    """Return the server at a URL. EngineError if it does not answer."""
-    base_url = base_url_of(url)
-    key = api_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
-
-
-@contextmanager
-def fresh_disk(profile: Profile) -> Iterator[Profile]:
-    """Yield the same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
-    disk = profile.tiers.disk
-    if disk is None:
-        yield profile
-        return
-    parent = Path(disk.directory).expanduser()
-    try:
-        make_private_directories(parent)
-        directory = tempfile.mkdtemp(prefix="bench-", dir=parent)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot create a directory for this run in {parent}: {error.strerror or error}",
-            hint="set `tiers.disk.directory`",
-        ) from error
-    try:
-        fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
-        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
-    finally:
-        remove_tree(Path(directory))
-
-
-@contextmanager
-def fresh_shared(profile: Profile) -> Iterator[Profile]:
-    """Yield the same profile with an empty shared tier: a new place below the profile's own, whose objects are deleted
-    afterwards if the store can list them."""
-    shared = profile.tiers.shared
-    assert shared is not None
-    url = f"{shared.url.rstrip('/')}/bench-{secrets.token_hex(8)}"
-    directory = directory_of(url)
-    if directory is not None:
-        with suppress(FileExistsError):
-            directory.parent.mkdir(mode=0o700)
-    fresh = shared.model_copy(update={"url": url})
-    try:
-        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"shared": fresh})})
-    finally:
-        if directory is not None:
-            remove_tree(directory)
-        elif not url.startswith("mooncake:"):
-            delete_objects(url)
-
-
-def delete_objects(url: str) -> None:
-    """Delete all objects of kvbm below a URL."""
-    from kvbm.shared.stores.open import open_inventory
-
-    try:
-        inventory = open_inventory(url)
-        for found in inventory.namespaces(lambda _: True, lambda _: None):
-            inventory.delete(found.extents, lambda _: None)
-            inventory.delete_facts(found.namespace)
-    except EnvironmentProblem as problem:
-        print_note(f"the objects of this run remain in {url}: {problem.message}")
-
-
-def with_free_metrics_port(profile: Profile) -> Profile:
-    """Return the same profile with any free port for its metrics: arms of several profiles may run at the same time."""
-    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
-
-
-def on_loopback(profile: Profile) -> Profile:
-    """Return the same profile on a loopback address: only this command uses the engine, which may have debug
-    endpoints."""
-    server = profile.server.model_copy(update={"host": LOOPBACK})
-    return profile.model_copy(update={"server": server})
-
-
-def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
-    """Return the same plan with the endpoint that resets the prefix cache, which vLLM has only in its development
-    mode."""
-    if profile.engine.kind != "vllm":
-        return plan
-    return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
-
-
-def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:
-    """Return the same profile with its prefix cache on and a G1 that holds everything without eviction.
-
-    A token takes at most one block in each of the KV cache groups.
-    """
-    needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
-    return with_device_blocks(profile, needed * group_count)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.lmbenchmark.of_workload import strict_workload
-from kvbm_cli.workload.schema import Lmbenchmark, Schedule, Workload, as_definition
+from kvbm_cli.bench.lmbenchmark.of_workload import (
+    strict_script,
+    strict_workload,
+)
+from kvbm_cli.bench.trace.analysis import findings_of
+from kvbm_cli.bench.trace.request import TraceFormat, Turns
+from kvbm_cli.bench.trace.script import trace_script
+from kvbm_cli.bench.workload.build import build_script
+from kvbm_cli.bench.workload.schema import Lmbenchmark, Schedule, Trace, Workload, as_definition
+from kvbm_cli.bench.workload.script import Script, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +116,30 @@ def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g
         for pressure in pressures:
             scaled = workload.scaled(round(pressure * g1_tokens))
             yield Cell(f"{workload.name}-x{pressure:g}", scaled, pressure, g1_tokens)
+
+
+def warnings_of(workload: Workload) -> list[str]:
+    """Return what the files of the workload make doubtful, read before an engine starts. Errors as in `script_of`."""
+    if not isinstance(workload, Trace):
+        return []
+    return findings_of(Path(workload.file), _form(workload), request_limit=workload.requests)
+
+
+def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
+    """UsageError or ProfileError for a file of the workload that is missing or wrong."""
+    if isinstance(workload, Trace):
+        return trace_script(
+            Path(workload.file),
+            _form(workload),
+            writer,
+            seed=seed,
+            length_scale=workload.length_scale,
+            request_limit=workload.requests,
+        )
+    if isinstance(workload, Lmbenchmark):
+        return strict_script(workload, writer, seed=seed)
+    return build_script(workload, writer, seed=seed)
+
+
+def _form(workload: Trace) -> TraceFormat:
+    return TraceFormat(workload.block_tokens, workload.time_scale, workload.columns, Turns(workload.turns))

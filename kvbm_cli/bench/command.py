@@ -15,31 +15,26 @@ from typing import Any
 
 from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import without_secret_values
-from kvbm_cli.bench.arms import ArmEngines, NeededRoom, OpenArm
-from kvbm_cli.bench.caveats import caveats_of
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
-from kvbm_cli.bench.comparison import Comparison
-from kvbm_cli.bench.dry_run import show_plan
-from kvbm_cli.bench.experiment import Setup, run_experiment
-from kvbm_cli.bench.formats.exports import write_exports
-from kvbm_cli.bench.html.build import build_report
-from kvbm_cli.bench.machine import machine, versions
-from kvbm_cli.bench.progress import BenchProgress
-from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory, cannot_write
-from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.report import WIDTH, show
-from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of, require_startable
-from kvbm_cli.bench.scripts import warnings_of
+from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_startable
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, warnings_of
+from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
+from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.exports.write import write_exports
+from kvbm_cli.bench.judge.compared import is_cell_tight
+from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
+from kvbm_cli.bench.show.page import build_report
+from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
-from kvbm_cli.bench.unfinished import missing_runs, planned_runs
-from kvbm_cli.bench.verdicts.compared import is_cell_tight
-from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.workload.files import load_workload
+from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.system.machine import machine, versions
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.show_error import show_warning
-from kvbm_cli.workload.load import load_workload
-from kvbm_cli.workload.schema import Workload
 
 INTERRUPTED_EXIT_CODE = 130
 SURROUNDINGS = ("command", "profile", "machine", "versions")

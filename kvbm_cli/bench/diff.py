@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.analysis.correctness import OutputDifference, compare_answers, pooled
-from kvbm_cli.bench.analysis.paired import PairedRatio, direction, paired_ratio
-from kvbm_cli.bench.analysis.statistics import percentile
-from kvbm_cli.bench.records.bench_directory import SUMMARY, BenchDirectory
-from kvbm_cli.bench.records.results import CellResult, Results
-from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdicts.answers import answers_in
-from kvbm_cli.bench.verdicts.compared import pairs_of, ratio_data
-from kvbm_cli.bench.verdicts.verdict import Verdict, worst_of
+from kvbm_cli.bench.judge.answers import answers_in
+from kvbm_cli.bench.judge.compared import pairs_of, ratio_data
+from kvbm_cli.bench.judge.correctness import OutputDifference, compare_answers, pooled
+from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio, percentile
+from kvbm_cli.bench.judge.verdict import Verdict, worst_of
+from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory
+from kvbm_cli.bench.result.results import CellResult, Results, rounded
 from kvbm_cli.terminal.printable import printable
 
 SURROUNDINGS = ("machine", "versions", "profile")

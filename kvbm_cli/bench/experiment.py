@@ -11,38 +11,35 @@ All results are in the files of the directory; an experiment that was interrupte
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.arms import NeededRoom, OpenArm, RunningEngine, running_server
+from kvbm_cli.bench.arms import RECORDING, RunGroup
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.comparison import DEFAULT_PAIRS, RECORDING, Arm, Comparison, RunGroup, groups
-from kvbm_cli.bench.lmbenchmark.driver import run_faithful
-from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
+from kvbm_cli.bench.engines import NeededRoom, OpenArm, RunningEngine, running_server
+from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult
+from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters, run_faithful
 from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters
-from kvbm_cli.bench.lmbenchmark.result import FaithfulResult
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.load.process import ClientHealth, HealthMonitor
 from kvbm_cli.bench.load.request import Target
-from kvbm_cli.bench.machine import versions
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
-from kvbm_cli.bench.records.bench_directory import FORMAT, PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import CellResult, Results
+from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
 from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.bench.workload.schema import Lmbenchmark
 from kvbm_cli.system.filesystem import write_atomically
-from kvbm_cli.workload.schema import Lmbenchmark
 
-SMALLEST_PAIRS = 2
 SMALLEST_ROOM_TOKENS = 8192
 SERVER_METRICS = "server-metrics.jsonl"
 
@@ -52,58 +49,6 @@ class ExperimentProgress(Protocol):
 
     def phase(self, text: str, *, expected_s: float | None = None, remaining_s: float | None = None) -> None: ...
     def request_ended(self, record: RequestRecord) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What is measured. `is_tight` says from a cell's runs so far whether their ratio is precise enough."""
-
-    comparison: Comparison
-    cells: tuple[Cell, ...]
-    seed: int
-    is_tight: Callable[[CellResult], bool]
-
-    def interleaved(self, cell: Cell) -> bool:
-        """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
-        if cell.is_faithful:
-            return False
-        return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
-
-    def pairs(self, cell: Cell) -> int:
-        return cell.schedule.pairs or DEFAULT_PAIRS["interleaved" if self.interleaved(cell) else "in_turn"]
-
-    def groups(self, cell: Cell) -> list[RunGroup]:
-        return groups(
-            self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        content = {
-            "format": FORMAT,
-            "arms": {arm.name: arm.to_json() for arm in self.comparison.arms},
-            "measured": self.comparison.measured.name,
-            "references": [arm.name for arm in self.comparison.references],
-            "floor": self.comparison.floor.name if self.comparison.floor else None,
-            "cells": [
-                {
-                    **cell.to_json(),
-                    "interleaved": self.interleaved(cell),
-                    "pairs": self.pairs(cell),
-                    "order": [{"pair": group.pair, "arms": list(group.arms)} for group in self.groups(cell)],
-                }
-                for cell in self.cells
-            ],
-            "seed": self.seed,
-            "versions": versions(),
-            "profiles": {arm.name: _profile_digest(arm) for arm in self.comparison.arms if arm.resolved is not None},
-        }
-        return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
-
-
-def _profile_digest(arm: Arm) -> str:
-    """Of all keys of the arm's profile, `--set` included."""
-    assert arm.resolved is not None
-    return hashlib.sha256(arm.resolved.profile.model_dump_json().encode()).hexdigest()
 
 
 def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:

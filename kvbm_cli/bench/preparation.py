@@ -15,17 +15,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvbm.errors import EngineError
-from kvbm_cli.bench.analysis.statistics import percentile
-from kvbm_cli.bench.arms import RunningEngine
-from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.comparison import RECORDING
+from kvbm_cli.bench.arms import RECORDING
+from kvbm_cli.bench.cells import Cell, script_of
+from kvbm_cli.bench.engines import RunningEngine
+from kvbm_cli.bench.judge.paired import percentile
 from kvbm_cli.bench.load.control import Control
 from kvbm_cli.bench.load.request import Target, open_session, send
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.scripts import script_of
-from kvbm_cli.bench.workload.content import Content, TextWriter, TokenWriter, Writer
+from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
-from kvbm_cli.bench.workload.script import AnswerOf, Part, Phase, Script, with_canned_answers
+from kvbm_cli.bench.workload.script import (
+    AnswerOf,
+    Content,
+    Part,
+    Phase,
+    Script,
+    TextWriter,
+    TokenWriter,
+    Writer,
+    with_canned_answers,
+)
 
 SMALLEST_INTERVAL_S = 0.05
 CALIBRATION_REQUESTS = 5

@@ -11,20 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvbm_cli.bench.analysis.goodput import RequestTimes, Slo, goodput
-from kvbm_cli.bench.analysis.statistics import spread
-from kvbm_cli.bench.cause_facts import facts_of
-from kvbm_cli.bench.reasons.cell_facts import CellFacts
-from kvbm_cli.bench.reasons.lost_blocks import small_g2
-from kvbm_cli.bench.reasons.why import Why
-from kvbm_cli.bench.reasons.why_not import why_not
-from kvbm_cli.bench.records.bench_directory import FORMAT
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import CellResult, Results, RunResult
-from kvbm_cli.bench.rounding import rounded
-from kvbm_cli.bench.verdicts.answers import ArmAnswers, answers_of
-from kvbm_cli.bench.verdicts.compared import Compared, compare, utilisation_of
-from kvbm_cli.bench.verdicts.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
+from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of
+from kvbm_cli.bench.judge.compared import Compared, compare, utilisation_of
+from kvbm_cli.bench.judge.paired import spread
+from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
+from kvbm_cli.bench.result.directory import FORMAT
+from kvbm_cli.bench.result.measured import RequestTimes, Slo, goodput
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import CellResult, Results, RunResult, rounded
+from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
+from kvbm_cli.bench.why.tiers import small_g2
+from kvbm_cli.bench.why.why_not import why_not
 from kvbm_cli.bench.workload.script import Phase
 
 TIERS = ("g1", "g2", "g3", "g4", "computed")

@@ -21,6 +21,7 @@ from kvbm.disk.files import MAX_DIRECTORY_BYTES
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
+from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.engine.engines import copy_count, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
@@ -28,7 +29,6 @@ from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.state_check import state_mistakes
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
-from kvbm_cli.workload.load import load_workload
 
 MAX_PORT = 65535
 

@@ -15,19 +15,19 @@ import pytest
 from mock_engine import MockEngine, Options
 
 from kvbm_cli.bench import command
-from kvbm_cli.bench.arms import NeededRoom, RunningEngine
+from kvbm_cli.bench.arms import Comparison, comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.comparison import Comparison
-from kvbm_cli.bench.experiment import Setup, run_experiment
+from kvbm_cli.bench.engines import NeededRoom, RunningEngine
+from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.metrics.scraper import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise as summarise_samples
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.verdicts.verdict import VerdictLimits
-from kvbm_cli.workload.schema import Conversations, Schedule, Workload
+from kvbm_cli.bench.workload.schema import Conversations, Schedule, Workload
 
 WORKLOAD = Conversations(
     name="small",

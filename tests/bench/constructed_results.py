@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbm_cli.bench.analysis.correctness import Key
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import CellResult, Results, RunResult
-from kvbm_cli.bench.scripts import script_of
+from kvbm_cli.bench.cells import script_of
+from kvbm_cli.bench.judge.correctness import Key
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import CellResult, Results, RunResult
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.workload.content import TokenWriter
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest
-from kvbm_cli.workload.schema import Conversations, Schedule, Unique, Workload, as_definition
+from kvbm_cli.bench.workload.schema import Conversations, Schedule, Unique, Workload, as_definition
+from kvbm_cli.bench.workload.script import TokenWriter
 
 BLOCK = 16
 BLOCK_BYTES = 64 * 1024

@@ -16,11 +16,18 @@ from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.stores.obstore import connection
-from kvbm_cli.bench import arms
-from kvbm_cli.bench.arms import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_reset, with_room
+from kvbm_cli.bench import engines as arms
+from kvbm_cli.bench.arms import Arm, Comparison, comparison_of
 from kvbm_cli.bench.command import _surroundings
-from kvbm_cli.bench.comparison import Arm, Comparison
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.engines import (
+    ArmEngines,
+    NeededRoom,
+    fresh_disk,
+    fresh_shared,
+    running_server,
+    with_reset,
+    with_room,
+)
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
 

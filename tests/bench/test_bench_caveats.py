@@ -9,10 +9,10 @@ import pytest
 from bench_rig import WORKLOAD
 
 from kvbm_cli.bench import command
-from kvbm_cli.bench.caveats import caveats_of
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.machine import usable_cpu_count
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.setup import caveats_of
+from kvbm_cli.system.machine import usable_cpu_count
 
 EMBEDDED = "the embedded engine is a reference implementation: compare the arms with each other only"
 CACHE_OFF = "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"

@@ -8,11 +8,10 @@ import pytest
 from bench_rig import WORKLOAD
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.caveats import caveats_of
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
-from kvbm_cli.bench.experiment import Setup
-from kvbm_cli.bench.resolve_arms import comparison_of
-from kvbm_cli.workload.schema import Lmbenchmark, SharedPrefix, Unique
+from kvbm_cli.bench.setup import Setup, caveats_of
+from kvbm_cli.bench.workload.schema import Lmbenchmark, SharedPrefix, Unique
 
 UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
 SHARED = SharedPrefix(

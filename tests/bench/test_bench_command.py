@@ -32,7 +32,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
-from kvbm_cli.bench.verdicts.verdict import VerdictLimits
+from kvbm_cli.bench.judge.verdict import VerdictLimits
 
 MOCK = Path(__file__).with_name("mock_engine.py")
 fast = pytest.mark.usefixtures("without_sampler")
@@ -274,7 +274,7 @@ sys.path.insert(0, {tests!r})
 from bench_rig import in_turn, setup_of
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.bench import command
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.result.directory import BenchDirectory
 import kvbm.embedded.launch
 def plan(profile, *, connector, port):
     url = f"http://127.0.0.1:{{port}}"

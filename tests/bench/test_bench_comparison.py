@@ -8,8 +8,7 @@ import pytest
 from bench_rig import comparison
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.bench.comparison import RunGroup, free_name, groups
-from kvbm_cli.bench.resolve_arms import comparison_of, profiles_of
+from kvbm_cli.bench.arms import RunGroup, comparison_of, free_name, groups, profiles_of
 
 ONE, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 

@@ -11,7 +11,7 @@ from mock_engine import MockEngine, Model, Options
 from kvbm.errors import EngineError
 from kvbm_cli.bench.load import control
 from kvbm_cli.bench.load.control import Control, ScrapedMetrics, served_model
-from kvbm_cli.bench.workload.content import random_tokens
+from kvbm_cli.bench.workload.script import random_tokens
 from kvbm_cli.system.http_client import HttpAnswer
 
 BEFORE = """

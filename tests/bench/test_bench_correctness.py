@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_cli.bench.analysis.correctness import (
+from kvbm_cli.bench.judge.correctness import (
     Answer,
     AnswerDifference,
     OutputDifference,

@@ -25,9 +25,9 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
+from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.workload.plan import Plan
-from kvbm_cli.workload.schema import Schedule, Unique
+from kvbm_cli.bench.workload.schema import Schedule, Unique
 
 ARMS = ["baseline", "kvbm", "floor"]
 fast = pytest.mark.usefixtures("without_sampler")
@@ -286,7 +286,7 @@ def test_the_rule_of_the_command_looks_at_the_compared_arms(tmp_path):
 
 
 def test_a_cell_of_lmbenchmark_that_is_faithful_needs_no_recording():
-    from kvbm_cli.workload.schema import Lmbenchmark
+    from kvbm_cli.bench.workload.schema import Lmbenchmark
 
     workload = Lmbenchmark(name="l", kind="lmbenchmark", scenario="short", mode="faithful")
     setup = command._setup(setup_of().comparison, (Cell("l", workload),))

@@ -17,14 +17,14 @@ import pytest
 from bench_rig import PATIENT, MockEngines, SilentProgress, setup_of, without_sampler  # noqa: F401
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.arms import RunningEngine
+from kvbm_cli.bench.engines import RunningEngine
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.load.drive import DriveResult
 from kvbm_cli.bench.load.process import ClientHealth
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.workload.schema import Conversations, Schedule
+from kvbm_cli.bench.workload.schema import Conversations, Schedule
 
 COMMANDS = 20
 MOST_FALSE_ALARMS = 2

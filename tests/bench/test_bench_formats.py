@@ -16,15 +16,14 @@ import pytest
 from client_rig import planned
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.analysis.goodput import Slo
-from kvbm_cli.bench.formats import exports
-from kvbm_cli.bench.formats.aiperf import aiperf_records, aiperf_summary
-from kvbm_cli.bench.formats.lmbenchmark_csv import LMBENCHMARK_COLUMNS
-from kvbm_cli.bench.formats.measured import Measured
-from kvbm_cli.bench.formats.vllm_bench import vllm_bench_result
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import CellResult, Results, RunResult
+from kvbm_cli.bench.exports import write as exports
+from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
+from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
+from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.measured import Measured, Slo
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import CellResult, Results, RunResult
 from kvbm_cli.bench.workload.plan import Launches, Plan
 
 DATA = Path(__file__).parent / "data"

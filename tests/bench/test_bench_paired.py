@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_cli.bench.analysis.paired import (
+from kvbm_cli.bench.judge.paired import (
     MARGIN,
     TYPICAL_RUN_DEVIATION,
     PairedRatio,

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import ProfileError
-from kvbm_cli.bench.resolve_arms import comparison_of, require_startable
+from kvbm_cli.bench.arms import comparison_of, require_startable
+from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.workload.load import load_workload
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 PEERS = BENCH / "peers"
@@ -80,7 +80,7 @@ def test_kvbm_does_not_start_with_the_connector_of_another_cache(name):
 def test_bench_checks_the_cache_only_of_arms_that_have_kvbm(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "kvbm_cli.bench.resolve_arms.problems_here",
+        "kvbm_cli.bench.arms.problems_here",
         lambda resolved, sizing, *, has_cache: seen.append((resolved.name, has_cache)) or (),
     )
     path = str(PEERS / "native.yaml")

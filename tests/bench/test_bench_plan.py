@@ -11,9 +11,16 @@ import pytest
 from bench_rig import WORKLOAD
 
 from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.content import LARGEST_POOL, TextWriter, TokenWriter, random_text, random_tokens
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer, unplanned
-from kvbm_cli.bench.workload.script import Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import (
+    LARGEST_POOL,
+    Script,
+    ScriptedRequest,
+    TextWriter,
+    TokenWriter,
+    random_text,
+    random_tokens,
+)
 
 ANSWERS = [RecordedAnswer((index, 1, 2, 3, 4, 5), (-0.5,) * 6) for index in range(6)]
 TEXTS = [RecordedAnswer(text=f"answer {index} ") for index in range(6)]

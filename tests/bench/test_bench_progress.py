@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbm_cli.bench.progress import BenchProgress, duration
-from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.show.terminal import BenchProgress, duration
 
 
 def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:

@@ -10,11 +10,11 @@ import pytest
 from bench_rig import PATIENT
 
 from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.workload.schema import Conversations, Schedule
 from kvbm_cli.profile.resolve import resolve
-from kvbm_cli.workload.schema import Conversations, Schedule
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the embedded engine needs torch")
 
@@ -118,8 +118,8 @@ def test_one_wrong_block_per_onboarding_is_found(tmp_path, capsys):
 
 def test_the_shipped_demo_keeps_its_promises():
     """Six users of four turns, long prompts, room for two conversations in G1 and not for all, room for all in G2."""
+    from kvbm_cli.bench.workload.files import load_workload
     from kvbm_cli.profile.size import size_of
-    from kvbm_cli.workload.load import load_workload
 
     resolved = resolve("demo")
     workload = load_workload(resolved.profile.bench.workload or "")

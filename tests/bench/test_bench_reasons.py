@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from constructed_results import BASELINE, CONVERSATIONS, KVBM, PROFILE, UNIQUE, plan_of, summary_of_arms
 
-from kvbm_cli.bench.reasons.reuse import Reuse, reuse_of
+from kvbm_cli.bench.why.facts import Reuse, reuse_of
 from kvbm_cli.bench.workload.plan import Launches, Plan
-from kvbm_cli.workload.schema import Conversations, SharedPrefix
+from kvbm_cli.bench.workload.schema import Conversations, SharedPrefix
 
 # An arm with kvbm that is as slow as the baseline, and loads nothing.
 IDLE = replace(KVBM, found=(0.0, 0.0, 0.0))
@@ -362,7 +362,7 @@ def test_reuse_is_counted_by_parts_and_in_whole_blocks():
 
 def test_the_guide_has_every_cause():
     root = Path(__file__).parents[2]
-    code = "".join(path.read_text() for path in (root / "kvbm_cli/bench/reasons").glob("*.py"))
+    code = "".join(path.read_text() for path in (root / "kvbm_cli/bench/why").glob("*.py"))
     guide = (root / "docs/guide/why-no-gain.md").read_text()
     listed = re.findall(r"^\| `([a-z0-9-]+)` \|", guide, re.MULTILINE)
     assert sorted(listed) == sorted(set(re.findall(r'Why\("([a-z0-9-]+)"', code)))

@@ -8,8 +8,8 @@ from typing import Any
 
 from bench_rig import PATIENT, MockEngines, measure, summary_of
 
-from kvbm_cli.bench.verdicts.verdict import VerdictLimits
-from kvbm_cli.workload.schema import Conversations, Schedule, Unique, Workload
+from kvbm_cli.bench.judge.verdict import VerdictLimits
+from kvbm_cli.bench.workload.schema import Conversations, Schedule, Unique, Workload
 
 SCHEDULE = Schedule(arms="interleaved", interval_s=0.1, pairs=1)
 TALK = Conversations(

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvbm_cli.bench.command import BenchRequest, bench
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.judge.verdict import VerdictLimits
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.verdicts.verdict import VerdictLimits
 
 pytestmark = [
     pytest.mark.skipif(find_spec("torch") is None, reason="the embedded engine needs torch"),

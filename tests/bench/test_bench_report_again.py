@@ -10,10 +10,10 @@ from made_experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.setup import missing_runs, planned_runs
 from kvbm_cli.bench.summary import interrupted_summary
-from kvbm_cli.bench.unfinished import missing_runs, planned_runs
 
 FILES = ("report.html", "exports/kvbm/small/vllm-bench.json", "exports/baseline/small/profile_export.jsonl")
 

@@ -25,13 +25,13 @@ from bench_rig import (
 
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.arms import NeededRoom, RunningEngine
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.engines import NeededRoom, RunningEngine
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.metrics.scraper import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.result.directory import BenchDirectory
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)

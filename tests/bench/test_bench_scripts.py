@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 from test_bench_workload import SMALLEST, parsed
 
-from kvbm_cli.bench.scripts import script_of
-from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
-from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest, with_canned_answers
-from kvbm_cli.workload.schema import Workload
+from kvbm_cli.bench.cells import script_of
+from kvbm_cli.bench.workload.schema import Workload
+from kvbm_cli.bench.workload.script import (
+    AnswerOf,
+    Phase,
+    Script,
+    ScriptedRequest,
+    TextWriter,
+    TokenWriter,
+    with_canned_answers,
+)
 
 WRITER = TokenWriter(lambda text: list(text.encode()), seed=0)
 USERS = {

@@ -22,16 +22,16 @@ from mock_engine import MockEngine, Options
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.arms import ArmEngines, running_server
+from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.engines import ArmEngines, running_server
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.preparation import capabilities_of
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.summary import summarise
-from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
-from kvbm_cli.workload.schema import Schedule
+from kvbm_cli.bench.workload.schema import Schedule
+from kvbm_cli.bench.workload.script import TextWriter, TokenWriter
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PLAIN = Options(computed_token_ms=COMPUTED_TOKEN_MS)

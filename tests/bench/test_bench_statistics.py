@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_cli.bench.analysis.statistics import (
+from kvbm_cli.bench.judge.paired import (
     LEAST_COUNTS,
     LEAST_COUNTS_FOR_INTERVAL,
     busy_share,
     percentile,
     spread,
     student_t,
-    wilson_interval,
 )
+from kvbm_cli.bench.result.measured import wilson_interval
 
 
 @pytest.mark.parametrize(

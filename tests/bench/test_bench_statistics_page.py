@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvbm_cli.bench.analysis.statistics import LEAST_COUNTS, LEAST_COUNTS_FOR_INTERVAL
+from kvbm_cli.bench.judge.paired import LEAST_COUNTS, LEAST_COUNTS_FOR_INTERVAL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/statistics.md").read_text()

@@ -13,14 +13,14 @@ from bench_rig import WORKLOAD, setup_of
 from rich.console import Console
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.records.bench_directory import PLAN, REQUESTS, RUNS, BenchDirectory
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import Results
-from kvbm_cli.bench.report import show
+from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.content import TokenWriter
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
+from kvbm_cli.bench.workload.script import TokenWriter
 
 ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
 SIX = WORKLOAD.model_copy(update={"users": 6})

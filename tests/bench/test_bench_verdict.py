@@ -9,15 +9,15 @@ from statistics import median
 
 import pytest
 
-from kvbm_cli.bench.analysis.correctness import (
+from kvbm_cli.bench.judge.correctness import (
     AnswerDifference,
     OutputDifference,
     OutputJudgement,
     Transfers,
     judge_outputs,
 )
-from kvbm_cli.bench.analysis.paired import PairedRatio, paired_ratio
-from kvbm_cli.bench.verdicts.verdict import ClientLoad, Evidence, Verdict, VerdictLimits, judge, worst_of
+from kvbm_cli.bench.judge.paired import PairedRatio, paired_ratio
+from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Verdict, VerdictLimits, judge, worst_of
 
 
 def ratio(low: float, middle: float, high: float) -> PairedRatio:

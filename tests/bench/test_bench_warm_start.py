@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbm_cli.bench.records.request_record import RequestRecord
-from kvbm_cli.bench.records.results import RunResult
-from kvbm_cli.bench.trace.to_script import trace_script
-from kvbm_cli.bench.trace.trace_request import TraceFormat
-from kvbm_cli.bench.verdicts.compared import utilisation_of
-from kvbm_cli.bench.verdicts.warm_start import warm_start
-from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
+from kvbm_cli.bench.judge.answers import warm_start
+from kvbm_cli.bench.judge.compared import utilisation_of
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RunResult
+from kvbm_cli.bench.trace.request import TraceFormat
+from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan
+from kvbm_cli.bench.workload.script import TextWriter, TokenWriter
 
 TOKENS = TokenWriter(lambda text: [ord(character) for character in text], seed=1)
 SAME = {"timestamp": 0, "input_length": 128, "output_length": 8, "hash_ids": list(range(8))}

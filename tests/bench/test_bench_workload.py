@@ -10,8 +10,8 @@ import yaml
 
 from kvbm.config.document import parse_document, together
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.workload.load import _validated, load_workload, shipped_workloads, workload_keys
-from kvbm_cli.workload.schema import KINDS, Conversations, Workload, as_definition
+from kvbm_cli.bench.workload.files import _validated, load_workload, shipped_workloads, workload_keys
+from kvbm_cli.bench.workload.schema import KINDS, Conversations, Workload, as_definition
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbm_cli.bench.lmbenchmark.result_csv import (
+from kvbm_cli.bench.lmbenchmark.exchange import (
     AgentAnswer,
     MeasuredAnswer,
     agentic_csv,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from lmbenchmark_clock import START_S, simulate
 
+from kvbm_cli.bench.lmbenchmark.exchange import MeasuredAnswer, multi_round_csv
+from kvbm_cli.bench.lmbenchmark.multi_round import MultiRoundSchedule
 from kvbm_cli.bench.lmbenchmark.presets import preset
-from kvbm_cli.bench.lmbenchmark.result_csv import MeasuredAnswer, multi_round_csv
-from kvbm_cli.bench.lmbenchmark.schedule import MultiRoundSchedule
 
 pytestmark = [
     pytest.mark.soak,

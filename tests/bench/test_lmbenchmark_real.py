@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from recording_server import Behaviour, RecordingServer
 
-from kvbm_cli.bench.lmbenchmark.driver import run_faithful
+from kvbm_cli.bench.lmbenchmark.exchange import SHAREGPT_COLUMNS
+from kvbm_cli.bench.lmbenchmark.of_workload import run_faithful
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
-from kvbm_cli.bench.lmbenchmark.result_csv import SHAREGPT_COLUMNS
 from kvbm_cli.bench.load.request import Target
 
 pytestmark = [

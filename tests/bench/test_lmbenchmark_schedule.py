@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from lmbenchmark_clock import START_S, simulate
 
-from kvbm_cli.bench.lmbenchmark import prompts
+from kvbm_cli.bench.lmbenchmark import presets as prompts
+from kvbm_cli.bench.lmbenchmark.multi_round import MultiRoundSchedule
 from kvbm_cli.bench.lmbenchmark.presets import preset
-from kvbm_cli.bench.lmbenchmark.schedule import MultiRoundSchedule
 
 LONG = replace(preset("lmbenchmark-long"), system_words=0, history_words=0)
 

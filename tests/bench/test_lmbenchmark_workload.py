@@ -13,11 +13,10 @@ from pydantic import ValidationError
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
-from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
-from kvbm_cli.bench.lmbenchmark.sharegpt_preparation import main as program
-from kvbm_cli.bench.lmbenchmark.sharegpt_preparation import prepare_sharegpt
-from kvbm_cli.workload.load import load_workload
-from kvbm_cli.workload.schema import Lmbenchmark
+from kvbm_cli.bench.lmbenchmark.sharegpt import main as program
+from kvbm_cli.bench.lmbenchmark.sharegpt import prepare_sharegpt, read_transcripts
+from kvbm_cli.bench.workload.files import load_workload
+from kvbm_cli.bench.workload.schema import Lmbenchmark
 
 
 def workload(scenario, **keys):

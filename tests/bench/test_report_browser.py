@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from report_sample import write_sample
 
-from kvbm_cli.bench.html.build import build_report
+from kvbm_cli.bench.show.page import build_report
 
 pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -15,15 +15,11 @@ import pytest
 from report_sample import write_json, write_sample
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.html.build import build_report
-from kvbm_cli.bench.html.figures import CellView, by_source, by_turn, ecdf
-from kvbm_cli.bench.html.load_figures import parts_of_time
-from kvbm_cli.bench.html.markup import prose
-from kvbm_cli.bench.html.page import LIBRARY
-from kvbm_cli.bench.html.run_data import read_run
-from kvbm_cli.bench.html.series import distribution, quantile, rates, thinned
-from kvbm_cli.bench.html.timeline import timeline
-from kvbm_cli.bench.html.wording import sentence_case
+from kvbm_cli.bench.show.elements import distribution, prose, quantile, rates, sentence_case, thinned
+from kvbm_cli.bench.show.figures import CellView, by_source, by_turn, ecdf
+from kvbm_cli.bench.show.load_figures import parts_of_time, timeline
+from kvbm_cli.bench.show.page import LIBRARY, build_report
+from kvbm_cli.bench.show.run_data import read_run
 
 ECHARTS_6_1_0 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
 HOSTILE = "</script><img src=x onerror='alert(1)'>\"&\u2028\u202e\x1b[31m{{}}${x}\ud800"

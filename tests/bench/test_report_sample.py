@@ -10,8 +10,8 @@ from bench_rig import in_turn
 from made_experiments import SIX, made
 from report_sample import write_sample
 
-from kvbm_cli.bench.records.bench_directory import BenchDirectory
-from kvbm_cli.bench.records.results import Results
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
 
 WHOLE = {  # file -> places that both have, with the same keys
     "plan.json": ((), ("cells", 0), ("arms", "kvbm")),

@@ -10,7 +10,7 @@ import pytest
 
 from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, notes
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns
+from kvbm_cli.bench.trace.request import TraceFormat, Turns
 
 HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm_cli.bench.trace.hit_curve import HitCurve, Use, hit_curve
-from kvbm_cli.bench.trace.plot import plot_lines
-from kvbm_cli.bench.trace.prefix_tree import PrefixTree
+from kvbm_cli.bench.trace.command import plot_lines
+from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
 
 BLOCK = 4
 

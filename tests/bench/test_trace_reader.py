@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
-from kvbm_cli.bench.trace import trace_lines
+from kvbm_cli.bench.trace import request as trace_lines
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.sessions import Sessions
-from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns, parse_columns
+from kvbm_cli.bench.trace.request import Sessions, TraceFormat, Turns, parse_columns
 
 HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 
 from kvbm.errors import ProfileError
-from kvbm_cli.bench.scripts import script_of as script_of_workload
+from kvbm_cli.bench.cells import script_of as script_of_workload
 from kvbm_cli.bench.trace.analysis import analyse
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.to_script import trace_script
-from kvbm_cli.bench.trace.trace_request import TraceFormat, Turns
-from kvbm_cli.bench.workload.content import TextWriter, TokenWriter
+from kvbm_cli.bench.trace.request import TraceFormat, Turns
+from kvbm_cli.bench.trace.script import trace_script
+from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
-from kvbm_cli.bench.workload.script import Phase
-from kvbm_cli.workload.load import load_workload
+from kvbm_cli.bench.workload.script import Phase, TextWriter, TokenWriter
 
 HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 

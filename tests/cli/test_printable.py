@@ -15,7 +15,7 @@ from terminal import PROGRAM, ROOT, environment, kvbm_here, on_a_terminal
 from test_runs import facts
 
 from kvbm.text.outside import one_line
-from kvbm_cli.bench import report
+from kvbm_cli.bench.show import terminal as report
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.run_directory import RunDirectory
 from kvbm_cli.runs.run_facts import RunState
@@ -149,7 +149,7 @@ PRINTING = {
         "kvbm_cli/runs/logs.py",
         "kvbm_cli/bench/metrics/scraper.py",
     ),
-    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/dry_run.py", "kvbm_cli/bench/lmbenchmark/sharegpt_preparation.py"),
+    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/show/terminal.py", "kvbm_cli/bench/lmbenchmark/sharegpt.py"),
 }
 
 

@@ -15,8 +15,8 @@ from test_serve import serving
 from test_serve_vllm import PROFILE as VLLM_PROFILE
 from test_serve_vllm import QWEN3
 
-from kvbm_cli.bench import arms
-from kvbm_cli.bench.resolve_arms import comparison_of
+from kvbm_cli.bench import engines as arms
+from kvbm_cli.bench.arms import comparison_of
 
 CACHE_FLAGS = {"mine": "--connector", "vllm": "--kv-transfer-config"}
 NOWHERE = "disk: {capacity: 1GiB, directory: /dev/null/nowhere}"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvbm.config.schema import Profile
 from kvbm.config.sizes import MAX_BYTES, UNITS, exact_size, format_size, parse_size
 from kvbm.types import MAX_SECONDS
-from kvbm_cli.workload.schema import Workload
+from kvbm_cli.bench.workload.schema import Workload
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-PAIRED = "kvbm_cli/bench/analysis/paired.py"
-CORRECTNESS = "kvbm_cli/bench/analysis/correctness.py"
-RESAMPLING = "kvbm_cli/bench/analysis/resampling.py"
+PAIRED = "kvbm_cli/bench/judge/paired.py"
+CORRECTNESS = "kvbm_cli/bench/judge/correctness.py"
+RESAMPLING = "kvbm_cli/bench/judge/resampling.py"
 
 MUTANTS = (
     Mutant(

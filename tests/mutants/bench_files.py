@@ -5,8 +5,8 @@ from __future__ import annotations
 from mutant import Mutant
 
 DIFF = "kvbm_cli/bench/diff.py"
-ANSWERS = "kvbm_cli/bench/verdicts/answers.py"
-UNFINISHED = "kvbm_cli/bench/unfinished.py"
+ANSWERS = "kvbm_cli/bench/judge/answers.py"
+UNFINISHED = "kvbm_cli/bench/cells.py"
 SUMMARY = "kvbm_cli/bench/summary.py"
 
 MUTANTS = (
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         name="bench-unfinished-is-complete",
         bug="An interrupted experiment counts as complete if the interval of its runs is tight.",
-        file=UNFINISHED,
+        file="kvbm_cli/bench/setup.py",
         old="first == cell.pairs_done + 1 > SMALLEST_PAIRS and",
         new="first <= cell.pairs_done + 1 and",
         fails="tests/bench/test_bench_report_again.py -k whatever_the_interval",

@@ -11,7 +11,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-gap-may-be-reached",
         bug="A user launches when the gap has passed exactly; LMBenchmark waits until it is exceeded.",
-        file=f"{FOLDER}/schedule.py",
+        file=f"{FOLDER}/multi_round.py",
         old="not now - self._last_launch_s > self._parameters.gap_s",
         new="not now - self._last_launch_s >= self._parameters.gap_s",
         fails=f"{TESTS}_schedule.py",
@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-keeps-the-failed-question",
         bug="The question of a failed request stays in the history, and two questions follow each other.",
-        file=f"{FOLDER}/schedule.py",
+        file=f"{FOLDER}/multi_round.py",
         old="        self._history.pop()\n",
         new="",
         fails=f"{TESTS}_schedule.py",
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-users-do-not-pile-up",
         bug="No user joins while the configured number is active, although that is not requested.",
-        file=f"{FOLDER}/schedule.py",
+        file=f"{FOLDER}/multi_round.py",
         old="not self._parameters.strict_concurrent_users or ",
         new="",
         fails=f"{TESTS}_schedule.py",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-integers-stay-integers",
         bug="Token counts have no `.0` although a session has no rows.",
-        file=f"{FOLDER}/result_csv.py",
+        file=f"{FOLDER}/exchange.py",
         old="        rows = [[*map(float, row[:4]), *row[4:]] for row in rows]\n",
         new="        pass\n",
         fails=f"{TESTS}_csv.py",
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-agents-take-turns",
         bug="The answers of a round's agents are not awaited before the next round.",
-        file=f"{FOLDER}/agentic_schedule.py",
+        file=f"{FOLDER}/agentic.py",
         old="        if not is_due or self._in_flight:\n",
         new="        if not is_due:\n",
         fails=f"{TESTS}_driver.py -k agentic",
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         name="lmbenchmark-warm-up-is-forgotten",
         bug="A user that the warm-up has sent counts as cold.",
-        file=f"{FOLDER}/record_writer.py",
+        file=f"{FOLDER}/exchange.py",
         old="        self._sessions.add(session)\n        index = -1\n",
         new="        if not is_warm_up:\n            self._sessions.add(session)\n        index = -1\n",
         fails=f"{TESTS}_driver.py -k warm_up_run",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-LOST = "kvbm_cli/bench/reasons/lost_blocks.py"
+LOST = "kvbm_cli/bench/why/tiers.py"
 TESTS = "tests/bench/test_bench_reasons.py"
 
 MUTANTS = (
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         name="reasons-against-the-reference",
         bug="What kvbm could save is measured against a reference that has kvbm, too.",
-        file="kvbm_cli/bench/reasons/cell_facts.py",
+        file="kvbm_cli/bench/why/facts.py",
         old='self.reachable_share, self.measured.share_from("g1")',
         new='self.reachable_share, self.reference.share_from("g1", *LOADED)',
         fails=f"{TESTS} -k another_arm",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="reasons-count-partial-blocks",
         bug="Repeated tokens count as reusable although their block is not whole.",
-        file="kvbm_cli/bench/reasons/reuse.py",
+        file="kvbm_cli/bench/why/facts.py",
         old="min(old, length - 1)) // block_size * block_size",
         new="min(old, length - 1))",
         fails=f"{TESTS} -k whole_blocks",

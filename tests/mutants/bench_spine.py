@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="bench-profile-without-kvbm",
         bug="A profile to compare with runs without its block manager.",
-        file="kvbm_cli/bench/comparison.py",
+        file="kvbm_cli/bench/arms.py",
         old='return self.kind in ("kvbm", "profile")',
         new='return self.kind == "kvbm"',
         fails="tests/bench/test_bench_comparison.py tests/bench/test_bench_arms.py",
@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="bench-profiles-share-a-metrics-port",
         bug="Two profiles with one metrics port run at the same time.",
-        file="kvbm_cli/bench/arms.py",
+        file="kvbm_cli/bench/engines.py",
         old="profile = with_free_metrics_port(profile)",
         new="pass",
         fails="tests/bench/test_bench_arms.py -k metrics_port",
@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         name="bench-other-engine-is-wrong",
         bug="Answers of a profile with another engine are judged as wrong.",
-        file="kvbm_cli/bench/comparison.py",
+        file="kvbm_cli/bench/arms.py",
         old='return tuple(key for key in self.differences if key.startswith("engine."))',
         new="return ()",
         fails="tests/bench/test_bench_comparison.py",
@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="bench-order-never-alternates",
         bug="The measured arm always runs last, so a machine that gets slower makes it slower.",
-        file="kvbm_cli/bench/comparison.py",
+        file="kvbm_cli/bench/arms.py",
         old="        is_reversed = not is_reversed\n",
         new="",
         fails="tests/bench/test_bench_comparison.py -k turn",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="bench-resume-keeps-partial-records",
         bug="Records of an interrupted run stay, and the run is made again.",
-        file="kvbm_cli/bench/records/bench_directory.py",
+        file="kvbm_cli/bench/result/directory.py",
         old='(line for line in self.lines(REQUESTS) if line.get("run") in ended)',
         new="self.lines(REQUESTS)",
         fails="tests/bench/test_bench_resume.py -k within_a_run",
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         name="bench-agent-does-not-wait",
         bug="An agent goes on before its subagent has ended.",
-        file="kvbm_cli/bench/workload/agents.py",
+        file="kvbm_cli/bench/workload/build.py",
         old="                agent.own.previous = context.previous\n",
         new="",
         fails="tests/bench/test_bench_scripts.py -k subagent",
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         name="bench-failed-requests-are-left-out",
         bug="A run with failed requests is valid.",
-        file="kvbm_cli/bench/verdicts/verdict.py",
+        file="kvbm_cli/bench/judge/verdict.py",
         old="        if count\n    ]\n",
         new="        if count > 10**6\n    ]\n",
         fails="tests/bench/test_bench_verdict.py",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from mutant import Mutant
 
 CURVE = "kvbm_cli/bench/trace/hit_curve.py"
-TREE = "kvbm_cli/bench/trace/prefix_tree.py"
-SCRIPT = "kvbm_cli/bench/trace/to_script.py"
-SESSIONS = "kvbm_cli/bench/trace/sessions.py"
+TREE = "kvbm_cli/bench/trace/hit_curve.py"
+SCRIPT = "kvbm_cli/bench/trace/script.py"
+SESSIONS = "kvbm_cli/bench/trace/request.py"
 
 MUTANTS = (
     Mutant(

@@ -1,27 +1,49 @@
-"""One request to an OpenAI-compatible server, sent once, with the times that LMBenchmark takes.
+"""One request to an OpenAI-compatible server, sent once, with the times that LMBenchmark takes; records, CSV files.
 
 Times come from the monotonic clock and one reading of the wall clock at the start of a run, so a correction of the wall
 clock during the run does not change them. A request is never repeated, whatever its outcome.
+
+A faithful run has one record per request of the main run, failed requests included. The intended launch is the tick
+that launches the request: LMBenchmark fixes no launch times before the run.
+
+The CSV files of LMBenchmark's programs are written byte for byte as pandas writes them. A table is the concatenation of
+one table per session. Therefore a column of integers becomes floats as soon as one session has no rows or has a float
+in it: its numbers then end with `.0`. Floats have the shortest digits that give the same number again. Lines end with a
+line feed.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.lmbenchmark.result_csv import MeasuredAnswer
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.events import StreamedAnswer
 from kvbm_cli.bench.load.request import UNREADABLE, Target, open_session
-from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.workload.script import Phase
 
 if TYPE_CHECKING:
     import aiohttp
 
 READ_TIMEOUT_S = 600.0  # as the `openai` client; there is no limit for a whole answer
+OnRecord = Callable[[RequestRecord], None]
+MULTI_ROUND_COLUMNS = (
+    *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
+    *("user_id", "question_id", "launch_time", "finish_time"),
+)
+SHAREGPT_COLUMNS = ("prompt_tokens", "generation_tokens", "ttft", "generation_time", "launch_time", "finish_time")
+AGENTIC_COLUMNS = (
+    *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
+    *("user_id", "round_id", "launch_time", "finish_time", "agentID", "input", "output"),
+)
+Cell = int | float | str
 
 
 class RunClock:
@@ -136,3 +158,155 @@ async def connect(target: Target, model: str) -> AsyncIterator[ProgramServer]:
     url = base_url if base_url.endswith("/v1") else base_url.rstrip("/") + "/v1"
     async with open_session() as session:
         yield ProgramServer(session, target, url, model)
+
+
+@dataclass(frozen=True, slots=True)
+class FaithfulResult:
+    """`csv` has the answers of the main run, `records` its requests in the order in which they ended.
+
+    `started_unix_s` is the first tick of the main run; `duration_s` includes the wait for the last answers. `notes` are
+    sentences about what the CSV file does not show.
+    """
+
+    records: tuple[RequestRecord, ...]
+    csv: str
+    notes: tuple[str, ...]
+    started_unix_s: float
+    duration_s: float
+    warm_up_requests: int
+
+
+def require_an_answer(warm_up: Sequence[RequestRecord]) -> None:
+    """Raise EnvironmentProblem if every request of a warm-up failed."""
+    if warm_up and not any(record.is_ok for record in warm_up):
+        raise EnvironmentProblem(
+            f"the server answered none of the {len(warm_up)} requests of the warm-up: {warm_up[0].error}",
+            hint="check the address, the name of the model, and the length that the model supports",
+        )
+
+
+def notes_on(
+    records: Sequence[RequestRecord], warm_up: Sequence[RequestRecord], *, delayed: int = 0
+) -> tuple[str, ...]:
+    failed = sum(not record.is_ok for record in records)
+    uncounted = sum(record.is_ok and not (record.prompt_tokens and record.output_tokens) for record in records)
+    empty = sum(record.is_ok and record.first_text_ms is None for record in records)
+    failed_warm_up = sum(not record.is_ok for record in warm_up)
+    counts = (
+        (failed, f"{failed} of {len(records)} requests failed; the CSV file has no rows for them"),
+        (uncounted, f"{uncounted} answers had no token counts; the CSV file has 0 there"),
+        (empty, f"{empty} answers had no text; the CSV file has a time to first token of 0 for them"),
+        (delayed, f"{delayed} requests were launched late because the answer before them was late"),
+        (failed_warm_up, f"{failed_warm_up} of {len(warm_up)} requests of the warm-up failed"),
+    )
+    return tuple(note for count, note in counts if count)
+
+
+class RecordWriter:
+    """Numbers the requests of one run, determines their phase, and hands their records over when they end.
+
+    A request is `cold` if its session has sent nothing before. It is `steady` once `session_count` sessions have sent
+    something, and `fill` before that. Requests of the warm-up count for the phase, but have no index.
+    """
+
+    def __init__(self, target: Target, session_count: int, on_record: OnRecord) -> None:
+        self.main: list[RequestRecord] = []
+        self.warm_up: list[RequestRecord] = []
+        self._target = target
+        self._session_count = session_count
+        self._on_record = on_record
+        self._sessions: set[int] = set()
+        self._next_index = 0
+
+    def launched(self, session: int, turn: int, *, is_warm_up: bool = False, has_history: bool = True) -> RequestRecord:
+        """Return the record of a request that is sent next. Without history, nothing of its prompt can be reused."""
+        phase = Phase.COLD
+        if session in self._sessions and has_history:
+            phase = Phase.STEADY if len(self._sessions) >= self._session_count else Phase.FILL
+        self._sessions.add(session)
+        index = -1
+        if not is_warm_up:
+            index, self._next_index = self._next_index, self._next_index + 1
+        target = self._target
+        return RequestRecord(target.run, target.arm, target.cell, target.pair, index, session, turn, phase.value)
+
+    def ended(self, request: ProgramRequest) -> None:
+        if request.record.index < 0:
+            self.warm_up.append(request.record)
+            return
+        self.main.append(request.record)
+        self._on_record(request.record)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAnswer:
+    """One complete answer. Times are wall-clock seconds; `ttft_s` and `generation_s` are the integer 0 without text."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    ttft_s: float
+    generation_s: float
+    launched_s: float
+    finished_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAnswer:
+    """One complete answer of an agent. `messages` is the request as Python prints it."""
+
+    answer: MeasuredAnswer
+    round: int
+    agent: int
+    messages: str
+    text: str
+
+
+def multi_round_csv(sessions: Sequence[tuple[int, Sequence[MeasuredAnswer]]]) -> str:
+    """`sessions` are (user, rows in the order of completion), retired users first."""
+    rows: list[list[Cell]] = [
+        [*_measured(row), user, position, row.launched_s, row.finished_s]
+        for user, answers in sessions
+        for position, row in enumerate(answers, start=1)
+    ]
+    if any(not answers for _, answers in sessions):
+        rows = [[*map(float, row[:4]), *row[4:]] for row in rows]
+    return _text(MULTI_ROUND_COLUMNS, rows)
+
+
+def sharegpt_csv(answers: Iterable[MeasuredAnswer]) -> str:
+    ordered = sorted(answers, key=lambda row: row.launched_s)
+    return _text(SHAREGPT_COLUMNS, [[*_measured(row), row.launched_s, row.finished_s] for row in ordered])
+
+
+def agentic_csv(sessions: Sequence[tuple[int, Sequence[AgentAnswer]]]) -> str:
+    rows: list[list[Cell]] = [
+        [
+            *(*_measured(row.answer), user, row.round, row.answer.launched_s, row.answer.finished_s),
+            *(row.agent, row.messages, row.text),
+        ]
+        for user, answers in sessions
+        for row in answers
+    ]
+    if any(not answers for _, answers in sessions):
+        rows = [[*map(float, row[:4]), row[4], float(row[5]), *row[6:8], float(row[8]), *row[9:]] for row in rows]
+    return _text(AGENTIC_COLUMNS, rows)
+
+
+def _measured(row: MeasuredAnswer) -> list[Cell]:
+    return [row.prompt_tokens, row.generation_tokens, row.ttft_s, row.generation_s]
+
+
+def _text(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    columns_of_cells = [_as_one_type(column) for column in zip(*rows, strict=True)]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*columns_of_cells, strict=True))
+    return out.getvalue()
+
+
+def _as_one_type(column: Sequence[Cell]) -> Sequence[Cell]:
+    """Return a column of one type: one with a float has only floats."""
+    if any(isinstance(cell, float) for cell in column):
+        return [float(cell) for cell in column]
+    return column

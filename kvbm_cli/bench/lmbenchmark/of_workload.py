@@ -3,6 +3,10 @@
 `strict` runs the users of a multi-round scenario as conversations: launches at exactly 1 / qps, lengths in tokens,
 random text, answers of exactly the length. Users join and leave as in LMBenchmark, but the first ones start with fewer
 turns left instead of with missing turns. If the scenario's time is too short for two turns of a user, it is extended.
+
+`run_faithful` runs one parameter set against a server, as LMBenchmark's scripts do. It sends the warm-up and the main
+run, hands each record over when its request ends, and returns the text of the CSV file. Cancellation ends all requests.
+The pause between two rates (`presets.PAUSE_AFTER_RUN_S`) is the caller's.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbm_cli.bench.lmbenchmark.agentic_schedule import AgentTrace, read_agent_trace
+from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace, run_agentic
+from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult, OnRecord, connect
+from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
 from kvbm_cli.bench.lmbenchmark.presets import (
     AgenticParameters,
     FaithfulParameters,
@@ -22,10 +28,10 @@ from kvbm_cli.bench.lmbenchmark.presets import (
     ShareGptParameters,
     preset,
 )
-from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
-from kvbm_cli.bench.workload.content import Content, Writer
-from kvbm_cli.bench.workload.script import AnswerOf, Part, Script, ScriptedRequest
-from kvbm_cli.workload.schema import Conversations, Lmbenchmark, Schedule, Workload
+from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts, run_sharegpt
+from kvbm_cli.bench.load.request import Target
+from kvbm_cli.bench.workload.schema import Conversations, Lmbenchmark, Schedule, Workload
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer
 
 QUESTION_TOKENS = 17  # of LMBenchmark's question, with a common tokenizer
 LEAST_TURNS_PER_USER = 2
@@ -159,3 +165,18 @@ def _history(
         yield asked[source]
     if which in ("output", "both"):
         yield answered[source]
+
+
+async def run_faithful(
+    parameters: FaithfulParameters, target: Target, *, model: str, on_record: OnRecord
+) -> FaithfulResult:
+    """Raise UsageError for unreadable files, EnvironmentProblem if the server answers no request of the warm-up."""
+    async with connect(target, model) as server:
+        try:
+            if isinstance(parameters, LmbenchmarkParameters):
+                return await run_multi_round(server, parameters, on_record)
+            if isinstance(parameters, ShareGptParameters):
+                return await run_sharegpt(server, parameters, on_record)
+            return await run_agentic(server, parameters, on_record)
+        except ExceptionGroup as failures:  # of the tasks that send requests, for example from `on_record`
+            raise failures.exceptions[0] from None

@@ -32,7 +32,7 @@ from kvbm_cli.bench.load.process import (
     together,
 )
 from kvbm_cli.bench.load.request import Target
-from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.system import die_with_parent
 

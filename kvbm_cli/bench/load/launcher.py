@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_cli.bench.load.parts import Part, encoding_starts, slot_groups
 from kvbm_cli.bench.load.request import Exchange, Target
-from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
 if TYPE_CHECKING:

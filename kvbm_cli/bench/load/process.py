@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from kvbm_cli.bench.load.launcher import Launcher, OnRecord
 from kvbm_cli.bench.load.parts import Part
 from kvbm_cli.bench.load.request import Target, open_session
-from kvbm_cli.bench.records.request_record import RequestRecord
+from kvbm_cli.bench.result.requests import RequestRecord
 
 READY = "ready"
 BATCH_INTERVAL_S = 0.1

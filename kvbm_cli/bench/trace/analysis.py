@@ -3,6 +3,8 @@
 Prompts given as `input_length` are analysed; those given as text have no known length and are only counted. Without
 `hash_ids`, the content of a line is unknown, and counts as one block that no other line shares. If the lines of a
 session hold what each turn adds, the answer stays in the cache after its request, because the next prompt repeats it.
+
+`findings_of` says what must be known of the trace of a workload before an engine starts. A wrong line ends the reading.
 """
 
 from __future__ import annotations
@@ -11,14 +13,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from statistics import quantiles
 
-from kvbm_cli.bench.trace.hit_curve import HitCurve, Use, hit_curve
-from kvbm_cli.bench.trace.prefix_tree import PrefixTree
+from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.sessions import Placement, Sessions
-from kvbm_cli.bench.trace.trace_request import TraceFormat, TraceRequest, Turns
+from kvbm_cli.bench.trace.request import Placement, Sessions, TraceFormat, TraceRequest, Turns
 
 LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000
@@ -199,3 +200,16 @@ def notes(analysis: TraceAnalysis) -> list[str]:
     if has_sessions(analysis) and analysis.form.turns is Turns.ADDED:
         found.append("a line holds what its turn adds; `--turns whole` is for lines that hold whole prompts")
     return found
+
+
+def findings_of(path: Path, form: TraceFormat, *, request_limit: int | None) -> list[str]:
+    """Sentences about the first `request_limit` requests. ProfileError for a wrong line."""
+    reader = TraceReader(path, form)
+    times, count = [], 0
+    for request in islice(reader, request_limit):
+        count += 1
+        if request.timestamp_ms is not None:
+            times.append(request.timestamp_ms)
+    doubt = rate_doubt(count, (max(times) - min(times)) / 1000 if times else None)
+    found = [*reader.skips(), *([f"{doubt} `time_scale: 1000` in the workload is for seconds"] if doubt else [])]
+    return [f"{path.name}: {one}" for one in found]

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from kvbm.errors import ProfileError
 from kvbm.text.outside import shown_json
-from kvbm_cli.bench.trace.trace_lines import TraceLines
-from kvbm_cli.bench.trace.trace_request import FIELDS, INPUTS, TraceFormat, TraceRequest
+from kvbm_cli.bench.trace.request import FIELDS, INPUTS, TraceFormat, TraceLines, TraceRequest
 
 MAX_TOKENS = 10_000_000
 MAX_MS = 1e13  # of a time stamp since 1970 in milliseconds, in the year 2286

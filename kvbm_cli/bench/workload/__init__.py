@@ -1,1 +1,1 @@
-"""From a workload to the requests of a run: `Script` (content), then `Plan` (content, answers and launch times)."""
+"""Workloads: the schema of their files, their `Script` (content), and the `Plan` (content, answers, launch times)."""

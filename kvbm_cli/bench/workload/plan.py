@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm_cli.bench.workload.content import Content
-from kvbm_cli.bench.workload.script import AnswerOf, Phase, Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Phase, Script, ScriptedRequest
 
 LOGPROBS = 0  # of the sampled token only
 COMPLETIONS = "/v1/completions"

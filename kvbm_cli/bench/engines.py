@@ -1,0 +1,231 @@
+"""Starts the engine of each arm as a process of its profile, or uses a running server by its URL."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
+from kvbm.config.schema import Profile
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.directories import make_private_directories
+from kvbm.host.tree import remove_tree
+from kvbm.shared.settings import directory_of
+from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
+from kvbm_cli.bench.load.control import Control, api_key, served_model
+from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
+from kvbm_cli.engine.process import EngineProcess, choose_port
+from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.terminal.console import print_note
+
+LOOPBACK = "127.0.0.1"
+
+HEADROOM = 1.25
+LOG_FILE, FIRST_LOG_FILE = "engine.log", "first-engine.log"
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine that serves; the context manager that yields it starts and stops it.
+
+    `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
+    the engine's own `/metrics` does not. With a shared tier, `next_engine` stops this engine and starts another one,
+    which finds in the tier what this one has written.
+    """
+
+    base_url: str
+    model: str
+    startup_s: float
+    has_ended: Callable[[], bool]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    pid: int | None = None
+    metrics_url: str = ""
+    next_engine: Callable[[], AbstractContextManager[RunningEngine]] | None = None
+
+    def control(self) -> Control:
+        return Control(self.base_url, self.model, headers=self.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class NeededRoom:
+    """What G1 of the recording and of the floor must hold without eviction."""
+
+    tokens: int
+    sessions: int
+
+
+class OpenArm(Protocol):
+    """Opens the engine of an arm. `log` is the directory for its output; `room` is what its G1 must hold, in tokens and
+    conversations, for the recording and the floor."""
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]: ...
+
+
+class ArmEngines:
+    """Starts the engine of an arm on a free port and stops it when the run ends; opens URLs as they are."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+
+    def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
+        found = self._arm(arm)
+        if found.url is not None:
+            return nullcontext(running_server(found.url))
+        assert found.resolved is not None
+        profile = found.resolved.profile
+        if found.kind == "floor":
+            sizing = size_if_known(found.resolved)
+            profile = with_room(profile, room, group_count=1 if sizing is None else sizing.group_count)
+        if found is not self._comparison.measured:
+            profile = with_free_metrics_port(profile)
+        return launched(profile, log, has_kvbm=found.has_kvbm)
+
+    def open_url(self, arm: Arm) -> RunningEngine:
+        assert arm.url is not None
+        return running_server(arm.url)
+
+    def _arm(self, name: str) -> Arm:
+        """Return an arm. The recording runs on the floor's engine, or without a profile on the first server."""
+        if name == RECORDING:
+            return self._comparison.floor or self._comparison.arms[0]
+        return self._comparison.arm(name)
+
+
+@contextmanager
+def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
+    profile = on_loopback(profile)
+    if not has_kvbm or profile.tiers.shared is None:
+        with (
+            fresh_disk(profile) if has_kvbm else nullcontext(profile) as own,
+            _started(own, log / LOG_FILE, has_kvbm=has_kvbm) as engine,
+        ):
+            yield engine
+        return
+    with fresh_shared(profile) as shared, ExitStack() as first:
+
+        @contextmanager
+        def next_engine() -> Iterator[RunningEngine]:
+            first.close()
+            with fresh_disk(shared) as own, _started(own, log / LOG_FILE, has_kvbm=True) as engine:
+                yield engine
+
+        own = first.enter_context(fresh_disk(shared))
+        engine = first.enter_context(_started(own, log / FIRST_LOG_FILE, has_kvbm=True))
+        yield replace(engine, next_engine=next_engine)
+
+
+@contextmanager
+def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
+    port = choose_port(profile.server.host, 0)
+    plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log_path.parent)
+    with EngineProcess.start(plan, log_path=log_path) as process:
+        process.wait_healthy(profile.transfer.init_timeout_s)
+        yield RunningEngine(
+            plan.base_url,
+            plan.model,
+            process.elapsed_s,
+            lambda: process.poll() is not None,
+            {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
+            process.pid,
+            plan.metrics_url if has_kvbm else "",
+        )
+
+
+def running_server(url: str) -> RunningEngine:
+    """Return the server at a URL. EngineError if it does not answer."""
+    base_url = base_url_of(url)
+    key = api_key()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
+
+
+@contextmanager
+def fresh_disk(profile: Profile) -> Iterator[Profile]:
+    """Yield the same profile with an empty disk tier: a new directory inside the profile's own, removed afterwards."""
+    disk = profile.tiers.disk
+    if disk is None:
+        yield profile
+        return
+    parent = Path(disk.directory).expanduser()
+    try:
+        make_private_directories(parent)
+        directory = tempfile.mkdtemp(prefix="bench-", dir=parent)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot create a directory for this run in {parent}: {error.strerror or error}",
+            hint="set `tiers.disk.directory`",
+        ) from error
+    try:
+        fresh = disk.model_copy(update={"directory": directory, "drain_s": 0.0})
+        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"disk": fresh})})
+    finally:
+        remove_tree(Path(directory))
+
+
+@contextmanager
+def fresh_shared(profile: Profile) -> Iterator[Profile]:
+    """Yield the same profile with an empty shared tier: a new place below the profile's own, whose objects are deleted
+    afterwards if the store can list them."""
+    shared = profile.tiers.shared
+    assert shared is not None
+    url = f"{shared.url.rstrip('/')}/bench-{secrets.token_hex(8)}"
+    directory = directory_of(url)
+    if directory is not None:
+        with suppress(FileExistsError):
+            directory.parent.mkdir(mode=0o700)
+    fresh = shared.model_copy(update={"url": url})
+    try:
+        yield profile.model_copy(update={"tiers": profile.tiers.model_copy(update={"shared": fresh})})
+    finally:
+        if directory is not None:
+            remove_tree(directory)
+        elif not url.startswith("mooncake:"):
+            delete_objects(url)
+
+
+def delete_objects(url: str) -> None:
+    """Delete all objects of kvbm below a URL."""
+    from kvbm.shared.stores.open import open_inventory
+
+    try:
+        inventory = open_inventory(url)
+        for found in inventory.namespaces(lambda _: True, lambda _: None):
+            inventory.delete(found.extents, lambda _: None)
+            inventory.delete_facts(found.namespace)
+    except EnvironmentProblem as problem:
+        print_note(f"the objects of this run remain in {url}: {problem.message}")
+
+
+def with_free_metrics_port(profile: Profile) -> Profile:
+    """Return the same profile with any free port for its metrics: arms of several profiles may run at the same time."""
+    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
+
+
+def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
+    """Return the same plan with the endpoint that resets the prefix cache, which vLLM has only in its development
+    mode."""
+    if profile.engine.kind != "vllm":
+        return plan
+    return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
+
+
+def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:
+    """Return the same profile with its prefix cache on and a G1 that holds everything without eviction.
+
+    A token takes at most one block in each of the KV cache groups.
+    """
+    needed = math.ceil(HEADROOM * room.tokens / block_tokens(profile)) + room.sessions
+    return with_device_blocks(profile, needed * group_count)
+
+
+def on_loopback(profile: Profile) -> Profile:
+    """Return the same profile on a loopback address: only this command uses the engine, which may have debug
+    endpoints."""
+    server = profile.server.model_copy(update={"host": LOOPBACK})
+    return profile.model_copy(update={"server": server})

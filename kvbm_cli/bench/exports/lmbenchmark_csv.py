@@ -1,0 +1,78 @@
+"""LMBenchmark's CSV from the records of our own schedule: its eight columns first, then ours.
+
+`multi-round-qa.py --process-summary FILE` reads it. A row is a request that succeeded: LMBenchmark has no column for
+failures, and its means would count them. `ttft` runs from the launch to the first text, `generation_time` from there to
+the end of the stream. `launch_time` and `finish_time` are Unix seconds. LMBenchmark's `question_id` counts the recorded
+rows of a user, not the questions; so does this file, and `turn` has the number of the question. A number that the
+server did not report is empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from typing import Any
+
+from kvbm_cli.bench.result.measured import Measured, launch_ms, output_tokens
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RunResult
+
+LMBENCHMARK_COLUMNS = (
+    *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
+    *("user_id", "question_id", "launch_time", "finish_time"),
+)
+TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens", "computed_tokens")
+OUR_COLUMNS = ("request_id", "status", "turn", "phase", "intended_launch", *TIER_COLUMNS, "itl_p50", "tpot")
+
+
+def file_name(measured: Measured, run: RunResult) -> str:
+    """KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second."""
+    return f"{run.run}_output_{measured.offered_rate or 0:.4g}.csv"
+
+
+def lmbenchmark_csv(measured: Measured, run: RunResult) -> str:
+    """Return the text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput
+    wrong."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow((*LMBENCHMARK_COLUMNS, *OUR_COLUMNS))
+    seen: Counter[int] = Counter()
+    for record in sorted(run.records, key=lambda record: (record.session, record.end_ms or 0.0)):
+        if record.is_ok:
+            seen[record.session] += 1
+            writer.writerow(_row(measured, record, seen[record.session]))
+    return text.getvalue()
+
+
+def _row(measured: Measured, record: RequestRecord, question: int) -> tuple[Any, ...]:
+    launch, text, end = launch_ms(record), record.first_text_ms, record.end_ms
+    assert end is not None, "a request that succeeded has ended"
+    return (
+        record.prompt_tokens,
+        output_tokens(record),
+        0.0 if text is None else (text - launch) / 1e3,
+        0.0 if text is None else (end - text) / 1e3,
+        record.session,
+        question,
+        measured.unix_s(record, launch),
+        measured.unix_s(record, end),
+        record.index,
+        "ok",
+        record.turn,
+        record.phase,
+        None if record.intended_ms is None else measured.unix_s(record, record.intended_ms),
+        *(getattr(record, name) for name in TIER_COLUMNS),
+        _seconds(_median(record.token_gaps_ms)),
+        _seconds(record.tpot_ms),
+    )
+
+
+def _median(values: list[float]) -> float | None:
+    import numpy as np
+
+    return float(np.median(values)) if values else None
+
+
+def _seconds(value_ms: float | None) -> float | None:
+    return None if value_ms is None else value_ms / 1e3

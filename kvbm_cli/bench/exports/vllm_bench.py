@@ -1,0 +1,169 @@
+"""The JSON object of `vllm bench serve --save-result --save-detailed`, vLLM 0.32, from our records.
+
+Values follow vLLM's definitions, so that a reader that computes them again from the lists gets the same: latencies run
+from the launch to the last token, TPOT divides by the tokens minus one, percentiles interpolate linearly, standard
+deviations are of the population. `client_queue_time` is the launch minus the intended launch. Lists have one
+entry per request, failed ones included. With several runs, `duration` is the sum of their times under load, and the two
+maxima are the largest of any run. vLLM writes 0 for statistics without a value, and so does this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from kvbm_cli.bench.result.measured import Measured, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
+from kvbm_cli.bench.result.requests import RequestRecord
+
+PERCENTILES = (50.0, 90.0, 95.0, 99.0)
+
+
+def vllm_bench_result(measured: Measured, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
+    """Return the whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
+    requests, succeeded, duration_s = measured.requests, measured.succeeded, measured.duration_s
+    input_tokens = total_of(succeeded, "prompt_tokens")
+    tokens = sum(output_tokens(record) for record in succeeded)
+    return {
+        **_head(measured),
+        "duration": duration_s,
+        "completed": len(succeeded),
+        "failed": len(requests) - len(succeeded),
+        "total_input_tokens": input_tokens,
+        "total_output_tokens": tokens,
+        "request_throughput": len(succeeded) / duration_s,
+        "request_goodput": _good(measured) / duration_s if measured.slo else None,
+        "output_throughput": tokens / duration_s,
+        "total_token_throughput": None if input_tokens is None else (input_tokens + tokens) / duration_s,
+        **_lists(measured),
+        "max_output_tokens_per_s": max((_most_tokens_per_s(records) for records in _runs(measured)), default=0.0),
+        "max_concurrent_requests": max((_most_in_flight(records) for records in _runs(measured)), default=0),
+        "rtfx": 0.0,
+        **_statistics(succeeded, percentiles),
+        **measured.facts(),
+    }
+
+
+def _head(measured: Measured) -> dict[str, Any]:
+    concurrency = measured.concurrency
+    return {
+        "date": datetime.fromtimestamp(measured.started_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": measured.arm,
+        "model_id": measured.model,
+        "tokenizer_id": measured.model,
+        "num_prompts": len(measured.requests),
+        "request_rate": "inf" if concurrency else measured.offered_rate or "inf",
+        "burstiness": None,  # of vLLM's random arrivals; ours have fixed times
+        "max_concurrency": concurrency,
+    }
+
+
+def _lists(measured: Measured) -> dict[str, list[Any]]:
+    requests = measured.requests
+    origin = measured.started_unix_s
+    tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens")
+    names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
+    return {
+        "input_lens": [record.prompt_tokens for record in requests],
+        "output_lens": [output_tokens(record) if record.is_ok else 0 for record in requests],
+        "ttfts": [ttft_s(record) if record.is_ok else 0.0 for record in requests],
+        "itls": [gaps_s(record) if record.is_ok else [] for record in requests],
+        "latencies": [latency_s(record) if record.is_ok else 0.0 for record in requests],
+        "start_times": [measured.unix_s(record, launch_ms(record)) - origin for record in requests],
+        "queue_times": [wait_ms(record) / 1e3 for record in requests],
+        "generated_texts": [record.text for record in requests],
+        "errors": [record.error or "" for record in requests],
+        **{f"kvbm_{names.get(key, key)}": [getattr(record, key) for record in requests] for key in (*names, *tokens)},
+    }
+
+
+def ttft_s(record: RequestRecord) -> float:
+    """From the launch. 0 if no token arrived, as vLLM reports it."""
+    return 0.0 if record.first_token_ms is None else (record.first_token_ms - launch_ms(record)) / 1e3
+
+
+def latency_s(record: RequestRecord) -> float:
+    """From the launch to the last token."""
+    return 0.0 if record.last_token_ms is None else (record.last_token_ms - launch_ms(record)) / 1e3
+
+
+def gaps_s(record: RequestRecord) -> list[float]:
+    return [gap / 1e3 for gap in record.token_gaps_ms]
+
+
+def tpot_s(record: RequestRecord) -> float | None:
+    """`None` for an answer of one token."""
+    later = output_tokens(record) - 1
+    return (latency_s(record) - ttft_s(record)) / later if later > 0 else None
+
+
+def _runs(measured: Measured) -> list[list[RequestRecord]]:
+    """Return the successful requests of each run that has any."""
+    runs = ([record for record in run.records if record.is_ok] for run in measured.runs)
+    return [records for records in runs if records]
+
+
+def _good(measured: Measured) -> int:
+    """Return the requests within the limits. Times count from the launch, as in vLLM."""
+    assert measured.slo is not None
+    tpots = ((record, tpot_s(record)) for record in measured.succeeded)
+    times = (
+        RequestTimes(ttft_s(record) * 1e3, None if tpot is None else tpot * 1e3, latency_s(record) * 1e3)
+        for record, tpot in tpots
+    )
+    return sum(map(measured.slo.is_met, times))
+
+
+def _statistics(succeeded: list[RequestRecord], percentiles: Sequence[float]) -> dict[str, float]:
+    tpots = [tpot for record in succeeded if (tpot := tpot_s(record)) is not None]
+    seconds = {
+        "ttft": [ttft_s(record) for record in succeeded],
+        "tpot": tpots,
+        "itl": [gap for record in succeeded for gap in gaps_s(record)],
+        "e2el": [latency_s(record) for record in succeeded],
+        "client_queue_time": [wait_ms(record) / 1e3 for record in succeeded],
+        "e2el_including_client_queue": [latency_s(record) + wait_ms(record) / 1e3 for record in succeeded],
+    }
+    return {key: value for name, values in seconds.items() for key, value in _describe(name, values, percentiles)}
+
+
+def _describe(name: str, values_s: list[float], percentiles: Sequence[float]) -> Iterable[tuple[str, float]]:
+    import numpy as np
+
+    values = np.asarray(values_s or [0.0]) * 1e3
+    yield f"mean_{name}_ms", float(values.mean())
+    yield f"median_{name}_ms", float(np.median(values))
+    yield f"std_{name}_ms", float(values.std())
+    for percent in percentiles:
+        yield f"p{percent:g}_{name}_ms", float(np.percentile(values, percent))
+
+
+def _most_tokens_per_s(records: list[RequestRecord]) -> float:
+    """Most tokens that arrived within one second; seconds count from the first launch."""
+    import numpy as np
+
+    origin_ms = min(launch_ms(record) for record in records)
+    arrivals = [
+        (record.first_token_ms - origin_ms + np.cumsum([0.0, *record.token_gaps_ms])) / 1e3
+        for record in records
+        if record.first_token_ms is not None
+    ]
+    return float(np.bincount(np.concatenate(arrivals).astype(int)).max()) if arrivals else 0.0
+
+
+def _most_in_flight(records: list[RequestRecord]) -> int:
+    """Most requests of which a part falls into the same second, which is what vLLM calls concurrent."""
+    origin_ms = min(launch_ms(record) for record in records)
+    changes: dict[int, int] = {}
+    for record in records:
+        start_s = (launch_ms(record) - origin_ms) / 1e3
+        changes[int(start_s)] = changes.get(int(start_s), 0) + 1
+        after = int(start_s + latency_s(record)) + 1
+        changes[after] = changes.get(after, 0) - 1
+    most = current = 0
+    for second in sorted(changes):
+        current += changes[second]
+        most = max(most, current)
+    return most

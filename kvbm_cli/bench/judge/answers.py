@@ -1,0 +1,249 @@
+"""Which answers of a cell are compared with which: every arm with one source, and runs without kvbm with each other.
+
+The source is the recording, if there is one. Otherwise it is the first arm without kvbm: the baseline, or the floor, or
+the first reference. Runs of the baseline and of the floor are the controls: they show how often the engine repeats its
+own answers. Without either, runs of the first reference are. A reference whose profile changes the engine is neither
+source nor control: other answers of another engine are not an error.
+
+`warm_start` says whether the cache of a server was empty at the start of a run, from what its requests found in it. A
+cold request finds at most what requests sent that were launched before its first token. That order is read from the
+records: requests with equal launch times run in any order, and a busy engine delays them further.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from kvbm_cli.bench.judge.correctness import (
+    Answer,
+    Key,
+    OutputDifference,
+    OutputJudgement,
+    Transfers,
+    compare_answers,
+    judge_outputs,
+    pooled,
+)
+from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
+from kvbm_cli.bench.workload.script import Content, Phase
+
+ONBOARDED_BLOCKS = ("kvbm_onboard_blocks_h2d", "kvbm_onboard_blocks_d2d")
+Answers = Mapping[Key, Answer]
+COLD_SHARE = 0.5  # of a prompt, at most, that requests earlier in the script sent
+TOLERANCE = 0.1  # for the inexact lengths of prompts that are text
+
+
+@dataclass(frozen=True, slots=True)
+class ArmAnswers:
+    """The answers of an arm against the source. `judgement` is `None` for an arm that is not judged."""
+
+    difference: OutputDifference
+    judgement: OutputJudgement | None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "compared": self.difference.compared_count,
+            "different": self.difference.different_count,
+            "largest_logprob_difference": self.difference.logprob,
+            "requests_that_differ": [list(one.key) for one in self.difference.differences[:100]],
+        }
+        if self.judgement is not None:
+            evidence = self.judgement.evidence
+            found |= {
+                "verdict": self.judgement.verdict.value,
+                "reason": self.judgement.reason,
+                "control": evidence.control_name,
+                "control_compared": evidence.control.compared_count if evidence.control else 0,
+                "control_different": evidence.control.different_count if evidence.control else 0,
+                "control_logprob": evidence.control_logprob,
+                "p_value": evidence.p_value,
+            }
+        return found
+
+
+def answers_of(results: Results, cell: CellResult) -> dict[str, ArmAnswers]:
+    """Every arm of the cell that ran."""
+    source, controls = _source(results, cell), _controls(results, cell)
+    found = {}
+    for arm in cell.arms:
+        difference = pooled(compare_answers(source.of(run), answers_in(run)) for run in cell.of_arm(arm))
+        judgement = None
+        if arm in judged_arms(results):
+            judgement = judge_outputs(difference, controls, transfers_of(cell.of_arm(arm)))
+        found[arm] = ArmAnswers(difference, judgement)
+    return found
+
+
+def judged_arms(results: Results) -> list[str]:
+    """Return the measured arm, and references with kvbm whose engine is the measured arm's."""
+    measured: str = results.plan["measured"]
+    others = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "profile"]
+    return [measured, *others]
+
+
+def _references_with_the_engine(results: Results) -> list[str]:
+    """Return references that the measured arm's profile does not tell apart by the engine; servers are among them."""
+    return [name for name in results.plan["references"] if not _has_other_engine(results, name)]
+
+
+def _has_other_engine(results: Results, name: str) -> bool:
+    return any(key.startswith("engine.") for key in results.arms[name]["differences"])
+
+
+def transfers_of(runs: Sequence[RunResult]) -> Transfers:
+    """Evidence that blocks came back: tokens by the answers and by the engine, blocks by kvbm's own counters."""
+    g2 = sum(record.g2_tokens or 0 for run in runs for record in run.records)
+    g3 = sum(record.g3_tokens or 0 for run in runs for record in run.records)
+    g4 = sum(record.g4_tokens or 0 for run in runs for record in run.records)
+    tokens = [run.server.get("prompt_tokens") or {} for run in runs]
+    counters = [run.server.get("kvbm_counters") or {} for run in runs]
+    return Transfers(
+        g2_tokens=max(g2, sum(one.get("g2") or 0 for one in tokens)),
+        g3_tokens=max(g3, sum(one.get("g3") or 0 for one in tokens)),
+        g4_tokens=max(g4, sum(one.get("g4") or 0 for one in tokens)),
+        onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
+    )
+
+
+def has_counters(runs: Sequence[RunResult]) -> bool:
+    """Whether `transfers_of` could have found any: the engine reports where prompt tokens came from."""
+    return any(run.server.get("prompt_tokens") or run.server.get("kvbm_counters") for run in runs) or any(
+        record.g2_tokens is not None for run in runs for record in run.records
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerSource:
+    """Answers of the recording, or of the runs of one arm by pair."""
+
+    recorded: Answers | None
+    by_pair: Mapping[int, Answers]
+
+    def of(self, run: RunResult) -> Answers:
+        """For a run of the source itself, there is nothing to compare with."""
+        if self.recorded is not None:
+            return self.recorded
+        return self.by_pair.get(run.pair) or (next(iter(self.by_pair.values()), {}) if self.by_pair else {})
+
+
+def _source(results: Results, cell: CellResult) -> _AnswerSource:
+    if cell.plan is not None and all(request.answer for request in cell.plan.requests):
+        recorded: dict[Key, Answer] = {
+            (one.session, one.turn): Answer(one.answer.token_ids or None, one.answer.logprobs, one.answer.text or None)
+            for one in cell.plan.requests
+            if one.answer is not None
+        }
+        return _AnswerSource(recorded, {})
+    arm = _first_without_kvbm(results, cell)
+    return _AnswerSource(None, {run.pair: answers_in(run) for run in cell.of_arm(arm)} if arm else {})
+
+
+def _first_without_kvbm(results: Results, cell: CellResult) -> str | None:
+    candidates = [*_control_arms(results), *_references_with_the_engine(results)]
+    return next((name for name in candidates if cell.of_arm(name)), None)
+
+
+def _control_arms(results: Results) -> list[str]:
+    """Return the same engine without kvbm. Another profile's engine may have a cache of its own."""
+    baselines = [name for name in _references_with_the_engine(results) if results.arms[name]["kind"] == "baseline"]
+    floor = results.plan["floor"]
+    return [*baselines, *([floor] if floor else [])]
+
+
+def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]:
+    """Comparisons of runs without kvbm: with the recording, or with each other.
+
+    Without such runs, as between two servers by URL, the first reference shows how often an engine repeats its answers.
+    """
+    runs = [run for name in _control_arms(results) for run in cell.of_arm(name)]
+    source = _source(results, cell)
+    is_of_servers = results.arms[results.plan["measured"]]["kind"] == "url"
+    others = _references_with_the_engine(results) if source.recorded is None or is_of_servers else []
+    if not runs and others:
+        runs = list(cell.of_arm(others[0]))
+    if source.recorded is not None:
+        recorded = source.recorded
+        return {
+            f"{arm} against the recording": pooled(
+                compare_answers(recorded, answers_in(run)) for run in runs if run.arm == arm
+            )
+            for arm in dict.fromkeys(run.arm for run in runs)
+        }
+    compared: dict[str, list[OutputDifference]] = defaultdict(list)
+    for position, one in enumerate(runs):
+        for other in runs[position + 1 :]:
+            if cell.are_pairs_equal or one.pair == other.pair:
+                name = f"two runs of {one.arm}" if one.arm == other.arm else f"{one.arm} against {other.arm}"
+                compared[name].append(compare_answers(answers_in(one), answers_in(other)))
+    return {name: pooled(parts) for name, parts in compared.items()}
+
+
+def answers_in(run: RunResult) -> dict[Key, Answer]:
+    """Return the answers of one run, without failed requests."""
+    return {
+        record.key: Answer(
+            tuple(record.token_ids) if record.token_ids else None, tuple(record.logprobs), record.text or None
+        )
+        for record in run.records
+        if record.is_ok
+    }
+
+
+def warm_start(run: RunResult, plan: Plan) -> str | None:
+    """Return what shows that the cache was not empty, or None. The shared tier has what another engine computed."""
+    for record in run.records:
+        cached, prompt = (record.cached_tokens or 0) - (record.g4_tokens or 0), record.prompt_tokens or 0
+        if record.phase != Phase.COLD or cached <= (COLD_SHARE + TOLERANCE) * prompt:
+            continue
+        known = max(COLD_SHARE, _share_sent(record, run.records, plan))
+        if cached > (known + TOLERANCE) * prompt:
+            return (
+                f"the cache was not empty at the start of {run.run}: turn {record.turn} of session {record.session} "
+                f"found {cached} of its {prompt} prompt tokens there, and at most "
+                f"{'half' if known == COLD_SHARE else f'{known:.0%}'} were sent before"
+            )
+    return None
+
+
+def _share_sent(record: RequestRecord, records: Sequence[RequestRecord], plan: Plan) -> float:
+    """Return the largest part of the prompt with which another request begins that was launched before the first
+    token."""
+    prompt = [one for part in _parts(plan.requests[record.index]) for one in part]
+    until_ms = record.first_token_ms if record.first_token_ms is not None else float("inf")
+    earlier = (
+        plan.requests[one.index]
+        for one in records
+        if one is not record and one.launched_ms is not None and one.launched_ms < until_ms
+    )
+    return max((_common_length(prompt, other) for other in earlier), default=0) / max(1, len(prompt))
+
+
+def _common_length(prompt: Sequence[int | str], other: PlannedRequest) -> int:
+    """Tokens or characters with which both begin. `other` has its answer behind its prompt."""
+    length = 0
+    for part in _parts(other):
+        mine = prompt[length : length + len(part)]
+        if mine != list(part):
+            pairs = zip(mine, part, strict=False)
+            return length + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        length += len(part)
+    return length
+
+
+def _parts(request: PlannedRequest) -> Iterator[Content]:
+    """Yield the prompt, and the answer if it is planned. A fixed body has its prompt among its fields."""
+    if request.parts:
+        yield from request.parts
+    else:
+        fields = dict(request.fields)
+        prompt = fields.get("prompt")
+        yield prompt if isinstance(prompt, str) else json.dumps([fields.get("tools"), prompt, fields.get("messages")])
+    if request.answer is not None:
+        yield request.answer.content

@@ -1,0 +1,301 @@
+"""Compares the measured arm with one reference in one cell: paired ratio, percentiles, noise, outputs, verdict."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
+from kvbm_cli.bench.judge.correctness import OutputVerdict
+from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio, percentile
+from kvbm_cli.bench.judge.resampling import (
+    Estimate,
+    PercentileComparison,
+    ShareOfGain,
+    compare_percentiles,
+    share_of_possible_gain,
+)
+from kvbm_cli.bench.judge.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
+from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
+from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.workload.script import Phase
+
+Samples = dict[int, dict[int, list[float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One comparison with everything that is printed of it."""
+
+    cell: CellResult
+    measured: str
+    reference: str
+    judgement: Judgement
+    ratio: PairedRatio | None
+    medians_ms: tuple[float | None, float | None]
+    percentiles: dict[int, PercentileComparison | None]
+    noise: Noise | None
+    share: ShareOfGain | None
+    ttft_model: TtftModel | NoModel
+    answers: dict[str, ArmAnswers]
+    has_loads: bool | None
+
+    @property
+    def outputs_equal(self) -> bool | None:
+        """`None` if it was not tested."""
+        found = self.answers[self.measured].judgement
+        if found is None or found.verdict is OutputVerdict.NOT_TESTED:
+            return None
+        return found.verdict is not OutputVerdict.WRONG
+
+    @property
+    def ttft_speedup(self) -> float | None:
+        measured, reference = self.medians_ms
+        return reference / measured if measured and reference is not None else None
+
+    def headline(self) -> dict[str, Any]:
+        return {
+            "compared": {"measured": self.measured, "reference": self.reference},
+            "ttft_speedup": self.ttft_speedup,
+            "ttft_speedup_paired": ratio_data(self.ratio),
+            "outputs_equal": self.outputs_equal,
+            "share_of_possible_gain": self._share(),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "measured": self.measured,
+            "reference": self.reference,
+            "verdict": self.judgement.verdict.value,
+            "explanation": self.judgement.sentence,
+            "reasons": list(self.judgement.reasons),
+            "hint": self.judgement.hint,
+            "ttft_speedup": self.ttft_speedup,
+            "ttft_speedup_paired": ratio_data(self.ratio),
+            "ttft_percentiles": {f"p{percent}": _percentiles(one) for percent, one in self.percentiles.items()},
+            "noise": self.noise and asdict(self.noise),
+            "share_of_possible_gain": self._share(),
+            "ttft_model": _model(self.ttft_model),
+            "outputs_equal": self.outputs_equal,
+            "outputs": self.answers[self.measured].to_json(),
+            "has_loads": self.has_loads,
+        }
+
+    def _share(self) -> dict[str, Any] | None:
+        if self.share is None or not self.judgement.verdict.is_usable:
+            return None
+        low, high = self.share.low, self.share.high
+        interval = None if low is None else [low, high]
+        return {"value": self.share.value, "interval_95": interval, "is_noise": self.share.is_noise}
+
+
+def compare(
+    results: Results, cell: CellResult, reference: str, answers: dict[str, ArmAnswers], limits: VerdictLimits
+) -> Compared:
+    """`answers` has every arm of the cell."""
+    measured: str = results.plan["measured"]
+    one, other = cell.of_arm(reference), cell.of_arm(measured)
+    ratio = paired_ratio(pairs_of(cell, one, other))
+    deviation = ratio.run_deviation if ratio else None
+    samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
+    medians = percentile(_flat(samples[measured]), 50), percentile(_flat(samples[reference]), 50)
+    floor = results.plan["floor"]
+    share = None
+    about = results.arms[reference]
+    is_without_kvbm = about["kind"] == "baseline" and not about["differences"]  # else a cache of its own may be slower
+    if floor and cell.of_arm(floor) and is_without_kvbm:
+        floors = _samples(cell, cell.of_arm(floor))
+        share = share_of_possible_gain(samples[reference], samples[measured], floors, run_deviation=deviation)
+    has_loads = _has_loads(other, is_known=results.arms[measured]["kind"] != "url")
+    judged = (measured, reference, *([floor] if floor else ()))
+    evidence = Evidence(
+        measured=measured,
+        reference=reference,
+        request_count=max((len(run.records) for run in cell.runs), default=0) * cell.pairs_done,
+        errors={name: sum(not record.is_ok for run in cell.of_arm(name) for record in run.records) for name in judged},
+        outputs={
+            name: found.judgement
+            for name, found in answers.items()
+            if found.judgement is not None and name in (measured, reference)
+        },
+        reference_ttft_ms=medians[1],
+        measured_ttft_ms=medians[0],
+        ratio=ratio,
+        has_loads=has_loads if is_without_kvbm else None,
+        clients=[_client(run) for run in (*one, *other)],
+        warm_starts=[
+            found for run in (*one, *other) if cell.plan is not None and (found := warm_start(run, cell.plan))
+        ],
+        utilisation=_utilisation(one),
+        queue_share=queue_share_of(one) if cell.plan is not None else None,  # else its warm-up counts, too
+        is_closed_loop=cell.plan is not None and cell.plan.is_closed_loop,
+        is_trace=cell.definition["workload"]["kind"] == "trace",
+        what=_what(cell),
+    )
+    return Compared(
+        cell=cell,
+        measured=measured,
+        reference=reference,
+        judgement=judge(evidence, limits),
+        ratio=ratio,
+        medians_ms=medians,
+        percentiles=compare_percentiles(samples[reference], samples[measured], run_deviation=deviation),
+        noise=noise_of(_times(cell, one), reference) if cell.are_pairs_equal else None,
+        share=share,
+        ttft_model=fit_ttft([time for run in (*one, *other) for time in _prompt_times(run)]),
+        answers=answers,
+        has_loads=has_loads,
+    )
+
+
+def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
+    """Return whether blocks were loaded. A server elsewhere may be faster for any reason; without `is_known`, no load
+    is not a finding."""
+    if transfers_of(runs).are_proven:
+        return True
+    return False if is_known and has_counters(runs) else None
+
+
+def is_cell_tight(cell: CellResult, *, measured: str, reference: str) -> bool:
+    """Whether the ratio of the runs so far is precise enough."""
+    return is_tight(paired_ratio(pairs_of(cell, cell.of_arm(reference), cell.of_arm(measured))))
+
+
+def pairs_of(
+    cell: CellResult, reference: Sequence[RunResult], measured: Sequence[RunResult]
+) -> dict[int, dict[int, list[tuple[float, float]]]]:
+    """Return the times to first token in both arms, by pair and session, of every primary request that both answered.
+
+    If pairs got other prompts, their sessions have other numbers.
+    """
+    step = 0 if cell.are_pairs_equal else 1 + max((one.session for run in reference for one in run.records), default=0)
+    others = {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run)} for run in measured}
+    pairs: dict[int, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for run in reference:
+        for record in cell.primary_records(run):
+            other_ms = others.get(run.pair, {}).get(record.key)
+            if record.ttft_ms and other_ms:
+                pairs[run.pair][record.session + step * run.pair].append((record.ttft_ms, other_ms))
+    return pairs
+
+
+def _times(cell: CellResult, runs: Sequence[RunResult]) -> dict[int, dict[tuple[int, int], float]]:
+    return {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run) if one.ttft_ms} for run in runs}
+
+
+def _samples(cell: CellResult, runs: Sequence[RunResult]) -> Samples:
+    samples: Samples = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        for record in cell.primary_records(run):
+            if record.ttft_ms is not None:
+                samples[run.pair][record.session].append(record.ttft_ms)
+    return samples
+
+
+def _flat(samples: Samples) -> list[float]:
+    return [value for by_session in samples.values() for values in by_session.values() for value in values]
+
+
+def _prompt_times(run: RunResult) -> list[PromptTime]:
+    """Return requests whose tokens are known by tier."""
+    return [
+        PromptTime(
+            record.ttft_from_launch_ms,
+            record.computed_tokens,
+            record.g2_tokens,
+            record.g3_tokens or 0,
+            record.g4_tokens or 0,
+        )
+        for record in run.records
+        if record.is_ok
+        and record.ttft_from_launch_ms is not None
+        and record.computed_tokens is not None
+        and record.g2_tokens is not None
+    ]
+
+
+def _client(run: RunResult) -> ClientLoad:
+    return ClientLoad(run.run, run.client["lateness_p99_ms"] or 0.0, run.client["cpu_share"])
+
+
+def _utilisation(runs: Sequence[RunResult]) -> float | None:
+    found = [share for run in runs if (share := utilisation_of(run)) is not None]
+    return max(found, default=None)
+
+
+def utilisation_of(run: RunResult) -> float | None:
+    """Share of the time from the first launch to the last end in which at least one request was in flight. None if all
+    were launched within the time of the shortest: such a burst has no rate that an engine could keep up with."""
+    intervals = [
+        (record.launched_ms, record.end_ms)
+        for record in run.records
+        if record.launched_ms is not None and record.end_ms is not None
+    ]
+    if not intervals:
+        return None
+    first, last = min(start for start, _ in intervals), max(start for start, _ in intervals)
+    if last - first < min(end - start for start, end in intervals):
+        return None
+    return busy_share(intervals, first, max(end for _, end in intervals))
+
+
+def queue_share_of(runs: Sequence[RunResult]) -> float | None:
+    """Return the largest share of the mean TTFT that requests of a run waited in the engine's queue."""
+    shares = []
+    for run in runs:
+        times = [record.ttft_ms for record in run.records if record.ttft_ms is not None]
+        wait_ms = run.server.get("queue_wait_ms")
+        if wait_ms is not None and times:
+            shares.append(wait_ms / (sum(times) / len(times)))
+    return max(shares, default=None)
+
+
+def _what(cell: CellResult) -> str:
+    primary = cell.primary
+    if primary == "all":
+        return "the first token"
+    turns = {record.turn for run in cell.runs for record in run.records if record.phase == primary}
+    rest = {record.turn for run in cell.runs for record in run.records if record.phase != primary}
+    if turns and rest and min(turns) > max(rest):
+        return f"from turn {min(turns)} on, the first token"
+    return (
+        "in the steady phase, the first token" if primary == Phase.STEADY else "with a reusable prefix, the first token"
+    )
+
+
+def _model(model: TtftModel | NoModel) -> dict[str, Any]:
+    found = asdict(model)
+    if isinstance(model, TtftModel):
+        found["g2_break_even_tokens"] = model.g2_break_even_tokens
+        found["g3_break_even_tokens"] = model.g3_break_even_tokens
+        found["g4_break_even_tokens"] = model.g4_break_even_tokens
+    return found
+
+
+def ratio_data(ratio: PairedRatio | None) -> dict[str, Any] | None:
+    if ratio is None:
+        return None
+    return {
+        "geometric_mean": ratio.ratio,
+        "interval_95": [ratio.low, ratio.high] if ratio.session_count > 1 else None,
+        "covers_runs": ratio.covers_runs,
+        "pairs": ratio.request_count,
+        "sessions": ratio.session_count,
+        "runs": ratio.run_count,
+    }
+
+
+def _percentiles(one: PercentileComparison | None) -> dict[str, Any] | None:
+    if one is None:
+        return None
+    return {
+        "reference": _estimate(one.reference),
+        "measured": _estimate(one.measured),
+        "difference": _estimate(one.difference),
+    }
+
+
+def _estimate(one: Estimate) -> dict[str, Any]:
+    return {"value": one.value, "interval_95": None if one.low is None else [one.low, one.high]}

@@ -1,0 +1,258 @@
+"""Verdict: computes one of six verdicts from the evidence. Pure; has every threshold and every explanation.
+
+wrong     kvbm changed an answer or its log-probabilities; no other finding counts       exit 12
+invalid   the run cannot be used: failed requests, a late client, an overloaded engine   exit 11
+slower    the interval of the paired ratio is below 1, and the mean below 1/1.05         exit 10
+faster    the interval is above 1, and the mean above 1.05                               exit 0
+same      neither                                                                        exit 0
+measured  one server without a reference: there is nothing to compare                    exit 0
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvbm_cli.bench.judge.correctness import OutputJudgement, OutputVerdict
+from kvbm_cli.bench.judge.paired import PairedRatio, direction
+
+LONGER_TIMES = "use a larger `time_scale` in the workload"  # of a trace, whose times are fixed
+FEWER_REQUESTS = "lower `schedule.target_utilisation` in the workload, or give a lower `--rate`"
+
+
+class Verdict(enum.StrEnum):
+    WRONG = "wrong"
+    INVALID = "invalid"
+    SLOWER = "slower"
+    FASTER = "faster"
+    SAME = "same"
+    MEASURED = "measured"
+
+    @property
+    def exit_code(self) -> int:
+        return {Verdict.SLOWER: 10, Verdict.INVALID: 11, Verdict.WRONG: 12}.get(self, 0)
+
+    @property
+    def is_usable(self) -> bool:
+        return self not in (Verdict.WRONG, Verdict.INVALID)
+
+
+def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the verdict of several comparisons: the first in the order of the class."""
+    found = set(verdicts)
+    return next((one for one in Verdict if one in found), Verdict.MEASURED)
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictLimits:
+    """Limits of a valid run. `margin` is the smallest relative difference that counts as faster or slower.
+
+    The client's lateness adds to every time to first token, in all arms alike. It may reach `lateness_share` of the
+    reference's TTFT or `lateness_ms`, whichever is more. A reference that is busy or queues beyond `busy_*` gets a
+    caveat; beyond `collapse_*` its times are mostly queueing, and the run is invalid, unless sessions wait for their
+    own answers (a closed loop), where a busy engine is the normal case.
+    """
+
+    margin: float = 0.05
+    lateness_ms: float = 25.0
+    lateness_share: float = 0.1
+    client_cpu_share: float = 0.7
+    busy_utilisation: float = 0.7
+    busy_queue_share: float = 0.2
+    collapse_utilisation: float = 0.95
+    collapse_queue_share: float = 0.5
+
+    def most_late_ms(self, reference_ttft_ms: float | None) -> float:
+        """Return the limit of the client's lateness at p99."""
+        return max(self.lateness_ms, self.lateness_share * (reference_ttft_ms or 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLoad:
+    """The client in one run: lateness at p99, and the busiest process's share of a core."""
+
+    run: str
+    lateness_p99_ms: float
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that the verdict of one comparison depends on. Times are of the primary requests.
+
+    `errors` has the failed requests of both arms and of the floor. `outputs` are the judgements of the arms that must
+    answer as the reference does. `warm_starts` describes runs whose cache was not empty at the start. `has_loads` says
+    whether the measured arm brought back any block, `None` if unknown.
+    """
+
+    measured: str
+    reference: str
+    request_count: int
+    errors: Mapping[str, int] = field(default_factory=dict)
+    outputs: Mapping[str, OutputJudgement] = field(default_factory=dict)
+    reference_ttft_ms: float | None = None
+    measured_ttft_ms: float | None = None
+    ratio: PairedRatio | None = None
+    has_loads: bool | None = None
+    clients: Sequence[ClientLoad] = ()
+    warm_starts: Sequence[str] = ()
+    utilisation: float | None = None
+    queue_share: float | None = None
+    is_closed_loop: bool = False
+    is_trace: bool = False
+    what: str = "the first token"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`sentence` explains the verdict. `reasons` are the findings behind `invalid` or `wrong`. `hint` says what to do
+    about an invalid run."""
+
+    verdict: Verdict
+    sentence: str
+    reasons: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    hint: str | None = None
+
+
+DEFAULT_LIMITS = VerdictLimits()
+
+
+def less_load(evidence: Evidence) -> str:
+    action = LONGER_TIMES if evidence.is_trace else FEWER_REQUESTS
+    return f"repeat the run on an idle machine; if that does not help, {action}"
+
+
+def judge(evidence: Evidence, limits: VerdictLimits = DEFAULT_LIMITS) -> Judgement:
+    caveats = tuple(_caveats(evidence, limits))
+    if wrong := _wrong(evidence):
+        return Judgement(Verdict.WRONG, f"the outputs are not equal: {'; '.join(wrong)}", tuple(wrong), caveats)
+    if invalid := _invalid(evidence, limits):
+        hint = less_load(evidence) if _was_too_busy(evidence, limits) else None
+        message = f"the result cannot be used: {'; '.join(invalid)}"
+        return Judgement(Verdict.INVALID, message, tuple(invalid), caveats, hint)
+    assert evidence.ratio is not None
+    verdict = Verdict(direction(evidence.ratio, limits.margin).value)
+    if verdict is Verdict.FASTER and evidence.has_loads is False:
+        reason = f"{evidence.measured} was faster although it loaded no block, so another cause made it faster"
+        return Judgement(
+            Verdict.INVALID, f"the result cannot be used: {reason}", (reason,), caveats, less_load(evidence)
+        )
+    return Judgement(verdict, _sentence(verdict, evidence), (), caveats)
+
+
+def _wrong(evidence: Evidence) -> list[str]:
+    return [
+        f"arm {arm}: {output.reason}"
+        for arm, output in evidence.outputs.items()
+        if output.verdict is OutputVerdict.WRONG
+    ]
+
+
+def _invalid(evidence: Evidence, limits: VerdictLimits) -> list[str]:
+    reference = evidence.reference
+    reasons = [
+        f"{count} of {evidence.request_count} requests of arm {arm} failed"
+        for arm, count in evidence.errors.items()
+        if count
+    ]
+    reasons += evidence.warm_starts
+    if evidence.ratio is None:
+        reasons.append("no request was answered in both arms")
+    most_ms = limits.most_late_ms(evidence.reference_ttft_ms)
+    reasons += [
+        f"the client launched requests late in {one.run}: {one.lateness_p99_ms:.0f} ms at p99, the limit is "
+        f"{most_ms:.0f} ms"
+        for one in evidence.clients
+        if one.lateness_p99_ms > most_ms
+    ]
+    reasons += [
+        f"the client used {one.cpu_share:.0%} of a core in {one.run}, the limit is {limits.client_cpu_share:.0%}"
+        for one in evidence.clients
+        if one.cpu_share > limits.client_cpu_share
+    ]
+    if not evidence.is_closed_loop and (evidence.utilisation or 0.0) > limits.collapse_utilisation:
+        reasons.append(f"arm {reference} was overloaded: busy {evidence.utilisation:.0%} of the time")
+    if not evidence.is_closed_loop and (evidence.queue_share or 0.0) > limits.collapse_queue_share:
+        reasons.append(f"arm {reference} was overloaded: {evidence.queue_share:.0%} of its TTFT was spent in its queue")
+    return reasons
+
+
+def _is_overloaded(evidence: Evidence, limits: VerdictLimits) -> bool:
+    """Whether the reference's times are mostly queueing."""
+    return (evidence.utilisation or 0.0) > limits.collapse_utilisation or (
+        evidence.queue_share or 0.0
+    ) > limits.collapse_queue_share
+
+
+def _was_too_busy(evidence: Evidence, limits: VerdictLimits) -> bool:
+    """Whether the machine had too little capacity left, because of this run's load or another's."""
+    most_ms = limits.most_late_ms(evidence.reference_ttft_ms)
+    return _is_overloaded(evidence, limits) or any(
+        one.lateness_p99_ms > most_ms or one.cpu_share > limits.client_cpu_share for one in evidence.clients
+    )
+
+
+def _caveats(evidence: Evidence, limits: VerdictLimits) -> list[str]:
+    caveats = [
+        f"outputs of arm {arm}: {output.verdict.value}: {output.reason}"
+        for arm, output in evidence.outputs.items()
+        if output.verdict in (OutputVerdict.NOT_TESTED, OutputVerdict.NOT_DISTINGUISHABLE)
+    ]
+    caveats += [
+        f"outputs of arm {arm}: the engine sends no logprobs, so only tokens were compared, which is a weak test"
+        for arm, output in evidence.outputs.items()
+        if output.verdict is OutputVerdict.EQUAL and output.evidence.measured.logprob is None
+    ]
+    if evidence.ratio is not None and evidence.ratio.run_count == 1:
+        caveats.append(
+            "every arm ran once, so the interval does not cover differences between runs; `--pairs 3` repeats the runs"
+        )
+    if _is_overloaded(evidence, limits) and not evidence.is_closed_loop:
+        return caveats  # the verdict reports the overload
+    if limits.busy_utilisation < (evidence.utilisation or 0.0) and not evidence.is_closed_loop:
+        caveats.append(
+            f"arm {evidence.reference} was busy {evidence.utilisation:.0%} of the time: requests may have queued"
+        )
+    if limits.busy_queue_share < (evidence.queue_share or 0.0):
+        caveats.append(f"{evidence.queue_share:.0%} of the TTFT in arm {evidence.reference} was spent in its queue")
+    return caveats
+
+
+def _sentence(verdict: Verdict, evidence: Evidence) -> str:
+    ratio = evidence.ratio
+    assert ratio is not None
+    if verdict is Verdict.SLOWER:
+        times, interval = f"{1 / ratio.ratio:.2f} times slower", f"{1 / ratio.high:.2f} to {1 / ratio.low:.2f}"
+    elif verdict is Verdict.FASTER and ratio.ratio >= 1.95:
+        times, interval = f"{ratio.ratio:.1f} times faster", f"{ratio.low:.1f} to {ratio.high:.1f}"
+    elif verdict is Verdict.FASTER:
+        times, interval = f"{ratio.ratio:.2f} times faster", f"{ratio.low:.2f} to {ratio.high:.2f}"
+    else:
+        times, interval = f"{ratio.ratio:.2f} times as fast", f"{ratio.low:.2f} to {ratio.high:.2f}"
+    conjunction = "as" if verdict is Verdict.SAME else "than"
+    outputs = _outputs_words(evidence)
+    medians = ""
+    if evidence.measured_ttft_ms is not None and evidence.reference_ttft_ms is not None:
+        medians = f"; the medians are {_ms(evidence.measured_ttft_ms)} and {_ms(evidence.reference_ttft_ms)}"
+    counts = f"{_count(ratio.request_count, 'pair')} of equal requests, {_count(ratio.run_count, 'run')}"
+    found = f"95% interval {interval}" if math.isfinite(ratio.high) else "one session, so no interval"
+    return (
+        f"{evidence.what} comes {times} with {evidence.measured} {conjunction} with {evidence.reference}{outputs} "
+        f"({found}, {counts}){medians}"
+    )
+
+
+def _outputs_words(evidence: Evidence) -> str:
+    verdicts = {output.verdict for output in evidence.outputs.values()}
+    return ", same outputs" if verdicts == {OutputVerdict.EQUAL} else ""
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

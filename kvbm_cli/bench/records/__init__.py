@@ -1,1 +1,0 @@
-"""Records of requests and runs, and the directory that has them."""

@@ -1,0 +1,242 @@
+"""Setup: all that an experiment measures, its plan for `--dry-run`, its caveats, and its runs that have not ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm.config.sizes import format_size
+from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, Comparison, RunGroup, groups
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.engines import HEADROOM
+from kvbm_cli.bench.judge.compared import is_cell_tight
+from kvbm_cli.bench.result.directory import FORMAT, run_name
+from kvbm_cli.bench.result.results import CellResult, Results
+from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
+from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
+from kvbm_cli.terminal.printable import printable
+
+SMALLEST_PAIRS = 2
+SESSIONS = ("users", "agents")
+
+TYPICAL_START_S = 20.0
+
+
+def show_plan(setup: Setup, *, as_json: bool) -> int:
+    plan = plan_of(setup)
+    if as_json:
+        print(json.dumps(plan, indent=2))
+        return 0
+    print("arms")
+    for name, arm in plan["arms"].items():
+        about = arm["url"] or f"profile {arm['profile']}, {_memory(arm['memory_bytes'])}"
+        print(printable(f"  {name:<16}{arm['kind']:<10}{about}"))
+    for cell in plan["cells"]:
+        pressure = "" if cell["pressure"] is None else f", pressure {cell['pressure']:g}"
+        print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")
+        print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
+        print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
+        print(f"  duration       {_duration(cell['duration_s'])}")
+    at_once = plan["memory_bytes_at_once"]
+    memory = _memory(at_once) + (" at once" if at_once is not None else "")
+    print(f"\nin total: {plan['starts']} engine starts, {memory}")
+    print(f"duration: {_duration(plan['duration_s'])}")
+    return 0
+
+
+def plan_of(setup: Setup) -> dict[str, Any]:
+    """`duration_s` is an estimate; `None` if the interval is measured first, or the requests wait for answers."""
+    content = setup.to_json()
+    running = {arm.name for arm in setup.comparison.arms if arm.url is not None}
+    starts = 0 if setup.comparison.is_of_urls else 1
+    for cell, described in zip(setup.cells, content["cells"], strict=True):
+        runs = [name for group in setup.groups(cell) for name in group.arms]
+        cell_starts = len([name for name in runs if name not in running])
+        starts += cell_starts
+        described["working_set_tokens"] = cell.workload.working_set_tokens
+        described["duration_s"] = _cell_duration_s(described, cell_starts)
+    durations = [cell["duration_s"] for cell in content["cells"]]
+    working_set = max((cell.workload.working_set_tokens or 0 for cell in setup.cells), default=0)
+    memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
+    groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
+    at_once = max((sum(memory[one] or 0 for one in arms) for arms in groups), default=0)
+    return {
+        **content,
+        "arms": {name: {**arm, "memory_bytes": memory[name]} for name, arm in content["arms"].items()},
+        "starts": starts,
+        "duration_s": None if None in durations else sum(durations),
+        "memory_bytes_at_once": None if None in memory.values() else at_once,
+    }
+
+
+def _cell_duration_s(cell: dict[str, Any], starts: int) -> float | None:
+    schedule = cell["workload"]["schedule"]
+    group_s: float | None = schedule["duration_s"]
+    requests = _request_count(cell["workload"])
+    if group_s is None and schedule["interval_s"] is not None and requests is not None:
+        group_s = schedule["interval_s"] * requests
+    if group_s is None:
+        return None
+    return group_s * len(cell["order"]) + TYPICAL_START_S * starts
+
+
+def _request_count(workload: dict[str, Any]) -> int | None:
+    if workload["kind"] == "conversations":
+        return int(workload["users"] * workload["turns"] * workload["rounds_of_users"])
+    if workload["kind"] == "shared-prefix":
+        return int(workload["groups"] * workload["requests_per_group"])
+    return workload.get("requests")
+
+
+def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
+    """G1 and G2 of the arm; `None` if only the engine knows, or for a server that runs elsewhere.
+
+    G1 of the floor holds the working set.
+    """
+    sizing = size_if_known(arm.resolved) if arm.resolved is not None else None
+    if sizing is None or sizing.device is None:
+        return None
+    if arm.kind == "floor":
+        needed = round(HEADROOM * working_set_tokens)
+        held = sizing.device.block_count // sizing.group_count * sizing.block_tokens
+        return sizing.device.total_bytes * max(needed, held) // held
+    return sizing.device.total_bytes + (sizing.host.total_bytes if arm.has_kvbm else 0)
+
+
+def _memory(byte_count: int | None) -> str:
+    return "memory unknown" if byte_count is None else f"{format_size(byte_count)} for the KV cache"
+
+
+def _tokens(count: int | None) -> str:
+    return "an unknown number of tokens" if count is None else f"{count:,} tokens"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "known after the preparation; `--duration` limits it"
+    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"
+
+
+def caveats_of(setup: Setup) -> list[str]:
+    return [*_of_profile(setup), *(one for cell in setup.cells for one in _of_pressure(cell)), *_of_machine()]
+
+
+def _of_profile(setup: Setup) -> Iterator[str]:
+    resolved = setup.comparison.measured.resolved
+    if resolved is None:
+        return
+    if resolved.profile.engine.kind == "embedded":
+        yield "the embedded engine is a reference implementation: compare the arms with each other only"
+    elif runs_on_cpu(resolved.profile):
+        yield "vLLM computes on a CPU: the speed-up on a GPU is different"
+    if not has_prefix_caching(resolved.profile):
+        yield "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
+    for arm in setup.comparison.references:
+        if arm.engine_differences:
+            keys = ", ".join(f"`{key}`" for key in arm.engine_differences)
+            yield f"the engine of {arm.name} differs in {keys}; its answers were not judged"
+
+
+def _of_pressure(cell: Cell) -> Iterator[str]:
+    """Sessions that wait for their turn in a closed loop are not part of the working set."""
+    workload, active = cell.workload, cell.schedule.concurrency
+    if cell.pressure is None or not cell.g1_tokens or active is None or workload.scale_key not in SESSIONS:
+        return
+    sessions = getattr(workload, workload.scale_key)
+    if active < sessions:
+        pressure = (workload.with_count(active).working_set_tokens or 0) / cell.g1_tokens
+        yield (
+            f"{cell.name}: {active} of {sessions} sessions are active at a time, so the pressure is {pressure:.2g}; "
+            "remove `schedule.concurrency`, or raise it"
+        )
+
+
+def _of_machine() -> Iterator[str]:
+    load, cpu_count = load_average() or 0.0, usable_cpu_count()
+    if load > cpu_count:
+        yield f"the machine was busy: load {load:.1f} on {cpu_count} cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is measured. `is_tight` says from a cell's runs so far whether their ratio is precise enough."""
+
+    comparison: Comparison
+    cells: tuple[Cell, ...]
+    seed: int
+    is_tight: Callable[[CellResult], bool]
+
+    def interleaved(self, cell: Cell) -> bool:
+        """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
+        if cell.is_faithful:
+            return False
+        return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
+
+    def pairs(self, cell: Cell) -> int:
+        return cell.schedule.pairs or DEFAULT_PAIRS["interleaved" if self.interleaved(cell) else "in_turn"]
+
+    def groups(self, cell: Cell) -> list[RunGroup]:
+        return groups(
+            self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        content = {
+            "format": FORMAT,
+            "arms": {arm.name: arm.to_json() for arm in self.comparison.arms},
+            "measured": self.comparison.measured.name,
+            "references": [arm.name for arm in self.comparison.references],
+            "floor": self.comparison.floor.name if self.comparison.floor else None,
+            "cells": [
+                {
+                    **cell.to_json(),
+                    "interleaved": self.interleaved(cell),
+                    "pairs": self.pairs(cell),
+                    "order": [{"pair": group.pair, "arms": list(group.arms)} for group in self.groups(cell)],
+                }
+                for cell in self.cells
+            ],
+            "seed": self.seed,
+            "versions": versions(),
+            "profiles": {arm.name: _profile_digest(arm) for arm in self.comparison.arms if arm.resolved is not None},
+        }
+        return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
+
+
+def _profile_digest(arm: Arm) -> str:
+    """Of all keys of the arm's profile, `--set` included."""
+    assert arm.resolved is not None
+    return hashlib.sha256(arm.resolved.profile.model_dump_json().encode()).hexdigest()
+
+
+def planned_runs(results: Results) -> list[str]:
+    return [run for cell in results.cells for _, run in _order(cell)]
+
+
+def missing_runs(results: Results) -> list[str]:
+    """Planned runs without a result, except those that a tight interval made superfluous."""
+    return [run for cell in results.cells for run in _missing(results, cell)]
+
+
+def _missing(results: Results, cell: CellResult) -> list[str]:
+    done = {run.run for run in cell.runs}
+    missing = [(pair, run) for pair, run in _order(cell) if run not in done]
+    first = min((pair for pair, _ in missing), default=None)
+    if first is not None and first == cell.pairs_done + 1 > SMALLEST_PAIRS and _is_tight(results, cell):
+        return []
+    return [run for _, run in missing]
+
+
+def _order(cell: CellResult) -> list[tuple[int, str]]:
+    """Return the pair and the name of every run, as `kvbm bench` makes them."""
+    order = cell.definition["order"]
+    return [(group["pair"], run_name(cell.name, group["pair"], arm)) for group in order for arm in group["arms"]]
+
+
+def _is_tight(results: Results, cell: CellResult) -> bool:
+    measured, references = results.plan["measured"], results.plan["references"]
+    return is_cell_tight(cell, measured=measured, reference=references[0] if references else measured)

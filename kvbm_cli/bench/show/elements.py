@@ -1,0 +1,285 @@
+"""HTML elements that escape what they contain: only `Markup` enters the page unescaped.
+
+Numbers are formatted for people. Every function takes `None` for an unknown value and returns `None` for it. Charts get
+quantiles, distributions, rates of counters, and fewer points with the same outline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from kvbm.text.outside import one_line
+
+EMPTY_ELEMENTS = ("meta", "col", "line", "rect", "circle", "path")
+Child = str | None | Iterable["str | None"]
+THIN = "\u202f"  # narrow space that does not break
+Point = tuple[float, float]
+ECDF_POINTS = 300
+RATE_POINTS = 240
+
+
+class Markup(str):
+    """Text that is HTML already. Made by the functions of this module and from the files of this package."""
+
+    __slots__ = ()
+
+
+def text(value: str) -> Markup:
+    """Escapes HTML, control characters, marks of text direction and lone surrogates."""
+    if isinstance(value, Markup):
+        return value
+    shown = one_line(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return Markup(escape(shown, quote=True))
+
+
+def join(*children: Child) -> Markup:
+    """Return the children one after another. Leaves out None."""
+    parts: list[str] = []
+    for child in children:
+        if isinstance(child, str):
+            parts.append(text(child))
+        elif child is not None:
+            parts += [text(part) for part in child if part is not None]
+    return Markup("".join(parts))
+
+
+def element(name: str, /, *children: Child, **attributes: str | int | bool | None) -> Markup:
+    """One element. `class_` and `data_kind` become `class` and `data-kind`; None and False leave an attribute out."""
+    shown = "".join(_attribute(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
+    if name in EMPTY_ELEMENTS:
+        return Markup(f"<{name}{shown}>")
+    return Markup(f"<{name}{shown}>{join(*children)}</{name}>")
+
+
+def _attribute(name: str, value: str | int | bool | None) -> str:
+    if value is None or value is False:
+        return ""
+    return f" {name}" if value is True else f' {name}="{text(str(value))}"'
+
+
+def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | None]], *, names: int = 1) -> Markup:
+    """Return a table in a box that scrolls. The first column names the row; the first `names` columns are text, the
+    others are numbers. `None` is shown as a dash."""
+    titles = [element("th", title, scope="col", class_=_align(i, names)) for i, title in enumerate(header)]
+    head = element("thead", element("tr", titles))
+    body = element("tbody", [_row(row, names) for row in rows])
+    content = element("table", element("caption", caption), head, body)
+    return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def _row(row: Sequence[str | None], names: int) -> Markup:
+    cells = [
+        element("td", "–" if value is None else value, class_=_align(column, names))
+        for column, value in enumerate(row[1:], start=1)
+    ]
+    return element("tr", element("th", row[0] or "–", scope="row", class_="name"), cells)
+
+
+def _align(column: int, names: int) -> str | None:
+    return "name" if column < names else None
+
+
+def prose(sentence: str) -> Markup:
+    """Return a sentence whose `code` is in backticks."""
+    parts = sentence.split("`")
+    if len(parts) % 2 == 0:
+        return text(sentence)
+    return join([element("code", part) if index % 2 else text(part) for index, part in enumerate(parts)])
+
+
+def facts(pairs: Iterable[tuple[str, Child]], **attributes: str) -> Markup:
+    """Return a list of terms with their descriptions."""
+    return element("dl", [element("div", element("dt", k), element("dd", v)) for k, v in pairs], **attributes)
+
+
+def bullets(items: Iterable[str], **attributes: str) -> Markup:
+    return element("ul", [element("li", item) for item in items], **attributes)
+
+
+def json_for_script(data: object) -> Markup:
+    """JSON that cannot end its script element: only ASCII, and no `<`, `>` or `&`. ValueError for NaN."""
+    dumped = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
+    return Markup(dumped)
+
+
+def at(data: Any, *path: str) -> Any:
+    """Return the value below the keys, `None` where one of them is missing."""
+    for key in path:
+        if not isinstance(data, dict):
+            return None
+        data = data.get(key)
+    return data
+
+
+def number(value: Any) -> float | None:
+    """Return the value if it is a finite number."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def listing(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def strings(value: Any) -> list[str]:
+    return [item for item in listing(value) if isinstance(item, str)]
+
+
+def string(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def milliseconds(value: Any) -> str | None:
+    amount = number(value)
+    return None if amount is None else _digits(amount)
+
+
+def _digits(amount: float) -> str:
+    size = abs(amount)
+    return grouped(f"{amount:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}")
+
+
+def grouped(digits: str) -> str:
+    return digits.replace(",", THIN)
+
+
+def count(value: Any) -> str | None:
+    amount = number(value)
+    return None if amount is None else grouped(f"{amount:,.0f}")
+
+
+def decimal(value: Any) -> str | None:
+    amount = number(value)
+    return None if amount is None else _digits(amount)
+
+
+def ratio(value: Any) -> str | None:
+    amount = number(value)
+    return None if amount is None else f"{amount:.{2 if abs(amount) < 10 else 1}f}"
+
+
+def percent(value: Any) -> str | None:
+    amount = number(value)
+    return None if amount is None else f"{amount * 100:.0f}%"
+
+
+def size(value: Any) -> str | None:
+    amount = number(value)
+    if amount is None:
+        return None
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} TiB"
+
+
+def interval(value: Any, shown: Callable[[Any], str | None] = ratio) -> str | None:
+    """`1.9 to 2.8` for a list of two numbers."""
+    ends = listing(value)
+    low, high = (shown(end) for end in ends) if len(ends) == 2 else (None, None)
+    return None if low is None or high is None else f"{low} to {high}"
+
+
+def with_interval(value: str | None, ends: str | None) -> str | None:
+    return value if value is None or ends is None else f"{value} ({ends})"
+
+
+def sentence_case(sentence: str) -> str:
+    """Let a sentence start with a capital letter, unless its first word is a name such as `kvbm` or `p99`, and end with
+    a stop."""
+    first = sentence.partition(" ")[0].rstrip(",:;")
+    start = sentence[:1].upper() if first.isalpha() and first != "kvbm" else sentence[:1]
+    return start + sentence[1:] + ("" if sentence.endswith((".", "!", "?")) else ".")
+
+
+def day(unix_s: float | None) -> str | None:
+    return None if unix_s is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
+
+
+def anchor(index: int) -> str:
+    return f"cell-{index + 1}"
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear between the neighbours. `ordered` is sorted and not empty."""
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [quantile(ordered, share) for share in shares]
+
+
+def distribution(values: Sequence[float], limit: int = ECDF_POINTS) -> list[Point]:
+    """(value, share of values up to it), ascending, at most `limit` points, with the smallest and the largest."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    ranks = range(len(ordered)) if last < limit else (round(step * last / (limit - 1)) for step in range(limit))
+    return [(ordered[rank], (rank + 1) / len(ordered)) for rank in dict.fromkeys(ranks)]
+
+
+def thinned(points: Sequence[Point], limit: int) -> list[Point]:
+    """At most `limit` points that keep the outline, by the largest triangle of three buckets (Steinarsson, 2013).
+
+    `points` ascend in their first coordinate. The first and the last are kept. `limit` is at least 3.
+    """
+    if len(points) <= limit:
+        return list(points)
+    width = (len(points) - 2) / (limit - 2)
+    kept = [points[0]]
+    for bucket in range(limit - 2):
+        start, end = 1 + int(bucket * width), 1 + int((bucket + 1) * width)
+        following = points[end : min(len(points), 1 + int((bucket + 2) * width))] or points[-1:]
+        middle = (sum(x for x, _ in following) / len(following), sum(y for _, y in following) / len(following))
+        kept.append(max(points[start:end], key=lambda point: _triangle(kept[-1], point, middle)))
+    return [*kept, points[-1]]
+
+
+def _triangle(first: Point, second: Point, third: Point) -> float:
+    """Twice its area."""
+    return abs((first[0] - third[0]) * (second[1] - first[1]) - (first[0] - second[0]) * (third[1] - first[1]))
+
+
+def rates(samples: Sequence[dict[str, Any]], *path: str, limit: int = RATE_POINTS) -> list[tuple[float, float]]:
+    """(seconds since the start, increase per second until then) of a counter, over at most `limit` equal spans.
+
+    A counter that falls was restarted: that span counts as 0. Series appear on a page with their first event, so a
+    counter is 0 in the samples before, unless they have an `error`. Other samples without the counter are left out.
+    """
+    known = _known(samples, path)
+    step = max(1, -(-(len(known) - 1) // limit))
+    chosen = known[::step] + known[-1:] * bool((len(known) - 1) % step)
+    return [
+        (end, max(0.0, value - previous) / (end - start))
+        for (start, previous), (end, value) in pairwise(chosen)
+        if end > start
+    ]
+
+
+def _known(samples: Sequence[dict[str, Any]], path: Sequence[str]) -> list[Point]:
+    """(seconds, value) of a counter."""
+    times = [number(sample.get("t_ms")) for sample in samples]
+    values = [number(at(sample, *path)) for sample in samples]
+    first = next((index for index, value in enumerate(values) if value is not None), len(values))
+    filled = [
+        0.0 if index < first < len(values) and not samples[index].get("error") else value
+        for index, value in enumerate(values)
+    ]
+    pairs = zip(times, filled, strict=True)
+    return [(time / 1e3, value) for time, value in pairs if time is not None and value is not None]

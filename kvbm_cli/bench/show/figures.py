@@ -1,0 +1,233 @@
+"""What each chart of a cell shows: its title, its data, its description in words and the same numbers as a table.
+
+A function returns `None` if the run has no data for its chart. Times are in ms, rounded to 0.01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvbm_cli.bench.show.elements import (
+    Markup,
+    at,
+    count,
+    distribution,
+    element,
+    milliseconds,
+    percent,
+    quantiles,
+    table,
+)
+from kvbm_cli.bench.show.run_data import TIERS, RequestPoint, RunData
+
+SOURCES = {
+    "g1": "G1, device memory",
+    "g2": "G2, host memory",
+    "g3": "G3, disk",
+    "g4": "G4, shared",
+    "cached": "cached, tier unknown",
+    "computed": "computed",
+}
+QUARTILES = (0.25, 0.5, 0.75)
+WHISKERS = (0.05, 0.25, 0.5, 0.75, 0.95)
+ARM_STYLES = 6
+STEADY = "steady"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`data` goes to the script that draws `kind`. `description` replaces the chart for readers who do not see it."""
+
+    kind: str
+    title: str
+    note: str
+    description: str
+    legend: Markup
+    data: dict[str, Any]
+    table: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class CellView:
+    """One cell with its answered requests, and the arms by which colours are chosen."""
+
+    run_data: RunData
+    cell: dict[str, Any]
+    arms: list[str]
+    answered: list[RequestPoint]
+
+    @classmethod
+    def of(cls, run_data: RunData, cell: dict[str, Any]) -> CellView:
+        own = [point for point in run_data.points if point.cell == cell["name"] and point.ttft_ms is not None]
+        return cls(run_data, cell, run_data.arms(), [point for point in own if point.is_ok])
+
+    @property
+    def primary(self) -> list[RequestPoint]:
+        """The requests that the verdict is about: those of the plan's phase, or all."""
+        own = [point for point in self.answered if point.phase == self.primary_phase]
+        return own if self.primary_phase else self.answered
+
+    @property
+    def primary_name(self) -> str:
+        """Which requests `primary` are, for notes."""
+        return f"requests of the phase `{self.primary_phase}`" if self.primary_phase else "all answered requests"
+
+    @property
+    def primary_phase(self) -> str | None:
+        """The phase of the plan; without a plan, `steady` if there is such a request. `None` for all requests."""
+        found = {point.phase for point in self.answered}
+        planned = at(self.cell, "plan", "primary")
+        return next((phase for phase in (planned, STEADY) if phase in found), None) if planned != "all" else None
+
+    def by_arm(self, points: Iterable[RequestPoint]) -> dict[str, list[RequestPoint]]:
+        """Return the points of every arm that has some, in the order of the arms."""
+        found: dict[str, list[RequestPoint]] = {arm: [] for arm in self.arms}
+        for point in points:
+            found[point.arm].append(point)
+        return {arm: own for arm, own in found.items() if own}
+
+    def number_of(self, arm: str) -> int:
+        return self.arms.index(arm)
+
+
+def figures_of(view: CellView) -> list[Figure]:
+    """Return the figures of the requests, in the order of the page."""
+    makers: tuple[Callable[[CellView], Figure | None], ...] = (by_turn, by_source, ecdf)
+    return [figure for make in makers if view.answered and (figure := make(view)) is not None]
+
+
+def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Markup:
+    return legend_of((f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms)
+
+
+def source_legend(sources: Iterable[str]) -> Markup:
+    return legend_of((f"tier-{source}", SOURCES[source]) for source in sources)
+
+
+def legend_of(entries: Iterable[tuple[str, str]]) -> Markup:
+    keys = [element("li", element("span", class_=f"key {style}", aria_hidden="true"), name) for style, name in entries]
+    return element("ul", keys, class_="legend")
+
+
+def times(points: Iterable[RequestPoint]) -> list[float]:
+    return [point.ttft_ms for point in points if point.ttft_ms is not None]
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    return [round(value, 2) for value in values]
+
+
+def by_turn(view: CellView) -> Figure | None:
+    """Median and quartiles of TTFT per turn and arm; every phase counts."""
+    turns = sorted({point.turn for point in view.answered})
+    if len(turns) < 2:
+        return None
+    found: dict[str, list[list[float]]] = {}
+    rows = []
+    for arm, own in view.by_arm(view.answered).items():
+        found[arm] = []
+        for turn in turns:
+            values = times(point for point in own if point.turn == turn)
+            if values:
+                low, median, high = rounded(quantiles(values, QUARTILES))
+                found[arm].append([turn, low, median, high])
+                rows.append((arm, str(turn), *map(milliseconds, (low, median, high)), count(len(values))))
+    ends = [
+        f"{arm} from {milliseconds(lines[0][2])} ms at turn {lines[0][0]} to {milliseconds(lines[-1][2])} ms at turn "
+        f"{lines[-1][0]}"
+        for arm, lines in found.items()
+    ]
+    title = "Time to first token by turn, in ms"
+    return Figure(
+        kind="turns",
+        title=title,
+        note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
+        description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
+        legend=arm_legend(view, found),
+        data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
+        table=table(title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2),
+    )
+
+
+def source_of(point: RequestPoint) -> str | None:
+    """Return the source of most of the prompt's tokens. `None` if the server reports no source."""
+    tokens = dict(point.tokens)
+    if not tokens.keys() & {*TIERS} - {TIERS[-1]} and point.cached_tokens is not None:
+        tokens["cached"] = point.cached_tokens
+    return max(tokens, key=lambda tier: tokens[tier]) if len(tokens) > 1 else None
+
+
+def by_source(view: CellView) -> Figure | None:
+    """TTFT of requests whose prompts came mostly from one source."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for arm, own in view.by_arm(view.answered).items():
+        for point in own:
+            source = source_of(point)
+            if source is not None and point.ttft_ms is not None:
+                groups.setdefault(arm, {}).setdefault(source, []).append(point.ttft_ms)
+    sources = [source for source in SOURCES if any(source in own for own in groups.values())]
+    if not sources:
+        return None
+    boxes = {arm: {source: rounded(quantiles(v, WHISKERS)) for source, v in own.items()} for arm, own in groups.items()}
+    medians = [
+        f"{SOURCES[source]}: "
+        + ", ".join(f"{arm} {milliseconds(own[source][2])} ms" for arm, own in boxes.items() if source in own)
+        for source in sources
+    ]
+    title = "Time to first token by source of the prompt, in ms"
+    return Figure(
+        kind="sources",
+        title=title,
+        note="A request counts for the source of most of its prompt tokens. "
+        "Box: quartiles and median; whiskers: 5% to 95%.",
+        description=f"Box plot on a logarithmic axis. Medians by source: {'; '.join(medians)}.",
+        legend=arm_legend(view, groups, "box"),
+        data={
+            "sources": [SOURCES[source].partition(",")[0] for source in sources],
+            "arms": [
+                {"arm": view.number_of(arm), "boxes": [own.get(source) for source in sources]}
+                for arm, own in boxes.items()
+            ],
+        },
+        table=table(
+            title,
+            ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
+            [
+                (SOURCES[source], arm, *map(milliseconds, own[source]), count(len(groups[arm][source])))
+                for source in sources
+                for arm, own in boxes.items()
+                if source in own
+            ],
+            names=2,
+        ),
+    )
+
+
+def ecdf(view: CellView) -> Figure | None:
+    """Which share of the requests had their first token within which time."""
+    values = {arm: times(own) for arm, own in view.by_arm(view.primary).items()}
+    lines = {arm: distribution(own) for arm, own in values.items()}
+    shares = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+    found = {arm: quantiles(own, shares) for arm, own in values.items()}
+    halves = [f"{arm} {milliseconds(times_ms[3])} ms" for arm, times_ms in found.items()]
+    title = "Share of requests with their first token within a time, in ms"
+    return Figure(
+        kind="ecdf",
+        title=title,
+        note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
+        description=f"Step chart on a logarithmic axis. Half of the requests were within: {', '.join(halves)}.",
+        legend=arm_legend(view, lines),
+        data={
+            "arms": [
+                {"arm": view.number_of(arm), "points": [[round(x, 2), round(y, 4)] for x, y in points]}
+                for arm, points in lines.items()
+            ]
+        },
+        table=table(
+            title,
+            ("Arm", *(percent(share) or "" for share in shares), "Requests"),
+            [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
+        ),
+    )

@@ -1,0 +1,301 @@
+"""Charts of gains by pressure, of the parts of a request's time, and of a pair of runs over time; costs of the arms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from kvbm_cli.bench.show.elements import (
+    Markup,
+    at,
+    count,
+    decimal,
+    interval,
+    listing,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    quantiles,
+    rates,
+    ratio,
+    size,
+    table,
+    thinned,
+)
+from kvbm_cli.bench.show.figures import (
+    ARM_STYLES,
+    SOURCES,
+    CellView,
+    Figure,
+    arm_legend,
+    legend_of,
+    rounded,
+    source_legend,
+)
+from kvbm_cli.bench.show.run_data import TIERS, RequestPoint, RunData
+from kvbm_cli.bench.show.sections import UNUSABLE
+
+PARTS = ("client late", "queue", "first token", "generation")
+TIMELINE_POINTS = 600
+
+
+def ladder(run_data: RunData) -> Figure | None:
+    """Return the paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
+    lines: dict[tuple[str, str], list[list[float]]] = {}
+    rows, unusable = [], []
+    for cell in run_data.cells():
+        pressure = number(cell.get("pressure"))
+        for found in listing(cell.get("comparisons")):
+            paired = at(found, "ttft_speedup_paired")
+            mean, ends = number(at(paired, "geometric_mean")), listing(at(paired, "interval_95"))
+            if pressure is None or mean is None:
+                continue
+            name = f"{found.get('measured')} against {found.get('reference')}, {workload_name(cell)}"
+            low, high = (number(end) or mean for end in ends) if len(ends) == 2 else (mean, mean)
+            if found.get("verdict") in UNUSABLE:
+                unusable.append(f"{decimal(pressure)} ({found['verdict']})")
+            lines.setdefault((str(found.get("measured")), name), []).append([pressure, low, mean, high])
+            rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
+    if max((len(points) for points in lines.values()), default=0) < 2:
+        return None
+    styles = _styles(run_data.arms(), [measured for measured, _ in lines])
+    title = "Speed-up of the time to first token by pressure"
+    return Figure(
+        kind="ladder",
+        title=title,
+        note="Geometric mean over pairs of equal requests, with its 95% interval; above 1 is faster. "
+        "Pressure: working set over the capacity of G1."
+        + (f" Not usable: pressure {', '.join(dict.fromkeys(unusable))}." if unusable else ""),
+        description="Line chart. "
+        + "; ".join(
+            f"{name}: " + ", ".join(f"{ratio(mean)} at pressure {decimal(p)}" for p, _, mean, _ in points)
+            for (_, name), points in lines.items()
+        )
+        + ".",
+        legend=legend_of((f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)),
+        data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
+        table=table(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
+    )
+
+
+def _styles(arms: list[str], measured: list[str]) -> list[int]:
+    """Return the style of every line: that of its arm, or its own number if an arm has several lines."""
+    if len(set(measured)) < len(measured) or not set(measured) <= set(arms):
+        return list(range(len(measured)))
+    return [arms.index(arm) for arm in measured]
+
+
+def workload_name(cell: dict[str, Any]) -> str:
+    name = at(cell, "workload", "name")
+    return name if isinstance(name, str) else str(cell["name"])
+
+
+def parts_of_time(view: CellView) -> Figure | None:
+    """Mean times of a request's parts, by arm."""
+    found = {arm: _parts(view, arm, own) for arm, own in view.by_arm(view.answered).items()}
+    known = {arm: parts for arm, parts in found.items() if parts is not None}
+    if not known:
+        return None
+    has_queue = any(parts[1] is not None for parts in known.values())
+    names = [name for name in PARTS if has_queue or name != "queue"]
+    rows = {
+        arm: [part for name, part in zip(PARTS, parts, strict=True) if name in names] for arm, parts in known.items()
+    }
+    title = "Where the time of a request goes, mean in ms"
+    queue = "" if has_queue else " The server reports no queue time, so the first token includes it."
+    return Figure(
+        kind="parts",
+        title=title,
+        note=f"Mean over all answered requests.{queue}",
+        description="Stacked bar chart. "
+        + "; ".join(
+            f"{arm}: "
+            + ", ".join(f"{name} {milliseconds(part) or 'unknown'} ms" for name, part in zip(names, parts, strict=True))
+            for arm, parts in rows.items()
+        )
+        + ".",
+        legend=legend_of((f"part-{PARTS.index(name)}", name) for name in names),
+        data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
+        table=table(
+            title,
+            ("Arm", *names, "total"),
+            [(arm, *map(milliseconds, parts), milliseconds(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
+        ),
+    )
+
+
+def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[float | None] | None:
+    whole = [
+        (point.lateness_ms or 0.0, point.ttft_from_launch_ms, point.end_to_end_ms - point.ttft_ms)
+        for point in points
+        if point.ttft_from_launch_ms is not None and point.end_to_end_ms is not None and point.ttft_ms is not None
+    ]
+    if not whole:
+        return None
+    late, first, generation = (fmean(column) for column in zip(*whole, strict=True))
+    queue = number(at(view.cell, "arms", arm, "queue_wait_ms"))
+    queue = None if queue is None else min(queue, first)
+    known = (late, queue, first - (queue or 0.0), generation)
+    return [None if part is None else round(part, 2) for part in known]
+
+
+def time_models(cell: dict[str, Any]) -> Markup | None:
+    """Return the linear model of TTFT over prompt tokens by source, of every comparison that has one."""
+    rows = []
+    for found in listing(cell.get("comparisons")):
+        model = mapping(at(found, "ttft_model"))
+        if number(model.get("computed_ms_per_token")) is not None:
+            rows.append(
+                (
+                    f"{found.get('measured')} and {found.get('reference')}",
+                    *(milliseconds(model.get(name)) for name in ("base_ms", "load_ms")),
+                    *(_microseconds(model.get(f"{source}_ms_per_token")) for source in ("computed", "g2", "g3")),
+                    *(count(model.get(f"{tier}_break_even_tokens")) for tier in ("g2", "g3")),
+                    percent(model.get("explained")),
+                    count(model.get("request_count")),
+                )
+            )
+    header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
+    caption = "Linear model of the time to first token"
+    pays = ("G2 pays from, tokens", "G3 pays from, tokens")
+    return table(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
+
+
+def _microseconds(per_token_ms: Any) -> str | None:
+    amount = number(per_token_ms)
+    return None if amount is None else decimal(amount * 1e3)
+
+
+def costs(view: CellView) -> Markup | None:
+    """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
+    rows = []
+    for arm in view.arms:
+        runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]
+        servers = [server for run in runs if (server := mapping(run.get("server")))]
+        if servers:
+            names = {run["run"] for run in runs}
+            rows.append((arm, *_cost(servers, sum(point.run in names for point in view.answered))))
+    header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
+    caption = "Cost of the engine's processes"
+    is_known = any(value is not None for _, *values in rows for value in values)
+    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if is_known else None
+
+
+def _cost(servers: Sequence[dict[str, Any]], answered: int) -> tuple[str | None, ...]:
+    def per_thousand(*path: str) -> float | None:
+        amounts = [amount for server in servers if (amount := number(at(server, *path))) is not None]
+        return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(servers) else None
+
+    peaks = [peak for server in servers if (peak := number(at(server, "peaks", "rss_bytes"))) is not None]
+    return (
+        size(max(peaks, default=None)),
+        size(per_thousand("disk", "written_bytes")),
+        decimal(per_thousand("cpu_s")),
+        decimal(per_thousand("energy_j")),
+    )
+
+
+def timeline(view: CellView) -> Figure | None:
+    """TTFT over the time of one pair, with the sources of prompt tokens and the evictions of one arm below."""
+    if not view.answered:
+        return None
+    pair = min(point.pair for point in view.answered)
+    own = view.by_arm(point for point in view.answered if point.pair == pair)
+    points = {arm: _launches(found) for arm, found in own.items()}
+    if not any(points.values()):
+        return None
+    arm = _arm_with_samples(view, pair, list(own))
+    server = None if arm is None else _server(view.run_data.samples[_run_of(view, pair, arm)])
+    sources = [tier for tier in TIERS if server and _has_events(server["tokens"][tier])]
+    title = "Time to first token over the run, in ms"
+    note = f"Pair {pair}; one mark per request."
+    if server is not None:
+        shown = ["prompt tokens by source"] * bool(sources) + ["evictions"] * _has_events(server["evictions"])
+        title += f", with the server's {' and '.join(shown)} per second" if shown else ""
+        note += f" Counters of arm {arm}."
+        note += " There were no evictions." if server["evictions"] and "evictions" not in shown else ""
+    return Figure(
+        kind="timeline",
+        title=title,
+        note=note,
+        description=_timeline_in_words(points, arm, server),
+        legend=Markup(
+            arm_legend(view, points, "mark") + (source_legend([*sources]) if sources else "") + _evictions_key(server)
+        ),
+        data={
+            "arms": [
+                {"arm": view.number_of(name), "points": [rounded(point) for point in thinned(found, TIMELINE_POINTS)]}
+                for name, found in points.items()
+            ],
+            "sources": sources,
+            "server": server,
+            "has_evictions": server is not None and _has_events(server["evictions"]),
+        },
+        table=_timeline_table(title, points, arm, server),
+    )
+
+
+def _evictions_key(server: dict[str, Any] | None) -> Markup:
+    return legend_of([("line evictions", "evictions")]) if server and _has_events(server["evictions"]) else Markup("")
+
+
+def _launches(points: Sequence[RequestPoint]) -> list[tuple[float, float]]:
+    known = [(p.launched_ms / 1e3, p.ttft_ms) for p in points if p.launched_ms is not None and p.ttft_ms is not None]
+    return sorted(known)
+
+
+def _run_of(view: CellView, pair: int, arm: str) -> str:
+    return next(p.run for p in view.answered if p.pair == pair and p.arm == arm)
+
+
+def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
+    """Return the arm under test, or the first that has samples of its server."""
+    with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.run_data.samples]
+    kinds = {arm: view.run_data.summary["arms"].get(arm) for arm in with_samples}
+    tested = [arm for arm, is_ in kinds.items() if isinstance(is_, dict) and is_.get("kind") in ("kvbm", "profile")]
+    return next(iter([*tested, *with_samples]), None)
+
+
+def _server(samples: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    tokens = {tier: [rounded(point) for point in rates(samples, "prompt_tokens", tier)] for tier in TIERS}
+    evictions = [rounded(point) for point in rates(samples, "evictions")]
+    if not evictions and not any(tokens.values()):
+        return None
+    return {"tokens": tokens, "evictions": evictions}
+
+
+def _has_events(line: Sequence[Sequence[float]]) -> bool:
+    return any(rate for _, rate in line)
+
+
+def _timeline_in_words(
+    points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
+) -> str:
+    spans = [f"{name}: {count(len(found))} requests" for name, found in points.items()]
+    text = f"Scatter chart of time to first token by launch time. {'; '.join(spans)}."
+    return text if server is None else f"{text} Below: counters of the server, per second, of arm {arm}."
+
+
+def _timeline_table(
+    title: str, points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
+) -> Markup:
+    """Medians in ten equal parts of the time."""
+    end = max(x for found in points.values() for x, _ in found)
+    width = end / 10 or 1.0
+    tokens = server["tokens"] if server else {}
+    tiers = [tier for tier in TIERS if tokens.get(tier)]
+    rows = []
+    for part in range(10):
+        own = {a: [y for x, y in found if part == min(9, int(x / width))] for a, found in points.items()}
+        medians = [milliseconds(quantiles(values, (0.5,))[0]) if values else None for values in own.values()]
+        means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
+        rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
+    heads = [f"{name}, median ms" for name in points]
+    return table(title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows)
+
+
+def _mean_between(line: Sequence[Sequence[float]], start: float, end: float) -> float | None:
+    own = [rate for time, rate in line if start < time <= end]
+    return sum(own) / len(own) if own else None

@@ -1,0 +1,301 @@
+"""Sections of the report around its cells: first the verdict, the key numbers and the caveats, last how it was made."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from kvbm_cli.bench.show.cell_tables import median_interval
+from kvbm_cli.bench.show.elements import (
+    Markup,
+    anchor,
+    at,
+    bullets,
+    count,
+    day,
+    decimal,
+    element,
+    facts,
+    interval,
+    join,
+    listing,
+    mapping,
+    milliseconds,
+    number,
+    percent,
+    prose,
+    ratio,
+    sentence_case,
+    string,
+    strings,
+    table,
+    text,
+)
+from kvbm_cli.bench.show.run_data import RunData
+
+VERDICTS = {
+    "faster": "Faster",
+    "same": "No significant difference",
+    "slower": "Slower",
+    "invalid": "Invalid",
+    "wrong": "Wrong answers",
+    "measured": "Measured, nothing to compare with",
+}
+UNUSABLE = ("invalid", "wrong")
+LONG_SENTENCE = 110
+NO_CAVEATS = "The run found no caveat."
+
+
+def title(run_data: RunData) -> Markup:
+    verdict = string(run_data.summary.get("verdict")) or "unknown"
+    what = compared(run_data.summary) or string(at(run_data.summary, "profile", "name"))
+    return text(f"{VERDICTS.get(verdict, verdict)}: {what or 'benchmark'} - kvbm bench")
+
+
+def header(run_data: RunData) -> Markup:
+    """Verdict, sentence and what was compared: the first screen."""
+    summary = run_data.summary
+    verdict = string(summary.get("verdict")) or "unknown"
+    sentence = string(summary.get("explanation")) or "The summary has no explanation."
+    details = [
+        f"profile {name}" if (name := string(at(summary, "profile", "name"))) else None,
+        compared(summary),
+        day(number(at(summary, "machine", "time_unix_s"))),
+        None if summary.get("complete") else "incomplete: the run was interrupted",
+    ]
+    badge = element("p", VERDICTS.get(verdict, verdict), class_=f"badge {verdict if verdict in VERDICTS else ''}")
+    return element(
+        "header",
+        element("p", "kvbm bench", class_="kicker"),
+        badge,
+        element("h1", prose(sentence_case(sentence)), class_="long" if len(sentence) > LONG_SENTENCE else None),
+        element("p", " · ".join(detail for detail in details if detail), class_="muted"),
+    )
+
+
+def compared(summary: dict[str, Any]) -> str | None:
+    measured, reference = (string(at(summary, "compared", name)) for name in ("measured", "reference"))
+    return f"{measured} against {reference}" if measured and reference else None
+
+
+def key_numbers(run_data: RunData) -> Markup:
+    """Return the gains, each with its interval, then the caveats in the same size."""
+    summary = run_data.summary
+    every = [(cell, one) for cell in summary["cells"] for one in listing(cell.get("comparisons"))]
+    if len(every) > 1:
+        found = [fact for cell, one in every if (fact := _speedup(one, f"{cell['name']}, {_names(one)}: "))]
+    else:
+        found = _key_numbers(summary) + [fact for cell, _ in every for fact in _medians(cell, summary)]
+    verdicts = [one.get("verdict") for _, one in every] if len(every) > 1 else [summary.get("verdict")]
+    is_unusable = all(verdict in UNUSABLE for verdict in verdicts)
+    gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
+    notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
+    given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
+    reasons = [prose(sentence_case(reason)) for reason in given]
+    hint = string(summary.get("hint"))
+    return element(
+        "section",
+        join(element("h2", "Reasons"), bullets(reasons, class_="plain")) if reasons else None,
+        element("p", "What to do: ", prose(hint)) if hint else None,
+        element("h2", "Results, not usable" if is_unusable else "Results"),
+        gains,
+        element("h2", "Caveats"),
+        bullets(notes, class_="plain"),
+        class_="results",
+    )
+
+
+def _fact(value: str, what: str) -> Markup:
+    return join(element("strong", value), f" {what}")
+
+
+def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
+    share = mapping(headline.get("share_of_possible_gain"))
+    found = [fact] if (fact := _speedup(headline, "")) else []
+    if quotient := ratio(headline.get("ttft_speedup")):
+        found.append(_fact(f"{quotient}×", "ratio of the median times to first token"))
+    if share.get("is_noise") is True:
+        found.append(_fact("All", "of the possible gain, within the noise of this run"))
+    elif gain := percent(share.get("value")):
+        ends = interval(share.get("interval_95"), percent)
+        found.append(_fact(gain, f"of the possible gain ({_ends(ends)})"))
+    equal = headline.get("outputs_equal")
+    if isinstance(equal, bool):
+        found.append(_fact("Equal" if equal else "Different", "outputs in the compared arms"))
+    return found
+
+
+def _names(comparison: dict[str, Any]) -> str:
+    usable = "" if comparison.get("verdict") not in UNUSABLE else f" ({comparison['verdict']})"
+    return f"{comparison.get('measured')} against {comparison.get('reference')}{usable}"
+
+
+def _speedup(comparison: dict[str, Any], place: str) -> Markup | None:
+    """Return the paired ratio with its interval, and of how many samples."""
+    paired = mapping(comparison.get("ttft_speedup_paired"))
+    mean, ends = ratio(paired.get("geometric_mean")), interval(paired.get("interval_95"))
+    if mean is None:
+        return None
+    sizes = [_counted(paired[name], name) for name in ("pairs", "sessions", "runs") if count(paired.get(name))]
+    counted = f"; {', '.join(sizes)}" if sizes else ""
+    counted += "; it does not cover differences between runs" if paired.get("covers_runs") is False else ""
+    what = "speed-up of the time to first token, geometric mean of pairs"
+    return _fact(f"{mean}×", f"{place}{what} ({_ends(ends)}{counted})")
+
+
+def _counted(amount: Any, names: str) -> str:
+    return f"{count(amount)} {names.removesuffix('s') if amount == 1 else names}"
+
+
+def _ends(ends: str | None) -> str:
+    return "no interval: too few samples" if ends is None else f"95% interval {ends}"
+
+
+def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
+    """Median TTFT of the two compared arms, for a run of one cell."""
+    found = []
+    for role in ("measured", "reference"):
+        arm = string(at(headline, "compared", role))
+        times = at(cell, "arms", arm or "", "ttft_ms")
+        if arm and (median := milliseconds(at(times, "p50"))):
+            ends = median_interval(cell, arm)
+            found.append(_fact(f"{median} ms", f"median time to first token with {arm} ({_ends(ends)})"))
+    return found
+
+
+def _caveats(run_data: RunData) -> list[str]:
+    """Those of the run, then those of the cells, with the name of the cell if there are several."""
+    cells = run_data.cells()
+    own = [
+        caveat if len(cells) == 1 else f"{cell['name']}: {caveat}"
+        for cell in cells
+        for caveat in strings(cell.get("caveats"))
+    ]
+    return list(dict.fromkeys([*strings(run_data.summary.get("caveats")), *own]))
+
+
+def overview(run_data: RunData) -> Markup | None:
+    """One row per comparison of every cell, for runs of several cells."""
+    cells = run_data.cells()
+    if len(cells) < 2:
+        return None
+    rows = []
+    for index, cell in enumerate(cells):
+        link = element("a", cell["name"], href=f"#{anchor(index)}")
+        for found in listing(cell.get("comparisons")) or [{}]:
+            rows.append(
+                (
+                    link,
+                    " against ".join(
+                        str(found[role]) for role in ("measured", "reference") if isinstance(found.get(role), str)
+                    )
+                    or None,
+                    string(found.get("verdict")),
+                    ratio(at(found, "ttft_speedup_paired", "geometric_mean")),
+                    interval(at(found, "ttft_speedup_paired", "interval_95")),
+                    count(cell.get("pairs_done")),
+                )
+            )
+    header = ("Workload", "Comparison", "Verdict", "Speed-up", "95% interval", "Pairs of runs")
+    return table("Results by workload", header, rows, names=3)
+
+
+def arms(run_data: RunData) -> Markup | None:
+    rows = [
+        (name, string(at(arm, "kind")), string(at(arm, "profile")) or _address(arm), _differences(arm))
+        for name, arm in run_data.summary["arms"].items()
+    ]
+    header = ("Arm", "Kind", "Profile or address", "Keys that differ from the measured profile")
+    return table("Arms", header, rows, names=4) if rows else None
+
+
+def _address(arm: Any) -> str | None:
+    """Return the URL without user and password."""
+    url = string(at(arm, "url"))
+    return None if url is None else re.sub(r"//[^/@]*@", "//", url)
+
+
+def _differences(arm: Any) -> str | None:
+    return ", ".join(mapping(at(arm, "differences"))) or None
+
+
+def order(run_data: RunData) -> Markup | None:
+    """Return the runs in the order in which they were completed."""
+    rows = [
+        (
+            str(run["run"]),
+            count(run.get("position")),
+            decimal(run.get("startup_s")),
+            decimal(run.get("duration_s")),
+            percent(at(run, "client", "cpu_share")),
+            "yes" if run.get("engine_ended") else "no",
+        )
+        for run in run_data.runs
+    ]
+    header = (
+        "Run",
+        "Position in its pair",
+        "Start of the engine, s",
+        "Duration, s",
+        "Client CPU",
+        "Engine ended early",
+    )
+    return table("Runs, in order of completion", header, rows) if rows else None
+
+
+def machine(summary: dict[str, Any]) -> Markup:
+    """Return the machine and the versions, every value as the summary has it."""
+    rows = [*_values(summary.get("machine")), *_values(summary.get("versions"))]
+    return facts(rows) if rows else element("p", "The summary does not name the machine.")
+
+
+def _values(data: Any) -> list[tuple[str, str]]:
+    return [
+        ("measured at", day(number(value)) or "") if name == "time_unix_s" else (name.replace("_", " "), str(value))
+        for name, value in mapping(data).items()
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool)
+    ]
+
+
+def reproduce(run_data: RunData) -> Markup:
+    """Return the command of an equal run, or if the summary lacks it, one from the names in the summary."""
+    command = strings(run_data.summary.get("command")) or _command(run_data)
+    digests = [f"{cell['name']}: {found}" for cell in run_data.cells() if (found := string(at(cell, "plan", "digest")))]
+    return join(
+        element("pre", element("code", " ".join(map(shlex.quote, command)))),
+        element(
+            "p",
+            "The command repeats the run if the profile and the workloads are unchanged. In the directory of the run, "
+            "plan.json and cells/ have every token and launch time. requests.jsonl has every request. Equal plans have "
+            "equal digests.",
+        ),
+        join(element("p", "Digests of the plans:"), bullets(digests)) if digests else None,
+    )
+
+
+def _command(run_data: RunData) -> list[str]:
+    summary = run_data.summary
+    profile, cells = string(at(summary, "profile", "name")), run_data.cells()
+    compared = [_compared(name, arm, profile) for name, arm in summary["arms"].items()]
+    pressures = [f"{amount:g}" for cell in cells if (amount := number(cell.get("pressure"))) is not None]
+    pairs = [f"{amount:.0f}" for cell in cells if (amount := number(cell.get("pairs"))) is not None]
+    options: list[tuple[str, list[str | None]]] = [
+        ("--profile", [profile]),
+        ("--compare", compared),
+        ("--workload", [string(at(cell, "workload", "name")) for cell in cells]),
+        ("--pressure", [",".join(dict.fromkeys(pressures)) or None]),
+        ("--pairs", [*pairs] if len(set(pairs)) == 1 else []),
+    ]
+    words = [[flag, value] for flag, values in options for value in dict.fromkeys(values) if value]
+    return ["kvbm", "bench", *(word for pair in words for word in pair)]
+
+
+def _compared(name: str, arm: Any, profile: str | None) -> str | None:
+    """Return what `--compare` takes for the arm; `None` for arms that need no option."""
+    kind, own = at(arm, "kind"), string(at(arm, "profile"))
+    if kind == "url":
+        return f"{name}={_address(arm)}"
+    if kind == "baseline":
+        return "baseline" if own in (None, profile) else f"baseline:{own}"
+    return own if kind == "profile" else None

@@ -1,1 +1,0 @@
-"""What the records of a cell mean: answers, comparisons, and the verdict on them."""

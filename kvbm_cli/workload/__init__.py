@@ -1,1 +1,0 @@
-"""Workload files of `kvbm bench`: their schema, and how they are read."""
