@@ -149,7 +149,7 @@ PRINTING = {
         "kvbm_cli/runs/logs.py",
         "kvbm_cli/bench/metrics/scraper.py",
     ),
-    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/show/terminal.py", "kvbm_cli/bench/lmbenchmark/sharegpt.py"),
+    *("kvbm_cli/bench/diff.py", "kvbm_cli/bench/setup.py", "kvbm_cli/bench/lmbenchmark/sharegpt.py"),
 }
 
 
