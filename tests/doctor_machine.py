@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from kvbm.disk.files import Alignment
 from kvbm.host.machine_memory import HostMemory
-from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
-from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
-from kvbm_cli.doctor.store_probe import StoreReport
+from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings, Speed
+from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
+from kvbm_cli.doctor.probes.store import StoreReport
 from kvbm_cli.system.mounts import Mount
 
 WORKS = ProbeOutcome(True)
@@ -69,9 +69,11 @@ def machine(
     nodes: int = 1,
     prefault_rate: float = 4e9,
     store: StoreReport | str = GOOD_STORE,
+    probes: Mapping[str, Callable[..., dict[str, Any]]] | None = None,
     **changes: Any,
 ) -> Machine:
-    """A `report` or answer that is text makes its probe fail with that text. `gpus` maps PCI addresses to nodes."""
+    """A `report` or answer that is text makes its probe fail with that text. `probes` run instead.
+    `gpus` maps PCI addresses to nodes."""
     write(root / "proc/meminfo", meminfo)
     write(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled", shmem)
     (root / "dev").mkdir()
@@ -82,19 +84,14 @@ def machine(
             write(root / "sys/bus/pci/devices" / address / name, text)
         write(root / "dev/nvidiactl", "")
 
-    def run_probe(python: str, program: str, arguments: Any = (), *, timeout_s: float) -> dict[str, Any]:
-        return dict(_known({**ANSWERS, **answers}[program]))
+    def run_fake(python: str, program: str, arguments: Any = (), **how: Any) -> dict[str, Any]:
+        if program in (probes or {}):
+            return probes[program](python, program, arguments, **how)
+        found = _known({**ANSWERS, "disk": report, "store": store, **answers}[program])
+        return {"report": asdict(found)} if program in ("disk", "store") else dict(found)
 
-    def probe_disk(directory: Path, **how: Any) -> DiskReport:
-        return _known(report)
-
-    def probe_store(url: str, **how: Any) -> StoreReport:
-        return _known(store)
-
-    base = Machine(
-        {}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, run_probe, probe_disk
-    )
-    return replace(base, prefault_rate=lambda byte_count: prefault_rate, probe_store=probe_store, **changes)
+    base = Machine({}, HostMemory(root / "proc", root / "sys"), root / "dev", root, True, None, None, run_fake)
+    return replace(base, prefault_rate=lambda byte_count: prefault_rate, **changes)
 
 
 def _known(answer: Any) -> Any:

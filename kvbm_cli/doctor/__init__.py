@@ -1,6 +1,6 @@
 """`kvbm doctor`: checks a machine and a directory before an engine is started on them.
 
 Each group of checks has a module: environment, engine, memory, tiers, ports, disk, store, self_test. A group yields
-each `Check` (result.py) as soon as its result is known. `command` runs the groups, prints the checks and returns the
+each `Check` (check.py) as soon as its result is known. `command` runs the groups, prints the checks and returns the
 exit code. The groups reach the machine only through `Machine` (machine.py), which tests replace.
 """

@@ -21,12 +21,10 @@ from kvbm.shared.settings import directory_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, store, tiers
-from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner
-from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.display import as_data, summary
+from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, skipped
+from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner, as_data, summary
+from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.machine import Machine
-from kvbm_cli.doctor.result import Check, CheckState, failure, skipped
-from kvbm_cli.doctor.variable_remedy import with_variables
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import require_files_answer
@@ -37,7 +35,7 @@ from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from kvbm_cli.doctor.disk_probe import RecommendedSettings
+    from kvbm_cli.doctor.probes.disk import RecommendedSettings
 
 QUICK_WORK_S = 14.0  # of QUICK_S; the rest is for cleanup
 FAILED = 1

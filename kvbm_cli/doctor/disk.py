@@ -9,6 +9,7 @@ import errno
 import os
 import shlex
 import stat
+import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,10 +21,19 @@ from kvbm.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_pare
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
-from kvbm_cli.doctor.context import NO_ANSWER, OTHER_DIRECTORY, DoctorContext
-from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.check import (
+    NO_ANSWER,
+    OTHER_DIRECTORY,
+    Check,
+    DoctorContext,
+    capacity,
+    failure,
+    ok,
+    skipped,
+    warning,
+)
 from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.result import Check, capacity, failure, ok, skipped, warning
+from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.system.answering import answers
@@ -95,9 +105,11 @@ def _remedy_for(directory: Path, error: OSError) -> str:
 
 def _probe(context: DoctorContext, place: Path) -> DiskReport:
     seconds, timeout_s = (QUICK_PHASE_S, QUICK_PROBE_TIMEOUT_S) if context.is_quick else (PHASE_S, PROBE_TIMEOUT_S)
-    return context.machine.probe_disk(
-        place, block_bytes=_slot_bytes(context), phase_s=seconds, timeout_s=timeout_s, on_phase=context.on_phase
+    arguments = [str(place), "--seconds", str(seconds), "--block-bytes", str(_slot_bytes(context))]
+    answer = context.machine.run_probe(
+        sys.executable, "disk", arguments, timeout_s=timeout_s, on_phase=context.on_phase
     )
+    return DiskReport.from_json(answer["report"])
 
 
 def _slot_bytes(context: DoctorContext) -> int:

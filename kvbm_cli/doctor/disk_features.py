@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
 from kvbm.disk.files import PAGE_BYTES
-from kvbm_cli.doctor.context import OTHER_DIRECTORY, DoctorContext
-from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
-from kvbm_cli.doctor.disk_speed import Speed
-from kvbm_cli.doctor.probe_file import DirectIO
-from kvbm_cli.doctor.result import Check, CheckState, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.probes.disk_file import DirectIO
+from kvbm_cli.doctor.probes.disk_speed import Speed
 
 EXAMPLE_TOKENS = 4000
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from kvbm.config.installation import shown
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import RUN as VLLM_RUN
-from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.result import Check, CheckState, failure, ok, skipped, warning
 from kvbm_cli.engine.engines import engine_problem, installation_of
 
 if TYPE_CHECKING:

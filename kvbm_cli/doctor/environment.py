@@ -6,6 +6,7 @@ that are wrong.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from kvbm.config.form import Form
 from kvbm.config.keys import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, Tiers
-from kvbm.config.variables import PREFIX, drop_unused, read_variables, variable_names, variable_of
+from kvbm.config.sizes import parse_size
+from kvbm.config.variables import PREFIX, VARIABLES, Variable, drop_unused, read_variables, variable_names, variable_of
 from kvbm.errors import ProfileError
-from kvbm_cli.doctor.result import Check, failure, ok, warning
+from kvbm_cli.doctor.check import Check, failure, ok, warning
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -120,3 +122,26 @@ def _misread(name: str, valid: Mapping[str, str]) -> Iterator[Check]:
 
 def _is_fraction(value: str) -> bool:
     return "." in value and float(value) != int(float(value))
+
+
+_KEY = re.compile(r"`((?:tiers|offload|onboard|transfer)\.[a-z_.]+)(?:: ([^`]+))?`")
+_SWITCHES = {("tiers.disk.o_direct", "false"): "true", ("tiers.disk.o_direct", "true"): "false"}
+
+
+def with_variables(remedy: str) -> str:
+    """Replace keys by variables. A key without a variable stays, marked as a key of a profile."""
+    return _KEY.sub(_as_variable, remedy)
+
+
+def _as_variable(found: re.Match[str]) -> str:
+    key, value = found.groups()
+    variable = next((variable for variable in VARIABLES if variable.key == key), None)
+    if variable is None:
+        return f"{found[0]} in a profile"
+    return f"`{variable.name}`" if value is None else f"`{variable.name}={_value(variable, value)}`"
+
+
+def _value(variable: Variable, value: str) -> str:
+    if variable.form is Form.GIGABYTES:
+        return f"{parse_size(value) / 1e9:g}"
+    return _SWITCHES.get((variable.key or "", value), value)

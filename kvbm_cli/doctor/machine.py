@@ -22,8 +22,6 @@ from typing import Any
 
 from kvbm.errors import reason_of
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
-from kvbm_cli.doctor.disk_probe import DiskReport
-from kvbm_cli.doctor.store_report import StoreReport
 from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,38 +37,19 @@ class ProbeFailed(Exception):
     """A probe gave no answer. The text is the reason."""
 
 
-def run_probe(python: str, program: str, arguments: Sequence[str] = (), *, timeout_s: float) -> dict[str, Any]:
-    """Run `probes/<program>.py` with the interpreter `python` and return its answer. Raises ProbeFailed."""
+def run_probe(
+    python: str,
+    program: str,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float,
+    on_phase: PhaseCallback = lambda text: None,
+) -> dict[str, Any]:
+    """Run `probes/<program>.py` with the interpreter `python`, because it may hang or need libraries of the engine.
+
+    Return the last object that it prints; call `on_phase` for each `{"phase": ...}`. Raises ProbeFailed."""
     command = [python, "-P", str(PROBES / f"{program}.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
-    return _run(command, timeout_s=timeout_s, environment=environment, on_phase=lambda text: None)
-
-
-def probe_disk(
-    directory: Path, *, block_bytes: int | None, phase_s: float, timeout_s: float, on_phase: PhaseCallback
-) -> DiskReport:
-    """Run `disk_probe` in a process of its own, because a filesystem can hang. Raises ProbeFailed."""
-    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.disk_probe", str(directory), "--seconds", str(phase_s)]
-    command += [] if block_bytes is None else ["--block-bytes", str(block_bytes)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return DiskReport.from_json(
-        _run(command, timeout_s=timeout_s, environment=environment, on_phase=on_phase)["report"]
-    )
-
-
-def probe_store(url: str, *, seconds: float, writes: bool, timeout_s: float, on_phase: PhaseCallback) -> StoreReport:
-    """Run `store_probe` in a process of its own, because a store can hang. Raises ProbeFailed."""
-    command = [sys.executable, "-P", "-m", "kvbm_cli.doctor.store_probe", url, "--seconds", str(seconds)]
-    command += [] if writes else ["--read-only"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    answer = _run(command, timeout_s=timeout_s, environment=environment, on_phase=on_phase)
-    return StoreReport(**answer["report"])
-
-
-def _run(
-    command: Sequence[str], *, timeout_s: float, environment: Mapping[str, str], on_phase: PhaseCallback
-) -> dict[str, Any]:
-    """Run a program and return the last object that it prints; calls `on_phase` for each `{"phase": ...}`."""
     try:
         child = subprocess.Popen(
             die_with_parent.command_line(command),
@@ -175,6 +154,4 @@ class Machine:
     lockable_bytes: int | None = field(default_factory=lockable_bytes)
     nvidia_kvbm: str | None = field(default_factory=nvidia_kvbm)
     run_probe: Callable[..., dict[str, Any]] = run_probe
-    probe_disk: Callable[..., DiskReport] = probe_disk
     prefault_rate: Callable[[int], float] = prefault_rate
-    probe_store: Callable[..., StoreReport] = probe_store

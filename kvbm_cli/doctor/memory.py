@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
-from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.result import Check, capacity, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, rate, skipped, warning
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
 from kvbm_cli.runs.run_directory import EngineRun

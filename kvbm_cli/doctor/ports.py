@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.result import Check, failure, ok, skipped
+from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import require_metrics_ports
 from kvbm_cli.runs.reservations import living_runs, require_port

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import reason_of
-from kvbm_cli.doctor.context import DoctorContext
+from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
 from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.result import Check, failure, ok, skipped
 from kvbm_cli.doctor.scratch_directory import scratch_directory
 from kvbm_cli.engine.engines import runs_on_cpu
 
 if TYPE_CHECKING:
-    from kvbm_cli.doctor.disk_probe import RecommendedSettings
+    from kvbm_cli.doctor.probes.disk import RecommendedSettings
 
 TIMEOUT_S, QUICK_TIMEOUT_S = 120.0, 10.0
 BLOCK_BYTES = 1 << 20

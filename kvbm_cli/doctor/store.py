@@ -14,10 +14,9 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import extent_blocks
 from kvbm.shared.settings import directory_of
-from kvbm_cli.doctor.context import NO_ANSWER, DoctorContext
+from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.result import Check, failure, ok, rate, skipped, warning
-from kvbm_cli.doctor.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+from kvbm_cli.doctor.probes.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
 from kvbm_cli.system.answering import answers
 
 if TYPE_CHECKING:
@@ -64,13 +63,15 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     writes = context.shared is None or context.shared.write
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
     try:
-        report = context.machine.probe_store(
-            context.url, seconds=seconds, writes=writes, timeout_s=timeout_s, on_phase=context.on_phase
+        arguments = [context.url, "--seconds", str(seconds), *([] if writes else ["--read-only"])]
+        answer = context.machine.run_probe(
+            sys.executable, "store", arguments, timeout_s=timeout_s, on_phase=context.on_phase
         )
     except ProbeFailed as error:
         remedy = "check that `mooncake_master` runs" if is_pool else CREDENTIALS
         yield failure("store", f"does not answer: {error}", f"check the address of the store; {remedy}")
         return
+    report = StoreReport(**answer["report"])
     remedies = REMEDIES if directory_of(context.url) is None else DIRECTORY_REMEDIES
     yield from _pool(report, writes=writes) if is_pool else _permissions(report, remedies, writes=writes)
     yield from _about(report)

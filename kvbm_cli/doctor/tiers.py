@@ -7,8 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
-from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.result import Check, capacity, ok, skipped, warning
+from kvbm_cli.doctor.check import Check, DoctorContext, capacity, ok, skipped, warning
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Tiers

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,13 @@ from test_runs import facts
 
 from kvbm.config.load import load
 from kvbm_cli.doctor import command
+from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.context import DoctorContext
-from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
+from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.memory import checks
-from kvbm_cli.doctor.probe_file import DirectIO, ProbeOutcome
-from kvbm_cli.doctor.quota import Quota
-from kvbm_cli.doctor.variable_remedy import with_variables
+from kvbm_cli.doctor.probes.disk import RecommendedSettings
+from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
+from kvbm_cli.doctor.probes.quota import Quota
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
@@ -398,12 +398,12 @@ def test_what_takes_long_is_named_on_stderr(
     screen = Screen("random reads")
     monkeypatch.setattr(sys, "stderr", screen)
 
-    def slow(directory: Path, *, on_phase: Callable[[str], None], **ignored: object) -> DiskReport:
+    def slow(*ignored: object, on_phase: Callable[[str], None], **also_ignored: object) -> dict[str, object]:
         on_phase("random reads")
         assert screen.is_shown.wait(60)
-        return GOOD
+        return {"report": asdict(GOOD)}
 
-    run(capsys, str(profile), machine=machine(tmp_path / "machine", probe_disk=slow))
+    run(capsys, str(profile), machine=machine(tmp_path / "machine", probes={"disk": slow}))
     lines = [line for line in screen.getvalue().splitlines() if line.endswith(" s  random reads")]
     assert lines  # on a busy machine other phases take long too
     assert all(line.startswith("checking    ") for line in lines)
@@ -455,4 +455,5 @@ def test_interpreter_that_hangs_does_not_delay_a_quick_check(
 def test_answers_cover_every_program() -> None:
     from kvbm_cli.doctor.machine import PROBES
 
-    assert {path.stem for path in PROBES.glob("*.py")} - {"__init__"} == set(ANSWERS)
+    programs = {path.stem for path in PROBES.glob("*.py") if "__main__" in path.read_text()}
+    assert programs == {*ANSWERS, "disk", "store"}

@@ -20,7 +20,7 @@ import pytest
 from doctor.filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
 
-from kvbm_cli.doctor.context import OTHER_DIRECTORY
+from kvbm_cli.doctor.check import OTHER_DIRECTORY
 from kvbm_cli.doctor.disk import _remedy_for
 
 QUICK_S = 20

@@ -22,8 +22,8 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
 from kvbm.shared.stores.directory_access import DirectoryAccess
 from kvbm.shared.stores.open import open_inventory
-from kvbm_cli.doctor.store_probe import probe
-from kvbm_cli.doctor.store_report import PREFIX
+from kvbm_cli.doctor.probes.store import probe
+from kvbm_cli.doctor.probes.store_report import PREFIX
 from kvbm_cli.system import leftovers
 from kvbm_cli.system.filesystem import write_atomically
 

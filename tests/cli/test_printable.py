@@ -144,8 +144,6 @@ def test_texts_of_a_bench_summary_are_safe() -> None:
 PRINTING = {
     *("kvbm_cli/app.py", "kvbm_cli/make_model.py", "kvbm_cli/bench/command.py"),
     *(
-        "kvbm_cli/doctor/disk_probe.py",
-        "kvbm_cli/doctor/store_probe.py",
         "kvbm_cli/runs/logs.py",
         "kvbm_cli/bench/metrics/scraper.py",
     ),

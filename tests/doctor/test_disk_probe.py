@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvbm.disk.io.threads import IoRun, ThreadsIO
-from kvbm_cli.doctor import disk_probe as module
-from kvbm_cli.doctor.disk_probe import RecommendedSettings, probe, recommend
-from kvbm_cli.doctor.probe_file import DirectIO, ProbeFile, ProbeOutcome
-from kvbm_cli.doctor.quota import limit_of
+from kvbm_cli.doctor.probes import disk as module
+from kvbm_cli.doctor.probes.disk import RecommendedSettings, probe, recommend
+from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeFile, ProbeOutcome
+from kvbm_cli.doctor.probes.quota import limit_of
 from kvbm_cli.system.mounts import mount_of
 
 WORKS, UNSUPPORTED, FULL = ProbeOutcome(True), ProbeOutcome(False, "ENOTSUP"), ProbeOutcome(False, "ENOSPC")

@@ -31,11 +31,11 @@ from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
+from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.context import DoctorContext
 from kvbm_cli.doctor.disk_features import queue_checks
-from kvbm_cli.doctor.disk_probe import DiskReport, RecommendedSettings
-from kvbm_cli.doctor.machine import probe_disk
+from kvbm_cli.doctor.machine import run_probe
+from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = """\
@@ -170,7 +170,7 @@ def examine(capsys: Any, tmp_path: Path, directory: Path, capacity: str, **chang
     profile = tmp_path / "mine.yaml"
     profile.write_text(PROFILE % (directory, capacity))
 
-    fake = machine(tmp_path / "machine", probe_disk=probe_disk, **changes)
+    fake = machine(tmp_path / "machine", probes={"disk": run_probe}, **changes)
     options = {"directory": None, "as_json": True, "is_quick": True, "write": tmp_path / "written.yaml"}
     code = doctor(str(profile), [], machine=fake, **options)
     data = json.loads(capsys.readouterr().out)
@@ -332,7 +332,7 @@ DENIED = {
 @pytest.mark.parametrize("denied", DENIED)
 def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
     numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
-    program = "import sys; from kvbm_cli.doctor.disk_probe import main; main(sys.argv[1:])"
+    program = "import sys; from kvbm_cli.doctor.probes.disk import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     report = DiskReport.from_json(json.loads(done.stdout.splitlines()[-1])["report"])

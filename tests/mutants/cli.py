@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         name="doctor-leaves-objects-in-the-store",
         bug="The probe does not remove what it wrote after a failure.",
-        file="kvbm_cli/doctor/store_probe.py",
+        file="kvbm_cli/doctor/probes/store.py",
         old="        finally:\n            self._remove()\n",
         new="        finally:\n            pass\n",
         fails="tests/cli/test_doctor_store.py -k step_that_is_refused",

@@ -326,7 +326,7 @@ MUTANTS = (
     Mutant(
         name="doctor-believes-fcntl",
         bug="O_DIRECT is relied on where only fcntl takes it, which never asks a FUSE filesystem.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probes/disk.py",
         old="takes_open = by_open.works",
         new="takes_open = by_open.works or by_fcntl.works",
         fails="tests/doctor/test_disk_probe.py -k recommended",
@@ -334,7 +334,7 @@ MUTANTS = (
     Mutant(
         name="doctor-compares-nothing",
         bug="What is read back is not compared with what was written.",
-        file="kvbm_cli/doctor/probe_file.py",
+        file="kvbm_cli/doctor/probes/disk_file.py",
         old="if out[:] != back[:]:",
         new="if len(out) != len(back):",
         fails="tests/doctor/test_disk_probe.py -k wrong_bytes",
@@ -342,7 +342,7 @@ MUTANTS = (
     Mutant(
         name="doctor-forgets-the-name",
         bug="A file that must have a name for an instant keeps it.",
-        file="kvbm_cli/doctor/probe_file.py",
+        file="kvbm_cli/doctor/probes/disk_file.py",
         old="os.unlink(path)",
         new="pass",
         fails="tests/doctor/test_disk_probe.py -k name",
@@ -350,7 +350,7 @@ MUTANTS = (
     Mutant(
         name="doctor-takes-all-the-space",
         bug="The trial is bounded by the free space, not by a tenth of it.",
-        file="kvbm_cli/doctor/disk_probe.py",
+        file="kvbm_cli/doctor/probes/disk.py",
         old="free = self._free_bytes // SHARE_OF_FREE if self._total_bytes else UNKNOWN_SPACE_BYTES",
         new="free = self._free_bytes if self._total_bytes else UNKNOWN_SPACE_BYTES",
         fails="tests/doctor/test_disk_probe.py -k tenth",

@@ -1,4 +1,5 @@
-"""Probe programs that the doctor runs by path, with the engine's interpreter. Each prints one line of JSON.
+"""Probe programs that the doctor runs by path (`run_probe` in machine.py). The last line of JSON is the answer.
 
-They do not import `kvbm_cli`, because that interpreter may lack it.
+`connector`, `cuda`, `nixl` and `round_trip` run with the engine's interpreter. They do not import `kvbm_cli`, because
+that interpreter may lack it. `disk` and `store` run with the interpreter of the command and import the other modules.
 """

@@ -6,7 +6,7 @@ filesystems accept O_DIRECT and then ignore it. Nothing remains, even if the pro
 (O_TMPFILE), or is unlinked before anything is written.
 
 The probe uses at most a tenth of the free space. A filesystem may hang, so callers run this module as a program
-(`python -m kvbm_cli.doctor.disk_probe`) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
+(`run_probe` in machine.py) with a timeout. Each line on stdout is JSON: `{"phase": ...}` while it runs,
 then `{"report": ...}`.
 """
 
@@ -25,8 +25,7 @@ from typing import Any
 
 from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
 from kvbm.disk.io.threads import ThreadsIO
-from kvbm_cli.doctor.disk_speed import PhaseCallback, Speed, SpeedTrial
-from kvbm_cli.doctor.probe_file import (
+from kvbm_cli.doctor.probes.disk_file import (
     AREA_BYTES,
     DirectIO,
     ProbeFile,
@@ -37,7 +36,8 @@ from kvbm_cli.doctor.probe_file import (
     io_uring,
     name_of,
 )
-from kvbm_cli.doctor.quota import Quota, quotas
+from kvbm_cli.doctor.probes.disk_speed import PhaseCallback, Speed, SpeedTrial
+from kvbm_cli.doctor.probes.quota import Quota, quotas
 from kvbm_cli.system.mounts import Mount, mount_of
 
 SHARE_OF_FREE = 10
