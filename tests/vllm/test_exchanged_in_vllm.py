@@ -60,7 +60,7 @@ PROMPTS = [tokens(Random(number), CACHED + 30) for number in range(16)]
 LAST = tokens(Random("last"), 30)
 WRITTEN = "kvbm_offload_blocks_h2d"
 SIGNS = {  # in the log
-    "started": "vLLM API server version",
+    "started": "non-default args",
     "loading": "Starting to load model",
     "loaded": "Loading weights took",
 }
