@@ -185,7 +185,7 @@ def write_results(directory: BenchDirectory, results: Results, summary: dict[str
     try:
         directory.write_json(SUMMARY, summary)
         write_exports(directory.path, results)
-        build_report(directory.path)
+        build_report(directory, results, summary)
     except OSError as error:
         raise cannot_write(directory.path, error) from None
 

@@ -32,7 +32,7 @@ from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
-from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory, cell_plan, run_name
+from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SERVER_METRICS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
@@ -41,7 +41,6 @@ from kvbm_cli.bench.workload.schema import Lmbenchmark
 from kvbm_cli.system.filesystem import write_atomically
 
 SMALLEST_ROOM_TOKENS = 8192
-SERVER_METRICS = "server-metrics.jsonl"
 
 
 class ExperimentProgress(Protocol):

@@ -13,6 +13,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.show.figures import Report
+from kvbm_cli.bench.show.page import build_report
+
 ARMS = ("baseline", "kvbm", "floor")
 BLOCK = 16
 PREFILL_MS_PER_TOKEN, LOAD_MS_PER_TOKEN, FIXED_MS, STEP_MS = 0.42, 0.021, 34.0, 21.0
@@ -80,6 +85,18 @@ def _plan(summary: dict[str, Any], cells: list[dict[str, Any]], seed: int) -> di
     }
 
 
+def report_of(directory: Path) -> Report:
+    """What `kvbm bench` renders, with the summary in the directory."""
+    opened = BenchDirectory.open(directory)
+    return Report.of(opened, Results.read(opened), opened.read_json("summary.json"))
+
+
+def build(directory: Path) -> Path:
+    """Write report.html and return its path."""
+    opened = BenchDirectory.open(directory)
+    return build_report(opened, Results.read(opened), opened.read_json("summary.json"))
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -104,7 +121,9 @@ def _records(
         from_launch = work * math.exp(source.gauss(0, 0.09)) + queue
         intended = index * 900.0 + source.uniform(0, 90)
         gaps = [STEP_MS * math.exp(source.gauss(0, 0.12)) for _ in range(answer - 1)]
-        first = intended + late + from_launch
+        intended, launched = round(intended, 3), round(intended + late, 3)
+        first = round(launched + from_launch, 3)
+        end = round(first + sum(gaps) + 0.5, 3)
         rows.append(
             {
                 "run": f"{cell}.{pair}.{arm}",
@@ -118,12 +137,12 @@ def _records(
                 "error": None,
                 "http_status": 200,
                 "phase": "cold" if turn == 1 else "fill" if turn == 2 else "steady",
-                "intended_ms": round(intended, 3),
-                "launched_ms": round(intended + late, 3),
-                "first_token_ms": round(first, 3),
-                "first_text_ms": round(first, 3),
+                "intended_ms": intended,
+                "launched_ms": launched,
+                "first_token_ms": first,
+                "first_text_ms": first,
                 "last_token_ms": round(first + sum(gaps), 3),
-                "end_ms": round(first + sum(gaps) + 0.5, 3),
+                "end_ms": end,
                 "token_gaps_ms": [round(gap, 3) for gap in gaps],
                 "first_chunk_tokens": 1,
                 "output_tokens": answer,
@@ -134,10 +153,10 @@ def _records(
                 "logprobs": [-0.5] * answer,
                 "text": "",
                 "finish_reason": "length",
-                "ttft_ms": round(late + from_launch, 3),
-                "ttft_from_launch_ms": round(from_launch, 3),
-                "end_to_end_ms": round(late + from_launch + sum(gaps) + 0.5, 3),
-                "lateness_ms": round(late, 3),
+                "ttft_ms": first - intended,
+                "ttft_from_launch_ms": first - launched,
+                "end_to_end_ms": end - intended,
+                "lateness_ms": launched - intended,
                 "tpot_ms": round(sum(gaps) / len(gaps), 3),
             }
         )

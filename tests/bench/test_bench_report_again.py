@@ -159,9 +159,16 @@ def test_without_a_summary_the_surroundings_are_unknown_and_a_caveat_says_so(tmp
     assert (path / "summary.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("name", "text"), [("summary.json", "{"), ("plan.json", "[]"), ("runs.jsonl", "{}\n")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[("summary.json", "{"), ("plan.json", "[]"), ("runs.jsonl", "{}\n"), ("requests.jsonl", "3\n")],
+        ("runs/small.1.kvbm/server-metrics.jsonl", "{]\n{}\n"),
+    ],
+)
 def test_damaged_files_are_refused_and_nothing_is_written(tmp_path, name, text):
     path = made(tmp_path / "a")
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
     (path / name).write_text(text)
     with pytest.raises(UsageError, match=str(path / name)):
         command.report(path, as_json=True)

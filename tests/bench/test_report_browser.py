@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_sample import write_sample
-
-from kvbm_cli.bench.show.page import build_report
+from report_sample import build, write_sample
 
 pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -65,7 +63,7 @@ def browser() -> Iterator[Any]:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     write_sample(directory)
-    return build_report(directory)
+    return build(directory)
 
 
 class Shown:
@@ -228,7 +226,7 @@ def test_keyboard_reaches_links_with_a_visible_focus(browser: Any, report: Path)
 @pytest.mark.soak
 def test_twenty_thousand_requests_are_drawn_in_seconds(browser: Any, tmp_path: Path) -> None:
     write_sample(tmp_path, sessions=278, turns=8, answer_tokens=2, pressures=(2.0,))
-    file = build_report(tmp_path)
+    file = build(tmp_path)
     start = time.monotonic()
     with Shown(browser, file, DESKTOP).ready() as shown:
         elapsed_s = time.monotonic() - start

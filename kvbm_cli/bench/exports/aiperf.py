@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from kvbm_cli.bench.result.measured import TIERS, Measured, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.measured import Measured, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
+from kvbm_cli.bench.result.requests import TIERS, RequestRecord
 
 SCHEMA_VERSION = "1.4"
 AIPERF_VERSION = "0.13.0"  # whose formulas the values follow

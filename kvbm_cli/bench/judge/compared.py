@@ -19,7 +19,7 @@ from kvbm_cli.bench.judge.resampling import (
 )
 from kvbm_cli.bench.judge.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import ALL, CellResult, Results, RunResult
 from kvbm_cli.bench.workload.script import Phase
 
 Samples = dict[int, dict[int, list[float]]]
@@ -254,7 +254,7 @@ def queue_share_of(runs: Sequence[RunResult]) -> float | None:
 
 def _what(cell: CellResult) -> str:
     primary = cell.primary
-    if primary == "all":
+    if primary == ALL:
         return "the first token"
     turns = {record.turn for run in cell.runs for record in run.records if record.phase == primary}
     rest = {record.turn for run in cell.runs for record in run.records if record.phase != primary}

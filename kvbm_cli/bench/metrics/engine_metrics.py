@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbm.metrics import COUNTERS as KVBM_METRICS
+from kvbm_cli.bench.result.requests import TIERS
 
 KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off", "kvbm_shared_off")  # 0 or 1
 KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)
@@ -29,7 +30,6 @@ SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 TOTAL = "_total"
-TIERS = ("g1", "g2", "g3", "g4", "computed")
 
 
 @dataclass(frozen=True, slots=True)

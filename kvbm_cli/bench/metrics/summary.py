@@ -15,6 +15,7 @@ from typing import Any
 from kvbm.errors import UsageError, reason_of
 from kvbm_cli.bench.metrics.engine_metrics import KVBM_COUNTERS, KVBM_STATES, WRITE_AMPLIFICATION, prompt_tokens_by_tier
 from kvbm_cli.bench.metrics.scraper import QUANTITIES, SampleLine
+from kvbm_cli.bench.result.requests import TIERS
 
 PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3", "g4_to_g2", "g2_to_g4")
 PEAKS = ("running", "waiting", "kv_usage")
@@ -212,7 +213,7 @@ def _shares(tokens: dict[str, int | None] | None) -> dict[str, float | None] | N
     if tokens is None:
         return None
     total = sum(count or 0 for count in tokens.values())
-    return {tier: _ratio(tokens[tier], total) for tier in ("g1", "g2", "g3", "g4")}
+    return {tier: _ratio(tokens[tier], total) for tier in TIERS[:-1]}
 
 
 def _caveats(

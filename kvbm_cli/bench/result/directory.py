@@ -31,6 +31,7 @@ DEFAULT_PARENT = Path("kvbm-runs")
 FORMAT = 2  # of plan.json and summary.json
 RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
+SERVER_METRICS = "server-metrics.jsonl"  # of a run
 LOCK = ".lock"
 HEAD_BYTES = 64 << 10
 MAX_FILES = 20
@@ -61,6 +62,7 @@ class BenchDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.notes: list[str] = []  # what the reader of a report must know of the files
         self._files: dict[str, IO[str]] = {}
 
     @classmethod
@@ -96,6 +98,10 @@ class BenchDirectory:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"{self.path} is used by another `kvbm bench` that is still running") from None
+
+    def samples(self, run: str) -> list[dict[str, Any]]:
+        """Return the lines of the run's server-metrics.jsonl; none if the engine was not sampled."""
+        return list(self.lines(f"runs/{run}/{SERVER_METRICS}"))
 
     def run(self, name: str) -> Path:
         return _made(self.path / "runs" / name)
@@ -135,6 +141,7 @@ class BenchDirectory:
                 found = json.loads(line)
             except ValueError as error:
                 if not line.endswith("\n"):
+                    self._note(f"the last line of {path.name} is incomplete and was ignored")
                     return
                 raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(found, dict):
@@ -145,6 +152,8 @@ class BenchDirectory:
         """Return the records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
         ended = {run["run"] for run in self.runs()}
         records: dict[str, list[RequestRecord]] = {name: [] for name in ended}
+        if not self.has(REQUESTS):
+            self._note(f"{REQUESTS} is missing: the report has no data of it")
         for number, line in enumerate(self.lines(REQUESTS), start=1):
             try:
                 record = RequestRecord.from_json(line)
@@ -156,13 +165,21 @@ class BenchDirectory:
 
     def runs(self) -> list[dict[str, Any]]:
         """Return the lines of runs.jsonl. UsageError for a line without what every run has."""
+        if not self.has(RUNS):
+            self._note(f"{RUNS} is missing: the report has no data of it")
         runs = list(self.lines(RUNS))
         for number, run in enumerate(runs, start=1):
             for name, wanted in RUN_FIELDS.items():
                 if not isinstance(run.get(name), wanted):
                     problem = f"`{name}` is {run[name]!r}" if name in run else f"`{name}` is missing"
                     raise UsageError(f"{self.path / RUNS}, line {number}: {problem}")
+            if run["run"] in (".", "..") or "/" in run["run"] or "\0" in run["run"]:
+                raise UsageError(f"{self.path / RUNS}, line {number}: {run['run']!r} is not the name of a run")
         return runs
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def forget_unfinished(self, groups: Iterable[Collection[str]]) -> set[str]:
         """Drop runs that have not ended, with their records; returns the names of those that have.

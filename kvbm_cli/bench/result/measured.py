@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.requests import TIERS, RequestRecord
 from kvbm_cli.bench.result.results import CellResult, Results, RunResult
 
 _Z_975 = 1.959964
 
-TIERS = ("g1", "g2", "g3", "g4", "computed")
 KEYS = ("ttft", "tpot", "e2e")
 
 

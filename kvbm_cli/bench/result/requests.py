@@ -17,6 +17,8 @@ _TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
     "list[float]": (list,),
 }
 
+TIERS = ("g1", "g2", "g3", "g4", "computed")  # where prompt tokens came from
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -98,6 +100,12 @@ class RequestRecord:
         if self.prompt_tokens is None or self.cached_tokens is None:
             return None
         return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Prompt tokens by source, without the unknown ones."""
+        found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
+        return {tier: count for tier, count in found.items() if count is not None}
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -13,6 +13,7 @@ from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 
+ALL = "all"  # the primary phase of a cell in which no request can reuse anything
 DIGITS = 4
 
 
@@ -54,7 +55,7 @@ class CellResult:
 
     def __post_init__(self) -> None:
         phases = {record.phase for run in self.runs for record in run.records}
-        primary = next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), "all")
+        primary = next((phase.value for phase in (Phase.STEADY, Phase.FILL) if phase.value in phases), ALL)
         object.__setattr__(self, "primary", primary)
 
     @property
@@ -68,9 +69,12 @@ class CellResult:
     def arms(self) -> list[str]:
         return list(dict.fromkeys(run.arm for run in self.runs))
 
+    def is_primary(self, record: RequestRecord) -> bool:
+        return self.primary in (ALL, record.phase)
+
     def primary_records(self, run: RunResult) -> list[RequestRecord]:
         """Those that were answered."""
-        return [record for record in run.records if record.is_ok and self.primary in ("all", record.phase)]
+        return [record for record in run.records if record.is_ok and self.is_primary(record)]
 
     @property
     def pairs_done(self) -> int:
@@ -88,6 +92,11 @@ class Results:
     def arms(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self.plan["arms"]
         return found
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """Those that have ended, in the order of the cells."""
+        return [run for cell in self.cells for run in cell.runs]
 
     @classmethod
     def read(cls, directory: BenchDirectory) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbm_cli.bench.result.requests import TIERS
 from kvbm_cli.bench.show.elements import (
     Markup,
     at,
@@ -26,7 +27,6 @@ from kvbm_cli.bench.show.elements import (
     table,
     with_interval,
 )
-from kvbm_cli.bench.show.run_data import TIERS
 
 ARMS_RUN = {True: "at the same time", False: "one after the other"}
 PHASES = {"steady": "the steady phase", "fill": "the phase that fills the caches", "all": "all requests"}

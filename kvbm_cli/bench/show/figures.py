@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.requests import TIERS, RequestRecord
+from kvbm_cli.bench.result.results import ALL, CellResult, Results
 from kvbm_cli.bench.show.elements import (
     Markup,
-    at,
     count,
     distribution,
     element,
@@ -20,7 +22,6 @@ from kvbm_cli.bench.show.elements import (
     quantiles,
     table,
 )
-from kvbm_cli.bench.show.run_data import TIERS, RequestPoint, RunData
 
 SOURCES = {
     "g1": "G1, device memory",
@@ -33,7 +34,6 @@ SOURCES = {
 QUARTILES = (0.25, 0.5, 0.75)
 WHISKERS = (0.05, 0.25, 0.5, 0.75, 0.95)
 ARM_STYLES = 6
-STEADY = "steady"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +50,61 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class CellView:
-    """One cell with its answered requests, and the arms by which colours are chosen."""
+class Report:
+    """All that the page shows. `samples` has the lines of server-metrics.jsonl by run, of runs that have some."""
 
-    run_data: RunData
-    cell: dict[str, Any]
-    arms: list[str]
-    answered: list[RequestPoint]
+    summary: dict[str, Any]
+    results: Results
+    samples: dict[str, list[dict[str, Any]]]
+    notes: list[str]
 
     @classmethod
-    def of(cls, run_data: RunData, cell: dict[str, Any]) -> CellView:
-        own = [point for point in run_data.points if point.cell == cell["name"] and point.ttft_ms is not None]
-        return cls(run_data, cell, run_data.arms(), [point for point in own if point.is_ok])
+    def of(cls, directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Report:
+        """`directory` is the one that `results` were read from. UsageError for samples that cannot be read."""
+        samples = {run.run: found for run in results.runs if (found := directory.samples(run.run))}
+        return cls(summary, results, samples, directory.notes)
+
+    def cells(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.summary["cells"]
+        return found
+
+    def arms(self) -> list[str]:
+        """Every arm, in the order of the summary."""
+        return list(dict.fromkeys([*self.summary["arms"], *(run.arm for run in self.results.runs)]))
+
+
+@dataclass(frozen=True, slots=True)
+class CellView:
+    """One cell of the summary with its answered requests, and the arms by which colours are chosen."""
+
+    report: Report
+    cell: dict[str, Any]
+    result: CellResult
+    arms: list[str]
+    answered: list[RequestRecord]
+
+    @classmethod
+    def of(cls, report: Report, cell: dict[str, Any]) -> CellView:
+        result = next(one for one in report.results.cells if one.name == cell["name"])
+        own = [record for run in result.runs for record in run.records if record.is_ok and record.ttft_ms is not None]
+        return cls(report, cell, result, report.arms(), own)
 
     @property
-    def primary(self) -> list[RequestPoint]:
-        """The requests that the verdict is about: those of the plan's phase, or all."""
-        own = [point for point in self.answered if point.phase == self.primary_phase]
-        return own if self.primary_phase else self.answered
+    def primary(self) -> list[RequestRecord]:
+        """The requests that the verdict is about."""
+        return [record for record in self.answered if self.result.is_primary(record)]
 
     @property
     def primary_name(self) -> str:
         """Which requests `primary` are, for notes."""
-        return f"requests of the phase `{self.primary_phase}`" if self.primary_phase else "all answered requests"
+        phase = self.result.primary
+        return "all answered requests" if phase == ALL else f"requests of the phase `{phase}`"
 
-    @property
-    def primary_phase(self) -> str | None:
-        """The phase of the plan; without a plan, `steady` if there is such a request. `None` for all requests."""
-        found = {point.phase for point in self.answered}
-        planned = at(self.cell, "plan", "primary")
-        return next((phase for phase in (planned, STEADY) if phase in found), None) if planned != "all" else None
-
-    def by_arm(self, points: Iterable[RequestPoint]) -> dict[str, list[RequestPoint]]:
-        """Return the points of every arm that has some, in the order of the arms."""
-        found: dict[str, list[RequestPoint]] = {arm: [] for arm in self.arms}
-        for point in points:
-            found[point.arm].append(point)
+    def by_arm(self, records: Iterable[RequestRecord]) -> dict[str, list[RequestRecord]]:
+        """Return the requests of every arm that has some, in the order of the arms."""
+        found: dict[str, list[RequestRecord]] = {arm: [] for arm in self.arms}
+        for record in records:
+            found[record.arm].append(record)
         return {arm: own for arm, own in found.items() if own}
 
     def number_of(self, arm: str) -> int:
@@ -111,8 +130,8 @@ def legend_of(entries: Iterable[tuple[str, str]]) -> Markup:
     return element("ul", keys, class_="legend")
 
 
-def times(points: Iterable[RequestPoint]) -> list[float]:
-    return [point.ttft_ms for point in points if point.ttft_ms is not None]
+def times(records: Iterable[RequestRecord]) -> list[float]:
+    return [record.ttft_ms for record in records if record.ttft_ms is not None]
 
 
 def rounded(values: Iterable[float]) -> list[float]:
@@ -121,7 +140,7 @@ def rounded(values: Iterable[float]) -> list[float]:
 
 def by_turn(view: CellView) -> Figure | None:
     """Median and quartiles of TTFT per turn and arm; every phase counts."""
-    turns = sorted({point.turn for point in view.answered})
+    turns = sorted({record.turn for record in view.answered})
     if len(turns) < 2:
         return None
     found: dict[str, list[list[float]]] = {}
@@ -129,7 +148,7 @@ def by_turn(view: CellView) -> Figure | None:
     for arm, own in view.by_arm(view.answered).items():
         found[arm] = []
         for turn in turns:
-            values = times(point for point in own if point.turn == turn)
+            values = times(record for record in own if record.turn == turn)
             if values:
                 low, median, high = rounded(quantiles(values, QUARTILES))
                 found[arm].append([turn, low, median, high])
@@ -151,11 +170,11 @@ def by_turn(view: CellView) -> Figure | None:
     )
 
 
-def source_of(point: RequestPoint) -> str | None:
+def source_of(record: RequestRecord) -> str | None:
     """Return the source of most of the prompt's tokens. `None` if the server reports no source."""
-    tokens = dict(point.tokens)
-    if not tokens.keys() & {*TIERS} - {TIERS[-1]} and point.cached_tokens is not None:
-        tokens["cached"] = point.cached_tokens
+    tokens = record.tokens
+    if not tokens.keys() & {*TIERS} - {TIERS[-1]} and record.cached_tokens is not None:
+        tokens["cached"] = record.cached_tokens
     return max(tokens, key=lambda tier: tokens[tier]) if len(tokens) > 1 else None
 
 
@@ -163,10 +182,10 @@ def by_source(view: CellView) -> Figure | None:
     """TTFT of requests whose prompts came mostly from one source."""
     groups: dict[str, dict[str, list[float]]] = {}
     for arm, own in view.by_arm(view.answered).items():
-        for point in own:
-            source = source_of(point)
-            if source is not None and point.ttft_ms is not None:
-                groups.setdefault(arm, {}).setdefault(source, []).append(point.ttft_ms)
+        for record in own:
+            source = source_of(record)
+            if source is not None and record.ttft_ms is not None:
+                groups.setdefault(arm, {}).setdefault(source, []).append(record.ttft_ms)
     sources = [source for source in SOURCES if any(source in own for own in groups.values())]
     if not sources:
         return None
@@ -208,6 +227,8 @@ def by_source(view: CellView) -> Figure | None:
 def ecdf(view: CellView) -> Figure | None:
     """Which share of the requests had their first token within which time."""
     values = {arm: times(own) for arm, own in view.by_arm(view.primary).items()}
+    if not values:
+        return None
     lines = {arm: distribution(own) for arm, own in values.items()}
     shares = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
     found = {arm: quantiles(own, shares) for arm, own in values.items()}

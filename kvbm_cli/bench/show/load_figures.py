@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from kvbm_cli.bench.result.requests import TIERS, RequestRecord
 from kvbm_cli.bench.show.elements import (
     Markup,
     at,
@@ -29,23 +30,23 @@ from kvbm_cli.bench.show.figures import (
     SOURCES,
     CellView,
     Figure,
+    Report,
     arm_legend,
     legend_of,
     rounded,
     source_legend,
 )
-from kvbm_cli.bench.show.run_data import TIERS, RequestPoint, RunData
 from kvbm_cli.bench.show.sections import UNUSABLE
 
 PARTS = ("client late", "queue", "first token", "generation")
 TIMELINE_POINTS = 600
 
 
-def ladder(run_data: RunData) -> Figure | None:
+def ladder(report: Report) -> Figure | None:
     """Return the paired ratio of every comparison over the pressure; `None` with fewer than two pressures."""
     lines: dict[tuple[str, str], list[list[float]]] = {}
     rows, unusable = [], []
-    for cell in run_data.cells():
+    for cell in report.cells():
         pressure = number(cell.get("pressure"))
         for found in listing(cell.get("comparisons")):
             paired = at(found, "ttft_speedup_paired")
@@ -60,7 +61,7 @@ def ladder(run_data: RunData) -> Figure | None:
             rows.append((name, str(found.get("verdict")), decimal(pressure), ratio(mean), interval(ends)))
     if max((len(points) for points in lines.values()), default=0) < 2:
         return None
-    styles = _styles(run_data.arms(), [measured for measured, _ in lines])
+    styles = _styles(report.arms(), [measured for measured, _ in lines])
     title = "Speed-up of the time to first token by pressure"
     return Figure(
         kind="ladder",
@@ -126,7 +127,7 @@ def parts_of_time(view: CellView) -> Figure | None:
     )
 
 
-def _parts(view: CellView, arm: str, points: Sequence[RequestPoint]) -> list[float | None] | None:
+def _parts(view: CellView, arm: str, points: Sequence[RequestRecord]) -> list[float | None] | None:
     whole = [
         (point.lateness_ms or 0.0, point.ttft_from_launch_ms, point.end_to_end_ms - point.ttft_ms)
         for point in points
@@ -172,18 +173,16 @@ def costs(view: CellView) -> Markup | None:
     """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
     rows = []
     for arm in view.arms:
-        runs = [run for run in view.run_data.runs if run["arm"] == arm and run["cell"] == view.cell["name"]]
-        servers = [server for run in runs if (server := mapping(run.get("server")))]
+        servers = [run.server for run in view.result.of_arm(arm) if run.server]
         if servers:
-            names = {run["run"] for run in runs}
-            rows.append((arm, *_cost(servers, sum(point.run in names for point in view.answered))))
+            rows.append((arm, *_cost(servers, sum(record.arm == arm for record in view.answered))))
     header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
     caption = "Cost of the engine's processes"
     is_known = any(value is not None for _, *values in rows for value in values)
     return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if is_known else None
 
 
-def _cost(servers: Sequence[dict[str, Any]], answered: int) -> tuple[str | None, ...]:
+def _cost(servers: Sequence[Mapping[str, Any]], answered: int) -> tuple[str | None, ...]:
     def per_thousand(*path: str) -> float | None:
         amounts = [amount for server in servers if (amount := number(at(server, *path))) is not None]
         return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(servers) else None
@@ -207,7 +206,7 @@ def timeline(view: CellView) -> Figure | None:
     if not any(points.values()):
         return None
     arm = _arm_with_samples(view, pair, list(own))
-    server = None if arm is None else _server(view.run_data.samples[_run_of(view, pair, arm)])
+    server = None if arm is None else _server(view.report.samples[_run_of(view, pair, arm)])
     sources = [tier for tier in TIERS if server and _has_events(server["tokens"][tier])]
     title = "Time to first token over the run, in ms"
     note = f"Pair {pair}; one mark per request."
@@ -241,7 +240,7 @@ def _evictions_key(server: dict[str, Any] | None) -> Markup:
     return legend_of([("line evictions", "evictions")]) if server and _has_events(server["evictions"]) else Markup("")
 
 
-def _launches(points: Sequence[RequestPoint]) -> list[tuple[float, float]]:
+def _launches(points: Sequence[RequestRecord]) -> list[tuple[float, float]]:
     known = [(p.launched_ms / 1e3, p.ttft_ms) for p in points if p.launched_ms is not None and p.ttft_ms is not None]
     return sorted(known)
 
@@ -252,8 +251,8 @@ def _run_of(view: CellView, pair: int, arm: str) -> str:
 
 def _arm_with_samples(view: CellView, pair: int, arms: list[str]) -> str | None:
     """Return the arm under test, or the first that has samples of its server."""
-    with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.run_data.samples]
-    kinds = {arm: view.run_data.summary["arms"].get(arm) for arm in with_samples}
+    with_samples = [arm for arm in arms if _run_of(view, pair, arm) in view.report.samples]
+    kinds = {arm: view.report.summary["arms"].get(arm) for arm in with_samples}
     tested = [arm for arm, is_ in kinds.items() if isinstance(is_, dict) and is_.get("kind") in ("kvbm", "profile")]
     return next(iter([*tested, *with_samples]), None)
 

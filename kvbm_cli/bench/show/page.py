@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.show import cell_tables
 from kvbm_cli.bench.show import sections as sections
 from kvbm_cli.bench.show.elements import Markup, anchor, element, join, json_for_script, prose, string
-from kvbm_cli.bench.show.figures import CellView, Figure, figures_of
+from kvbm_cli.bench.show.figures import CellView, Figure, Report, figures_of
 from kvbm_cli.bench.show.load_figures import costs, ladder, parts_of_time, time_models, timeline
-from kvbm_cli.bench.show.run_data import RunData, read_run
 from kvbm_cli.system.filesystem import write_atomically
 
 FOLDER = Path(__file__).resolve().parent
@@ -48,27 +49,27 @@ class FigureList:
         )
 
 
-def page(run_data: RunData) -> str:
+def page(report: Report) -> str:
     """Return the whole document."""
     figures = FigureList()
     body = element(
         "main",
-        sections.header(run_data),
+        sections.header(report),
         element("p", WITHOUT_SCRIPTS, class_="notice"),
-        sections.key_numbers(run_data),
-        _overview(run_data, figures),
-        _cells(run_data, figures),
-        _about(run_data),
+        sections.key_numbers(report),
+        _overview(report, figures),
+        _cells(report, figures),
+        _about(report),
     )
     scripts, style = page_files()
-    data = {"arms": run_data.arms(), "charts": figures.charts}
+    data = {"arms": report.arms(), "charts": figures.charts}
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy(scripts, style)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", sections.title(run_data)),
+        element("title", sections.title(report)),
         element("style", Markup(style)),
     )
     last = join(
@@ -105,17 +106,17 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _overview(run_data: RunData, figures: FigureList) -> Markup | None:
-    found = sections.overview(run_data)
+def _overview(report: Report, figures: FigureList) -> Markup | None:
+    found = sections.overview(report)
     if found is None:
         return None
-    return element("section", element("h2", "All workloads"), found, figures.add(ladder(run_data)))
+    return element("section", element("h2", "All workloads"), found, figures.add(ladder(report)))
 
 
-def _cells(run_data: RunData, figures: FigureList) -> Markup:
+def _cells(report: Report, figures: FigureList) -> Markup:
     """One section per cell. The script shows a selector if there are several; without it, all are visible."""
-    cells = run_data.cells()
-    parts = [_cell(CellView.of(run_data, cell), index, figures) for index, cell in enumerate(cells)]
+    cells = report.cells()
+    parts = [_cell(CellView.of(report, cell), index, figures) for index, cell in enumerate(cells)]
     return element("div", parts, class_="cells")
 
 
@@ -125,7 +126,7 @@ def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     return element(
         "section",
         element("h2", cell["name"]),
-        cell_tables.comparisons(cell, shown=string(view.run_data.summary.get("explanation"))),
+        cell_tables.comparisons(cell, shown=string(view.report.summary.get("explanation"))),
         cell_tables.latencies(cell),
         element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
         cell_tables.prompt_sources(cell),
@@ -140,11 +141,11 @@ def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
     )
 
 
-def _about(run_data: RunData) -> Markup:
+def _about(report: Report) -> Markup:
     return join(
-        element("section", element("h2", "Arms and runs"), sections.arms(run_data), sections.order(run_data)),
-        element("section", element("h2", "Machine and versions"), sections.machine(run_data.summary)),
-        element("section", element("h2", "How to reproduce"), sections.reproduce(run_data)),
+        element("section", element("h2", "Arms and runs"), sections.arms(report), sections.order(report)),
+        element("section", element("h2", "Machine and versions"), sections.machine(report.summary)),
+        element("section", element("h2", "How to reproduce"), sections.reproduce(report)),
         element(
             "footer",
             "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. "
@@ -153,10 +154,10 @@ def _about(run_data: RunData) -> Markup:
     )
 
 
-def build_report(directory: Path) -> Path:
-    """Write the report atomically and return its path. UsageError for a directory that is not a readable run."""
-    path = directory / FILE_NAME
-    content = page(read_run(directory))
+def build_report(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Path:
+    """Write report.html atomically and return its path. EnvironmentProblem if it cannot be written."""
+    path = directory.path / FILE_NAME
+    content = page(Report.of(directory, results, summary))
     try:
         write_atomically(path, content)
     except OSError as error:

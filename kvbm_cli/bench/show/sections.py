@@ -32,7 +32,7 @@ from kvbm_cli.bench.show.elements import (
     table,
     text,
 )
-from kvbm_cli.bench.show.run_data import RunData
+from kvbm_cli.bench.show.figures import Report
 
 VERDICTS = {
     "faster": "Faster",
@@ -47,15 +47,15 @@ LONG_SENTENCE = 110
 NO_CAVEATS = "The run found no caveat."
 
 
-def title(run_data: RunData) -> Markup:
-    verdict = string(run_data.summary.get("verdict")) or "unknown"
-    what = compared(run_data.summary) or string(at(run_data.summary, "profile", "name"))
+def title(report: Report) -> Markup:
+    verdict = string(report.summary.get("verdict")) or "unknown"
+    what = compared(report.summary) or string(at(report.summary, "profile", "name"))
     return text(f"{VERDICTS.get(verdict, verdict)}: {what or 'benchmark'} - kvbm bench")
 
 
-def header(run_data: RunData) -> Markup:
+def header(report: Report) -> Markup:
     """Verdict, sentence and what was compared: the first screen."""
-    summary = run_data.summary
+    summary = report.summary
     verdict = string(summary.get("verdict")) or "unknown"
     sentence = string(summary.get("explanation")) or "The summary has no explanation."
     details = [
@@ -79,9 +79,9 @@ def compared(summary: dict[str, Any]) -> str | None:
     return f"{measured} against {reference}" if measured and reference else None
 
 
-def key_numbers(run_data: RunData) -> Markup:
+def key_numbers(report: Report) -> Markup:
     """Return the gains, each with its interval, then the caveats in the same size."""
-    summary = run_data.summary
+    summary = report.summary
     every = [(cell, one) for cell in summary["cells"] for one in listing(cell.get("comparisons"))]
     if len(every) > 1:
         found = [fact for cell, one in every if (fact := _speedup(one, f"{cell['name']}, {_names(one)}: "))]
@@ -90,7 +90,7 @@ def key_numbers(run_data: RunData) -> Markup:
     verdicts = [one.get("verdict") for _, one in every] if len(every) > 1 else [summary.get("verdict")]
     is_unusable = all(verdict in UNUSABLE for verdict in verdicts)
     gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
-    notes = [prose(sentence_case(note)) for note in [*_caveats(run_data), *run_data.notes]] or [text(NO_CAVEATS)]
+    notes = [prose(sentence_case(note)) for note in [*_caveats(report), *report.notes]] or [text(NO_CAVEATS)]
     given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
     reasons = [prose(sentence_case(reason)) for reason in given]
     hint = string(summary.get("hint"))
@@ -164,20 +164,20 @@ def _medians(cell: dict[str, Any], headline: dict[str, Any]) -> list[Markup]:
     return found
 
 
-def _caveats(run_data: RunData) -> list[str]:
+def _caveats(report: Report) -> list[str]:
     """Those of the run, then those of the cells, with the name of the cell if there are several."""
-    cells = run_data.cells()
+    cells = report.cells()
     own = [
         caveat if len(cells) == 1 else f"{cell['name']}: {caveat}"
         for cell in cells
         for caveat in strings(cell.get("caveats"))
     ]
-    return list(dict.fromkeys([*strings(run_data.summary.get("caveats")), *own]))
+    return list(dict.fromkeys([*strings(report.summary.get("caveats")), *own]))
 
 
-def overview(run_data: RunData) -> Markup | None:
+def overview(report: Report) -> Markup | None:
     """One row per comparison of every cell, for runs of several cells."""
-    cells = run_data.cells()
+    cells = report.cells()
     if len(cells) < 2:
         return None
     rows = []
@@ -201,10 +201,10 @@ def overview(run_data: RunData) -> Markup | None:
     return table("Results by workload", header, rows, names=3)
 
 
-def arms(run_data: RunData) -> Markup | None:
+def arms(report: Report) -> Markup | None:
     rows = [
         (name, string(at(arm, "kind")), string(at(arm, "profile")) or _address(arm), _differences(arm))
-        for name, arm in run_data.summary["arms"].items()
+        for name, arm in report.summary["arms"].items()
     ]
     header = ("Arm", "Kind", "Profile or address", "Keys that differ from the measured profile")
     return table("Arms", header, rows, names=4) if rows else None
@@ -220,18 +220,18 @@ def _differences(arm: Any) -> str | None:
     return ", ".join(mapping(at(arm, "differences"))) or None
 
 
-def order(run_data: RunData) -> Markup | None:
+def order(report: Report) -> Markup | None:
     """Return the runs in the order in which they were completed."""
     rows = [
         (
-            str(run["run"]),
-            count(run.get("position")),
-            decimal(run.get("startup_s")),
-            decimal(run.get("duration_s")),
-            percent(at(run, "client", "cpu_share")),
-            "yes" if run.get("engine_ended") else "no",
+            run.run,
+            count(run.facts.get("position")),
+            decimal(run.facts.get("startup_s")),
+            decimal(run.facts.get("duration_s")),
+            percent(run.client.get("cpu_share")),
+            "yes" if run.facts.get("engine_ended") else "no",
         )
-        for run in run_data.runs
+        for run in report.results.runs
     ]
     header = (
         "Run",
@@ -258,10 +258,10 @@ def _values(data: Any) -> list[tuple[str, str]]:
     ]
 
 
-def reproduce(run_data: RunData) -> Markup:
+def reproduce(report: Report) -> Markup:
     """Return the command of an equal run, or if the summary lacks it, one from the names in the summary."""
-    command = strings(run_data.summary.get("command")) or _command(run_data)
-    digests = [f"{cell['name']}: {found}" for cell in run_data.cells() if (found := string(at(cell, "plan", "digest")))]
+    command = strings(report.summary.get("command")) or _command(report)
+    digests = [f"{cell['name']}: {found}" for cell in report.cells() if (found := string(at(cell, "plan", "digest")))]
     return join(
         element("pre", element("code", " ".join(map(shlex.quote, command)))),
         element(
@@ -274,9 +274,9 @@ def reproduce(run_data: RunData) -> Markup:
     )
 
 
-def _command(run_data: RunData) -> list[str]:
-    summary = run_data.summary
-    profile, cells = string(at(summary, "profile", "name")), run_data.cells()
+def _command(report: Report) -> list[str]:
+    summary = report.summary
+    profile, cells = string(at(summary, "profile", "name")), report.cells()
     compared = [_compared(name, arm, profile) for name, arm in summary["arms"].items()]
     pressures = [f"{amount:g}" for cell in cells if (amount := number(cell.get("pressure"))) is not None]
     pairs = [f"{amount:.0f}" for cell in cells if (amount := number(cell.get("pairs"))) is not None]

@@ -15,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import ALL
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import coloured
@@ -147,7 +148,7 @@ def _arms_table(cell: Mapping[str, Any]) -> Table:
 
     arms, primary = cell["arms"].values(), cell["plan"]["primary"]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    table.add_column("all requests" if primary == "all" else f"{primary} phase", no_wrap=True)
+    table.add_column("all requests" if primary == ALL else f"{primary} phase", no_wrap=True)
     for name in cell["arms"]:
         table.add_column(name, justify="right", no_wrap=True)
     for label, key in (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("end to end", "end_to_end_ms")):
