@@ -13,9 +13,12 @@ from kvbm.config.schema import Profile
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 _EXTENDS = {
-    "type": "string",
+    "type": ["string", "array"],
     "minLength": 1,
-    "description": "Profile whose keys this file inherits: name of a shipped profile, or path to a file.",
+    "items": {"type": "string", "minLength": 1},
+    "minItems": 1,
+    "description": "Profile whose keys this file inherits: name of a shipped profile, or path to a file; or a list, of "
+    "which a later one overrides the earlier ones.",
 }
 
 Schema = dict[str, Any]

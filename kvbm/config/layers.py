@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,36 +106,64 @@ def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
 
 def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
     """Merge a file over all its parents. ProfileError if `path` itself cannot be read."""
-    chain: list[Document] = []
-    files: list[Path] = []
-    while True:
-        document = _file(path, findings)
-        if path.parent not in directories:
-            findings.own.add(str(path))
-        chain.append(document)
-        files.append(real_path(path))
-        extends = document.pop("extends", None)
-        try:
-            parent = _parent(extends, path, directories, files) if extends is not None else None
-        except Mistake as mistake:
-            findings.mistakes.append(mistake)
-            findings.is_incomplete = True
-            parent = None
-        if extends is None or parent is None:
-            break
-        findings.extends.append(extends.source)
-        path = parent
     merged: Document = {}
-    for document in reversed(chain):
+    for document in _parents_and_file(path, directories, findings):
         merged = merge(merged, document)
     return merged
 
 
-def _parent(extends: Entry, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
-    """Return the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read."""
-    reference, source = extends.value, extends.source
-    if not isinstance(reference, str) or not 0 < len(reference) < 4096 or "\0" in reference:
-        raise Mistake("`extends` must be the name or path of a profile", source, key="extends")
+def _parents_and_file(path: Path, directories: Sequence[Path], findings: Findings) -> Iterator[Document]:
+    """Yield a file below all that it extends: parents first. A parent of several files counts once, below all of them.
+
+    `family` begins with `path`, and each member extends the next one: path, real path, document, and the references
+    that are not yet followed."""
+    read: set[Path] = set()
+    family = [_opened(path, directories, findings)]
+    while family:
+        file, real, document, references = family[-1]
+        read.add(real)
+        for reference, source in references:
+            try:
+                parent = _parent(reference, source, file, directories, [one[1] for one in family])
+            except Mistake as mistake:
+                findings.mistakes.append(mistake)
+                findings.is_incomplete = True
+                continue
+            findings.extends.append(replace(source, text=reference, column=0, width=len(reference)))
+            if real_path(parent) not in read:
+                family.append(_opened(parent, directories, findings))
+                break
+        else:
+            yield document
+            family.pop()
+
+
+def _opened(
+    path: Path, directories: Sequence[Path], findings: Findings
+) -> tuple[Path, Path, Document, Iterator[tuple[str, Source]]]:
+    document = _file(path, findings)
+    if path.parent not in directories:
+        findings.own.add(str(path))
+    return path, real_path(path), document, _references(document.pop("extends", None), findings)
+
+
+def _references(extends: Entry | None, findings: Findings) -> Iterator[tuple[str, Source]]:
+    """Yield what `extends` names: one profile, or each of a list."""
+    if extends is None:
+        return
+    named = extends.value if isinstance(extends.value, list) and extends.value else [extends.value]
+    for reference in named:
+        if isinstance(reference, str) and 0 < len(reference) < 4096 and "\0" not in reference:
+            yield reference, extends.source
+        else:
+            text = "`extends` must be the name or path of a profile, or a list of them"
+            findings.mistakes.append(Mistake(text, extends.source, key="extends"))
+            findings.is_incomplete = True
+
+
+def _parent(reference: str, source: Source, path: Path, directories: Sequence[Path], files: Sequence[Path]) -> Path:
+    """Return the parent file of `path`; a relative path is relative to `path`. Mistake if it cannot be read. `files`
+    are `path` and those that extend it."""
     try:
         parent = (
             path.parent / os.path.expanduser(reference)

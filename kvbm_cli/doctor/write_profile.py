@@ -120,8 +120,9 @@ def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:
 def _absolute_paths(document: Document, path: Path) -> Iterator[tuple[Source, str]]:
     """Make `extends` and the paths absolute, because the copy may be in another directory."""
     extends = document.get("extends")
-    if extends is not None and ("/" in str(extends.value) or str(extends.value).endswith((".yaml", ".yml"))):
-        yield extends.source, scalar(_as_path(path.parent / os.path.expanduser(str(extends.value))))
+    named = None if extends is None else extends.value  # a list stays: if it then names no files, the copy extends
+    if extends is not None and isinstance(named, str) and ("/" in named or named.endswith((".yaml", ".yml"))):
+        yield extends.source, scalar(_as_path(path.parent / os.path.expanduser(named)))
     for key in PATHS:
         entry = entry_at(document, key.split("."))
         if entry is None or not isinstance(entry.value, str) or "${" in entry.value:

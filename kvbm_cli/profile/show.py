@@ -39,8 +39,10 @@ def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> 
     values = {key: without_secret_value(key, value) for key, value in resolved.values.items()}
     if as_json:
         shown_keys = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}
-        for parent in resolved.extends[:1]:
-            shown_keys = {"extends": {"value": parent.written, "origin": parent.origin}, **shown_keys}
+        if resolved.extends:
+            origin = resolved.extends[0].origin
+            named = [parent.written for parent in resolved.extends if parent.origin == origin]
+            shown_keys = {"extends": {"value": named if named[1:] else named[0], "origin": origin}, **shown_keys}
         print_json(shown_keys)
         return
     width = min(max(map(len, values)), KEY_WIDTH)

@@ -333,7 +333,7 @@ PROFILE = {
 
 EXTENDS = {
     "extends_nothing": Row("profile check mine.yaml", {"mine.yaml": "extends:\n"}),
-    "extends_a_list": Row("profile check mine.yaml", {"mine.yaml": "extends: [demo, vllm]\n"}),
+    "extends_a_list_of_lists": Row("profile check mine.yaml", {"mine.yaml": "extends: [[demo]]\n"}),
     "extends_a_misspelt_name": Row("profile check mine.yaml", {"mine.yaml": "extends: vlm\n"}),
     "extends_no_file": Row("profile check mine.yaml", {"mine.yaml": "extends: ../no.yaml\n"}),
     "extends_a_misspelt_file": Row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import resource
@@ -103,6 +104,14 @@ def test_output(home: Path, name: str, way: Kvbm) -> None:
 
 def test_shipped_profiles_are_listed(home: Path) -> None:
     assert kvbm("profile", "list", home=home).stdout.startswith("demo  ")
+
+
+def test_json_names_every_profile_that_a_file_extends(home: Path) -> None:
+    (home / "storage.yaml").write_text("tiers:\n  disk: {capacity: 1GiB}\n")
+    (home / "both.yaml").write_text("extends: [./mine.yaml, ./storage.yaml]\n")
+    shown = json.loads(kvbm_here("profile", "show", "./both.yaml", "--json", home=home).stdout)
+    assert shown["extends"] == {"value": ["./mine.yaml", "./storage.yaml"], "origin": f"{home}/both.yaml:1"}
+    assert shown["tiers.disk.capacity"]["origin"] == f"{home}/storage.yaml:2"
 
 
 def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:

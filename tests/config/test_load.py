@@ -398,7 +398,8 @@ FILE_MISTAKES = {
     ),
     "extends nothing": (
         "extends:\n",
-        "`extends` must be the name or path of a profile\n  FILE:1:9\n    |\n  1 | extends:\n    |         ^",
+        "`extends` must be the name or path of a profile, or a list of them\n"
+        "  FILE:1:9\n    |\n  1 | extends:\n    |         ^",
         None,
     ),
     "extends a stranger": (
@@ -435,6 +436,25 @@ def test_mistake_in_a_parent_is_shown_in_the_parent(tmp_path: Path) -> None:
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, "extends: parent\n")
     assert caught.value.message.splitlines()[1] == f"  {tmp_path}/parent.yaml:6:10"
+
+
+def test_of_several_parents_the_last_one_wins(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(f"{BASE}server: {{port: 1, host: 127.0.0.9}}\n")
+    (tmp_path / "first.yaml").write_text("extends: base\nserver: {port: 2, host: 127.0.0.2}\n")
+    (tmp_path / "last.yaml").write_text("extends: base\nserver: {port: 3}\n")
+    for written in ("extends: [first, ./last.yaml]\n", "extends:\n- first\n- ./last.yaml\n"):
+        found = load_text(tmp_path, written)
+        assert (found.profile.server.port, found.profile.server.host) == (3, "127.0.0.2")
+        assert found.origins["server.port"] == f"{tmp_path}/last.yaml:2"
+        assert found.origins["server.host"] == f"{tmp_path}/first.yaml:2"
+        assert [source.written for source in found.extends] == ["first", "base", "./last.yaml", "base"]
+
+
+@pytest.mark.parametrize("extends", ["[]", "[[first]]", "[{a: b}]", "[first, '']"])
+def test_list_of_something_else_than_names_is_an_error(tmp_path: Path, extends: str) -> None:
+    (tmp_path / "first.yaml").write_text(BASE)
+    with pytest.raises(ProfileError, match="must be the name or path of a profile, or a list of them"):
+        load_text(tmp_path, f"extends: {extends}\n")
 
 
 def test_circle_of_parents_is_an_error(tmp_path: Path) -> None:

@@ -46,6 +46,14 @@ MUTANTS = (
         fails="tests/cli/test_doctor.py -k report",
     ),
     Mutant(
+        name="first-of-several-parents-wins",
+        bug="Of the profiles that `extends` lists, the first one overrides the others.",
+        file="kvbm/config/layers.py",
+        old="named = extends.value if",
+        new="named = extends.value[::-1] if",
+        fails="tests/config/test_load.py -k several_parents",
+    ),
+    Mutant(
         name="profile-null-tier-stays",
         bug="A tier that is null stays as the parent has it.",
         file="kvbm/config/layers.py",
