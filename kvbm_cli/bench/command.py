@@ -19,10 +19,13 @@ from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.exports.write import write_exports
+from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
+from kvbm_cli.bench.exports.lmbenchmark_csv import file_name, lmbenchmark_csv
+from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.result.measured import Measured, measured_in
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
 from kvbm_cli.bench.show.page import build_report
@@ -32,6 +35,7 @@ from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.system.filesystem import write_atomically
 from kvbm_cli.system.machine import machine, versions
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.show_error import show_warning
@@ -245,3 +249,39 @@ def _surroundings(comparison: Comparison) -> Mapping[str, Any]:
         engine["environment"] = without_secret_values(engine["environment"])  # results are passed on
         found["versions"] |= engine_version(measured.profile)
     return found
+
+
+def write_exports(directory: Path, results: Results) -> list[Path]:
+    """Write exports/<arm>/<cell>/ for all arms and cells with a run that has ended; return the files.
+
+    `directory` is the directory of the experiment that `results` were read from. EnvironmentProblem if a file cannot be
+    written.
+    """
+    return [path for measured in measured_in(results) for path in _write_files(directory / "exports", measured)]
+
+
+def _write_files(exports: Path, measured: Measured) -> list[Path]:
+    folder = exports / measured.arm / measured.cell.name
+    texts = {
+        "vllm-bench.json": json.dumps(vllm_bench_result(measured), allow_nan=False) + "\n",
+        "profile_export_aiperf.json": json.dumps(aiperf_summary(measured), indent=2, allow_nan=False) + "\n",
+        "profile_export.jsonl": "".join(
+            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in aiperf_records(measured)
+        ),
+        **_csv_files(measured),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            write_atomically(folder / name, text)
+    except OSError as error:
+        raise cannot_write(folder, error) from None
+    return [folder / name for name in texts]
+
+
+def _csv_files(measured: Measured) -> dict[str, str]:
+    """Return the CSV files. A faithful run of LMBenchmark has a CSV of its own, equal to LMBenchmark's to the byte."""
+    workload = measured.cell.definition["workload"]
+    if workload.get("kind") == "lmbenchmark" and workload.get("mode") == "faithful":
+        return {}
+    return {file_name(measured, run): lmbenchmark_csv(measured, run) for run in measured.runs}

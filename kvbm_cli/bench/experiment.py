@@ -33,8 +33,7 @@ from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SERVER_METRICS, BenchDirectory, cell_plan, run_name
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.schema import Lmbenchmark

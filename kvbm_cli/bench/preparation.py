@@ -21,7 +21,7 @@ from kvbm_cli.bench.engines import RunningEngine
 from kvbm_cli.bench.judge.paired import percentile
 from kvbm_cli.bench.load.control import Control
 from kvbm_cli.bench.load.request import Target, open_session, send
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
 from kvbm_cli.bench.workload.script import (
     AnswerOf,

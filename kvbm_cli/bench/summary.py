@@ -17,8 +17,7 @@ from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.result.directory import FORMAT
 from kvbm_cli.bench.result.measured import RequestTimes, Slo, goodput
-from kvbm_cli.bench.result.requests import TIERS, RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult, rounded
+from kvbm_cli.bench.result.results import TIERS, CellResult, RequestRecord, Results, RunResult, rounded
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2
 from kvbm_cli.bench.why.why_not import why_not

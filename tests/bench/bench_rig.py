@@ -23,8 +23,7 @@ from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.metrics.scraper import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise as summarise_samples
 from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.schema import Conversations, Schedule, Workload
@@ -180,4 +179,4 @@ def without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
         return nullcontext(SimpleNamespace(summary=lambda: summarise_samples(path)))
 
     monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", sampler)
-    monkeypatch.setattr("kvbm_cli.bench.load.parts.LEAD_S", 0.03)
+    monkeypatch.setattr("kvbm_cli.bench.load.launcher.LEAD_S", 0.03)

@@ -10,7 +10,7 @@ from openai_mock import MODEL, Answer, OpenAIMock
 
 from kvbm_cli.bench.load.drive import DriveResult, drive
 from kvbm_cli.bench.load.request import Target
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest
 from kvbm_cli.bench.workload.script import Phase
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvbm_cli.bench.cells import script_of
 from kvbm_cli.bench.judge.correctness import Key
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest
 from kvbm_cli.bench.workload.schema import Conversations, Schedule, Unique, Workload, as_definition

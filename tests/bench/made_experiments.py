@@ -13,8 +13,7 @@ from typing import Any
 from bench_rig import WORKLOAD, in_turn, setup_of
 
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.build import build_script

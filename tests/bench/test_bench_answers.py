@@ -9,8 +9,7 @@ import pytest
 
 from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of, has_counters, judged_arms, transfers_of
 from kvbm_cli.bench.judge.correctness import OutputVerdict
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
 from kvbm_cli.bench.workload.script import Phase, Script, ScriptedRequest
 

@@ -16,14 +16,13 @@ import pytest
 from client_rig import planned
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.exports import write as exports
+from kvbm_cli.bench import command
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.measured import Measured, Slo
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
 from kvbm_cli.bench.workload.plan import Launches, Plan
 
 DATA = Path(__file__).parent / "data"
@@ -243,7 +242,7 @@ def run_directory(path: Path) -> Path:
 
 
 def write_exports(directory: Path) -> list[Path]:
-    return exports.write_exports(directory, Results.read(BenchDirectory.open(directory)))
+    return command.write_exports(directory, Results.read(BenchDirectory.open(directory)))
 
 
 def test_exports_are_written_per_arm_and_cell(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.show.terminal import BenchProgress, duration
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm_cli.bench.judge.resampling import compare_percentiles, share_of_possible_gain
+from kvbm_cli.bench.judge.estimates import compare_percentiles, share_of_possible_gain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "micro"))
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary, summarise
 from kvbm_cli.bench.workload.build import build_script

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvbm_cli.bench.judge.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
+from kvbm_cli.bench.judge.estimates import NoModel, PromptTime, TtftModel, fit_ttft
 
 
 def requests(

@@ -9,8 +9,7 @@ import pytest
 
 from kvbm_cli.bench.judge.answers import warm_start
 from kvbm_cli.bench.judge.compared import utilisation_of
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import RunResult
+from kvbm_cli.bench.result.results import RequestRecord, RunResult
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan

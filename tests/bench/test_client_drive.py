@@ -10,7 +10,7 @@ from openai_mock import Answer, OpenAIMock
 
 from kvbm_cli.bench.load import launcher
 from kvbm_cli.bench.load.drive import drive
-from kvbm_cli.bench.load.parts import encoding_starts
+from kvbm_cli.bench.load.launcher import encoding_starts
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
 LATE_MS = 150.0  # on a busy machine

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvbm_cli.bench.load.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 
 
 def read_answer(*events: object, end: bytes = b"data: [DONE]\n\n") -> RequestRecord:

@@ -11,7 +11,7 @@ from openai_mock import Answer, OpenAIMock, answer_tokens
 
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.request import open_session, send
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 
 CHAT = [{"role": "user", "content": "five words of a user"}]
 

@@ -15,9 +15,7 @@ from test_client_drive import in_flight_at_most, session_plan
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load import drive as workers
-from kvbm_cli.bench.load import parts
-from kvbm_cli.bench.load.drive import drive
-from kvbm_cli.bench.load.parts import estimated_load, parts_of, worker_count
+from kvbm_cli.bench.load.drive import drive, estimated_load, parts_of, worker_count
 
 earlier: set[int] = set()  # processes that other tests left, such as a resource tracker of multiprocessing
 
@@ -149,7 +147,7 @@ def test_parts_keep_linked_sessions_together_and_divide_the_rest():
 
 
 def test_the_number_of_workers_follows_from_the_load(monkeypatch):
-    monkeypatch.setattr(parts, "_cores", lambda: 8)
+    monkeypatch.setattr(workers, "_cores", lambda: 8)
     small, large = open_loop(50, 0.1), open_loop(5000, 0.002, tokens=20)
     assert estimated_load(small, 1) < 0.05
     assert estimated_load(large, 1) == pytest.approx(500 * (0.00035 + 20 * 0.00008), rel=0.05)
@@ -157,7 +155,7 @@ def test_the_number_of_workers_follows_from_the_load(monkeypatch):
     assert worker_count(small, 1, "auto") == 1
     assert worker_count(large, 1, "auto") == 2
     assert worker_count(large, 20, "auto") == 7, "one core is left for the engine"
-    monkeypatch.setattr(parts, "_cores", lambda: 2)
+    monkeypatch.setattr(workers, "_cores", lambda: 2)
     assert worker_count(large, 20, "auto") == 1
     assert worker_count(small, 1, 3) == 3
     assert worker_count(session_plan(8, 2, concurrency=2), 1, 3) == 2, "at most one per session in flight"

@@ -17,7 +17,7 @@ from metrics_server import MetricsServerForTests
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import summarise
-from kvbm_cli.bench.metrics.usage import Gpus, ProcessTree
+from kvbm_cli.system.usage import Gpus, ProcessTree
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERVAL_S = 0.1

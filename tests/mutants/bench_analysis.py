@@ -6,7 +6,7 @@ from mutant import Mutant
 
 PAIRED = "kvbm_cli/bench/judge/paired.py"
 CORRECTNESS = "kvbm_cli/bench/judge/correctness.py"
-RESAMPLING = "kvbm_cli/bench/judge/resampling.py"
+RESAMPLING = "kvbm_cli/bench/judge/estimates.py"
 
 MUTANTS = (
     Mutant(

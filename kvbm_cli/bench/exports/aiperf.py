@@ -18,7 +18,7 @@ from http import HTTPStatus
 from typing import Any
 
 from kvbm_cli.bench.result.measured import Measured, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
-from kvbm_cli.bench.result.requests import TIERS, RequestRecord
+from kvbm_cli.bench.result.results import TIERS, RequestRecord
 
 SCHEMA_VERSION = "1.4"
 AIPERF_VERSION = "0.13.0"  # whose formulas the values follow

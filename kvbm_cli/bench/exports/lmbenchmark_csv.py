@@ -15,8 +15,7 @@ from collections import Counter
 from typing import Any
 
 from kvbm_cli.bench.result.measured import Measured, launch_ms, output_tokens
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import RunResult
+from kvbm_cli.bench.result.results import RequestRecord, RunResult
 
 LMBENCHMARK_COLUMNS = (
     *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),

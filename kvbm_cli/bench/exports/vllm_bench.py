@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kvbm_cli.bench.result.measured import Measured, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 

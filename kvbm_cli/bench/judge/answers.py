@@ -29,8 +29,7 @@ from kvbm_cli.bench.judge.correctness import (
     judge_outputs,
     pooled,
 )
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
 from kvbm_cli.bench.workload.script import Content, Phase
 

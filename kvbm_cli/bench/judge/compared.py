@@ -9,15 +9,18 @@ from typing import Any
 
 from kvbm_cli.bench.judge.answers import ArmAnswers, has_counters, transfers_of, warm_start
 from kvbm_cli.bench.judge.correctness import OutputVerdict
-from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio, percentile
-from kvbm_cli.bench.judge.resampling import (
+from kvbm_cli.bench.judge.estimates import (
     Estimate,
+    NoModel,
     PercentileComparison,
+    PromptTime,
     ShareOfGain,
+    TtftModel,
     compare_percentiles,
+    fit_ttft,
     share_of_possible_gain,
 )
-from kvbm_cli.bench.judge.ttft_model import NoModel, PromptTime, TtftModel, fit_ttft
+from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio, percentile
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
 from kvbm_cli.bench.result.results import ALL, CellResult, Results, RunResult
 from kvbm_cli.bench.workload.script import Phase

@@ -26,7 +26,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.events import StreamedAnswer
 from kvbm_cli.bench.load.request import UNREADABLE, Target, open_session
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.script import Phase
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -16,11 +17,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from kvbm.errors import EnvironmentProblem
-from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord
-from kvbm_cli.bench.load.parts import Part, WorkerCount, parts_of, worker_count
+from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord, Part
 from kvbm_cli.bench.load.process import (
     READY,
     ClientHealth,
@@ -32,9 +32,19 @@ from kvbm_cli.bench.load.process import (
     together,
 )
 from kvbm_cli.bench.load.request import Target
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.workload.plan import Plan, PlannedRequest, linked_groups
 from kvbm_cli.system import die_with_parent
+
+# Load of one core, measured by bench/client/overhead.py.
+REQUEST_S = 0.00035
+CHUNK_S = 0.00008
+PROMPT_TOKEN_S = 1.5e-7
+LARGEST_LOAD = 0.5
+ASSUMED_TOKENS_PER_S = 50.0  # per session of a closed loop
+ASSUMED_TOKENS = 128  # of an answer without a limit
+WINDOW_S = 10.0
+WorkerCount = int | Literal["auto"]
 
 ROOT = Path(__file__).resolve().parents[3]
 # Not `-m`: classes of the module `__main__` cannot be sent back.
@@ -230,3 +240,72 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
 
 def _never() -> bool:
     return False
+
+
+def worker_count(plan: Plan, target_count: int, wanted: WorkerCount) -> int:
+    """How many processes send the plan; 1 is this process. There is at most one per group of sessions."""
+    if wanted != "auto" and wanted < 1:
+        raise UsageError(f"{wanted} worker processes: at least 1 is required")
+    count = wanted if wanted != "auto" else _useful_count(estimated_load(plan, target_count))
+    concurrency = plan.launches.concurrency or count
+    return max(1, min(count, concurrency, len(linked_groups(plan.requests)) if count > 1 else 1))
+
+
+def estimated_load(plan: Plan, target_count: int) -> float:
+    """Return the share of one core that the plan takes in its busiest 10 s, if the engines keep up."""
+    costs_s = [
+        REQUEST_S + CHUNK_S * (request.answer_tokens or ASSUMED_TOKENS) + PROMPT_TOKEN_S * (request.prompt_tokens or 0)
+        for request in plan.requests
+    ]
+    timed = sorted((request.intended_s, costs_s[i]) for i, request in enumerate(plan.requests) if request.intended_s)
+    return target_count * max(_busiest(timed), _closed_loop_load(plan, costs_s))
+
+
+def _busiest(timed: Sequence[tuple[float, float]]) -> float:
+    """Return the largest load of any window of the timed requests."""
+    largest = inside = 0.0
+    first = 0
+    for at_s, cost_s in timed:
+        inside += cost_s
+        while timed[first][0] <= at_s - WINDOW_S:
+            inside -= timed[first][1]
+            first += 1
+        largest = max(largest, inside)
+    return largest / min(WINDOW_S, max(1.0, timed[-1][0])) if timed else 0.0
+
+
+def _closed_loop_load(plan: Plan, costs_s: Sequence[float]) -> float:
+    """Sessions in flight, each with the assumed speed of answers."""
+    closed = [i for i, request in enumerate(plan.requests) if request.intended_s is None]
+    if not closed:
+        return 0.0
+    tokens = sum(plan.requests[i].answer_tokens or ASSUMED_TOKENS for i in closed)
+    sessions = len({plan.requests[i].session for i in closed})
+    in_flight = min(sessions, plan.launches.concurrency or sessions)
+    return in_flight * ASSUMED_TOKENS_PER_S / tokens * sum(costs_s[i] for i in closed)
+
+
+def parts_of(plan: Plan, count: int) -> list[Part]:
+    """Divides the plan into parts of about equal work."""
+    sent: list[list[PlannedRequest]] = [[] for _ in range(count)]
+    work = [0] * count
+    for group in linked_groups(plan.requests):
+        lightest = work.index(min(work))
+        sent[lightest] += group
+        work[lightest] += sum(8 + (request.answer_tokens or ASSUMED_TOKENS) for request in group)
+    parts = []
+    for number, requests in enumerate(sent):
+        whole = plan.launches.concurrency
+        concurrency = None if whole is None else whole // count + (number < whole % count)
+        requests.sort(key=lambda request: request.index)
+        parts.append(Part(tuple(requests), plan.launches, plan.request_timeout_s, concurrency))
+    return parts
+
+
+def _useful_count(load: float) -> int:
+    """One core is left for the engine, which usually runs on the same machine."""
+    return min(math.ceil(load / LARGEST_LOAD), _cores() - 1)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

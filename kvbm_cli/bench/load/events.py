@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvbm_cli.bench.load.control import error_text
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 

@@ -16,14 +16,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvbm_cli.bench.load.parts import Part, encoding_starts, slot_groups
 from kvbm_cli.bench.load.request import Exchange, Target
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.workload.plan import PlannedRequest
+from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.workload.plan import Launches, PlannedRequest, slot_groups
+
+LEAD_S = 0.25
+LEAD_S_PER_REQUEST = 2e-5
+ENCODE_S_PER_TOKEN = 3e-7  # three times the usual time
 
 if TYPE_CHECKING:
     import aiohttp
@@ -247,3 +250,29 @@ class Launcher:
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process sends: all or some requests of a plan."""
+
+    requests: tuple[PlannedRequest, ...]
+    launches: Launches
+    request_timeout_s: float
+    concurrency: int | None
+
+    def lead_s(self) -> float:
+        """Time to prepare the first launches."""
+        starts = encoding_starts([request for request in self.requests if not request.after])
+        return LEAD_S + LEAD_S_PER_REQUEST * len(self.requests) - min([*starts.values(), 0.0])
+
+
+def encoding_starts(requests: Iterable[PlannedRequest]) -> dict[int, float]:
+    """Seconds at which the encoding of each timed request must start, also where many are due at once."""
+    starts: dict[int, float] = {}
+    timed = [(request.intended_s, request) for request in requests if request.intended_s is not None]
+    next_s = float("inf")
+    for intended_s, request in sorted(timed, key=lambda one: (one[0], one[1].index), reverse=True):
+        next_s = min(intended_s, next_s) - ENCODE_S_PER_TOKEN * (request.prompt_tokens or 1)
+        starts[request.index] = next_s
+    return starts

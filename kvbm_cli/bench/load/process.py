@@ -22,10 +22,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from kvbm_cli.bench.load.launcher import Launcher, OnRecord
-from kvbm_cli.bench.load.parts import Part
+from kvbm_cli.bench.load.launcher import Launcher, OnRecord, Part
 from kvbm_cli.bench.load.request import Target, open_session
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 
 READY = "ready"
 BATCH_INTERVAL_S = 0.1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.events import StreamedAnswer
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
 if TYPE_CHECKING:

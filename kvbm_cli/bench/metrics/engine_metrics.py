@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbm.metrics import COUNTERS as KVBM_METRICS
-from kvbm_cli.bench.result.requests import TIERS
+from kvbm_cli.bench.result.results import TIERS
 
 KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off", "kvbm_shared_off")  # 0 or 1
 KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)

@@ -31,8 +31,8 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     read_gauges,
     started_s,
 )
-from kvbm_cli.bench.metrics.usage import Gpus, ProcessTree
 from kvbm_cli.system.http_client import get_metrics, load_library
+from kvbm_cli.system.usage import Gpus, ProcessTree
 
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0

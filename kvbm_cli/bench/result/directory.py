@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.result.requests import RequestRecord
 from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
@@ -141,32 +140,17 @@ class BenchDirectory:
                 found = json.loads(line)
             except ValueError as error:
                 if not line.endswith("\n"):
-                    self._note(f"the last line of {path.name} is incomplete and was ignored")
+                    self.note(f"the last line of {path.name} is incomplete and was ignored")
                     return
                 raise UsageError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(found, dict):
                 raise UsageError(f"{path}, line {number}: must be a JSON object")
             yield found
 
-    def records(self) -> dict[str, list[RequestRecord]]:
-        """Return the records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
-        ended = {run["run"] for run in self.runs()}
-        records: dict[str, list[RequestRecord]] = {name: [] for name in ended}
-        if not self.has(REQUESTS):
-            self._note(f"{REQUESTS} is missing: the report has no data of it")
-        for number, line in enumerate(self.lines(REQUESTS), start=1):
-            try:
-                record = RequestRecord.from_json(line)
-            except TypeError as error:
-                raise UsageError(f"{self.path / REQUESTS}, line {number}: {error}") from None
-            if record.run in ended:
-                records[record.run].append(record)
-        return {name: sorted(of_run, key=lambda record: record.index) for name, of_run in records.items()}
-
     def runs(self) -> list[dict[str, Any]]:
         """Return the lines of runs.jsonl. UsageError for a line without what every run has."""
         if not self.has(RUNS):
-            self._note(f"{RUNS} is missing: the report has no data of it")
+            self.note(f"{RUNS} is missing: the report has no data of it")
         runs = list(self.lines(RUNS))
         for number, run in enumerate(runs, start=1):
             for name, wanted in RUN_FIELDS.items():
@@ -177,7 +161,7 @@ class BenchDirectory:
                 raise UsageError(f"{self.path / RUNS}, line {number}: {run['run']!r} is not the name of a run")
         return runs
 
-    def _note(self, note: str) -> None:
+    def note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 

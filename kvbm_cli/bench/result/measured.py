@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.requests import TIERS, RequestRecord
-from kvbm_cli.bench.result.results import CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import TIERS, CellResult, RequestRecord, Results, RunResult
 
 _Z_975 = 1.959964
 

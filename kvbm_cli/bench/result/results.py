@@ -1,20 +1,149 @@
-"""Results: the runs of an experiment, read from the files of its directory; all that is printed follows from them."""
+"""Results: the runs of an experiment with the record of each request, read from the files of its directory.
+
+All that is printed follows from them. A failed request has a record too, with `error` set.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from types import NoneType
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.directory import FORMAT, PLAN, BenchDirectory, cell_plan
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.directory import FORMAT, PLAN, REQUESTS, BenchDirectory, cell_plan
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 
+_TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "str | None": (str, NoneType),
+    "int | None": (int, NoneType),
+    "float | None": (float, int, NoneType),
+    "list[int]": (list,),
+    "list[float]": (list,),
+}
+
+TIERS = ("g1", "g2", "g3", "g4", "computed")  # where prompt tokens came from
 ALL = "all"  # the primary phase of a cell in which no request can reuse anything
 DIGITS = 4
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Times are in milliseconds since the start of the run; `None` if the event never happened.
+
+    `intended_ms` is the planned launch; in a closed loop, the moment at which the request could start. `launched_ms` is
+    right before the first byte is written. `first_token_ms` is the first chunk with text, reasoning or token ids,
+    `first_text_ms` the first with text of the answer. `first_chunk_tokens` arrived together; `token_gaps_ms` has one
+    value per later token.
+
+    `cached_tokens` is the part of the prompt that was not computed. `g1_tokens` to `g4_tokens` split it by tier; they
+    are `None` if the engine does not report it per request. `text` is empty if there are token ids.
+    """
+
+    run: str
+    arm: str
+    cell: str
+    pair: int
+    index: int
+    session: int
+    turn: int
+    phase: str
+    intended_ms: float | None = None
+    error: str | None = None
+    http_status: int | None = None
+    launched_ms: float | None = None
+    first_token_ms: float | None = None
+    first_text_ms: float | None = None
+    last_token_ms: float | None = None
+    end_ms: float | None = None
+    first_chunk_tokens: int = 0
+    token_gaps_ms: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    g1_tokens: int | None = None
+    g2_tokens: int | None = None
+    g3_tokens: int | None = None
+    g4_tokens: int | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.session, self.turn
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time to first token from the intended launch, which is what the user waits."""
+        return _difference(self.first_token_ms, self.intended_ms)
+
+    @property
+    def ttft_from_launch_ms(self) -> float | None:
+        return _difference(self.first_token_ms, self.launched_ms)
+
+    @property
+    def end_to_end_ms(self) -> float | None:
+        return _difference(self.end_ms, self.intended_ms)
+
+    @property
+    def lateness_ms(self) -> float | None:
+        return _difference(self.launched_ms, self.intended_ms)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first chunk; `None` with fewer than one such token."""
+        later = (self.output_tokens or len(self.token_ids)) - self.first_chunk_tokens
+        span_ms = _difference(self.last_token_ms, self.first_token_ms)
+        return span_ms / later if span_ms is not None and later > 0 else None
+
+    @property
+    def computed_tokens(self) -> int | None:
+        if self.prompt_tokens is None or self.cached_tokens is None:
+            return None
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Prompt tokens by source, without the unknown ones."""
+        found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
+        return {tier: count for tier, count in found.items() if count is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "status": "ok" if self.is_ok else "error",
+            "ttft_ms": self.ttft_ms,
+            "ttft_from_launch_ms": self.ttft_from_launch_ms,
+            "end_to_end_ms": self.end_to_end_ms,
+            "lateness_ms": self.lateness_ms,
+            "tpot_ms": self.tpot_ms,
+            "computed_tokens": self.computed_tokens,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RequestRecord:
+        """TypeError if a required field is missing or has another type. Derived values are computed again."""
+        for name, (types, wanted) in _TYPES.items():
+            if name in data and not isinstance(data[name], types):
+                raise TypeError(f"`{name}` is {data[name]!r}, not `{wanted}`")
+        return cls(**{name: data[name] for name in _TYPES if name in data})
+
+
+_TYPES = {one.name: (_TYPES_OF_ANNOTATION[str(one.type)], str(one.type)) for one in fields(RequestRecord)}
+
+
+def _difference(later: float | None, earlier: float | None) -> float | None:
+    return None if later is None or earlier is None else later - earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +236,7 @@ class Results:
                 f"{directory.path / PLAN}: `format` is {plan.get('format', 'missing')}, this version reads {FORMAT}",
                 hint="repeat the measurement with this version of kvbm",
             )
-        runs, records = directory.runs(), directory.records()
+        runs, records = directory.runs(), _records(directory)
         try:
             cells = tuple(_cell(directory, one, runs, records) for one in plan["cells"])
         except (KeyError, TypeError, ValueError) as error:
@@ -148,3 +277,18 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
     return value
+
+
+def _records(directory: BenchDirectory) -> dict[str, list[RequestRecord]]:
+    """Return the records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
+    records: dict[str, list[RequestRecord]] = {run["run"]: [] for run in directory.runs()}
+    if not directory.has(REQUESTS):
+        directory.note(f"{REQUESTS} is missing: the report has no data of it")
+    for number, line in enumerate(directory.lines(REQUESTS), start=1):
+        try:
+            record = RequestRecord.from_json(line)
+        except TypeError as error:
+            raise UsageError(f"{directory.path / REQUESTS}, line {number}: {error}") from None
+        if record.run in records:
+            records[record.run].append(record)
+    return {name: sorted(of_run, key=lambda record: record.index) for name, of_run in records.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbm_cli.bench.result.requests import TIERS
+from kvbm_cli.bench.result.results import TIERS
 from kvbm_cli.bench.show.elements import (
     Markup,
     at,

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.bench.result.requests import TIERS, RequestRecord
-from kvbm_cli.bench.result.results import ALL, CellResult, Results
+from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results
 from kvbm_cli.bench.show.elements import (
     Markup,
     count,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvbm_cli.bench.result.requests import TIERS, RequestRecord
+from kvbm_cli.bench.result.results import TIERS, RequestRecord
 from kvbm_cli.bench.show.elements import (
     Markup,
     at,

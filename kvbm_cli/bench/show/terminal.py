@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvbm_cli.bench.result.requests import RequestRecord
-from kvbm_cli.bench.result.results import ALL
+from kvbm_cli.bench.result.results import ALL, RequestRecord
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import coloured

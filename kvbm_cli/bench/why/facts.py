@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.judge.compared import Compared, queue_share_of
+from kvbm_cli.bench.judge.estimates import NoModel, TtftModel
 from kvbm_cli.bench.judge.paired import Noise, PairedRatio
-from kvbm_cli.bench.judge.ttft_model import NoModel, TtftModel
 from kvbm_cli.bench.judge.verdict import VerdictLimits
 from kvbm_cli.bench.result.results import CellResult
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest

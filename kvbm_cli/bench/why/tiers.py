@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from kvbm.config.sizes import UNITS, parse_size
+from kvbm_cli.bench.judge.estimates import TtftModel
 from kvbm_cli.bench.judge.paired import LEAST_COUNTS
-from kvbm_cli.bench.judge.ttft_model import TtftModel
-from kvbm_cli.bench.result.requests import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.why.facts import CellFacts, Why, milliseconds, share
 
 # Below half, more of the possible gain was lost than made.
