@@ -97,14 +97,14 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class RunGroup:
+class ArmGroup:
     """Arms that run at the same time, in repetition `pair`."""
 
     pair: int
     arms: tuple[str, ...]
 
 
-def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) -> list[RunGroup]:
+def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) -> list[ArmGroup]:
     """Return the order of all runs of a cell.
 
     In turn, arms alternate: A B, B A, A B, ... or the reverse, which the seed decides. So a machine that slowly gets
@@ -112,15 +112,15 @@ def groups(comparison: Comparison, *, interleaved: bool, pairs: int, seed: int) 
     """
     names = [arm.name for arm in comparison.arms]
     if interleaved:
-        return [RunGroup(pair, tuple(names)) for pair in range(1, pairs + 1)]
+        return [ArmGroup(pair, tuple(names)) for pair in range(1, pairs + 1)]
     compared = [name for name in names if comparison.floor is None or name != comparison.floor.name]
     is_reversed = random.Random(seed).random() < 0.5
     result = []
     for pair in range(1, pairs + 1):
         order = compared[::-1] if is_reversed else compared
-        result += [RunGroup(pair, (name,)) for name in order]
+        result += [ArmGroup(pair, (name,)) for name in order]
         if pair == 1 and comparison.floor is not None:
-            result.append(RunGroup(pair, (comparison.floor.name,)))
+            result.append(ArmGroup(pair, (comparison.floor.name,)))
         is_reversed = not is_reversed
     return result
 

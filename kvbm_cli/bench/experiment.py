@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench.arms import RECORDING, RunGroup
+from kvbm_cli.bench.arms import RECORDING, ArmGroup
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm, RunningEngine, running_server
 from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult
@@ -63,7 +63,7 @@ def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, pr
     _Experiment(setup, engines, directory, progress, done).run()
 
 
-def _runs_of(cell: Cell, group: RunGroup) -> dict[str, str]:
+def _runs_of(cell: Cell, group: ArmGroup) -> dict[str, str]:
     """Return the names of the runs of a group by arm."""
     return {name: run_name(cell.name, group.pair, name) for name in group.arms}
 
@@ -80,7 +80,7 @@ def _require_same(old: Mapping[str, Any], new: Mapping[str, Any], directory: Ben
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupOfRuns:
+class _Measurements:
     """Runs of one cell that are made at the same time: the name of each arm with the name of its run."""
 
     cell: Cell
@@ -162,7 +162,7 @@ class _Experiment:
                 self._progress.phase(f"{cell.name}: the interval is tight after {group.pair - 1} pairs")
                 return
             place = f"{cell.name}, run {position} of {len(order)}"
-            started = _GroupOfRuns(cell, group.pair, runs, position, place)
+            started = _Measurements(cell, group.pair, runs, position, place)
             if cell.is_faithful:
                 self._run_faithful(started)
             else:
@@ -172,7 +172,7 @@ class _Experiment:
         cells = Results.read(self._directory).cells
         return self._setup.is_tight(next(one for one in cells if one.name == cell.name))
 
-    def _run_group(self, group: _GroupOfRuns) -> None:
+    def _run_group(self, group: _Measurements) -> None:
         """Run the arms of a group at the same time, each in its own engine."""
         own = cell_plan(group.cell.name, group.pair)
         data = self._directory.read_json(own if self._directory.has(own) else cell_plan(group.cell.name))
@@ -187,7 +187,7 @@ class _Experiment:
             for name, engine in engines.items():
                 self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
 
-    def _run_faithful(self, group: _GroupOfRuns) -> None:
+    def _run_faithful(self, group: _Measurements) -> None:
         """Run LMBenchmark's own schedule against one arm; its history is live, so there is no plan."""
         ((name, run),) = group.runs.items()
         workload = group.cell.workload
@@ -222,7 +222,7 @@ class _Experiment:
             return await run_faithful(parameters, target, model=model, on_record=self._keep_record)
 
     def _started(
-        self, stack: ExitStack, name: str, group: _GroupOfRuns, plan: Plan, *, can_reset: bool
+        self, stack: ExitStack, name: str, group: _Measurements, plan: Plan, *, can_reset: bool
     ) -> RunningEngine:
         """Start the engine of an arm, warm it up, and empty its cache.
 
@@ -246,7 +246,7 @@ class _Experiment:
         return engine
 
     def _measured(
-        self, engines: Mapping[str, RunningEngine], group: _GroupOfRuns, plan: Plan
+        self, engines: Mapping[str, RunningEngine], group: _Measurements, plan: Plan
     ) -> tuple[DriveResult, dict[str, ServerSummary]]:
         """Send all requests while the server metrics are sampled."""
         start_ns = time.perf_counter_ns()
@@ -268,7 +268,7 @@ class _Experiment:
         self._progress.request_ended(record)
 
 
-def _target(group: _GroupOfRuns, name: str, engine: RunningEngine, *, offset_s: float = 0.0) -> Target:
+def _target(group: _Measurements, name: str, engine: RunningEngine, *, offset_s: float = 0.0) -> Target:
     return Target(
         run=group.runs[name],
         arm=name,
@@ -299,7 +299,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _GroupOfRuns, result: DriveResult | FaithfulFacts, server: ServerSummary
+    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult | FaithfulFacts, server: ServerSummary
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],

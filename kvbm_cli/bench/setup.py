@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.config.sizes import format_size
-from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, Comparison, RunGroup, groups
+from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, ArmGroup, Comparison, groups
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import HEADROOM
 from kvbm_cli.bench.judge.compared import is_cell_tight
@@ -179,7 +179,7 @@ class Setup:
     def pairs(self, cell: Cell) -> int:
         return cell.schedule.pairs or DEFAULT_PAIRS["interleaved" if self.interleaved(cell) else "in_turn"]
 
-    def groups(self, cell: Cell) -> list[RunGroup]:
+    def groups(self, cell: Cell) -> list[ArmGroup]:
         return groups(
             self.comparison, interleaved=self.interleaved(cell), pairs=self.pairs(cell), seed=cell.workload.seed
         )

@@ -17,7 +17,7 @@ from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.result.directory import FORMAT
 from kvbm_cli.bench.result.measured import RequestTimes, Slo, goodput
-from kvbm_cli.bench.result.results import TIERS, CellResult, RequestRecord, Results, RunResult, rounded
+from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2
 from kvbm_cli.bench.why.why_not import why_not
@@ -260,7 +260,7 @@ def _g4_tokens(record: RequestRecord) -> int | None:
     return None if record.g3_tokens is None else record.g4_tokens or 0
 
 
-def _server_tokens(runs: Sequence[RunResult]) -> dict[str, int | None] | None:
+def _server_tokens(runs: Sequence[Measurement]) -> dict[str, int | None] | None:
     """Return the same from the engine's counters; `None` if a run has none."""
     found = [run.server.get("prompt_tokens") for run in runs]
     if not all(found):
@@ -273,7 +273,7 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
     return sum(count for count in known if count is not None) if known and None not in known else None
 
 
-def _throughput(run: RunResult) -> dict[str, float | None]:
+def _throughput(run: Measurement) -> dict[str, float | None]:
     """Rates from the first launch to the last end. Fixed launch times limit all of them."""
     answered = [record for record in run.records if record.is_ok]
     starts, ends = _known(record.launched_ms for record in answered), _known(record.end_ms for record in answered)
@@ -287,7 +287,7 @@ def _throughput(run: RunResult) -> dict[str, float | None]:
     }
 
 
-def _goodput(cell: CellResult, runs: Sequence[RunResult]) -> dict[str, Any] | None:
+def _goodput(cell: CellResult, runs: Sequence[Measurement]) -> dict[str, Any] | None:
     text = cell.definition["workload"].get("slo")
     if text is None:
         return None

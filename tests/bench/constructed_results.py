@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbm_cli.bench.cells import script_of
 from kvbm_cli.bench.judge.correctness import Key
-from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest
 from kvbm_cli.bench.workload.schema import Conversations, Schedule, Unique, Workload, as_definition
@@ -112,7 +112,7 @@ def plan_of(workload: Workload, launches: Launches) -> Plan:
     return Plan.make(script_of(workload, writer, seed=1), launches, Dialect("m"), request_timeout_s=60.0)
 
 
-def _run(plan: Plan, name: str, arm: GivenArm, pair: int) -> RunResult:
+def _run(plan: Plan, name: str, arm: GivenArm, pair: int) -> Measurement:
     sent: dict[Key, int] = {}
     records = [_record(request, name, arm, pair, sent) for request in plan.requests]
     totals = {
@@ -132,7 +132,7 @@ def _run(plan: Plan, name: str, arm: GivenArm, pair: int) -> RunResult:
     client = {"lateness_p99_ms": arm.lateness_ms, "loop_lag_p99_ms": 1.0, "cpu_share": 0.1, **arm.client}
     run = f"talk.{pair}.{name}"
     facts = {"client": client, "server": server, "startup_s": 1.0, "duration_s": 30.0, "engine_ended": False}
-    return RunResult(run, name, pair, facts, tuple(records))
+    return Measurement(run, name, pair, facts, tuple(records))
 
 
 def _record(request: PlannedRequest, name: str, arm: GivenArm, pair: int, sent: dict[Key, int]) -> RequestRecord:

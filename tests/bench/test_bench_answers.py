@@ -9,7 +9,7 @@ import pytest
 
 from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of, has_counters, judged_arms, transfers_of
 from kvbm_cli.bench.judge.correctness import OutputVerdict
-from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
 from kvbm_cli.bench.workload.script import Phase, Script, ScriptedRequest
 
@@ -38,7 +38,7 @@ def made_plan(*, is_recorded: bool) -> Plan:
     return Plan.make(script, Launches(interval_s=1.0), Dialect("m"), answers=answers, request_timeout_s=5.0)
 
 
-def made_run(arm: str, pair: int, tokens: Sequence[int], *, differing: int = 0, g2: int | None = 16) -> RunResult:
+def made_run(arm: str, pair: int, tokens: Sequence[int], *, differing: int = 0, g2: int | None = 16) -> Measurement:
     """`differing` requests answer with another first token."""
     name = f"cell.{pair}.{arm}"
     records = [
@@ -47,11 +47,11 @@ def made_run(arm: str, pair: int, tokens: Sequence[int], *, differing: int = 0, 
     ]
     for record in records[:differing]:
         record.token_ids = [99, *record.token_ids[1:]]
-    return RunResult(name, arm, pair, {"server": {}, "client": {}}, tuple(records))
+    return Measurement(name, arm, pair, {"server": {}, "client": {}}, tuple(records))
 
 
 def made(
-    runs: Sequence[RunResult], references: Sequence[str], *, is_recorded: bool = False, are_pairs_equal: bool = True
+    runs: Sequence[Measurement], references: Sequence[str], *, is_recorded: bool = False, are_pairs_equal: bool = True
 ) -> Results:
     """`kvbm` or, without it, `url-1` is measured."""
     names = list(dict.fromkeys(run.arm for run in runs))

@@ -8,7 +8,7 @@ import pytest
 from bench_rig import comparison
 
 from kvbm.errors import ProfileError, UsageError
-from kvbm_cli.bench.arms import RunGroup, comparison_of, free_name, groups, profiles_of
+from kvbm_cli.bench.arms import ArmGroup, comparison_of, free_name, groups, profiles_of
 
 ONE, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
@@ -202,9 +202,9 @@ def test_with_several_references_all_arms_are_in_every_pair():
 
 def test_interleaved_arms_run_at_the_same_time_in_every_pair():
     order = groups(comparison("baseline"), interleaved=True, pairs=2, seed=0)
-    assert order == [RunGroup(pair, ("baseline", "kvbm", "floor")) for pair in (1, 2)]
+    assert order == [ArmGroup(pair, ("baseline", "kvbm", "floor")) for pair in (1, 2)]
 
 
 def test_servers_have_no_floor():
     order = groups(comparison_of(None, (), (ONE, OTHER)), interleaved=True, pairs=1, seed=0)
-    assert order == [RunGroup(1, ("url-2", "url-1"))]
+    assert order == [ArmGroup(1, ("url-2", "url-1"))]

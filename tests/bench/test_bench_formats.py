@@ -22,7 +22,7 @@ from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.measured import Measured, Slo
-from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.workload.plan import Launches, Plan
 
 DATA = Path(__file__).parent / "data"
@@ -44,7 +44,7 @@ def record(**changes: Any) -> RequestRecord:
 
 def measured(records: list[RequestRecord], duration_s: float, concurrency: int | None = None) -> Measured:
     facts = {"started_unix_s": 1795397950.0, "duration_s": duration_s}
-    run = RunResult(RUN, "kvbm", 1, facts, tuple(records))
+    run = Measurement(RUN, "kvbm", 1, facts, tuple(records))
     cell = CellResult(CELL, plan(concurrency), "digest", (run,))
     return Measured("kvbm", cell, (run,), 1, Slo.parse("ttft:100"))
 

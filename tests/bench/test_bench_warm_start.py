@@ -9,7 +9,7 @@ import pytest
 
 from kvbm_cli.bench.judge.answers import warm_start
 from kvbm_cli.bench.judge.compared import utilisation_of
-from kvbm_cli.bench.result.results import RequestRecord, RunResult
+from kvbm_cli.bench.result.results import Measurement, RequestRecord
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan
@@ -41,7 +41,7 @@ def found(plan: Plan, *cached: int, launched_ms: Sequence[float] = (0, 0, 0)) ->
         )
         for one, count, start_ms in zip(plan.requests, cached, launched_ms, strict=False)
     )
-    return warm_start(RunResult("r", "kvbm", 1, {}, records), plan)
+    return warm_start(Measurement("r", "kvbm", 1, {}, records), plan)
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -87,7 +87,7 @@ def test_a_burst_has_no_rate_that_an_engine_could_keep_up_with():
             RequestRecord("r", "kvbm", "t", 1, index, index, 1, "cold", 0.0, launched_ms=start_ms, end_ms=end_ms)
             for index, (start_ms, end_ms) in enumerate(times)
         ]
-        return utilisation_of(RunResult("r", "kvbm", 1, {}, tuple(records)))
+        return utilisation_of(Measurement("r", "kvbm", 1, {}, tuple(records)))
 
     assert busy((0, 100)) is None
     assert busy((0, 100), (0, 200)) is None

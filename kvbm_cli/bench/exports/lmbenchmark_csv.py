@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from kvbm_cli.bench.result.measured import Measured, launch_ms, output_tokens
-from kvbm_cli.bench.result.results import RequestRecord, RunResult
+from kvbm_cli.bench.result.results import Measurement, RequestRecord
 
 LMBENCHMARK_COLUMNS = (
     *("prompt_tokens", "generation_tokens", "ttft", "generation_time"),
@@ -25,12 +25,12 @@ TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_toke
 OUR_COLUMNS = ("request_id", "status", "turn", "phase", "intended_launch", *TIER_COLUMNS, "itl_p50", "tpot")
 
 
-def file_name(measured: Measured, run: RunResult) -> str:
+def file_name(measured: Measured, run: Measurement) -> str:
     """KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second."""
     return f"{run.run}_output_{measured.offered_rate or 0:.4g}.csv"
 
 
-def lmbenchmark_csv(measured: Measured, run: RunResult) -> str:
+def lmbenchmark_csv(measured: Measured, run: Measurement) -> str:
     """Return the text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput
     wrong."""
     text = io.StringIO()

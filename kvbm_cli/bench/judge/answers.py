@@ -29,7 +29,7 @@ from kvbm_cli.bench.judge.correctness import (
     judge_outputs,
     pooled,
 )
-from kvbm_cli.bench.result.results import CellResult, RequestRecord, Results, RunResult
+from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest
 from kvbm_cli.bench.workload.script import Content, Phase
 
@@ -96,7 +96,7 @@ def _has_other_engine(results: Results, name: str) -> bool:
     return any(key.startswith("engine.") for key in results.arms[name]["differences"])
 
 
-def transfers_of(runs: Sequence[RunResult]) -> Transfers:
+def transfers_of(runs: Sequence[Measurement]) -> Transfers:
     """Evidence that blocks came back: tokens by the answers and by the engine, blocks by kvbm's own counters."""
     g2 = sum(record.g2_tokens or 0 for run in runs for record in run.records)
     g3 = sum(record.g3_tokens or 0 for run in runs for record in run.records)
@@ -111,7 +111,7 @@ def transfers_of(runs: Sequence[RunResult]) -> Transfers:
     )
 
 
-def has_counters(runs: Sequence[RunResult]) -> bool:
+def has_counters(runs: Sequence[Measurement]) -> bool:
     """Whether `transfers_of` could have found any: the engine reports where prompt tokens came from."""
     return any(run.server.get("prompt_tokens") or run.server.get("kvbm_counters") for run in runs) or any(
         record.g2_tokens is not None for run in runs for record in run.records
@@ -125,7 +125,7 @@ class _AnswerSource:
     recorded: Answers | None
     by_pair: Mapping[int, Answers]
 
-    def of(self, run: RunResult) -> Answers:
+    def of(self, run: Measurement) -> Answers:
         """For a run of the source itself, there is nothing to compare with."""
         if self.recorded is not None:
             return self.recorded
@@ -184,7 +184,7 @@ def _controls(results: Results, cell: CellResult) -> dict[str, OutputDifference]
     return {name: pooled(parts) for name, parts in compared.items()}
 
 
-def answers_in(run: RunResult) -> dict[Key, Answer]:
+def answers_in(run: Measurement) -> dict[Key, Answer]:
     """Return the answers of one run, without failed requests."""
     return {
         record.key: Answer(
@@ -195,7 +195,7 @@ def answers_in(run: RunResult) -> dict[Key, Answer]:
     }
 
 
-def warm_start(run: RunResult, plan: Plan) -> str | None:
+def warm_start(run: Measurement, plan: Plan) -> str | None:
     """Return what shows that the cache was not empty, or None. The shared tier has what another engine computed."""
     for record in run.records:
         cached, prompt = (record.cached_tokens or 0) - (record.g4_tokens or 0), record.prompt_tokens or 0

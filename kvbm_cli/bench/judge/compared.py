@@ -22,7 +22,7 @@ from kvbm_cli.bench.judge.estimates import (
 )
 from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio, percentile
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
-from kvbm_cli.bench.result.results import ALL, CellResult, Results, RunResult
+from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results
 from kvbm_cli.bench.workload.script import Phase
 
 Samples = dict[int, dict[int, list[float]]]
@@ -153,7 +153,7 @@ def compare(
     )
 
 
-def _has_loads(runs: Sequence[RunResult], *, is_known: bool) -> bool | None:
+def _has_loads(runs: Sequence[Measurement], *, is_known: bool) -> bool | None:
     """Return whether blocks were loaded. A server elsewhere may be faster for any reason; without `is_known`, no load
     is not a finding."""
     if transfers_of(runs).are_proven:
@@ -167,7 +167,7 @@ def is_cell_tight(cell: CellResult, *, measured: str, reference: str) -> bool:
 
 
 def pairs_of(
-    cell: CellResult, reference: Sequence[RunResult], measured: Sequence[RunResult]
+    cell: CellResult, reference: Sequence[Measurement], measured: Sequence[Measurement]
 ) -> dict[int, dict[int, list[tuple[float, float]]]]:
     """Return the times to first token in both arms, by pair and session, of every primary request that both answered.
 
@@ -184,11 +184,11 @@ def pairs_of(
     return pairs
 
 
-def _times(cell: CellResult, runs: Sequence[RunResult]) -> dict[int, dict[tuple[int, int], float]]:
+def _times(cell: CellResult, runs: Sequence[Measurement]) -> dict[int, dict[tuple[int, int], float]]:
     return {run.pair: {one.key: one.ttft_ms for one in cell.primary_records(run) if one.ttft_ms} for run in runs}
 
 
-def _samples(cell: CellResult, runs: Sequence[RunResult]) -> Samples:
+def _samples(cell: CellResult, runs: Sequence[Measurement]) -> Samples:
     samples: Samples = defaultdict(lambda: defaultdict(list))
     for run in runs:
         for record in cell.primary_records(run):
@@ -201,7 +201,7 @@ def _flat(samples: Samples) -> list[float]:
     return [value for by_session in samples.values() for values in by_session.values() for value in values]
 
 
-def _prompt_times(run: RunResult) -> list[PromptTime]:
+def _prompt_times(run: Measurement) -> list[PromptTime]:
     """Return requests whose tokens are known by tier."""
     return [
         PromptTime(
@@ -219,16 +219,16 @@ def _prompt_times(run: RunResult) -> list[PromptTime]:
     ]
 
 
-def _client(run: RunResult) -> ClientLoad:
+def _client(run: Measurement) -> ClientLoad:
     return ClientLoad(run.run, run.client["lateness_p99_ms"] or 0.0, run.client["cpu_share"])
 
 
-def _utilisation(runs: Sequence[RunResult]) -> float | None:
+def _utilisation(runs: Sequence[Measurement]) -> float | None:
     found = [share for run in runs if (share := utilisation_of(run)) is not None]
     return max(found, default=None)
 
 
-def utilisation_of(run: RunResult) -> float | None:
+def utilisation_of(run: Measurement) -> float | None:
     """Share of the time from the first launch to the last end in which at least one request was in flight. None if all
     were launched within the time of the shortest: such a burst has no rate that an engine could keep up with."""
     intervals = [
@@ -244,7 +244,7 @@ def utilisation_of(run: RunResult) -> float | None:
     return busy_share(intervals, first, max(end for _, end in intervals))
 
 
-def queue_share_of(runs: Sequence[RunResult]) -> float | None:
+def queue_share_of(runs: Sequence[Measurement]) -> float | None:
     """Return the largest share of the mean TTFT that requests of a run waited in the engine's queue."""
     shares = []
     for run in runs:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.results import TIERS, CellResult, RequestRecord, Results, RunResult
+from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results
 
 _Z_975 = 1.959964
 
@@ -29,7 +29,7 @@ class Measured:
 
     arm: str
     cell: CellResult
-    runs: tuple[RunResult, ...]
+    runs: tuple[Measurement, ...]
     seed: int | None
     slo: Slo | None
 
@@ -105,7 +105,7 @@ def _measured(arm: str, cell: CellResult, results: Results) -> Measured:
     return Measured(arm, cell, runs, results.plan.get("seed"), None if slo is None else Slo.parse(slo))
 
 
-def started_unix_s(run: RunResult) -> float:
+def started_unix_s(run: Measurement) -> float:
     return float(run.facts["started_unix_s"])
 
 

@@ -147,7 +147,7 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class Measurement:
     """One arm, once. `facts` is the line of runs.jsonl."""
 
     run: str
@@ -178,7 +178,7 @@ class CellResult:
     definition: Mapping[str, Any]
     plan: Plan | None
     digest: str | None
-    runs: tuple[RunResult, ...]
+    runs: tuple[Measurement, ...]
     are_pairs_equal: bool = True
     primary: str = field(init=False)
 
@@ -191,7 +191,7 @@ class CellResult:
     def name(self) -> str:
         return str(self.definition["name"])
 
-    def of_arm(self, arm: str) -> tuple[RunResult, ...]:
+    def of_arm(self, arm: str) -> tuple[Measurement, ...]:
         return tuple(run for run in self.runs if run.arm == arm)
 
     @property
@@ -201,7 +201,7 @@ class CellResult:
     def is_primary(self, record: RequestRecord) -> bool:
         return self.primary in (ALL, record.phase)
 
-    def primary_records(self, run: RunResult) -> list[RequestRecord]:
+    def primary_records(self, run: Measurement) -> list[RequestRecord]:
         """Those that were answered."""
         return [record for record in run.records if record.is_ok and self.is_primary(record)]
 
@@ -223,7 +223,7 @@ class Results:
         return found
 
     @property
-    def runs(self) -> list[RunResult]:
+    def runs(self) -> list[Measurement]:
         """Those that have ended, in the order of the cells."""
         return [run for cell in self.cells for run in cell.runs]
 
@@ -258,7 +258,7 @@ def _cell(
         None if data is None else Plan.from_json(data),
         None if data is None else data["digest"],
         tuple(
-            RunResult(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
+            Measurement(run["run"], run["arm"], run["pair"], run, tuple(records[run["run"]]))
             for run in runs
             if run["cell"] == name
         ),
