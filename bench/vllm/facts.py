@@ -40,7 +40,9 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of this repository, with `+` if tracked files differ from it."""
+    """The commit of this repository, with `+` if tracked files differ from it; "unknown" in a copy without `.git`."""
+    if not (REPOSITORY / ".git").exists():
+        return "unknown"
 
     def git(*argv: str) -> str:
         return subprocess.run(["git", "-C", str(REPOSITORY), *argv], capture_output=True, text=True, check=True).stdout
