@@ -199,8 +199,9 @@ class Worker:
                 ),
                 lambda owner: Segment.attach(owner, replica=replicas.index, **shared),
             )
+        copier = DeviceCopier(layout, storages, segment)  # may fail: then there are no threads to end
         threads = CopyThreads.start(rank, thread_count, is_device=pin)
-        return cls(segment, DeviceCopier(layout, storages, segment), threads, repeats_onboards=repeats_onboards)
+        return cls(segment, copier, threads, repeats_onboards=repeats_onboards)
 
     @property
     def info(self) -> SegmentInfo:

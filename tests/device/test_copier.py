@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.device.copier import DeviceCopier
+from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import InvariantError, TransferError
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.segment import Segment
@@ -170,3 +171,11 @@ def test_the_faulty_copier_holds_a_call_until_it_is_released(fault, is_copied_wh
     copier.release()
     thread.join()
     assert np.array_equal(rig.segment.payload[4], rig.content("a"))
+
+
+def test_a_worker_that_cannot_copy_from_its_storages_leaves_no_thread():
+    before = threading.active_count()
+    layout = BlockLayout.block_contiguous(block_count=8, block_bytes=4096)
+    with pytest.raises(InvariantError):
+        Worker.create(layout, [torch.zeros(16, dtype=torch.uint8)], HostCapacity(block_count=4))
+    assert threading.active_count() == before
