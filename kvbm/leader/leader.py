@@ -397,11 +397,14 @@ class Leader:
         for tier in self.lower_tiers:
             tier.forget_request(request_id)
         for progress, hashes in zip(request.offloads, chains, strict=True):
+            end = max(progress.considered, request.hit_blocks)
             for tier in self.lower_tiers if request.may_offload else ():
-                tier.used(hashes, max(progress.considered, request.hit_blocks), request.tenant)
+                tier.used(hashes, end, request.tenant)
             self.counters.offload_skipped_blocks += progress.left_out
-            for store in self._stores() if not self._has_states else ():
-                self._slices.run(store.touch, hashes[: max(progress.considered, request.hit_blocks)])
+            if not self._has_states:
+                recent = hashes[:end]  # once: a long chain is copied
+                for store in self._stores():
+                    self._slices.run(store.touch, recent)
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
             disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
