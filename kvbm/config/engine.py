@@ -41,10 +41,16 @@ class EmbeddedArguments(Section):
         default="auto", description="Device of the model. `auto` uses a GPU if there is one."
     )
     max_model_len: int | None = Field(
-        default=None, ge=1, le=2**31, description="Maximum length of a request in tokens, prompt and output."
+        default=None,
+        ge=1,
+        le=2**31,
+        description="Maximum length of a request in tokens, prompt and output; by default that of the model.",
     )
     max_num_batched_tokens: int | None = Field(
-        default=None, ge=1, le=2**31, description="Maximum number of tokens that one step computes."
+        default=None,
+        ge=1,
+        le=2**31,
+        description="Maximum number of tokens that one step computes; by default 1024 on a CPU and 2048 on a GPU.",
     )
     max_num_seqs: int | None = Field(
         default=None, ge=1, le=2**31, description="Maximum number of requests that run in parallel; by default 64."
@@ -66,7 +72,9 @@ class EmbeddedArguments(Section):
         default="block_first", description="Memory layout of G1: a block is contiguous, or each layer is."
     )
     worker_process: bool = Field(default=False, description="Whether the worker of kvbm runs in a process of its own.")
-    served_model_name: str | None = Field(default=None, min_length=1, description="Name of the model in the API.")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="Name of the model in the API; by default the value of `engine.model`."
+    )
 
 
 class VllmArguments(Section):

@@ -120,6 +120,11 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=f"see `{PROGRAM} --help` for all flags")
 
 
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
 
@@ -127,10 +132,10 @@ def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog=PROGRAM,
         description="Run the embedded reference engine with an OpenAI-compatible server.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help=EmbeddedEngine.model_fields["model"].description)
+    add("--model", required=True, type=_text, help=EmbeddedEngine.model_fields["model"].description)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=_integer(minimum=0, maximum=65535), default=8000, help="0 selects a free port")
     add("--connector", metavar="JSON", help="a resolved profile: run with the block manager")
@@ -151,7 +156,13 @@ def _form_of(field: FieldInfo) -> dict[str, Any]:
     if int in kinds:
         limits = {name: getattr(one, name) for one in field.metadata for name in ("ge", "le") if hasattr(one, name)}
         return {"type": _integer(minimum=limits["ge"], maximum=limits["le"]), "metavar": "N"}
-    return {"metavar": "NAME"} if str in kinds else {"choices": kinds}
+    return {"type": _text, "metavar": "NAME"} if str in kinds else {"choices": kinds}
+
+
+def _text(text: str) -> str:
+    if not text or any("\ud800" <= one <= "\udfff" for one in text):  # as Python reads what is not UTF-8
+        raise argparse.ArgumentTypeError(f"{text!r} is empty or not UTF-8")
+    return text
 
 
 def _integer(*, minimum: int, maximum: int) -> Callable[[str], int]:

@@ -188,6 +188,9 @@ def test_an_address_of_another_machine_is_named(capfd: pytest.CaptureFixture[str
         (["--model", "m", "--seed", "-1"], "argument --seed: '-1' is not an integer from 0 to"),
         (["--model", "m", "--drain-timeout", "nan"], "argument --drain-timeout: 'nan' is not a number of seconds"),
         (["--model", "m", "--drain-timeout", "1e308"], "argument --drain-timeout: '1e308' is not a number of seconds"),
+        (["--model", ""], "argument --model: '' is empty or not UTF-8"),
+        (["--model", "m", "--served-model-name", ""], "argument --served-model-name: '' is empty or not UTF-8"),
+        (["--model", "m", "--served-model-name", "\udcff"], "argument --served-model-name: '\\udcff' is empty or not"),
         (["--model", "m", "--wibble"], "unrecognized arguments: --wibble"),
         (["--model", "m", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
         (["--model", "m", "--worker-process"], "--worker-process requires --connector"),
@@ -198,6 +201,14 @@ def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest
     assert code == 2
     assert lines[0].startswith(f"error: {message}")
     assert lines[-1] == "hint: see `python -m kvbm.embedded --help` for all flags"
+
+
+def test_the_help_says_what_a_flag_is_by_default_and_never_none(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capfd.readouterr().out.split())
+    assert "(default: 2048)" in text
+    assert "None" not in text
 
 
 @pytest.mark.parametrize(
