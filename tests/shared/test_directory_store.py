@@ -13,6 +13,7 @@ from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.object_store import Outgoing
 from kvbm.shared.orders import Outcome
 from kvbm.shared.stores import directory
+from kvbm.shared.stores.request_limit import FIRST_LIMIT_S
 
 RUN = make_run(0)
 
@@ -87,6 +88,16 @@ def test_of_engines_that_write_an_object_at_the_same_time_one_creates_it(root):
     assert sorted(answer.outcome.name for answer in answers) == ["EXISTS", "GOOD"]
     assert files(root) == [RUN[-1].hex()]
     assert len(set((root / first.key(RUN)).read_bytes())) == 1, "the bytes of one of them"
+
+
+def test_a_write_of_an_object_that_exists_is_measured_since_its_bytes_are_written_first(root):
+    with opened(f"file://{root}") as first, opened(f"file://{root}") as second:
+        one = Outgoing(first.key(RUN), [bytes(4096)], 4096)
+        assert [answer.outcome for rig in (first, second) for answer in rig.store.put([one])] == [
+            Outcome.GOOD,
+            Outcome.EXISTS,
+        ]
+        assert second.store.limit_s == first.store.limit_s < FIRST_LIMIT_S
 
 
 @pytest.mark.parametrize("replaces", [False, True])

@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 class DirectoryStore(TimedStore):
     name = "directory"
+    measured = (Outcome.GOOD, Outcome.EXISTS)
 
     def __init__(self, root: Path, facts: Path, *, threads: int, creates_once: bool, writes: bool) -> None:
         """`facts` is the description of the namespace. Raises OSError."""
