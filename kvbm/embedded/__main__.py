@@ -149,7 +149,7 @@ def _read_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _form_of(field: FieldInfo) -> dict[str, Any]:
-    """Return what argparse must know of a key of a profile that is a flag here."""
+    """Return the arguments of `add_argument` for a profile key that is a flag."""
     kinds = get_args(field.annotation) or (field.annotation,)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}

@@ -37,7 +37,7 @@ def _without_environment(profile: Profile) -> Profile:
 
 
 def _flags(arguments: EmbeddedArguments) -> list[str]:
-    """Return one flag per key with a value. A boolean has one only if it is not as by default."""
+    """Return one flag per key with a value. A boolean has one only if it differs from the default."""
     flags: list[str] = []
     for name, value in arguments:
         flag = name.replace("_", "-")

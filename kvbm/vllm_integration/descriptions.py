@@ -183,7 +183,7 @@ class Forms:
 
 
 class PlainForms(Forms):
-    """The descriptions of the only group, whose hashes say nothing of it."""
+    """The descriptions of the only group, whose hashes do not name it."""
 
     def of(self, sequence_hash: bytes) -> Descriptions:
         return self.all[0]

@@ -1,4 +1,4 @@
-"""BodyProcesses: they convert large bodies, because Python's JSON parser lets nothing else of its process run.
+"""BodyProcesses convert large bodies, because no other thread of a process runs while Python parses JSON in it.
 
     proxy ── length, body ──▶ stdin of `python -m kvbm_cli.disaggregated.body_process`
     proxy ◀── length, pickled EngineRequests or WrongRequest ── stdout

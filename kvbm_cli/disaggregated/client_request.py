@@ -95,7 +95,7 @@ def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, i
 
 
 def prefill_fields(limits: Mapping[str, int]) -> dict[str, Any]:
-    """Return what asks for one token, which is discarded, and for the address of its blocks."""
+    """Return the fields that request one token, which is discarded, and the address of its blocks."""
     return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS}}
 
 
