@@ -1,4 +1,4 @@
-"""Offloading: which blocks of vLLM's requests are offloaded in a step, and from how many tokens on there are more.
+"""Offloading: which blocks of vLLM's requests are offloaded in a step, and when a request has more of them.
 
 PlainOffloading      for PlainTables: the blocks of all requests in one call of the leader
 GroupedOffloading    all other models: a call per request and group. With states, only blocks before a snapshot
@@ -25,8 +25,8 @@ Due = Sequence[tuple[VllmRequest, int]]  # requests, and their computed tokens
 
 
 class GroupedOffloading:
-    """See the module's text. `due_tokens`: of tracked requests, with fewer tokens there is nothing to offload. The
-    `announcer`, if there is one, gets the descriptions of the blocks."""
+    """See the module's text. `due_tokens`: for each tracked request, the number of tokens below which there is nothing
+    to offload. The `announcer`, if there is one, gets the descriptions of the blocks."""
 
     def __init__(self, groups: Sequence[TransferGroup], snapshots: Snapshots | None) -> None:
         self._groups = groups

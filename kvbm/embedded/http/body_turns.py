@@ -1,4 +1,4 @@
-"""BodyTurns: one long body is parsed at a time, so that a client with many delays the others by one at most."""
+"""BodyTurns: one long body is parsed at a time, so that a client with many bodies delays others by one body at most."""
 
 from __future__ import annotations
 
