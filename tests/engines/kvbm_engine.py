@@ -11,7 +11,7 @@ from faults import FaultyCopier
 from kvbm.config.schema import Profile
 from kvbm.embedded.driver import create_connector
 from kvbm.embedded.engine.config import EngineConfig
-from kvbm.embedded.engine.engine import Engine
+from kvbm.embedded.engine.engine import Engine, _Order
 from kvbm.embedded.engine.request import RequestOutput, SamplingParams
 
 WAIT_S = 60.0
@@ -108,7 +108,9 @@ class KvbmEngine:
 
     def between_steps(self, run) -> bool:
         """Run a function in the engine thread."""
-        return self.engine._order(run).result(WAIT_S)
+        order = _Order(run)
+        self.engine._orders.put(order)
+        return order.done.result(WAIT_S)
 
     def forget_g1(self) -> None:
         """Empty the engine's own prefix cache, and only that."""
