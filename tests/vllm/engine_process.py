@@ -32,6 +32,7 @@ from kvbm_cli.make_model import materialise
 
 CALL_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0
+TIERS_TIMEOUT_S = 120.0
 IDLE_S = 0.0005
 CORE = "1"  # core 0 is that of a server that runs alone, in the tests of the other worker
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
@@ -141,6 +142,18 @@ class SteppedEngine:
         self._engine = LLMEngine.from_engine_args(settings, stat_loggers=[self._watch])
         self._core = self._engine.engine_core.engine_core
         self._number = 0
+        if connector is not None:
+            self._await_tiers()
+
+    def _await_tiers(self) -> None:
+        """Wait for the lower tiers, which open when the files of the model have been read, after the engine's start."""
+        lower_tiers = self._core.scheduler.connector._scheduler.leader.leader.lower_tiers
+        deadline = time.monotonic() + TIERS_TIMEOUT_S
+        while not all(tier.is_on for tier in lower_tiers):
+            assert time.monotonic() < deadline, "a lower tier stays off"
+            time.sleep(IDLE_S)
+            for tier in lower_tiers:
+                tier.settle()
 
     def model(self, preset: str) -> Path:
         return materialise(preset)

@@ -69,7 +69,7 @@ def url(process, truth, tmp_path_factory):
 
 def test_another_engine_loads_what_the_first_has_computed(process, truth, url):
     engine, _ = process
-    for _ in range(3):  # on a busy machine the tier may have been off for a moment
+    for _ in range(3):  # on a busy machine the tier may have been off, or late to answer, for a moment
         started(engine, url)
         assert_equal(answered(engine, [LONG]), {LONG: truth[LONG]})
         of_one = engine.totals()
@@ -77,7 +77,7 @@ def test_another_engine_loads_what_the_first_has_computed(process, truth, url):
         totals = engine.totals()
         engine.stop()
         assert totals["shared_bad_objects"] == 0, totals
-        if totals["onboard_shared_blocks"] >= 12:
+        if totals["onboard_shared_blocks"] >= 12 and of_one["hits"]:
             break
     assert totals["onboard_shared_blocks"] >= 12, totals
     assert of_one["hits"] == 6 * BLOCK_TOKENS, "three whole runs; the seventh block fills none"
