@@ -30,6 +30,7 @@ from kvbm.disk.health import Health
 from kvbm.disk.index import IndexRow, is_damage
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, IoRun
+from kvbm.disk.known_rates import KnownRates, write_rates
 from kvbm.disk.notes import Note
 from kvbm.disk.orders import Forget
 from kvbm.disk.transfers import TransferThreads, WriteTransfer
@@ -91,6 +92,7 @@ class IndexThread:
         self._is_closing = False
         self._busy_since: float | None = None
         self._inserts_rows = True
+        self._rates: KnownRates | None = None  # to be written
         # Owned by this thread.
         self._generations = itertools.count(first_generation)
         self._in_flight: set[WriteTransfer] = set()
@@ -111,6 +113,12 @@ class IndexThread:
     def submit(self, command: Command) -> None:
         with self._changed:
             self._commands.append(command)
+            self._changed.notify()
+
+    def keep_rates(self, known: KnownRates) -> None:
+        """Write them soon, in place of those that are not written yet."""
+        with self._changed:
+            self._rates = known
             self._changed.notify()
 
     def end_persistence(self) -> None:
@@ -160,7 +168,7 @@ class IndexThread:
 
     def _take(self) -> tuple[list[Command], list[WriteTransfer]] | None:
         with self._changed:
-            while not (self._commands or self._written):
+            while not (self._commands or self._written or self._rates):
                 if self._is_closing and not self._in_flight:
                     if self._has_retried_at_close or not (self._slots_to_delete or self._deferred_clears):
                         return None
@@ -206,6 +214,7 @@ class IndexThread:
             else:
                 self._finish(transfer, error)
         self._clear([*self._deferred_clears, *clears])
+        self._write_rates()  # last: should it hang, no block waits for it
 
     def _is_intact(self, write: WriteTransfer) -> bool:
         """Return whether the host slots still carry the generations of the write."""
@@ -231,6 +240,13 @@ class IndexThread:
         if now >= self._next_touch_s and moved != self._moved_blocks and self._health.is_on:
             self._next_touch_s, self._moved_blocks = now + TOUCH_INTERVAL_S, moved
             self._instance.touch()
+
+    def _write_rates(self) -> None:
+        with self._changed:
+            known, self._rates = self._rates, None
+        path = self._instance.rates_path
+        if known is not None and path is not None:
+            write_rates(path, known)
 
     def _is_any_overdue(self, now: float) -> bool:
         since = self._threads.busy_since()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvbm.disk.directory import (
     ARENA,
     INDEX,
+    RATES,
     SUPERBLOCK,
     InstanceLock,
     claim,
@@ -90,6 +91,11 @@ class Instance:
         self.recovered: Recovered | None = None
         self.notes: dict[int, bytes] = {}  # of recovered blocks, by slot
         self.losses = DiskCounters()  # damage found at opening
+
+    @property
+    def rates_path(self) -> Path | None:
+        """The file with the rates of the engines of this namespace; None if the cache is not persistent."""
+        return None if self.index is None else self.path.parent / RATES
 
     @classmethod
     def open(

@@ -22,6 +22,7 @@ from kvbm.disk.health import Health, HealthLimits
 from kvbm.disk.index_thread import IndexThread, PendingClear, SlotsCarry
 from kvbm.disk.instance import Instance
 from kvbm.disk.io.threads import BlockIO, ThreadsIO
+from kvbm.disk.known_rates import KnownRates, read_rates
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransfer
@@ -146,6 +147,15 @@ class DiskStorage:
         _require_below(self.slot_count, "disk", disk_slots)
         if disk_slots:
             self._index_thread.submit(Forget(tuple(disk_slots)))
+
+    def earlier_rates(self) -> KnownRates | None:
+        """Read the rates of an earlier engine. Blocks."""
+        path = self._instance.rates_path
+        return None if path is None else read_rates(path)
+
+    def keep_rates(self, known: KnownRates) -> None:
+        """Write the rates for the next engine soon, if the cache is persistent."""
+        self._index_thread.keep_rates(known)
 
     def begin_clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> PendingClear:
         """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.

@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.store import BlockStore
-from kvbm.disk.directory import RATES
 from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
-from kvbm.leader.rates import RatesFile
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.disk.known_rates import KnownRates
     from kvbm.disk.service.supervisor import DiskSupervisor
 
 WRITES_AT_A_TIME = 2
@@ -42,6 +41,7 @@ PINNED_SHARE = 4  # writes pin at most this part of G2
 CLEANED_AHEAD = 256  # `on_evict` keeps this many of the next evicted blocks written
 FILL_S = 0.002  # time per step to register what the next process found
 DRAIN_HUNG_S = 1.5
+RATES_INTERVAL_S = 10.0  # between two times that rates are kept
 CLOSE_S = 1.0  # for the disk process to end what it does
 LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
@@ -84,11 +84,11 @@ class DiskTier(LowerTier):
         self._writes: dict[int, _Write] = {}
         self.reads = OpenReads("the disk tier", self, self._host, clock)
         self._tickets = itertools.count(1)
-        self._rates_file = self._open_rates()
-        self._has_answered = False  # the disk, since the last step
         self.rates = context.rates
-        if self._rates_file is not None and (known := self._rates_file.read()) is not None:
-            self.rates.begin_with(known)
+        if disk.earlier_rates is not None:
+            self.rates.begin_with(disk.earlier_rates)
+        self._kept_rates: KnownRates | None = None
+        self._rates_due_s = clock()
         self._copy_counters()
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
@@ -173,17 +173,13 @@ class DiskTier(LowerTier):
             self._filter.decay()
         if self._policy.writes == "on_evict":
             self._clean()
-        if self._rates_file is None and self.is_on:  # the process has started after the engine
-            self._rates_file = self._open_rates()
-        if self._rates_file is not None and self._has_answered:  # an engine whose thread hangs in a write never exits
-            self._rates_file.keep(self.rates.known())
-        self._has_answered = False
+        if self.is_on and self._clock() >= self._rates_due_s:
+            self._keep_rates()
         self._begin_writes()
 
     def settle(self) -> list[Fetch]:
         ended = []
         for result in self._disk.poll():
-            self._has_answered |= any(result.is_good)
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
             elif (fetch := self.reads.end(result.ticket)) is not None:
@@ -305,8 +301,14 @@ class DiskTier(LowerTier):
         elif self._is_filled:
             log.info("kvbm: found %d blocks of an earlier engine on disk", count)
 
-    def _open_rates(self) -> RatesFile | None:
-        return None if self._disk.home is None else RatesFile(self._disk.home / RATES, clock=self._clock)
+    def _keep_rates(self) -> None:
+        """Let the disk process write the rates, if they are known and have changed."""
+        known = self.rates.known()
+        if known is not None:
+            self._rates_due_s = self._clock() + RATES_INTERVAL_S
+            if self._kept_rates is None or known.differ(self._kept_rates):
+                self._kept_rates = known
+                self._disk.keep_rates(known)
 
     def _empty_store(self) -> BlockStore:
         traits = self._settings.traits

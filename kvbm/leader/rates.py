@@ -5,25 +5,16 @@ become hopeless. Older work counts less, so that a slower tier or a busier engin
 While the rate of a tier is unknown, or has not been measured for long, one request tries to read; `is_hopeless` limits
 what that can cost. A read from the shared tier takes at least as long as its first blocks take to arrive.
 
-`RatesFile` keeps the rates of computing and of the disk in a small file of the disk tier's directory. The next engine
-with the same namespace uses them to judge its first request. One thread owns both.
+The disk process keeps the rates of computing and of the disk as KnownRates. The next engine with the same namespace
+uses them to judge its first request.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import reprlib
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.disk.files import open_private
-from kvbm.errors import EnvironmentProblem
-from kvbm.host.threads import start
+from kvbm.disk.known_rates import KnownRates
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
@@ -36,28 +27,6 @@ GRACE = 0.06  # a read may take longer than computing by this part
 GRACE_S = 0.005  # or by this time, which is too short to notice
 BLIND_S = 0.2  # limit of a read while the rate of computing is unknown
 KNOWN_S = 0.1  # weight of an earlier engine's rates, in seconds of work
-
-READ_LIMIT_S = 1.0
-WRITE_INTERVAL_S = 10.0
-WORTH_WRITING = 1.2  # a rate that changed by a smaller factor is not written
-MAX_FILE_BYTES = 4096
-TOKENS_PER_S = (1e-3, 1e9)  # limits of a rate in the file
-BLOCKS_PER_S = (1e-6, 1e9)
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRates:
-    """Rates of an engine. 0 blocks per second means that no block arrived in time, None that nothing was measured."""
-
-    tokens_per_s: float
-    blocks_per_s: float | None = None
-
-    def differ(self, other: KnownRates) -> bool:
-        """Whether one of the rates differs by more than WORTH_WRITING."""
-        pairs = (self.tokens_per_s, other.tokens_per_s), (self.blocks_per_s or 0.0, other.blocks_per_s or 0.0)
-        return any(max(pair) > WORTH_WRITING * min(pair) for pair in pairs)
 
 
 class ReadRate:
@@ -205,79 +174,3 @@ class Rates:
 
     def _is_trial_due(self, rate: ReadRate) -> bool:
         return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S
-
-
-class RatesFile:
-    """The rates in a file, for the next engine. `clock` returns seconds.
-
-    A thread writes it, so that a hanging disk delays no step. It is written in place: a truncated or unreadable file
-    counts as no file.
-    """
-
-    def __init__(self, path: Path, *, clock: Callable[[], float]) -> None:
-        self._path = path
-        self._clock = clock
-        self._written: KnownRates | None = None
-        self._due_s = clock()
-        self._thread: threading.Thread | None = None
-
-    def read(self) -> KnownRates | None:
-        """Return what an earlier engine wrote, if it is valid and the disk answers within READ_LIMIT_S."""
-        found: list[KnownRates | None] = []
-        thread = threading.Thread(target=lambda: found.append(self._read()), name="kvbm-rates", daemon=True)
-        try:
-            start(thread)
-        except RuntimeError:  # no thread available
-            return None
-        thread.join(READ_LIMIT_S)
-        return found[0] if found else None
-
-    def _read(self) -> KnownRates | None:
-        try:
-            with os.fdopen(open_private(self._path, os.O_RDONLY), "rb") as file:
-                content = file.read(MAX_FILE_BYTES + 1)
-            if len(content) > MAX_FILE_BYTES:
-                raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
-            return _parse(json.loads(content))
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError, EnvironmentProblem) as error:
-            log.info("kvbm: ignoring %s: %s", self._path, error)
-            return None
-
-    def keep(self, known: KnownRates | None) -> None:
-        """Start to write `known` if it has changed and WRITE_INTERVAL_S is over. Call at every step."""
-        if known is None or self._clock() < self._due_s or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._due_s = self._clock() + WRITE_INTERVAL_S
-        if self._written is None or known.differ(self._written):
-            thread = threading.Thread(target=self._write, args=(known,), name="kvbm-rates", daemon=True)
-            try:
-                start(thread)
-            except RuntimeError:  # no thread available; tried again after WRITE_INTERVAL_S
-                return
-            self._written, self._thread = known, thread
-
-    def _write(self, known: KnownRates) -> None:
-        try:
-            with os.fdopen(open_private(self._path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-                file.write(json.dumps(asdict(known)).encode())
-                file.truncate()
-        except (OSError, EnvironmentProblem) as error:
-            log.info("kvbm: cannot write %s: %s", self._path, error)
-
-
-def _parse(content: object) -> KnownRates:
-    """Raise ValueError if `content` has no rates, or rates that no machine has."""
-    if not isinstance(content, dict):
-        raise ValueError("expected an object with rates")
-    blocks_per_s = content.get("blocks_per_s")
-    if blocks_per_s is not None and blocks_per_s != 0.0:
-        blocks_per_s = _rate(blocks_per_s, BLOCKS_PER_S)
-    return KnownRates(_rate(content.get("tokens_per_s"), TOKENS_PER_S), blocks_per_s)
-
-
-def _rate(value: object, limits: tuple[float, float]) -> float:
-    if not isinstance(value, float) or not limits[0] <= value <= limits[1]:
-        raise ValueError(f"not a rate from {limits[0]:g} to {limits[1]:g}: {reprlib.repr(value)}")
-    return value

@@ -293,7 +293,7 @@ class Beats:
 
     def __init__(self, interval_s: float, count: int) -> None:
         self.now = 0.0
-        self.left = iter([[Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters(), 0)]])
+        self.left = iter([[Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters(), 0, None)]])
         self.interval_s = interval_s
 
     def wait(self, timeout_s: float) -> None:

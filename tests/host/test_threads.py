@@ -9,7 +9,6 @@ import pytest
 
 from kvbm.host import threads
 from kvbm.host.log_queue import LogQueue
-from kvbm.leader.rates import KnownRates, RatesFile
 
 LIMIT_S = 10.0
 
@@ -41,12 +40,6 @@ def test_no_memory_for_a_thread_is_an_error_like_no_thread(monkeypatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="no memory"):
         threads.start(threading.Thread(target=print))
-
-
-def test_a_step_goes_on_although_the_rates_cannot_be_written(dying, tmp_path) -> None:
-    file = RatesFile(tmp_path / "rates.json", clock=lambda: 0.0)
-    file.keep(KnownRates(100.0, 100.0))
-    assert file.read() is None
 
 
 def test_a_log_line_whose_thread_does_not_start_is_written_with_the_next(monkeypatch) -> None:

@@ -24,6 +24,7 @@ from manual_pool import ManualPool
 from kvbm.device.copier import DeviceCopier
 from kvbm.device.worker import CopyThreads, Worker
 from kvbm.disk.health import DiskCounters
+from kvbm.disk.known_rates import KnownRates
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
@@ -129,7 +130,8 @@ class FakeDisk:
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
         self.is_closed = False
-        self.home = None
+        self.earlier_rates: KnownRates | None = None
+        self.kept_rates: list[KnownRates] = []
         self._ended: list[DiskResult] = []
 
     def recovered(self, *, waits):
@@ -154,6 +156,9 @@ class FakeDisk:
             return
         for slot in disk_slots:
             self.kept.pop(slot, None)
+
+    def keep_rates(self, known):
+        self.kept_rates.append(known)
 
     def clear(self, *, ends_persistence=False):
         self.cleared += 1

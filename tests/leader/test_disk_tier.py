@@ -14,6 +14,7 @@ from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
 from kvbm.events import TierCleared
 from kvbm.leader import disk_tier, onboards
+from kvbm.leader.disk_tier import RATES_INTERVAL_S
 from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
 from kvbm.types import Tier
 
@@ -701,6 +702,19 @@ def test_blocks_are_computed_where_that_is_faster_than_reading_them():
     rig.now_s += TRIAL_INTERVAL_S + 1
     assert rig.leader.match("r2", hashes, 0) == 6, "a disk that may have become faster is tried"
     assert rig.leader.match("r3", hashes, 0) == 0, "by one request"
+    rig.close()
+
+
+def test_the_disk_process_keeps_rates_that_have_changed_for_the_next_engine():
+    rig = make()
+    for step_s, wait_s in ((10.0, RATES_INTERVAL_S), (10.0, RATES_INTERVAL_S), (1.0, 0.0), (1.0, RATES_INTERVAL_S)):
+        rig.leader.note_step(1600, step_s)
+        rig.step()
+        rig.now_s += wait_s
+    assert [known.tokens_per_s for known in rig.disk.kept_rates] == [pytest.approx(160), pytest.approx(254, abs=1)]
+    rig.disk.earlier_rates = rig.disk.kept_rates[0]
+    rig = restarted(rig)
+    assert rig.disk_tier.rates.tokens_per_s == pytest.approx(160)
     rig.close()
 
 

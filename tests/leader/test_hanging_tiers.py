@@ -124,25 +124,6 @@ def test_reads_that_hang_leave_a_part_of_host_memory(tiers):
     rig.close()
 
 
-def test_the_rates_are_written_only_when_the_disk_has_just_answered():
-    """An engine with a thread that writes to a disk that hangs can never exit."""
-    rig, (a, b) = full("disk")
-    kept = []
-
-    class File:
-        def keep(self, known):
-            kept.append(known)
-
-    rig.disk_tier._rates_file = File()
-    waits(rig, {"r1": a, "r2": b})
-    assert not kept
-    rig.run_tiers()
-    step(rig)
-    step(rig)
-    assert len(kept) == 1
-    rig.close()
-
-
 def test_a_load_without_room_does_not_wait_for_the_reads_of_another_tier():
     """Its own tier works; what hangs is the disk, whose reads have the room."""
     rig, (a, b) = full("disk", slots=4)

@@ -229,11 +229,11 @@ MUTANTS = (
         fails="tests/leader/test_disk_tier.py -k confirmed",
     ),
     Mutant(
-        name="rates-are-written-to-a-disk-that-hangs",
-        bug="an engine cannot exit, because its thread writes to a disk that hangs",
+        name="rates-are-written-again-although-equal",
+        bug="rates that have hardly changed are written every 10 s",
         file="kvbm/leader/disk_tier.py",
-        old="if self._rates_file is not None and self._has_answered:",
-        new="if self._rates_file is not None:",
-        fails="tests/leader/test_hanging_tiers.py -k just_answered",
+        old="if self._kept_rates is None or known.differ(self._kept_rates):",
+        new="if known:",
+        fails="tests/leader/test_disk_tier.py -k keeps_rates",
     ),
 )

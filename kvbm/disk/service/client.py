@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.disk.health import DiskCounters
+from kvbm.disk.known_rates import KnownRates
 from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.settings import DiskSettings, Namespace
@@ -42,6 +43,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         self.io_name = ""
         self.path = Path()
         self.home: Path | None = None  # directory of the namespace, if the cache is persistent
+        self.earlier_rates: KnownRates | None = None  # of an engine of this namespace, as of the opening
         self._progress = progress
         self._wear: WearMeter | None = None
         self._cleared: dict[int, set[int]] = {}  # ticket of a write in flight -> positions cleared since
@@ -59,13 +61,15 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         hash_bytes: int,
         progress: Callable[[int, int], None] | None = None,
         instance: Path | None = None,
+        device: int = 0,
         first: FirstOpening | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> DiskClient:
-        """Start a process and open its storage, see `start`. `instance`: this one, or a new one if that is not free."""
+        """Start a process and open its storage, see `start`. `instance`: this one, or a new one if that is not free.
+        `device`: number of the file system, if it must be this one."""
         client = cls(progress)
         cores = frozenset(allowed_cores())
-        order = messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance)
+        order = messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance, device)
         client.start(order, settings.directory, first, is_cancelled)
         client.home = client.path.parent if settings.persist else None
         return client
@@ -106,6 +110,10 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         if disk_slots:
             self._send(Forget(disk_slots))
 
+    def keep_rates(self, known: KnownRates) -> None:
+        """Write the rates for the next engine, if the cache is persistent."""
+        self._send(known)
+
     def clear(self, tenant: bytes | None = None, *, ends_persistence: bool = False) -> None:
         """Start to delete all blocks, or those of one tenant, and every write not yet returned by `poll`.
 
@@ -139,7 +147,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
                 if self._progress is not None:
                     self._progress(*message)
             case messages.Opened():
-                self.path, self.slot_count, self.io_name, self.counters, self.device = message
+                self.path, self.slot_count, self.io_name, self.counters, self.device, self.earlier_rates = message
                 self._wear, self._is_open = WearMeter(self.path), True
             case messages.Cleared():
                 self._unanswered_clears = 0

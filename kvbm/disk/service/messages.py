@@ -1,9 +1,9 @@
 """Messages between the leader and its disk process.
 
-leader ──▶ Open, Recover, Read, Write, Forget, Clear, Close ──▶ child
+leader ──▶ Open, Recover, Read, Write, Forget, Clear, KnownRates, Close ──▶ child
 leader ◀── Opening, SpaceTaken, Problem, Opened, FoundBlocks, Status, Cleared, Logged ◀── child
 
-Those that are not here are in orders.py and process/child.py.
+Those that are not here are in orders.py, known_rates.py and process/child.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.disk.health import DiskCounters
+from kvbm.disk.known_rates import KnownRates
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.types import SegmentInfo
 
@@ -21,7 +22,8 @@ LOST_IO = 4  # exit code when some I/O ends only with the process
 
 
 class Open(NamedTuple):
-    """The first message. `cores`: allowed for the disk's threads. `instance`: this one or a new one."""
+    """The first message. `cores`: allowed for the disk's threads. `instance`: this one or a new one. `device`: number
+    of the file system that the directory must be on, if not 0."""
 
     settings: DiskSettings
     namespace: Namespace
@@ -29,6 +31,7 @@ class Open(NamedTuple):
     hash_bytes: int
     cores: frozenset[int]
     instance: Path | None
+    device: int
 
 
 class Recover(NamedTuple):
@@ -57,6 +60,7 @@ class Opened(NamedTuple):
     io_name: str
     counters: DiskCounters
     device: int
+    earlier_rates: KnownRates | None
 
 
 class Cleared(NamedTuple):

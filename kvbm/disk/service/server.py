@@ -14,9 +14,11 @@ from functools import partial
 
 from kvbm.disk.directory import await_predecessor, device_of
 from kvbm.disk.index_thread import PendingClear
+from kvbm.disk.known_rates import KnownRates
 from kvbm.disk.orders import Forget, Read, Write
 from kvbm.disk.service import messages
 from kvbm.disk.storage import DiskStorage
+from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
 from kvbm.process.channel import Channel
 from kvbm.process.child import LogRelay, send_all
@@ -38,6 +40,8 @@ class DiskServer(StorageServer[DiskStorage]):
                 self._channel.send(self._storage.recovered())
             case Forget():
                 self._storage.forget(message.disk_slots)
+            case KnownRates():
+                self._storage.keep_rates(message)
             case messages.Clear():
                 clear = self._storage.begin_clear(message.tenant, ends_persistence=message.ends_persistence)
                 self._clears.append(clear)
@@ -67,6 +71,9 @@ class DiskServer(StorageServer[DiskStorage]):
 
 def _open(order: messages.Open, send: Send, log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
     """May raise EnvironmentProblem."""
+    device = device_of(order.settings.directory)
+    if order.device and device != order.device:
+        raise EnvironmentProblem(f"{order.settings.directory} is on a different file system than at start-up")
     region = Region.map(order.segments)
     if order.settings.persist and order.instance is None:
         name = order.namespace.digest.hex()
@@ -80,8 +87,8 @@ def _open(order: messages.Open, send: Send, log: LogRelay) -> tuple[DiskStorage,
         instance=order.instance,
         progress=lambda done, total: send(messages.SpaceTaken(done, total)),
     )
-    device = device_of(order.settings.directory)
-    return storage, messages.Opened(storage.path, storage.slot_count, storage.io_name, storage.counters, device)
+    facts = storage.path, storage.slot_count, storage.io_name, storage.counters
+    return storage, messages.Opened(*facts, device_of(order.settings.directory), storage.earlier_rates())
 
 
 if __name__ == "__main__":

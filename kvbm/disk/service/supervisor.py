@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.disk.directory import INDEX, InstanceLock, device_of
+from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
@@ -32,6 +32,7 @@ from kvbm.process import deadlines
 from kvbm.process.service import ChildService
 
 if TYPE_CHECKING:
+    from kvbm.disk.known_rates import KnownRates
     from kvbm.disk.settings import DiskSettings, Namespace
     from kvbm.types import SegmentInfo
 
@@ -82,6 +83,11 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
         return self._process.home
 
     @property
+    def earlier_rates(self) -> KnownRates | None:
+        """Of an engine of this namespace, as of the opening."""
+        return self._process.earlier_rates
+
+    @property
     def io_name(self) -> str:
         return self._process.io_name
 
@@ -91,6 +97,9 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
 
     def forget(self, disk_slots: Sequence[int]) -> None:
         self._process.forget(disk_slots)
+
+    def keep_rates(self, known: KnownRates) -> None:
+        self._process.keep_rates(known)
 
     def wear(self) -> Wear:
         return self._process.wear()
@@ -160,14 +169,13 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
     def _open_next(self) -> DiskClient:
         settings, namespace = self._named.result()
         _require_there(self._segments)
-        if self._device and device_of(settings.directory) != self._device:
-            raise EnvironmentProblem(f"{settings.directory} is on a different file system than at start-up")
         opened = DiskClient.open(
             replace(settings, io="threads") if self._uses_threads else settings,
             namespace,
             self._segments,
             hash_bytes=self._hash_bytes,
             instance=self._path if settings.persist else None,
+            device=self._device,
             progress=None if self._device else self._progress,
             first=self._first,
             is_cancelled=self._is_closing.is_set,
