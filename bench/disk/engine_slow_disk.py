@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FAULTS = HERE.parents[1] / "tests/engines/disk_faults"
+FAULTS = HERE.parents[1] / "tests/embedded/disk_faults"
 sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 
 from engine_ttft import PROMPT_TOKENS, TOLERANCE, Arm, Embedded, Sample, random_prompt, say  # noqa: E402

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
-FAULTS = Path(__file__).parents[1] / "engines" / "disk_faults"
+FAULTS = Path(__file__).parents[1] / "embedded" / "disk_faults"
 SMALL_G1 = ("engine.arguments.num_blocks=90",)  # 1440 tokens, of a working set of 2592
 SMALL_G2 = (*SMALL_G1, "tiers.host.capacity=8MiB")  # 1024 tokens
 DISK_BYTES_PER_S = 2e6  # a prompt of 4 MB takes two seconds, computing it less

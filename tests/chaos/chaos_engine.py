@@ -35,7 +35,7 @@ CALL_LIMIT_S = 60.0
 STOP_LIMIT_S = 45.0
 TAIL_BYTES = 6000
 HERE = Path(__file__).parent
-DISK_FAULTS = HERE.parent / "engines" / "disk_faults"
+DISK_FAULTS = HERE.parent / "embedded" / "disk_faults"
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["chaos_preload"])
@@ -206,7 +206,7 @@ class _python_path:
 def serve(pipe, log: str, options: dict) -> None:
     """Run a KvbmEngine with `options` until the test says `stop`.
 
-    `fault_file`: its disk process obeys it (tests/engines/disk_faults). `descriptors`: so many are in use before
+    `fault_file`: its disk process obeys it (tests/embedded/disk_faults). `descriptors`: so many are in use before
     it starts. `is_plain_user`: permissions of files hold, also for root. `tokens_per_s`: a limit for computing.
     """
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -52,7 +52,7 @@ class Stage:
         return self.engine.call("pids")[name]
 
     def order(self, **faults) -> None:
-        """See tests/engines/disk_faults."""
+        """See tests/embedded/disk_faults."""
         new = self.orders.with_suffix(".new")
         new.write_text(json.dumps(faults))
         new.replace(self.orders)

@@ -1,6 +1,6 @@
-"""Makes the modules of tests/engines importable, which the harness shares."""
+"""Makes the modules of tests/embedded importable, which the harness shares."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "embedded"))

@@ -432,7 +432,7 @@ def test_process_with_io_whose_end_is_unknown_is_replaced_by_one_with_threads(
     """Its tickets end when it has ended, and with it all its I/O."""
     orders = tmp_path / "orders"
     orders.write_text("{}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "engines" / "disk_faults"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "embedded" / "disk_faults"))
     monkeypatch.setenv("KVBM_TEST_DISK_FAULTS", str(orders))
     with lasting(tmp_path / "disk") as rig:
         rig.write([1, 2], [0, 1])

@@ -117,7 +117,7 @@ MUTANTS = (
         file="kvbm/embedded/engine/engine.py",
         old="for _ in range(queued):",
         new="while True:",
-        fails="tests/engines/test_engine_thread.py -k without_a_pause",
+        fails="tests/embedded/test_engine_thread.py -k without_a_pause",
     ),
     Mutant(
         name="engine-resets-without-a-pause",
@@ -125,7 +125,7 @@ MUTANTS = (
         file="kvbm/embedded/engine/engine.py",
         old="RESET_PAUSE * (ended_s - began_s)",
         new="0",
-        fails="tests/engines/test_engine_thread.py -k leave_the_engine",
+        fails="tests/embedded/test_engine_thread.py -k leave_the_engine",
     ),
     Mutant(
         name="disk-process-reports-a-clear-late",
@@ -141,7 +141,7 @@ MUTANTS = (
         file="kvbm/embedded/http/admin.py",
         old="not _is_token(request.headers.get(ADMIN_HEADER), token)",
         new="False",
-        fails="tests/engines/test_server_admin.py",
+        fails="tests/embedded/test_server_admin.py",
     ),
     Mutant(
         name="prompt-counts-once-per-answer",
@@ -149,7 +149,7 @@ MUTANTS = (
         file="kvbm/embedded/http/choices.py",
         old="usages[:: self._per_prompt]",
         new="usages",
-        fails="tests/engines/test_server_answers.py -k n_choices",
+        fails="tests/embedded/test_server_answers.py -k n_choices",
     ),
     Mutant(
         name="all-answers-of-a-prompt-share-a-seed",
@@ -157,7 +157,7 @@ MUTANTS = (
         file="kvbm/embedded/http/prompt.py",
         old="seed=params.seed + index",
         new="seed=params.seed",
-        fails="tests/engines/test_server_answers.py -k n_choices",
+        fails="tests/embedded/test_server_answers.py -k n_choices",
     ),
     Mutant(
         name="role-and-text-in-one-chunk",
@@ -165,7 +165,7 @@ MUTANTS = (
         file="kvbm/embedded/http/response_writer.py",
         old="if is_first else None",
         new="if False else None",
-        fails="tests/engines/test_client_requests.py",
+        fails="tests/embedded/test_client_requests.py",
     ),
     Mutant(
         name="proxy-passes-every-transfer-parameter",

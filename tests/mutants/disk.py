@@ -377,7 +377,7 @@ MUTANTS = (
         file="kvbm/disk/service/supervisor.py",
         old="            self._clears_first = True\n",
         new="",
-        fails="tests/engines/test_disk_in_engine.py -k answers_after",
+        fails="tests/embedded/test_disk_in_engine.py -k answers_after",
     ),
     Mutant(
         name="disk-that-hangs-holds-up-a-start",
@@ -385,7 +385,7 @@ MUTANTS = (
         file="kvbm/process/first_opening.py",
         old="if time.monotonic() > self._until_s and not self._end.done():",
         new="if False:",
-        fails="tests/engines/test_disk_in_engine.py -k does_not_answer",
+        fails="tests/embedded/test_disk_in_engine.py -k does_not_answer",
     ),
     Mutant(
         name="tiers-that-hang-hold-up-a-start-one-after-the-other",

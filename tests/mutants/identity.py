@@ -155,7 +155,7 @@ MUTANTS = (
         file="kvbm/embedded/engine/model.py",
         old='{"tensors": tensors}, directory)',
         new="{}, directory)",
-        fails="tests/engines/test_exchanged_weights.py -k put_back_is_another_model",
+        fails="tests/embedded/test_exchanged_weights.py -k put_back_is_another_model",
     ),
     Mutant(
         name="tier-opens-before-its-name",
@@ -187,7 +187,7 @@ MUTANTS = (
         file="kvbm/embedded/engine/model.py",
         old="    _detach(network)\n    tensors",
         new="    tensors",
-        fails="tests/engines/test_exchanged_weights.py -k overwritten_after_loading",
+        fails="tests/embedded/test_exchanged_weights.py -k overwritten_after_loading",
     ),
     Mutant(
         name="identity-persists-in-doubt",
@@ -195,7 +195,7 @@ MUTANTS = (
         file="kvbm/leader/opening.py",
         old="persist=section.persist and not doubt,",
         new="persist=section.persist,",
-        fails="tests/engines/test_exchanged_weights.py -k cannot_be_identified",
+        fails="tests/embedded/test_exchanged_weights.py -k cannot_be_identified",
     ),
     Mutant(
         name="identity-of-vllm-ignores-the-load-format",

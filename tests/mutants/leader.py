@@ -210,7 +210,7 @@ MUTANTS = (
         file="kvbm/leader/guarded.py",
         old="self._release(list((self._held - copied).elements()))",
         new="self._release(list(self._held.elements()))",
-        fails="tests/engines/test_boundary.py -k stay_held",
+        fails="tests/embedded/test_boundary.py -k stay_held",
     ),
     Mutant(
         name="guard-forgets-who-waits-for-a-load",
@@ -218,7 +218,7 @@ MUTANTS = (
         file="kvbm/leader/guarded.py",
         old="        self._loads[request_id, tuple(block_ids)] = True",
         new="        pass",
-        fails="tests/engines/test_boundary.py -k waits_for_a_load",
+        fails="tests/embedded/test_boundary.py -k waits_for_a_load",
     ),
     Mutant(
         name="guard-queries-nothing",
@@ -226,7 +226,7 @@ MUTANTS = (
         file="kvbm/leader/guarded.py",
         old="        if not is_due or not orders:",
         new="        if True:",
-        fails="tests/engines/test_boundary.py -k Leader-step -m 'not servers'",
+        fails="tests/embedded/test_boundary.py -k Leader-step -m 'not servers'",
     ),
     Mutant(
         name="guard-keeps-an-idle-engine-awake",
@@ -234,7 +234,7 @@ MUTANTS = (
         file="kvbm/leader/guarded.py",
         old="return is_open and self._steps_off <= 2 * self._settings.overdue_steps",
         new="return is_open",
-        fails="tests/engines/test_boundary.py -k awake",
+        fails="tests/embedded/test_boundary.py -k awake",
     ),
     Mutant(
         name="boundary-lets-exceptions-through",
@@ -242,7 +242,7 @@ MUTANTS = (
         file="kvbm/boundary.py",
         old="        self.boundary.caught(method.__qualname__, error, turns_off=turns_off)",
         new="        raise error",
-        fails="tests/engines/test_boundary.py -k Leader-step -m 'not servers'",
+        fails="tests/embedded/test_boundary.py -k Leader-step -m 'not servers'",
     ),
     Mutant(
         name="boundary-keeps-a-damaged-cache-on",
@@ -250,7 +250,7 @@ MUTANTS = (
         file="kvbm/boundary.py",
         old="self.boundary.caught(method.__qualname__, error, turns_off=turns_off)",
         new="self.boundary.caught(method.__qualname__, error)",
-        fails="tests/engines/test_boundary.py -k Leader-step -m 'not servers'",
+        fails="tests/embedded/test_boundary.py -k Leader-step -m 'not servers'",
     ),
     Mutant(
         name="leader-overlooks-loads-that-end-without-a-copy",
@@ -306,7 +306,7 @@ MUTANTS = (
             del request.block_ids[first_bad:]
 """,
         new="",
-        fails="tests/engines/test_boundary.py -k hangs",
+        fails="tests/embedded/test_boundary.py -k hangs",
     ),
     Mutant(
         name="leader-reads-the-wall-clock",
@@ -314,6 +314,6 @@ MUTANTS = (
         file="kvbm/leader/settings.py",
         old="    clock: Callable[[], float] = time.monotonic\n",
         new="    clock: Callable[[], float] = lambda: time.time()\n",
-        fails="tests/engines/test_clock_changes.py",
+        fails="tests/embedded/test_clock_changes.py",
     ),
 )

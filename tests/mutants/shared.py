@@ -132,7 +132,7 @@ MUTANTS = (
         file="kvbm/embedded/engine/scheduler.py",
         old="        self._register_computed(request)\n        if self._connector is not None:\n",
         new="        self._register_computed(request)\n        if False:\n",
-        fails="tests/engines/test_engines_share_a_directory.py -k not_reported",
+        fails="tests/embedded/test_engines_share_a_directory.py -k not_reported",
     ),
     Mutant(
         name="object-secret-changes-under-a-namespace",
@@ -156,7 +156,7 @@ MUTANTS = (
         file="kvbm/shared/protection.py",
         old='        return self._key(b" namespace", digest)[: len(digest)]',
         new="        return digest",
-        fails="tests/engines/test_engines_share_a_directory.py -k secrets",
+        fails="tests/embedded/test_engines_share_a_directory.py -k secrets",
     ),
     Mutant(
         name="object-half-of-a-file-stays",

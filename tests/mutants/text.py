@@ -47,7 +47,7 @@ MUTANTS = (
         file=CONNECTIONS,
         old="            self.transport.write(self._ignored_by_clients(request))\n",
         new="",
-        fails="tests/engines/test_server_connections.py -k leaves",
+        fails="tests/embedded/test_server_connections.py -k leaves",
     ),
     Mutant(
         name="half-closed-client-gets-nothing",
@@ -55,7 +55,7 @@ MUTANTS = (
         file=CONNECTIONS,
         old="        return True\n\n    def _has_whole_bodies",
         new="        return False\n\n    def _has_whole_bodies",
-        fails="tests/engines/test_server_connections.py -k gets_its_answer",
+        fails="tests/embedded/test_server_connections.py -k gets_its_answer",
     ),
     Mutant(
         name="idle-clients-keep-others-out",
@@ -63,7 +63,7 @@ MUTANTS = (
         file=CONNECTIONS,
         old="                connection.force_close()\n                return True\n",
         new="                return False\n",
-        fails="tests/engines/test_server_connections.py -k descriptors",
+        fails="tests/embedded/test_server_connections.py -k descriptors",
     ),
     Mutant(
         name="proxy-passes-any-limit",
@@ -87,7 +87,7 @@ MUTANTS = (
         file="kvbm/embedded/http/connections.py",
         old="        transport.max_size = READ_BYTES  # asyncio's own transport reads this attribute\n",
         new="",
-        fails="tests/engines/test_server_connections.py -k many_chunks",
+        fails="tests/embedded/test_server_connections.py -k many_chunks",
     ),
     Mutant(
         name="long-bodies-without-a-rest",
@@ -95,7 +95,7 @@ MUTANTS = (
         file="kvbm/embedded/http/endpoints.py",
         old="loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), served.turns.give_back)",
         new="served.turns.give_back()",
-        fails="tests/engines/test_server_large_bodies.py -k between_two",
+        fails="tests/embedded/test_server_large_bodies.py -k between_two",
     ),
     Mutant(
         name="first-come-first-parsed",
@@ -103,7 +103,7 @@ MUTANTS = (
         file="kvbm/embedded/http/body_turns.py",
         old="(size, next(self._number), turn)",
         new="(0, next(self._number), turn)",
-        fails="tests/engines/test_body_turns.py",
+        fails="tests/embedded/test_body_turns.py",
     ),
     Mutant(
         name="proxy-parses-large-bodies-itself",
@@ -119,7 +119,7 @@ MUTANTS = (
         file="kvbm/text/foreign_json.py",
         old='for mark in (b",", b"[", b"{"):',
         new='for mark in (b",",):',
-        fails="tests/engines/test_server_large_bodies.py -k more_values",
+        fails="tests/embedded/test_server_large_bodies.py -k more_values",
     ),
     Mutant(
         name="long-bodies-in-parallel",
@@ -127,7 +127,7 @@ MUTANTS = (
         file="kvbm/embedded/http/endpoints.py",
         old="run_in_executor(served.parser, parse, body)",
         new="run_in_executor(None, parse, body)",
-        fails="tests/engines/test_server_large_bodies.py -k one_at_a_time",
+        fails="tests/embedded/test_server_large_bodies.py -k one_at_a_time",
     ),
     Mutant(
         name="variables-in-the-command-line",

@@ -35,7 +35,7 @@ MUTANTS = (
         file="kvbm/embedded/driver.py",
         old="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[start:end])",
         new="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[: end - start])",
-        fails="tests/engines/test_kvbm_in_engine.py",
+        fails="tests/embedded/test_kvbm_in_engine.py",
     ),
     Mutant(
         name="driver-offloads-before-the-forward-pass",
@@ -48,7 +48,7 @@ MUTANTS = (
             self._worker.start(meta)
             self._worker.finish(meta)
 """,
-        fails="tests/engines/test_kvbm_in_engine.py",
+        fails="tests/embedded/test_kvbm_in_engine.py",
     ),
     Mutant(
         name="worker-checks-only-before",
@@ -146,7 +146,7 @@ MUTANTS = (
         file="kvbm/device/worker.py",
         old="        if error is None:\n            _, running.error",
         new="        if True:\n            _, running.error",
-        fails="tests/engines/test_boundary.py -k fence",
+        fails="tests/embedded/test_boundary.py -k fence",
     ),
     Mutant(
         name="worker-process-waits-for-its-log",
@@ -154,7 +154,7 @@ MUTANTS = (
         file="kvbm/embedded/worker_placement.py",
         old="    use_queued_stderr()\n",
         new="",
-        fails="tests/engines/test_full_log.py -m 'not servers'",
+        fails="tests/embedded/test_full_log.py -m 'not servers'",
     ),
     Mutant(
         name="disk-process-waits-for-its-log",
@@ -162,7 +162,7 @@ MUTANTS = (
         file="kvbm/process/child.py",
         old="    use_queued_stderr()\n",
         new="",
-        fails="tests/engines/test_full_log.py -m 'not servers'",
+        fails="tests/embedded/test_full_log.py -m 'not servers'",
     ),
     Mutant(
         name="log-queue-reports-no-drops",

@@ -1,6 +1,6 @@
 """A disk that fails under a real vLLM: answers are those without kvbm, nobody waits for it, and it is used again.
 
-The faults are those of tests/engines/disk_faults, in the process that does the disk's I/O. In CI the embedded engine
+The faults are those of tests/embedded/disk_faults, in the process that does the disk's I/O. In CI the embedded engine
 stands for vLLM (test_disk_in_engine.py, test_disk_breaks.py). One server and the plain one: a minute and a half.
 """
 
@@ -20,7 +20,7 @@ from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
-DISK_FAULTS = Path(__file__).parents[1] / "engines" / "disk_faults"
+DISK_FAULTS = Path(__file__).parents[1] / "embedded" / "disk_faults"
 LIMITS = {"errors_until_off": 3, "stall_s": 1.0, "probe_interval_s": 0.05}
 ROWS = {
     "EIO": {"error": "EIO"},

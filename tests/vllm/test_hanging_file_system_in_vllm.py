@@ -1,7 +1,7 @@
 """A file system that hangs below the disk and the shared tier of a real vLLM: under load, at the end and at the start.
 
-Needs /dev/fuse, libfuse and mfusepy. The cases of the embedded engine are in tests/engines/test_hanging_file_system.py.
-With KVBM_WRITE_RESULTS=1, the measured times are written to bench/results/.
+Needs /dev/fuse, libfuse and mfusepy. The cases of the embedded engine are in
+tests/embedded/test_hanging_file_system.py. With KVBM_WRITE_RESULTS=1, the measured times are written to bench/results/.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def test_ten_kills_of_a_serving_engine(tmp_path, truth, to_disk):
         path = RESULTS / f"{machine}-disk-engine-kills.json"
         whole = json.loads(path.read_text()) if path.exists() else {"rows": {}}
         whole |= {
-            "command": f"{WRITE_RESULTS}=1 pytest tests/engines/test_disk_kills.py -m soak",
+            "command": f"{WRITE_RESULTS}=1 pytest tests/embedded/test_disk_kills.py -m soak",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine,
             "versions": {name: version(name) for name in ("torch", "kvbm-cli")},

@@ -174,7 +174,7 @@ def record(case, found):
     print(case, row)
     if os.environ.get("KVBM_WRITE_RESULTS"):
         kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        kept |= {"command": "KVBM_WRITE_RESULTS=1 pytest -m soak tests/engines/test_hanging_file_system.py"}
+        kept |= {"command": "KVBM_WRITE_RESULTS=1 pytest -m soak tests/embedded/test_hanging_file_system.py"}
         kept |= {"date": time.strftime("%Y-%m-%d"), "machine": MACHINE}
         kept.setdefault("cases", {})[case] = row
         RESULT.write_text(json.dumps(kept, indent=1) + "\n")

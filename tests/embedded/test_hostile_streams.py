@@ -1,6 +1,6 @@
 """How long a stream is silent while a hostile client attacks the embedded engine's server, or the proxy before it.
 
-    KVBM_WRITE_RESULTS=1 pytest -m soak -s tests/engines/test_hostile_streams.py
+    KVBM_WRITE_RESULTS=1 pytest -m soak -s tests/embedded/test_hostile_streams.py
 
 The engine behind the server answers every 50 ms by itself, so all silence is that of the server. It claims the context
 of a large model, for which the server reads the longest bodies. Prints a row per attack, with the longest silence of a
@@ -23,7 +23,7 @@ from test_hostile_clients import started
 from kvbm_cli.engine.process import choose_port
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
-COMMAND = "pytest -m soak -s tests/engines/test_hostile_streams.py"
+COMMAND = "pytest -m soak -s tests/embedded/test_hostile_streams.py"
 MAX_MODEL_LEN = 1_000_000
 BODY = {"prompt": [1], "max_tokens": 2, "n": 2}  # two answers: the proxy asks only the engine for decode
 STREAMS = {

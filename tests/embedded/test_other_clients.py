@@ -7,7 +7,7 @@
     KVBM_LMBENCHMARK         checkout of LMBenchmark
     KVBM_LMBENCHMARK_PYTHON  interpreter with `openai` and `pandas`
 
-Run it with `pytest -n 0 -m soak -s tests/engines/test_other_clients.py`; -s shows the numbers of each client.
+Run it with `pytest -n 0 -m soak -s tests/embedded/test_other_clients.py`; -s shows the numbers of each client.
 """
 
 from __future__ import annotations
