@@ -69,7 +69,7 @@ MUTANTS = (
         file="kvbm/sizing/tiers.py",
         old="device.rank_block_bytes[:: device.replica_count]",
         new="device.rank_block_bytes",
-        fails="tests/config/test_sizing_vllm.py",
+        fails="tests/sizing/test_sizing_vllm.py",
     ),
     Mutant(
         name="replicas-different-kv-leaves-the-disk",

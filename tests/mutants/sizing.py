@@ -11,7 +11,7 @@ MUTANTS = (
         file="kvbm/sizing/cpu.py",
         old="LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else",
         new="LatentBackend.AMX if False else",
-        fails="tests/config/test_sizing_on_cpu.py -k decide_the_block",
+        fails="tests/sizing/test_sizing_on_cpu.py -k decide_the_block",
     ),
     Mutant(
         name="sizing-ignores-the-named-backend",
@@ -19,7 +19,7 @@ MUTANTS = (
         file="kvbm/sizing/cpu.py",
         old="LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else",
         new="LatentBackend.AMX if self.cpu.has_amx_attention else",
-        fails="tests/config/test_sizing_on_cpu.py -k choose_the_backend",
+        fails="tests/sizing/test_sizing_on_cpu.py -k choose_the_backend",
     ),
     Mutant(
         name="sizing-keeps-states-narrow-on-every-cpu",
@@ -27,7 +27,7 @@ MUTANTS = (
         file="kvbm/sizing/cpu.py",
         old="else STATE_FLAG) in self.flags",
         new="else STATE_FLAG) in ()",
-        fails="tests/config/test_sizing_on_cpu.py -k width_of_states",
+        fails="tests/sizing/test_sizing_on_cpu.py -k width_of_states",
     ),
     Mutant(
         name="sizing-allows-narrow-latent-cache",
@@ -35,7 +35,7 @@ MUTANTS = (
         file="kvbm/sizing/cpu.py",
         old="self.cache.is_narrow or self.backend is LatentBackend.AMX",
         new="self.backend is LatentBackend.AMX",
-        fails="tests/config/test_sizing_on_cpu.py -k 8_bits",
+        fails="tests/sizing/test_sizing_on_cpu.py -k 8_bits",
     ),
     Mutant(
         name="sizing-takes-null-for-the-default",
@@ -43,7 +43,7 @@ MUTANTS = (
         file="kvbm/sizing/families/facts.py",
         old="{**(defaults or {}), **given}",
         new="{**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}",
-        fails="tests/config/test_sizing_vllm.py -k left_out",
+        fails="tests/sizing/test_sizing_vllm.py -k left_out",
     ),
     Mutant(
         name="sizing-trusts-any-model-type",
@@ -51,7 +51,7 @@ MUTANTS = (
         file="kvbm/sizing/families/__init__.py",
         old="    if facts.model_type not in model_types:\n",
         new="    if False:\n",
-        fails="tests/config/test_sizing_vllm.py -k said_to_be_unknown",
+        fails="tests/sizing/test_sizing_vllm.py -k said_to_be_unknown",
     ),
     Mutant(
         name="sizing-ignores-compressed-tensors",
@@ -59,7 +59,7 @@ MUTANTS = (
         file="kvbm/sizing/checkpoint.py",
         old='    return "fp8"\n',
         new="    return None\n",
-        fails="tests/config/test_sizing_vllm.py -k asks_for",
+        fails="tests/sizing/test_sizing_vllm.py -k asks_for",
     ),
     Mutant(
         name="sizing-adds-facts-beside-the-text-model",
@@ -67,7 +67,7 @@ MUTANTS = (
         file="kvbm/sizing/families/facts.py",
         old="        given = text_facts(model_config)\n",
         new="        given = {**text_facts(model_config), **model_config}\n",
-        fails="tests/config/test_sizing_vllm.py -k beside",
+        fails="tests/sizing/test_sizing_vllm.py -k beside",
     ),
     Mutant(
         name="sizing-strict-only-warns",
@@ -107,6 +107,6 @@ MUTANTS = (
         file="kvbm/sizing/state_settings.py",
         old="elif self.block_tokens is not None and interval % self.block_tokens:",
         new="elif False:",
-        fails="tests/config/test_state_settings.py -k between",
+        fails="tests/sizing/test_state_settings.py -k between",
     ),
 )
