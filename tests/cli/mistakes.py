@@ -126,7 +126,7 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
 
     @contextmanager
     def prepared(home: Path) -> Iterator[None]:
-        from test_runs import NOBODY, facts
+        from recorded_runs import NOBODY, facts
 
         from kvbm_cli.runs.run_directory import Runs
 

@@ -142,7 +142,7 @@ def _read_until(terminal: int, text: str) -> str:
 
 
 def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) -> None:
-    from test_runs import facts
+    from recorded_runs import facts
 
     from kvbm_cli.runs.run_directory import Runs
 

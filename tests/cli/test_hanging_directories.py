@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from doctor.filesystems import Unavailable, mounted
 from doctor_machine import machine
+from filesystems import Unavailable, mounted
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.app import run

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from recorded_runs import facts
 from terminal import FAKE_ENGINE, kvbm_here
-from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.runs.run_directory import Runs

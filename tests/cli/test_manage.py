@@ -16,9 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from recorded_runs import NOBODY, facts
 from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm
 from test_process import eventually, is_gone
-from test_runs import NOBODY, facts, states
+from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from recorded_runs import facts
 from terminal import FAKE_ENGINE, PROGRAM, environment
-from test_runs import facts
 
 from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories, unsafe_parents

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doctor_machine import PATIENT
 from terminal import ROOT, environment
-from test_doctor_program import PATIENT
 from test_pd_engines import plan_of
 
 from kvbm.disk.io.select import PROGRAM, _in_a_process

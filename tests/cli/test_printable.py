@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded_runs import facts
 from terminal import PROGRAM, ROOT, environment, kvbm_here, on_a_terminal
-from test_runs import facts
 
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.show import terminal as report

@@ -170,10 +170,10 @@ def test_processes_of_the_engine_end_with_it(tmp_path: Path, end: str) -> None:
 STARTER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:3]
 from test_process import fake_plan
 from kvbm_cli.engine.process import EngineProcess
-engine = EngineProcess.start(fake_plan("children"), log_path=Path(sys.argv[2]))
+engine = EngineProcess.start(fake_plan("children"), log_path=Path(sys.argv[3]))
 engine.wait_healthy(20)
 print("ready", flush=True)
 time.sleep(600)
@@ -181,7 +181,8 @@ time.sleep(600)
 
 
 def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STARTER, str(Path(__file__).parent), str(tmp_path / "log")]
+    folders = map(str, Path(__file__).parents[:2])
+    command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"

@@ -29,10 +29,10 @@ SHARED_MEMORY = Path("/dev/shm")
 STARTER = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:3]
 from test_process import fake_plan
 from kvbm_cli.engine.process import EngineProcess
-engine = EngineProcess.start(fake_plan("litters"), log_path=Path(sys.argv[2]))
+engine = EngineProcess.start(fake_plan("litters"), log_path=Path(sys.argv[3]))
 engine.wait_healthy(20)
 print(engine.pid, flush=True)
 time.sleep(600)
@@ -96,7 +96,8 @@ def _guard() -> psutil.Process:
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STARTER, str(Path(__file__).parent), str(tmp_path / "log")]
+    folders = map(str, Path(__file__).parents[:2])
+    command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         litter = Litter.of(int(parent.stdout.readline()))

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_runs import NOBODY, begin, begun, facts, own
+from recorded_runs import NOBODY, facts, own
+from test_runs import begin, begun
 
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.errors import EnvironmentProblem

@@ -12,10 +12,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from recorded_runs import facts
 from terminal import kvbm
 from test_manage import status
 from test_process import is_gone
-from test_runs import facts
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 from mistakes import what_lies_in
+from recorded_runs import facts
 from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm, on_a_terminal
 from test_cache import make_cache
-from test_runs import facts
 from test_serve import MODEL
 
 from kvbm_cli.app import run

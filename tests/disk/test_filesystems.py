@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 from disk_rig import assembled, instance_of, opened
-from doctor.filesystems import Unavailable, mounted
+from filesystems import Unavailable, mounted
 
 from kvbm.disk.files import NoRoom
 from kvbm.errors import EnvironmentProblem

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from bookkeeping import check_leader
-from doctor.filesystems import Unavailable, mounted
+from filesystems import Unavailable, mounted
 from kvbm_engine import assert_same, prompt, running
 from test_disk_in_engine import LONGEST_STEP_S, Faults, Steps, rest, wait_until
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from doctor.filesystems import Unavailable, mounted
+from filesystems import Unavailable, mounted
 from kvbm_engine import KvbmEngine, assert_same, prompt, running
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(400)]

@@ -35,7 +35,7 @@ MUTANTS = (
         while (is_there := os.path.lexists(self.directory)) and time.monotonic() < deadline:
             time.sleep(REMOVAL_INTERVAL_S)
 """,
-        fails="tests/cli/test_doctor_program.py -x -k SIGKILL",
+        fails="tests/doctor/test_doctor_program.py -x -k SIGKILL",
     ),
     Mutant(
         name="doctor-passes-with-failures",
@@ -43,7 +43,7 @@ MUTANTS = (
         file="kvbm_cli/doctor/command.py",
         old="exit_code = int(any(check.state is CheckState.FAILURE for check in checks))",
         new="exit_code = int(all(check.state is CheckState.FAILURE for check in checks))",
-        fails="tests/cli/test_doctor.py -k report",
+        fails="tests/doctor/test_doctor.py -k report",
     ),
     Mutant(
         name="first-of-several-parents-wins",
@@ -253,7 +253,7 @@ MUTANTS = (
         file="kvbm_cli/doctor/probes/store.py",
         old="        finally:\n            self._remove()\n",
         new="        finally:\n            pass\n",
-        fails="tests/cli/test_doctor_store.py -k step_that_is_refused",
+        fails="tests/doctor/test_doctor_store.py -k step_that_is_refused",
     ),
     Mutant(
         name="doctor-forgets-the-first-byte",
@@ -261,7 +261,7 @@ MUTANTS = (
         file="kvbm_cli/doctor/store.py",
         old="math.ceil(max(first_s * prefill_rate, 1) / extent_tokens)",
         new="math.ceil(1 / extent_tokens)",
-        fails="tests/cli/test_doctor_store.py -k pays_from",
+        fails="tests/doctor/test_doctor_store.py -k pays_from",
     ),
     Mutant(
         name="doctor-shows-the-dump-of-the-client",
@@ -269,6 +269,6 @@ MUTANTS = (
         file="kvbm/shared/stores/obstore.py",
         old='return str(error).partition("\\n")[0] or type(error).__name__',
         new="return str(error)",
-        fails="tests/cli/test_doctor_store.py -k not_exist",
+        fails="tests/doctor/test_doctor_store.py -k not_exist",
     ),
 )

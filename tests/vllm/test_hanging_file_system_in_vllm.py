@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from random import Random
 
 import pytest
-from doctor.filesystems import Unavailable, mounted
+from filesystems import Unavailable, mounted
 from kept_results import KeptResults
 from traffic import Request, asker, assert_equal, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer

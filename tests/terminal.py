@@ -1,8 +1,8 @@
 """The command as a user sees it: its exit code and both streams, compared with a stored text.
 
 `kvbm` starts the real program, `kvbm_here` runs the command in this process. A stored text is a file of its own, or an
-entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli` writes the stored texts
-anew; the difference is then reviewed as code.
+entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli tests/doctor` writes the
+stored texts anew; the difference is then reviewed as code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unittest import mock
 
 from kvbm_cli.app import run
 
-ROOT = Path(__file__).resolve().parents[2]
-SNAPSHOTS = Path(__file__).parent / "snapshots"
+ROOT = Path(__file__).resolve().parents[1]
+SNAPSHOTS = Path(__file__).parent / "cli" / "snapshots"
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
 HANGS_S = 240  # of a program that hangs; a busy machine takes a quarter of it for a start and a stop
-FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+FAKE_ENGINE = Path(__file__).parent / "cli" / "fake_engine.py"
 
 # What differs between machines and runs, in the order in which it is replaced.
 FILTERS = (

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
+from recorded_runs import facts
 from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
-from test_runs import facts
 
 from kvbm.config.load import load
 from kvbm_cli.doctor import command

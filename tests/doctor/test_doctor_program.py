@@ -17,21 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor.filesystems import Unavailable, mounted
+from doctor_machine import PATIENT
+from filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
 
 from kvbm_cli.doctor.check import OTHER_DIRECTORY
 from kvbm_cli.doctor.disk import _remedy_for
 
 QUICK_S = 20
-# The command with time limits that a busy machine keeps too: they are for what hangs, and nothing here does.
-PATIENT = [
-    sys.executable,
-    "-c",
-    "import sys; from kvbm_cli.app import main; from kvbm_cli.doctor import command, disk, engine, self_test; "
-    "command.QUICK_WORK_S = disk.QUICK_PROBE_TIMEOUT_S = engine.QUICK_TIMEOUT_S = self_test.QUICK_TIMEOUT_S = 600; "
-    "sys.argv[0] = 'kvbm'; main()",
-]
 PROFILE = """\
 engine:
   model: synthetic:tiny
