@@ -19,7 +19,6 @@ from pathlib import Path
 
 from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
-from kvbm.disk.clear import clear_tenant
 from kvbm.disk.directory import (
     SUPERBLOCK,
     CacheFacts,
@@ -31,10 +30,11 @@ from kvbm.disk.directory import (
 )
 from kvbm.disk.directory import list_caches as found_in
 from kvbm.disk.superblock import OtherFormat, read_superblock
-from kvbm.disk.verify import drop, holder, verify
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
 from kvbm.text.outside import shown
+from kvbm_cli.cache.disk_verification import drop, holder, verify
+from kvbm_cli.cache.tenant_clearing import clear_tenant
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.system.answering import require_answering
 from kvbm_cli.system.filesystem import expanded, write_atomically

@@ -15,7 +15,7 @@ from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.quantities import counted, shown_size, time_since
 
 if TYPE_CHECKING:
-    from kvbm.shared.inventory import Inventory
+    from kvbm_cli.store.inventory import Inventory
 
 SHOWN_HEX = 16
 NOT_CONFIRMED = INCOMPLETE = 1

@@ -17,7 +17,7 @@ from kvbm_cli.system.answering import require_answering
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from kvbm.shared.inventory import Inventory, StoredExtent, StoredNamespace
+    from kvbm_cli.store.inventory import Inventory, StoredExtent, StoredNamespace
 
 NAMESPACE_HEX = 32
 PROGRESS_AFTER_S = 2.0
@@ -96,7 +96,7 @@ def opened(request: StoreRequest, *, changes: bool = False) -> Inventory:
         require_answering(directory, changes=changes)
     if directory is not None and not directory.is_dir():
         raise UsageError(f"`--url {request.url}`: there is no such directory")
-    from kvbm.shared.stores.open import open_inventory
+    from kvbm_cli.store.open import open_inventory
 
     return open_inventory(url)
 
@@ -158,8 +158,8 @@ def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: Pr
     """Return the extents of the requests with this cache salt. A damaged header has no tenant."""
     from kvbm.errors import EnvironmentProblem
     from kvbm.shared.extent_format import BadObject, tenant_tag
-    from kvbm.shared.inspection import HEAD_BYTES, found_extent
-    from kvbm.shared.inventory import PARALLEL_HEADS
+    from kvbm_cli.store.inspection import HEAD_BYTES, found_extent
+    from kvbm_cli.store.inventory import PARALLEL_HEADS
 
     wanted = tenant_tag(tenant(salt))
 

@@ -16,8 +16,8 @@ from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 if TYPE_CHECKING:
-    from kvbm.shared.inventory import Inventory, StoredExtent
     from kvbm.shared.protection import Protection
+    from kvbm_cli.store.inventory import Inventory, StoredExtent
 
 DAMAGED = 1
 SHOWN_OBJECTS = 10
@@ -112,7 +112,7 @@ def _sampled(found: Sequence[Selected], sample: int | None) -> list[Selected]:
 
 
 def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad: bool) -> NamespaceVerdict:
-    from kvbm.shared.inventory import PARALLEL_READS
+    from kvbm_cli.store.inventory import PARALLEL_READS
 
     verdict, bad = NamespaceVerdict(selected.name), []
     progress, done = ReadProgress(selected.name[:SHOWN_HEX]), 0
@@ -129,7 +129,7 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
 
 def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdict:
     from kvbm.shared.extent_format import BadObject
-    from kvbm.shared.inspection import HEAD_BYTES, found_extent, verify
+    from kvbm_cli.store.inspection import HEAD_BYTES, found_extent, verify
 
     try:
         content = inventory.read(extent, HEAD_BYTES)

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterator
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.json_schema import json_schema
 from kvbm.config.keys import keys
 from kvbm.errors import UsageError
+from kvbm_cli.profile.json_schema import json_schema
 from kvbm_cli.profile.show import shown
 from kvbm_cli.terminal.console import WIDTH, print_data, print_json
 

@@ -244,7 +244,7 @@ def test_cache_in_use_is_verified_without_a_change(home: Path, held: Path) -> No
 
 def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches: tuple[Path, Path]) -> None:
     """The row goes while the bytes are being read, as it does when the engine uses the slot for another block."""
-    from kvbm.disk.verify import verify
+    from kvbm_cli.cache.disk_verification import verify
 
     instance = caches[0]
     flip(instance / ARENA, 0)
@@ -298,7 +298,7 @@ def test_one_tenant_is_removed_with_the_bytes_and_nobody_else(home: Path, caches
 def test_bytes_of_a_tenant_are_overwritten_where_the_file_system_cannot_erase(
     caches: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvbm.disk import clear
+    from kvbm_cli.cache import tenant_clearing as clear
 
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")

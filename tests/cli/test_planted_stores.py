@@ -20,10 +20,10 @@ from kvbm.disk.directory import InstanceLock, remove_instance
 from kvbm.disk.superblock import Superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
-from kvbm.shared.stores.directory_access import DirectoryAccess
-from kvbm.shared.stores.open import open_inventory
 from kvbm_cli.doctor.probes.store import probe
 from kvbm_cli.doctor.probes.store_report import PREFIX
+from kvbm_cli.store.directory_access import DirectoryAccess
+from kvbm_cli.store.open import open_inventory
 from kvbm_cli.system import leftovers
 from kvbm_cli.system.filesystem import write_atomically
 

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from kvbm.config.document import parse_document, plain_values
-from kvbm.config.json_schema import json_schema
 from kvbm.config.keys import keys
 from kvbm.config.layers import shipped
 from kvbm.config.load import load
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.json_schema import json_schema
 
 jsonschema = pytest.importorskip("jsonschema")
 VALIDATOR = jsonschema.Draft7Validator(json_schema())

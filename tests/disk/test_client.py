@@ -25,7 +25,6 @@ from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service import client, messages
 from kvbm.disk.service.client import DiskClient
-from kvbm.disk.verify import holder
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
@@ -35,6 +34,7 @@ from kvbm.process.channel import HEADER, Channel
 from kvbm.process.child import Opening
 from kvbm.process.service_process import UnresponsiveProcess
 from kvbm.types import SlotState
+from kvbm_cli.cache.disk_verification import holder
 
 HOST_SLOTS = 16
 GENERATION = 7

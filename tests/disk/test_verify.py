@@ -10,7 +10,7 @@ from disk_rig import instance_of, opened
 
 from kvbm.disk.index import BlockIndex, IndexRow
 from kvbm.disk.superblock import read_superblock
-from kvbm.disk.verify import verify
+from kvbm_cli.cache.disk_verification import verify
 
 
 def row(slot: int) -> IndexRow:

@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         name="verify-believes-the-header",
         bug="Only the header of an object is verified.",
-        file="kvbm/shared/inspection.py",
+        file="kvbm_cli/store/inspection.py",
         old="    _verify_blocks(memoryview(payload), form, hashes, head.checksums)\n",
         new="",
         fails="tests/cli/test_shared_store.py -k changed_object",

@@ -39,7 +39,7 @@ MUTANTS = (
     Mutant(
         name="store-deletes-by-path",
         bug="a directory that became a link after the listing is entered: a purge deletes somebody's files",
-        file="kvbm/shared/stores/directory_access.py",
+        file="kvbm_cli/store/directory_access.py",
         old="                    root.unlink_file(key)\n",
         new="                    os.unlink(self._root / key)\n",
         fails=f"{PLANTED} -k becomes_a_link",
@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         name="store-part-unread-is-not-said",
         bug="a namespace that cannot be read is passed over, and the command succeeds",
-        file="kvbm/shared/inventory.py",
+        file="kvbm_cli/store/inventory.py",
         old="        self.failure_count += one.is_failure\n",
         new="",
         fails=f"{PLANTED} -k cannot_be_read",

@@ -1,8 +1,8 @@
-"""Opens the store of a URL: an ObjectStore for an engine, a StoreAccess or an Inventory for a person's command.
+"""Opens the store of a URL for an engine.
 
-    file:                       DirectoryStore      DirectoryAccess
-    mooncake:                   MooncakeStore       none: Mooncake cannot list
-    s3: gs: az: memory: ...     ObstoreStore        ObstoreAccess
+    file:                       DirectoryStore
+    mooncake:                   MooncakeStore
+    s3: gs: az: memory: ...     ObstoreStore
 
 A module is imported when its store is opened, because only then must its library be installed.
 """
@@ -15,14 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvbm.shared.inventory import Inventory
 from kvbm.shared.keys import KeySpace
 from kvbm.shared.object_store import ObjectStore
 from kvbm.shared.settings import directory_of
-from kvbm.shared.store_access import StoreAccess
 
 LOCAL_STORES = ("file", "memory", "mooncake")  # the pages of files, and the pool, are in host memory already
-INVENTORY_LIMIT_S = 30.0  # of one request
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +51,3 @@ def with_copies(store: ObjectStore, url: str, directory: Path | None) -> ObjectS
     except OSError as error:
         log.warning("kvbm: this engine shares no copies of objects with other engines of this machine: %s", error)
         return store
-
-
-def open_access(url: str, limit_s: float) -> StoreAccess:
-    """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
-    if (directory := directory_of(url)) is not None:
-        from kvbm.shared.stores.directory import require_directory
-        from kvbm.shared.stores.directory_access import DirectoryAccess
-
-        require_directory(directory)
-        return DirectoryAccess(directory)
-    from kvbm.shared.stores.obstore import connection
-    from kvbm.shared.stores.obstore_access import ObstoreAccess
-
-    return ObstoreAccess(connection(url)(limit_s))
-
-
-def open_inventory(url: str) -> Inventory:
-    """May raise EnvironmentProblem."""
-    return Inventory(open_access(url, INVENTORY_LIMIT_S), url)

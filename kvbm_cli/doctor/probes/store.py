@@ -34,8 +34,8 @@ from kvbm_cli.doctor.probes.store_report import (
 )
 
 if TYPE_CHECKING:
-    from kvbm.shared.store_access import LeftOut, StoreAccess
     from kvbm.shared.stores.mooncake import MooncakeStore
+    from kvbm_cli.store.access import LeftOut, StoreAccess
 
 MAX_OBJECTS = 128  # in the store at a time
 LIMIT_S = 10.0  # of one request
@@ -47,8 +47,8 @@ def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = l
     """Probes the store of a URL; each rate is measured for `seconds`. Without `writes`, it only lists and reads."""
     if url.startswith("mooncake:"):
         return _probe_pool(url, seconds=seconds, writes=writes, on_phase=on_phase)
-    from kvbm.shared.stores.directory_access import DirectoryAccess
-    from kvbm.shared.stores.open import open_access
+    from kvbm_cli.store.directory_access import DirectoryAccess
+    from kvbm_cli.store.open import open_access
 
     directory = directory_of(url)
     is_new = directory is not None and not directory.exists()

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import VERSION, KeySpace
-from kvbm.shared.store_access import FoundObject, LeftOut, StoreAccess
+from kvbm_cli.store.access import FoundObject, LeftOut, StoreAccess
 
 NAMESPACE_HEX = 32
 PARALLEL_READS = 4  # whole objects, which may have hundreds of megabytes
