@@ -71,7 +71,7 @@ RULES = (  # the first that fits a module counts
                 "kvbm.events",
                 "kvbm.hashing",
             ),
-            *("kvbm.boundary", "kvbm.config.schema"),
+            *("kvbm.boundary", "kvbm.config.schema", "kvbm.process.deadlines"),
         ),
     ),
     Rule(

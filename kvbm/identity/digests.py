@@ -19,13 +19,13 @@ from kvbm.host.threads import allowed_cores
 from kvbm.identity.content import Signature, digest_files
 from kvbm.identity.digest_cache import DigestCache, default_path
 from kvbm.identity.messages import DigestOrder, Digests
+from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Problem
 from kvbm.process.parent import has_ended, log_for, start_child
 
 MODULE = "kvbm.identity.digester"
 INLINE_BYTES = 64 << 20
-END_S = 1.0
 
 Files = Sequence[tuple[str, Signature]]
 
@@ -97,7 +97,7 @@ def _by_process(files: Files) -> list[str]:
         raise Unidentified("the process that reads the files of the model has ended") from error
     finally:
         channel.close()
-        if not has_ended(child, END_S):
+        if not has_ended(child, deadlines.EXIT_S):
             child.kill()
             child.wait()
     log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)

@@ -28,6 +28,7 @@ from kvbm.core.store import BlockStore
 from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+from kvbm.process import deadlines
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ CLEANED_AHEAD = 256  # `on_evict` keeps this many of the next evicted blocks wri
 FILL_S = 0.002  # time per step to register what the next process found
 DRAIN_HUNG_S = 1.5
 RATES_INTERVAL_S = 10.0  # between two times that rates are kept
-CLOSE_S = 1.0  # for the disk process to end what it does
 LOG_INTERVAL_S = 2.0  # between progress lines of the final write
 AWAKE_S = 5.0  # how long an idle engine waits for the next process
 PARTS = 16  # least number of batches in which a load is read, if it has as many blocks
@@ -259,7 +259,7 @@ class DiskTier(LowerTier):
                 logged_s = self._clock()
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, len(due) + in_flight)
         is_hung = bool(self._writes or self.reads.are_hung) and self._clock() - moved_s >= DRAIN_HUNG_S
-        self._disk.close(0.0 if is_hung or not self.is_on else CLOSE_S)
+        self._disk.close(0.0 if is_hung or not self.is_on else deadlines.FINISH_S)
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)

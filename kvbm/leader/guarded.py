@@ -28,6 +28,7 @@ from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
 from kvbm.leader.leader import Leader, LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
+from kvbm.process import deadlines
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from kvbm.metrics import Counters
 
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
-CLOSE_S = 0.1
 
 
 class GuardedLeader:
@@ -149,7 +149,7 @@ class GuardedLeader:
         """Like `Leader.close`. If the cache is off, nothing more is written to a lower tier."""
         self._close()
         for tier in reversed(self.leader.lower_tiers) if self.boundary.is_off else ():
-            self.boundary.attempt("abandon", partial(tier.abandon, CLOSE_S))
+            self.boundary.attempt("abandon", partial(tier.abandon, deadlines.ABANDON_S))
 
     @contained(list)
     def take_events(self) -> list[Event]:

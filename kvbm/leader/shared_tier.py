@@ -22,6 +22,7 @@ from kvbm.core.admission import FrequencyFilter
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
 from kvbm.leader.settings import TierPolicy
+from kvbm.process import deadlines
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
 from kvbm.shared.presence import Presence
 from kvbm.types import Tier
@@ -42,7 +43,6 @@ WAIT_SHARE = 0.25  # nor longer than this part of the time to compute what it lo
 JITTER_S = 0.2  # engines that compute the same blocks at the same time do not write them at the same time
 REPEAT_S = 0.2
 DRAIN_HUNG_S = 1.5
-CLOSE_S = 1.0  # for the process to end what it does
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class SharedTier(LowerTier):
             if left != open_before:
                 open_before, moved_s = left, self._clock()
         is_hung = self._clock() - moved_s >= DRAIN_HUNG_S or not self.is_on
-        self._client.close(0.0 if is_hung else CLOSE_S)
+        self._client.close(0.0 if is_hung else deadlines.FINISH_S)
 
     def _names(self, hashes: Sequence[bytes], start: int, end: int) -> Iterator[tuple[bytes, int]]:
         """Yield name and end of the whole extents that hold `hashes[start:end]`, in order."""

@@ -13,12 +13,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 from kvbm.host.log_queue import use_queued_stderr
+from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.text.log_limit import LogLimit
-
-BEAT_S = 0.5
-IDLE_INTERVAL_S = 0.5
-PARENT_INTERVAL_S = 0.5
 
 First = TypeVar("First")
 
@@ -108,7 +105,7 @@ def beating(channel: Channel) -> Iterator[Callable[[object], None]]:
 
     def beat() -> None:
         with suppress(ChannelClosed):  # the other thread notices it
-            while not has_ended.wait(BEAT_S):
+            while not has_ended.wait(deadlines.BEAT_S):
                 send(Opening())
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -122,11 +119,11 @@ def beating(channel: Channel) -> Iterator[Callable[[object], None]]:
 
 def send_all(channel: Channel) -> None:
     while channel.has_more_to_send():
-        channel.wait(IDLE_INTERVAL_S)
+        channel.wait(deadlines.IDLE_INTERVAL_S)
 
 
 def _exit_with(parent: int) -> None:
     """Exit with the leader, also during a long call and if another process holds the leader's end of the channel."""
     while os.getppid() == parent:
-        time.sleep(PARENT_INTERVAL_S)
+        time.sleep(deadlines.PARENT_INTERVAL_S)
     os._exit(0)

@@ -13,9 +13,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
-START_LIMIT_S = 8.0  # until the first message of a child, on a busy machine
-PROGRESS_LIMIT_S = 3.0  # without any message but heartbeats
-CHECK_S = 0.05
+from kvbm.process import deadlines
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ class FirstOpening:
         self._names = place, tier
         self._lock = threading.Lock()
         self._end: Future[None] = Future()
-        self._until_s = time.monotonic() + START_LIMIT_S
+        self._until_s = time.monotonic() + deadlines.START_LIMIT_S
         self._has_begun = False
         self._is_awaited = True
 
@@ -36,7 +34,7 @@ class FirstOpening:
         """Note messages of the child. Without `has_moved` they were heartbeats."""
         if has_moved or not self._has_begun:
             self._has_begun = True
-            self._until_s = time.monotonic() + PROGRESS_LIMIT_S
+            self._until_s = time.monotonic() + deadlines.PROGRESS_LIMIT_S
 
     def succeed(self) -> None:
         with self._lock:
@@ -54,7 +52,7 @@ class FirstOpening:
     def wait(self) -> bool:
         """Return whether it is open; if it takes too long, log it and return False. Raises the error of `fail`."""
         while not self._end.done():
-            wait_for([self._end], CHECK_S)
+            wait_for([self._end], deadlines.START_CHECK_S)
             with self._lock:
                 if time.monotonic() > self._until_s and not self._end.done():
                     self._is_awaited = False

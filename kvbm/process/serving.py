@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import (
-    BEAT_S,
-    IDLE_INTERVAL_S,
     Close,
     LogRelay,
     Problem,
@@ -28,8 +27,6 @@ from kvbm.process.child import (
     receive_first,
     send_all,
 )
-
-BUSY_INTERVAL_S = 0.1  # between checks for calls that hang
 
 Send = Callable[[object], None]
 
@@ -79,9 +76,8 @@ class StorageServer(Generic[Storage]):
     def serve(self) -> None:
         """Run until the leader sends Close. Raises ChannelClosed if the leader exits without."""
         while True:
-            self._channel.wait(
-                BUSY_INTERVAL_S if self._is_busy() else IDLE_INTERVAL_S, or_readable=(self._result_event,)
-            )
+            interval_s = deadlines.BUSY_INTERVAL_S if self._is_busy() else deadlines.IDLE_INTERVAL_S
+            self._channel.wait(interval_s, or_readable=(self._result_event,))
             with suppress(BlockingIOError):
                 os.eventfd_read(self._result_event)
             for message in self._channel.receive():
@@ -111,7 +107,7 @@ class StorageServer(Generic[Storage]):
         self._in_flight_count -= len(results)
         off_because = self._storage.off_because
         if results or is_beat_due or off_because != self._reported_off_because:
-            self._next_beat_s = now + BEAT_S
+            self._next_beat_s = now + deadlines.BEAT_S
             self._reported_off_because = off_because
             self._channel.send(Status(results, off_because, self._storage.counters, self._moved_s(now)))
         self._report_more()

@@ -23,7 +23,7 @@ from kvbm_engine import assert_same, prompt, running
 from waiting import slept_s
 
 from kvbm.config import schema
-from kvbm.process import deadlines, first_opening, service_process
+from kvbm.process import deadlines, service_process
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -726,7 +726,7 @@ def started_without_disk(directory, monkeypatch):
         return child, channel
 
     with monkeypatch.context() as patch:
-        patch.setattr(first_opening, "START_LIMIT_S", 0.5)
+        patch.setattr(deadlines, "START_LIMIT_S", 0.5)
         patch.setattr(service_process, "start_child", start_and_stop)
         with engine_on(directory) as engine:
             yield engine, stopped[0]

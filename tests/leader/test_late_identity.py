@@ -15,7 +15,7 @@ from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.leader.settings import EngineTraits, LeaderSettings
-from kvbm.process import first_opening, service_process
+from kvbm.process import deadlines, service_process
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}
@@ -112,7 +112,7 @@ def identified():
 
 def test_two_tiers_that_hang_delay_a_start_as_long_as_one(tmp_path, segments, children, monkeypatch, caplog):
     limit_s, children.are_stopped = 2.0, True
-    monkeypatch.setattr(first_opening, "START_LIMIT_S", limit_s)
+    monkeypatch.setattr(deadlines, "START_LIMIT_S", limit_s)
     began_s = time.monotonic()
     disk, shared = opened(tmp_path, segments, "disk", "shared", identity=identified())
     assert time.monotonic() - began_s < 1.8 * limit_s

@@ -21,9 +21,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.process import deadlines, first_opening, service_process
+from kvbm.process import deadlines, service_process
 from kvbm.process.channel import Channel
-from kvbm.process.child import IDLE_INTERVAL_S, Opening
+from kvbm.process.child import Opening
 from kvbm.process.parent import is_gone
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
@@ -187,11 +187,11 @@ def test_the_first_listing_comes_with_the_start(url):
         with opened(url) as rig:
             began_s = time.monotonic()
             while (listing := rig.client.take_listing()) is None:
-                rig.client.wait(IDLE_INTERVAL_S)
+                rig.client.wait(deadlines.IDLE_INTERVAL_S)
                 rig.poll()
             delays_s.append(time.monotonic() - began_s)
         assert len(listing.names) == DIGEST.itemsize
-    assert min(delays_s) < IDLE_INTERVAL_S / 2
+    assert min(delays_s) < deadlines.IDLE_INTERVAL_S / 2
 
 
 def test_an_engine_that_does_nothing_gets_one_listing_and_not_all_of_them(url):
@@ -316,7 +316,7 @@ def stopped(monkeypatch):
         pids.append(child.pid)
         return child, channel
 
-    monkeypatch.setattr(first_opening, "START_LIMIT_S", 0.5)
+    monkeypatch.setattr(deadlines, "START_LIMIT_S", 0.5)
     monkeypatch.setattr(service_process, "start_child", start_and_stop)
     return pids
 
