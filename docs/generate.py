@@ -20,7 +20,7 @@ import typer
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.installation import shown
-from kvbm.config.keys import Key, keys
+from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
 from kvbm.config.schema import INTERPOLATED
 from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS

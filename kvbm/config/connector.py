@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, invalid_text, mistakes_in
 from kvbm.config.schema import ConnectorConfig, OffloadSection
 from kvbm.config.values import WrongKey

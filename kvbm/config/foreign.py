@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.spelling import snake_case
 
 OWN = frozenset({"engine", "tiers", "extends"})

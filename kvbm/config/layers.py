@@ -27,7 +27,7 @@ from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
 from kvbm.config.foreign import foreign_file
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.lookalikes import in_scalar
 from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
 from kvbm.config.spelling import unquoted

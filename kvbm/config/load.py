@@ -19,7 +19,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.findings import Findings, is_within, remove_mistaken
 from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths

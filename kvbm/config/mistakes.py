@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import Key, keys
+from kvbm.config.key_list import Key, keys
 from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
 from kvbm.text.outside import shortened

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_values
 from kvbm.config.form import Form
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.schema import ConnectorConfig, Tiers
 from kvbm.config.sizes import parse_size

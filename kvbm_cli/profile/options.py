@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvbm_cli.terminal.options import argument, files, flag, matching, names_in, option
 
 if TYPE_CHECKING:
-    from kvbm.config.keys import Key
+    from kvbm.config.key_list import Key
 
 
 def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
@@ -37,7 +37,7 @@ def sections_and_keys(incomplete: str) -> list[str]:
 
 def _keys() -> Iterator[Key]:
     from kvbm.config.engine import ENGINE_KINDS
-    from kvbm.config.keys import keys as keys_of
+    from kvbm.config.key_list import keys as keys_of
 
     for kind in ENGINE_KINDS:
         yield from keys_of(engine=kind)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.errors import UsageError
 from kvbm_cli.profile.json_schema import json_schema
 from kvbm_cli.profile.show import shown

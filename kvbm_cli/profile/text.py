@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import plain_scalar
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import Key, keys
+from kvbm.config.key_list import Key, keys
 
 WIDTH = 100
 MISSING = object()

@@ -34,7 +34,7 @@ import typer
 import yaml
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.layers import shipped
 from kvbm.config.schema import INTERPOLATED
 from kvbm.config.sizes import parse_size

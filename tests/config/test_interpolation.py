@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.schema import INTERPOLATED
 from kvbm.errors import ProfileError

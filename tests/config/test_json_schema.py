@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from kvbm.config.document import parse_document, plain_values
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.layers import shipped
 from kvbm.config.load import load
 from kvbm.errors import ProfileError

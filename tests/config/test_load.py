@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.schema import Profile
 from kvbm.config.variables import VARIABLES

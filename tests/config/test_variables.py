@@ -7,7 +7,7 @@ from test_load import BASE, load_text
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import entry_at
-from kvbm.config.keys import keys
+from kvbm.config.key_list import keys
 from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
 from kvbm.config.variables import STORE_VARIABLES, VARIABLES, read_variables, variable_of

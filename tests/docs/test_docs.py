@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs"))
 import generate
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.keys import Key, keys
+from kvbm.config.key_list import Key, keys
 from kvbm.config.load import load
 from kvbm.config.variables import VARIABLES
 

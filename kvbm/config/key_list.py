@@ -1,4 +1,4 @@
-"""Keys: lists every key of a schema with its kind, default and description, for pages, hints and completion."""
+"""Key list: every key of a schema with its kind, default and description, for pages, hints and completion."""
 
 from __future__ import annotations
 
