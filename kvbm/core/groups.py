@@ -14,8 +14,10 @@ A block id belongs to one group at a time and all groups share the engine's pool
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,22 @@ def longest_hit(
                 agreed += 1
             reach = shorter
     return max(reach, start)
+
+
+def hits_to_keep(
+    is_present: Callable[[bytes], bool], groups: Sequence[Group], chains: Sequence[Sequence[bytes]]
+) -> Iterator[list[bytes]]:
+    """Yield the blocks of the longest hits of a whole request, in the order in which a tier makes them recent: the
+    shorter hit last, a snapshot less than its chain.
+
+    Eviction then shortens the chain to the shorter hit before it takes it whole. Older snapshots, and blocks behind the
+    last one, are left to age.
+    """
+    reach = min(len(chain) * group.block_tokens for group, chain in zip(groups, chains, strict=True))
+    for _ in range(SNAPSHOTS_PER_CHAIN):
+        hit = longest_hit(is_present, groups, chains, start=0, end=reach)
+        yield needed_blocks(groups, chains, hit)
+        reach = max(0, hit - 1)
 
 
 def _served(is_present: Callable[[bytes], bool], group: Group, chain: Sequence[bytes], start: int, reach: int) -> int:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from kvbm.boundary import Boundary, contained, forwarded, hook
 from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
-from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.leader import Leader
+from kvbm.leader.load_results import LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.process import deadlines
 from kvbm.types import SlotState, Tier

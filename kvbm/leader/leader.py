@@ -22,13 +22,13 @@ import logging
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm.core.groups import StateGroup, longest_hit, needed_blocks
+from kvbm.core.groups import StateGroup, hits_to_keep
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
+from kvbm.leader.load_results import LoadResults
 from kvbm.leader.lower_tier import TierContext
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
@@ -44,28 +44,14 @@ if TYPE_CHECKING:
     from kvbm.core.store import BlockStore, StoreCounts
     from kvbm.events import Event
     from kvbm.host.region import Region
+    from kvbm.leader.load_results import LoadResult
     from kvbm.leader.lower_tier import OpenTier
-    from kvbm.leader.request import Load
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.plan import Offload, Onboard
 
 LOWER = HIT_TIERS[1:]
-SNAPSHOTS_PER_CHAIN = 2  # that the end of a request makes recent
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """The end of one request's load: its G1 blocks may be read, except `failed_block_ids`.
-
-    `is_live`: the request has neither ended nor been preempted since the load began.
-    """
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    failed_block_ids: tuple[int, ...]
-    is_live: bool
 
 
 Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of `offload`, in its order
@@ -111,7 +97,7 @@ class Leader:
         self._matching = Matching(context, self.lower_tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
-        self._unreported: list[LoadResult] = []
+        self._results = LoadResults(settings, self.counters, self._requests)
         self._step = 0
         self._has_computed = False  # in the last step
 
@@ -162,7 +148,7 @@ class Leader:
             load = self._onboards.begin(request, wanted, block_ids, worth, self._matching.long_matches.take(request_id))
         self._matching.end(request)
         if load is None:
-            self._fail_load(request, tuple(block_ids))
+            self._results.fail(request, tuple(block_ids))
             return
         request.lower_tokens = load.lower_tokens()
         for tier in self.lower_tiers:
@@ -314,11 +300,8 @@ class Leader:
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
-                if load.is_failed:
-                    self._fail_load(load.request, load.block_ids, is_below=load.is_failed_below)
-                else:
-                    self._succeed_load(load)
-        results, self._unreported = self._unreported, []
+                self._results.note(load)
+        results = self._results.take()
         if self._trace is not None:
             for one in results:
                 blocks, failed = len(one.block_ids), len(one.failed_block_ids)
@@ -342,7 +325,7 @@ class Leader:
         """
         patience = 2 * self._settings.overdue_steps
         return (
-            bool(self._unreported)
+            bool(self._results)
             or self._slices.has_work()
             or self._onboards.is_under_way(within_steps=patience)
             or self._are_lower_tiers_busy()
@@ -353,7 +336,7 @@ class Leader:
         """Whether `settle` may have something to do although no rank has written a word: it alone notices what the
         lower tiers have read and written."""
         return (
-            bool(self._unreported)
+            bool(self._results)
             or self._onboards.has_ended()
             or self._onboards.is_reading()
             or self._are_lower_tiers_busy()
@@ -392,8 +375,9 @@ class Leader:
             return
         self._matching.end(request)
         self._onboards.end_request(request)
-        if self._has_states:
-            self._touch_with_snapshot(chains)
+        for store in self._stores() if self._has_states else ():
+            for blocks in hits_to_keep(store.contains, self._groups, chains):
+                store.touch(blocks)
         for tier in self.lower_tiers:
             tier.forget_request(request_id)
         for progress, hashes in zip(request.offloads, chains, strict=True):
@@ -480,53 +464,6 @@ class Leader:
     def _stores(self) -> list[BlockStore]:
         """Return the metadata of host memory and of the lower tiers that have such."""
         return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
-
-    def _touch_with_snapshot(self, chains: Sequence[Sequence[bytes]]) -> None:
-        """Make the longest hits that a tier can serve recent, the shorter one most, a snapshot less than its chain.
-
-        Eviction then shortens the chain to the shorter hit before it takes it whole. Older snapshots, and blocks behind
-        the last one, are left to age.
-        """
-        end = min(len(chain) * group.block_tokens for group, chain in zip(self._groups, chains, strict=True))
-        for store in self._stores():
-            reach = end
-            for _ in range(SNAPSHOTS_PER_CHAIN):
-                hit = longest_hit(store.contains, self._groups, chains, start=0, end=reach)
-                store.touch(needed_blocks(self._groups, chains, hit))
-                reach = max(0, hit - 1)
-
-    def _succeed_load(self, load: Load) -> None:
-        """Report a load that succeeded, whole or cut. After a cut, the request computes the rest and loads no more."""
-        request, left_out = load.request, load.block_ids[load.end :]
-        self.counters.onboard_blocks += load.end
-        self.counters.onboard_failed_blocks += len(left_out)
-        self.counters.onboard_bytes += load.end * self._settings.block_bytes
-        request.hit_blocks += load.loaded_tokens // self._settings.traits.block_tokens
-        request.lower_tokens = load.lower_tokens()
-        for tier, tokens in request.lower_tokens.items():
-            self.counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
-            hits = tokens // self._settings.traits.block_tokens
-            request.lower_hits[tier] = request.lower_hits.get(tier, 0) + hits
-        request.may_onboard &= not left_out
-        if self._is_live(request):
-            self.counters.matched_tokens += load.loaded_tokens
-        self._report_load(request, load.block_ids, left_out)
-
-    def _fail_load(self, request: LiveRequest, block_ids: tuple[int, ...], *, is_below: bool = False) -> None:
-        """Report a failed load. The request recomputes and gets no other load, so that it cannot loop; only if a lower
-        tier failed, it may load from host memory once."""
-        if self._is_live(request):
-            self.counters.onboard_failed_blocks += len(block_ids)
-        request.may_onboard &= is_below and request.may_read_lower
-        request.may_read_lower = False
-        request.lower_tokens = {}
-        self._report_load(request, block_ids, block_ids)
-
-    def _report_load(self, request: LiveRequest, block_ids: tuple[int, ...], failed: tuple[int, ...]) -> None:
-        self._unreported.append(LoadResult(request.request_id, block_ids, failed, self._is_live(request)))
-
-    def _is_live(self, request: LiveRequest) -> bool:
-        return self._requests.get(request.request_id) is request
 
     def _forget_all(self) -> None:
         self._host.store.reset()

@@ -10,7 +10,7 @@ from bookkeeping import check_leader
 from rig import Rig, chain, disk_policy
 
 from kvbm.core.groups import Group, StateGroup
-from kvbm.leader.leader import Leader
+from kvbm.leader import leader
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.types import Tier
 
@@ -273,15 +273,14 @@ def conversations(slots, *, turns=60):
     return hits
 
 
-def touch_whole_chains(leader, names):
+def whole_chains(is_present, groups, chains):
     """Without a notion of snapshots: the end of a request makes every block of its chains recent."""
-    for hashes in names:
-        leader._host.store.touch(hashes)
+    return chains
 
 
 def test_what_remains_under_pressure_serves_more_tokens_than_recency_alone(monkeypatch):
     hits = [conversations(slots) for slots in (26, 38, 50)]
-    monkeypatch.setattr(Leader, "_touch_with_snapshot", touch_whole_chains)
+    monkeypatch.setattr(leader, "hits_to_keep", whole_chains)
     naive = [conversations(slots) for slots in (26, 38, 50)]
     print(hits, naive)
     assert all(ours >= theirs for ours, theirs in zip(hits, naive, strict=True)), (hits, naive)

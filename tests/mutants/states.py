@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         name="states-older-snapshots-stay",
         bug="the end of a request makes every block of its chains recent",
-        file="kvbm/leader/leader.py",
+        file="kvbm/core/groups.py",
         old="SNAPSHOTS_PER_CHAIN = 2 ",
         new="SNAPSHOTS_PER_CHAIN = 99 ",
         fails="tests/leader/test_states.py",

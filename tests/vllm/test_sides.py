@@ -37,7 +37,8 @@ from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
-from kvbm.leader.leader import Leader, LoadResult
+from kvbm.leader.leader import Leader
+from kvbm.leader.load_results import LoadResult
 from kvbm.metrics import Counters
 from kvbm.plan import Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
