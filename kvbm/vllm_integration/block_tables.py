@@ -1,7 +1,10 @@
-"""Block tables of vLLM: translates them, and the hashes of their blocks, into those of the leader.
+"""Block tables of vLLM: translates them, and the hashes of their blocks, into those of the leader, and says which of
+the blocks are offloaded in a step.
 
-PlainTables      one group that looks back over the whole prompt: no gaps, and vLLM's hashes are ours
-GroupedTables    all other models: a table per group in our order, with gaps, and the group at the end of each hash
+PlainTables      one group that looks back over the whole prompt: no gaps, and vLLM's hashes are ours. The blocks of all
+                 requests are offloaded in one call of the leader
+GroupedTables    all other models: a table per group in our order, with gaps, and the group at the end of each hash. A
+                 call of the leader per request and group. With states, only blocks before a snapshot are offloaded
 """
 
 from __future__ import annotations
@@ -11,24 +14,36 @@ from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup
 from kvbm.leader.offloads import NO_BLOCK
+from kvbm.vllm_integration.cache_groups import is_plain
+from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
 
     from kvbm.leader.guarded import GuardedLeader
+    from kvbm.vllm_integration.announcer import Announcer
     from kvbm.vllm_integration.cache_groups import TransferGroup
-    from kvbm.vllm_integration.request import VllmRequest
+    from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
+
+Due = Sequence[tuple[VllmRequest, int]]  # requests, and their computed tokens
 
 
 class GroupedTables:
     """See the module's text. `suffix_bytes` are behind vLLM's hash in ours. Of a hit of a whole prompt, vLLM computes
-    the last `recomputed_tokens` again, with a window that may start in a block that was evicted."""
+    the last `recomputed_tokens` again, with a window that may start in a block that was evicted.
+
+    `due_tokens`: for each tracked request, the number of tokens below which there is nothing to offload. The
+    `announcer`, if there is one, gets the descriptions of the blocks."""
 
     suffix_bytes = 1
     recomputed_tokens = 1
 
-    def __init__(self, groups: Sequence[TransferGroup]) -> None:
+    def __init__(self, groups: Sequence[TransferGroup], snapshots: Snapshots | None = None) -> None:
         self._groups = groups
+        self._snapshots = snapshots
+        self.due_tokens: dict[str, int] = {}
+        self.announcer: Announcer | None = None
         self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
         self._null_block_id = 0
 
@@ -89,6 +104,50 @@ class GroupedTables:
         for table, more in zip(tracked.block_ids, self.own(block_ids), strict=True):
             table += more
 
+    def offload(self, leader: GuardedLeader, due: Due, output: SchedulerOutput) -> None:
+        """Offload the blocks that the next forward pass completes."""
+        for tracked, computed_tokens in due:
+            self._offload_groups(leader, tracked, _tokens_after(tracked, computed_tokens, output))
+
+    def offload_snapshot(self, leader: GuardedLeader, tracked: VllmRequest, snapshot: Snapshot) -> None:
+        if snapshot.tokens > tracked.named_tokens(tracked.max_offload_tokens):
+            return
+        hashes = []
+        for position, (group, chain) in enumerate(zip(self._groups, self.chains(tracked), strict=True)):
+            if isinstance(group.group, StateGroup):
+                end = snapshot.tokens // group.group.block_tokens
+                hashes.append(chain[end - 1])
+                if self.announcer is not None:
+                    self.announcer.describe(tracked.request, position, chain, end - 1, end)
+        if leader.offload_snapshot(snapshot.request_id, hashes, snapshot.block_ids):
+            tracked.snapshot_tokens = max(tracked.snapshot_tokens, snapshot.tokens)
+            self.due_tokens[snapshot.request_id] = 0
+
+    def _offload_groups(self, leader: GuardedLeader, tracked: VllmRequest, tokens: int) -> None:
+        request_id, prompt_tokens, useful = tracked.request.request_id, tracked.request.num_prompt_tokens, UNLIMITED
+        if self._snapshots is not None:
+            useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
+            if useful > tracked.max_offload_tokens:  # the snapshot there is not offloaded
+                useful = tracked.snapshot_tokens
+        due = UNLIMITED
+        for position, (cache_group, chain) in enumerate(zip(self._groups, self.chains(tracked), strict=True)):
+            if isinstance(cache_group.group, StateGroup):
+                continue
+            size = cache_group.group.block_tokens
+            considered = leader.offload(
+                request_id,
+                chain,
+                tracked.block_ids[position],
+                computed_blocks=min(tokens, useful) // size,
+                prompt_blocks=prompt_tokens // size,
+                group=position,
+            )
+            if self.announcer is not None:
+                self.announcer.describe_up_to(tracked, position, chain, considered)
+            if (considered + 1) * size <= useful:
+                due = min(due, (considered + 1) * size)
+        self.due_tokens[request_id] = due
+
 
 class PlainTables(GroupedTables):
     """See the module's text. Each of vLLM's hashes covers one block."""
@@ -121,7 +180,30 @@ class PlainTables(GroupedTables):
     def extend(self, tracked: VllmRequest, block_ids: Sequence[list[int]]) -> None:
         tracked.block_ids[0] += block_ids[self._index]
 
+    def offload(self, leader: GuardedLeader, due: Due, output: SchedulerOutput) -> None:
+        size, completed, chains = self._groups[0].group.block_tokens, [], self.chains
+        for tracked, computed_tokens in due:
+            request = tracked.request
+            blocks = _tokens_after(tracked, computed_tokens, output) // size
+            prompt_blocks = request.num_prompt_tokens // size
+            completed.append((request.request_id, chains(tracked)[0], tracked.block_ids[0], blocks, prompt_blocks))
+        due_tokens = self.due_tokens
+        ends = leader.offload_all(completed)
+        for entry, considered in zip(completed, ends, strict=False):
+            due_tokens[entry[0]] = (considered + 1) * size
+        if self.announcer is not None:
+            for (tracked, _), considered in zip(due, ends, strict=False):
+                self.announcer.describe_up_to(tracked, 0, chains(tracked)[0], considered)
 
-def is_plain(groups: Sequence[TransferGroup]) -> bool:
-    """Whether hashes of vLLM are ours: there is one group, which looks back over the whole prompt."""
-    return len(groups) == 1 and groups[0].group.looks_back_over_all
+
+def tables_of(groups: Sequence[TransferGroup], snapshots: Snapshots | None) -> GroupedTables:
+    return PlainTables(groups) if is_plain(groups) else GroupedTables(groups, snapshots)
+
+
+def _tokens_after(tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> int:
+    """Return how many tokens of a request may be offloaded after this step. Speculative tokens do not count."""
+    request_id = tracked.request.request_id
+    tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
+    if output.scheduled_spec_decode_tokens:
+        tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+    return tracked.named_tokens(min(tokens, tracked.max_offload_tokens))

@@ -86,6 +86,11 @@ def cache_groups(kv_cache_config: KVCacheConfig) -> tuple[TransferGroup, ...]:
     return tuple(sorted(found, key=lambda group: not group.group.looks_back_over_all))
 
 
+def is_plain(groups: Sequence[TransferGroup]) -> bool:
+    """Whether hashes of vLLM are ours: there is one group, which looks back over the whole prompt."""
+    return len(groups) == 1 and groups[0].group.looks_back_over_all
+
+
 def _transferred(kv_cache_config: KVCacheConfig) -> dict[int, Any]:
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return {index: group for index, group in groups if getattr(group, "enable_kv_transfer", True)}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, generate_block_hash_extra_keys, maybe_convert_block_hash
 
-from kvbm.vllm_integration.block_tables import is_plain
+from kvbm.vllm_integration.cache_groups import is_plain
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -29,9 +29,9 @@ from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
+from kvbm.vllm_integration.block_tables import tables_of
 from kvbm.vllm_integration.descriptions import forms_of
 from kvbm.vllm_integration.media import Media
-from kvbm.vllm_integration.offloading import offloading_of
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -76,8 +76,8 @@ class SchedulerSide:
         self._groups = groups
         self._announcer: Announcer | None = None
         self._snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
-        self._offloading = offloading_of(groups, self._snapshots)
-        self._tables, self._due_tokens = self._offloading.tables, self._offloading.due_tokens
+        self._tables = tables_of(groups, self._snapshots)
+        self._due_tokens = self._tables.due_tokens
         self._pool: BlockPool | None = None
         self._handshakes: list[Handshake] = []
         self._region: Region | None = None
@@ -144,7 +144,7 @@ class SchedulerSide:
             self._announcer = Announcer(
                 self.boundary, self._config.events, forms, expected_blocks=len(self._pool.blocks)
             )
-            self._offloading.announcer = self._announcer
+            self._tables.announcer = self._announcer
         notes_of = None if self._announcer is None else self._announcer.notes_of
         progress = progress_log("of disk space")
         self._region, self.leader = open_leader(
@@ -249,7 +249,7 @@ class SchedulerSide:
         is_wanted = self._config.offload.generated or not is_generated
         if is_wanted and snapshot.request_id not in self._stale:
             assert self.leader is not None
-            self._offloading.offload_snapshot(self.leader, tracked, snapshot)
+            self._tables.offload_snapshot(self.leader, tracked, snapshot)
 
     @hook(False)
     def _onboard(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> bool:
@@ -312,7 +312,7 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables.own(new.block_ids)
-                self._offloading.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
+                self._tables.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and (tracked := requests.get(request_id)) is not None:
                 self._extend_tables(tracked, block_ids, is_resumed=request_id in cached.resumed_req_ids)
@@ -321,7 +321,7 @@ class SchedulerSide:
         is_due = map(ge, tokens, map(self._due_tokens.get, cached.req_ids, repeat(UNLIMITED)))
         found = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
         due = [(requests[request_id], computed) for request_id, computed in found]
-        self._offloading.offload(self.leader, due, output)
+        self._tables.offload(self.leader, due, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
         if self._has_lower_tiers:
