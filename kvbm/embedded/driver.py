@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvbm.embedded.engine.connector import SchedulerOutput
     from kvbm.embedded.engine.kv_pool import KVPool
     from kvbm.embedded.engine.request import Request
-    from kvbm.host.region import Region
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.leader.leader import Leader
 
@@ -79,7 +78,6 @@ class KvbmScheduler:
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
         self._guarded: GuardedLeader | None = None
-        self._region: Region | None = None
         self.boundary = Boundary()
         self._requests: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
@@ -113,7 +111,7 @@ class KvbmScheduler:
             return
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         pool, segments = self._pool, self._handshake.segments
-        self._region, self._guarded = open_leader(
+        self._guarded = open_leader(
             self.boundary,
             self._profile.connector_config(),
             EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress),
@@ -205,16 +203,10 @@ class KvbmScheduler:
         if self._guarded is not None:
             self._guarded.close()
         self._close_reports()
-        self._unmap()
 
     @contained()
     def _close_reports(self) -> None:
         self._telemetry.close()
-
-    @contained()
-    def _unmap(self) -> None:
-        if self._region is not None:
-            self._region.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ QUERY_STEPS = 64  # engine steps between two queries for the results of what was
 
 
 class GuardedLeader:
-    """See the module's text. `leader` is for tests only."""
+    """See the module's text. *Consumes* the region. `leader` is for tests only."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class GuardedLeader:
         open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         self.boundary = boundary
-        self._region = region
+        self.region = region
         self._settings = settings
         self._block_pool = callbacks
         self._held: Counter[int] = Counter()  # references in the engine's block pool, per G1 block
@@ -147,10 +147,12 @@ class GuardedLeader:
         return True
 
     def close(self) -> None:
-        """Like `Leader.close`. If the cache is off, nothing more is written to a lower tier."""
+        """Like `Leader.close`, and unmap the memory of the ranks. If the cache is off, write nothing more to a lower
+        tier."""
         self._close()
         for tier in reversed(self.leader.lower_tiers) if self.boundary.is_off else ():
             self.boundary.attempt("abandon", partial(tier.abandon, deadlines.ABANDON_S))
+        self.boundary.attempt("unmap", self.region.close)
 
     @contained(list)
     def take_events(self) -> list[Event]:
@@ -185,7 +187,7 @@ class GuardedLeader:
     def _settle_remains(self) -> list[LoadResult]:
         """Release the blocks of orders that have ended, and return the loads that can be reported as failed."""
         orders = self._taken_over()
-        self._region.has_lost_rank()
+        self.region.has_lost_rank()
         for generation, order in list(orders.items()):
             if self._has_ended(order):
                 del orders[generation]
@@ -207,8 +209,8 @@ class GuardedLeader:
 
     def _has_ended(self, order: Offload | Onboard) -> bool:
         if isinstance(order, Onboard):
-            return self._region.lane_result(order.lane, order.generation) is not SlotState.EMPTY
-        return SlotState.EMPTY not in self._region.slot_results(order.slots, order.generation)
+            return self.region.lane_result(order.lane, order.generation) is not SlotState.EMPTY
+        return SlotState.EMPTY not in self.region.slot_results(order.slots, order.generation)
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         self._block_pool.hold(block_ids)

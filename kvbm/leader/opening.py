@@ -64,14 +64,13 @@ class EngineAtStart:
 
 def open_leader(
     boundary: Boundary, config: ConnectorConfig, engine: EngineAtStart, callbacks: LeaderCallbacks
-) -> tuple[Region, GuardedLeader]:
-    """Return the leader of an engine and the region that it reads, which the caller closes after it. Raises
-    EnvironmentProblem."""
+) -> GuardedLeader:
+    """Return the leader of an engine. Raises EnvironmentProblem."""
     region = Region.map(engine.segments)
     try:
         settings = LeaderSettings.of(config, engine.segments, engine.traits, g1_blocks=engine.g1_blocks)
         disk, shared = open_tiers(config, engine, settings)
-        return region, GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
+        return GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
     except BaseException:
         region.close()
         raise

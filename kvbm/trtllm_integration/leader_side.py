@@ -38,7 +38,6 @@ from kvbm.trtllm_integration.request_key import RequestKey, request_key
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.host.region import Region
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.plan import StepPlan
     from kvbm.trtllm_integration.engine_facts import EngineFacts
@@ -92,7 +91,6 @@ class LeaderSide:
         self._ordered: set[tuple[int, ...]] = set()  # block ids of loads whose order the ranks have
         self._group_count = 1
         self._is_closed = False
-        self._region: Region | None = None
         self._identity: Future[Description] | None = None
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
@@ -109,14 +107,14 @@ class LeaderSide:
         self._group_count = len(reports[0].segments)
         segments = [segment for report in reports for segment in report.segments]
         traits = EngineTraits(self._size, hash_bytes=HASH_BYTES, accepts_failed_loads=False)
-        self._region, self.leader = open_leader(
+        self.leader = open_leader(
             self.boundary,
             self._config,
             EngineAtStart(segments, traits, reports[0].block_count, self._described),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
         )
         self._telemetry.watch(self.leader)
-        log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(reports))
+        log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(reports))
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
@@ -224,8 +222,6 @@ class LeaderSide:
     @contained()
     def _close_reports(self) -> None:
         self._telemetry.close()
-        if self._region is not None:
-            self._region.close()
 
     def _track(self, request: Any) -> TrackedRequest:
         """Return the state of a request at its lookup. A second lookup continues it, unless it starts again."""

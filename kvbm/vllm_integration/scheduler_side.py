@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.host.region import Region
     from kvbm.leader.guarded import GuardedLeader
     from kvbm.vllm_integration.cache_groups import TransferGroup
     from kvbm.vllm_integration.engine_facts import VllmFacts
@@ -80,7 +79,6 @@ class SchedulerSide:
         self._due_tokens = self._tables.due_tokens
         self._pool: BlockPool | None = None
         self._handshakes: list[Handshake] = []
-        self._region: Region | None = None
         self._requests: dict[str, VllmRequest] = {}
         self._failed_loads: list[LoadResult] = []
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
@@ -147,14 +145,14 @@ class SchedulerSide:
             self._tables.announcer = self._announcer
         notes_of = None if self._announcer is None else self._announcer.notes_of
         progress = progress_log("of disk space")
-        self._region, self.leader = open_leader(
+        self.leader = open_leader(
             self.boundary,
             self._config,
             EngineAtStart(segments, traits, len(self._pool.blocks), self._identity_of_blocks, progress),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
         )
         self._telemetry.watch(self.leader)
-        log.info("kvbm: %d blocks in host memory over %d ranks", self._region.slot_count, len(segments))
+        log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(segments))
 
     def _identity_of_blocks(self) -> Future[Description]:
         """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""
@@ -423,16 +421,10 @@ class SchedulerSide:
             self.leader.close()
         self._close_reports()
         self._media.close()
-        self._unmap()
 
     @contained()
     def _close_reports(self) -> None:
         self._telemetry.close()
-
-    @contained()
-    def _unmap(self) -> None:
-        if self._region is not None:
-            self._region.close()
 
     def _reset_pool(self, reset: Callable[[], bool]) -> bool:
         """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.

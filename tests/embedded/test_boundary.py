@@ -122,7 +122,7 @@ class Kvbm:
                 blocks=BLOCKS, max_batched_tokens=48, connector=self.connector, memory=SharedMemoryOfBytes
             )
         if store is not None:
-            region = self.connector[0]._region
+            region = self.connector[0]._guarded.region
             store.shards, store.slots_carry = region.shards, region.slots_carry
         worker = self.connector[1]._home
         worker._copier = self.copier = FaultyCopier(worker._copier)
