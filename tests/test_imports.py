@@ -105,7 +105,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.cache.disk_verification", ("kvbm.disk", "kvbm.host.processes")),  # imported by its command
     Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
-    Rule("kvbm_cli.system", ("kvbm.host.processes",), lazily=(*ENGINES, "numpy")),
+    Rule("kvbm_cli.system", ("kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 

@@ -10,10 +10,6 @@ import stat
 from pathlib import Path
 
 from kvbm.errors import reason_of
-from kvbm.text.reading import opened_without_waiting
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LFS_HINT = "`git lfs pull` in the repository, or a download of the file itself, gets its contents"
 
 
 def real_path(path: Path) -> Path:
@@ -30,15 +26,6 @@ def is_missing(path: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS left a pointer in place of this file."""
-    try:
-        with open(path, "rb", opener=opened_without_waiting) as file:
-            return file.read(len(LFS_POINTER)) == LFS_POINTER
-    except OSError:
-        return False
 
 
 def reason_not_readable(path: Path) -> str | None:

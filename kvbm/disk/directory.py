@@ -19,11 +19,10 @@ import logging
 import os
 import re
 import secrets
-import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +33,9 @@ from kvbm.disk.files import (
     open_private_in,
     problem,
 )
-from kvbm.disk.index import BlockIndex, index_files
-from kvbm.disk.superblock import OtherFormat, Superblock, read_superblock
-from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.disk.index import index_files
+from kvbm.disk.superblock import read_superblock
+from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import process_namespace, stat_of
 from kvbm.host.tree import Tree
 
@@ -46,7 +45,7 @@ RATES = "rates.json"  # of a namespace: measured speed of its engines
 NAMESPACE_NAME = re.compile(r"[0-9a-f]{2,128}")
 INSTANCE_NAME = re.compile(r"[0-9a-f]{16}")
 LOCK_ATTEMPTS = 4
-LOCK_PAUSE_S = 0.01  # `_is_locked` holds a lock for less
+LOCK_PAUSE_S = 0.01  # `is_locked` holds a lock for less
 PREDECESSOR_TIMEOUT_S = 10.0
 PREDECESSOR_PAUSE_S = 0.05
 HOLDER_BYTES = 256
@@ -102,28 +101,6 @@ class InstanceLock:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheFacts:
-    """One instance on disk. A field is None if it cannot be read; `problem` says why.
-
-    `is_locked`: an engine uses it. `last_used`: last opening, closing or (within 30 s) transfer, in seconds since 1970.
-    """
-
-    path: Path
-    namespace: str
-    is_locked: bool
-    last_used: float | None
-    arena_bytes: int
-    superblock: Superblock | None
-    block_count: int | None
-    last_written: float | None
-    problem: str | None
-
-    @property
-    def facts(self) -> Mapping[str, object]:
-        return {} if self.superblock is None else self.superblock.facts
-
-
-@dataclass(frozen=True, slots=True)
 class Skipped:
     """A name in a directory of caches that is not used. `is_failure`: it may be a cache of this user."""
 
@@ -132,38 +109,9 @@ class Skipped:
     is_failure: bool = False
 
 
-def list_caches(directory: Path, skipped: list[Skipped] | None = None) -> list[CacheFacts]:
-    """Return all instances, most recently used first, and append to `skipped`. Read-only."""
-    skipped = [] if skipped is None else skipped
-    return [_facts_of(instance) for instance in reversed(_instances(directory, skipped))]
-
-
-def why_not_own(instance: Path) -> Skipped | None:
-    """Return why a cache must not be changed by this user, None if its directories and its lock are private."""
-    try:
-        with open_private_directory(instance, levels=LEVELS) as directory, suppress(FileNotFoundError):
-            os.close(open_private_in(directory, LOCK, os.O_RDONLY, instance / LOCK))
-    except EnvironmentProblem as error:
-        remedy = "" if error.hint is None else f" ({error.hint})"
-        return Skipped(instance, f"{error.message}{remedy}", is_failure=_is_of_user(instance / LOCK))
-    except OSError as error:
-        return Skipped(instance, reason_of(error), is_failure=_is_of_user(instance))
-    return None
-
-
-def directory_around(place: Path) -> Path | None:
-    """Return the disk directory that contains `place`, an instance or a namespace; None if `place` is neither."""
-    place = Path(os.path.abspath(place))
-    for directory, instances in ((place.parent.parent, [place]), (place.parent, _instances_of(place))):
-        name = instances[0].parent.name if instances else ""
-        if NAMESPACE_NAME.fullmatch(name) and any((instance / LOCK).is_file() for instance in instances):
-            return directory
-    return None
-
-
 def existing_instances(home: Path, *, only: Path | None = None) -> list[Path]:
     """Return the instances of a namespace, most recently used first; with `only`, at most that one."""
-    return [instance for instance in reversed(_instances_of(home)) if only in (None, instance)]
+    return [instance for instance in reversed(instances_of(home)) if only in (None, instance)]
 
 
 def claim(instance: Path) -> InstanceLock | None:
@@ -200,14 +148,14 @@ def await_predecessor(
     """
     predecessor = None
     with suppress(EnvironmentProblem):
-        instances = reversed(_instances_of(directory / namespace))
+        instances = reversed(instances_of(directory / namespace))
         predecessor = next((instance for instance in instances if not _is_in_use(instance)), None)
-    if predecessor is None or not _is_locked(predecessor):
+    if predecessor is None or not is_locked(predecessor):
         return
     logger.info("waiting for the disk cache %s, whose engine has ended", predecessor)
     on_wait()
     began_s = time.monotonic()
-    while _is_locked(predecessor):
+    while is_locked(predecessor):
         if time.monotonic() - began_s > timeout_s:
             logger.warning("the disk cache %s is still locked after %g s: using another one", predecessor, timeout_s)
             return
@@ -217,7 +165,7 @@ def await_predecessor(
 
 def _is_in_use(instance: Path) -> bool:
     """Return whether its lock is held by a process whose parent, an engine, is alive or not visible from here."""
-    if not _is_locked(instance):
+    if not is_locked(instance):
         return False
     try:
         fd = open_private(instance / LOCK, os.O_RDONLY)
@@ -254,14 +202,14 @@ def reclaim_oldest(directory: Path) -> bool:
 
     An instance of another format is never removed.
     """
-    for instance in _instances(directory, []):
+    for instance in instances(directory, []):
         with suppress(EnvironmentProblem):
             lock = InstanceLock.take(instance)
             if lock is None:
                 continue
             try:
                 read_superblock(instance / SUPERBLOCK)  # raises if it has another format
-                size = _arena_bytes(instance)
+                size = arena_bytes(instance)
                 remove_instance(lock)
             finally:
                 lock.release()
@@ -300,18 +248,18 @@ def device_of(directory: Path) -> int:
     raise EnvironmentProblem(f"cannot find the file system of {directory}")
 
 
-def _instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
+def instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
     """Return the instances of all namespaces, least recently used first."""
     found: list[Path] = []
     for home in _directories(directory, NAMESPACE_NAME, skipped):
         try:
             found += _directories(home, INSTANCE_NAME, skipped)
         except EnvironmentProblem as error:
-            skipped.append(Skipped(home, error.message.rpartition(": ")[2], is_failure=_is_of_user(home)))
+            skipped.append(Skipped(home, error.message.rpartition(": ")[2], is_failure=is_of_user(home)))
     return sorted(found, key=_age_key)
 
 
-def _instances_of(home: Path) -> list[Path]:
+def instances_of(home: Path) -> list[Path]:
     return sorted(_directories(home, INSTANCE_NAME, []), key=_age_key)
 
 
@@ -334,59 +282,30 @@ def _directories(holder: Path, names: re.Pattern[str], skipped: list[Skipped]) -
     return found
 
 
-def _is_of_user(path: Path) -> bool:
+def is_of_user(path: Path) -> bool:
     with suppress(OSError):
         return os.lstat(path).st_uid == os.geteuid()
     return False
 
 
-def _facts_of(instance: Path) -> CacheFacts:
-    superblock, why = None, None
-    try:
-        superblock = read_superblock(instance / SUPERBLOCK)
-        why = "superblock missing or damaged" if superblock is None else None
-    except OtherFormat as error:
-        why = f"unsupported format: {error.message}"
-    except EnvironmentProblem as error:
-        why = error.message
-    block_count = last_written = None
-    if superblock is not None:
-        try:
-            with closing(BlockIndex.open_to_read(instance / INDEX)) as index:
-                block_count, last_written = index.block_count(), index.last_written()
-        except sqlite3.Error as error:
-            why = f"cannot read its index: {error}"
-    return CacheFacts(
-        path=instance,
-        namespace=instance.parent.name,
-        is_locked=_is_locked(instance),
-        last_used=_last_used(instance),
-        arena_bytes=_arena_bytes(instance),
-        superblock=superblock,
-        block_count=block_count,
-        last_written=last_written,
-        problem=why,
-    )
-
-
-def _last_used(instance: Path) -> float | None:
+def last_used(instance: Path) -> float | None:
     with suppress(OSError):
         return os.lstat(instance / LOCK).st_mtime
     return None
 
 
 def _age_key(instance: Path) -> float:
-    return _last_used(instance) or 0.0
+    return last_used(instance) or 0.0
 
 
-def _arena_bytes(instance: Path) -> int:
+def arena_bytes(instance: Path) -> int:
     """Return the space that the arena occupies on disk."""
     with suppress(OSError):
         return os.lstat(instance / ARENA).st_blocks * 512
     return 0
 
 
-def _is_locked(instance: Path) -> bool:
+def is_locked(instance: Path) -> bool:
     """Test with a shared lock that is released at once."""
     try:
         fd = open_private(instance / LOCK, os.O_RDONLY)

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +32,9 @@ from numpy.typing import NDArray
 
 from kvbm.disk.files import open_private
 from kvbm.disk.notes import ROWS_PER_STATEMENT, SEED_BYTES, Note, NoteTable, delete_slots, signed
-from kvbm.errors import EnvironmentProblem
 
 ROWS_PER_FETCH = 500  # fewer than the allocations that trigger the garbage collector
 BUSY_TIMEOUT_S = 5.0
-COPY_ATTEMPTS = 10
 LOG = "-wal"
 SIDE_FILES = (LOG, "-shm", "-journal")
 
@@ -153,23 +149,8 @@ class BlockIndex:
         return cls(connection)
 
     @classmethod
-    def open_to_read(cls, path: Path) -> BlockIndex:
-        """Open a copy of the current state, also while an engine has it open. Raises sqlite3.Error."""
-        for attempt in range(COPY_ATTEMPTS):
-            with TemporaryDirectory(prefix="kvbm-index-") as directory:
-                copy = Path(directory) / path.name
-                try:
-                    is_still = _copy_at_rest(path, copy)
-                    if not is_still and attempt < COPY_ATTEMPTS - 1:
-                        continue
-                    return cls._open_copy(copy)
-                except (OSError, EnvironmentProblem) as error:
-                    raise sqlite3.OperationalError(f"cannot read {path}: {error}") from error
-        raise AssertionError("the last attempt returns")
-
-    @classmethod
-    def _open_copy(cls, copy: Path) -> BlockIndex:
-        """Open the copy. Its files can be deleted after the first read."""
+    def open_copy(cls, copy: Path) -> BlockIndex:
+        """Open a copy of an index and its log. They can be deleted when it returns. Raises sqlite3.Error."""
         connection = sqlite3.connect(copy, isolation_level=None, factory=_Connection)
         try:
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
@@ -306,23 +287,6 @@ def is_damage(error: sqlite3.Error) -> bool:
 def index_files(path: Path) -> list[Path]:
     """Return the paths of the index and of SQLite's side files."""
     return [path, *(path.with_name(path.name + side) for side in SIDE_FILES)]
-
-
-def _copy_at_rest(path: Path, copy: Path) -> bool:
-    """Copy a database and its log. Return False if the database changed meanwhile; the log may grow. Raises OSError or
-    EnvironmentProblem."""
-    before = os.lstat(path)
-    _copy_private(path, copy)
-    with suppress(FileNotFoundError):
-        _copy_private(path.with_name(path.name + LOG), copy.with_name(copy.name + LOG))
-    after = os.lstat(path)
-    return (before.st_ino, before.st_mtime_ns, before.st_size) == (after.st_ino, after.st_mtime_ns, after.st_size)
-
-
-def _copy_private(path: Path, copy: Path) -> None:
-    """May raise OSError or EnvironmentProblem."""
-    with open(open_private(path, os.O_RDONLY), "rb") as source, copy.open("wb") as target:
-        shutil.copyfileobj(source, target)
 
 
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:

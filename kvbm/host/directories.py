@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -21,23 +19,3 @@ def make_private_directories(directory: Path) -> None:
             os.stat(path)  # raises the cause for a link that forms a loop or that leads nowhere
             if not path.is_dir():
                 raise
-
-
-def unsafe_parents(directory: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each existing directory of the path in which another user can replace entries, with the reason.
-
-    Follows symbolic links: the parents of a link and of its target count.
-    """
-    ends = directory.absolute(), directory.resolve()
-    for parent in dict.fromkeys(path for end in ends for path in (end, *end.parents)):
-        try:
-            found = parent.stat()
-        except FileNotFoundError:
-            continue
-        mode = stat.S_IMODE(found.st_mode)
-        if found.st_uid not in (0, os.geteuid()):
-            yield parent, f"belongs to user {found.st_uid}"
-        elif mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            yield parent, f"is writable by everyone (mode {mode:04o})"
-        elif mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
-            yield parent, f"is writable by group {found.st_gid} (mode {mode:04o})"

@@ -26,7 +26,6 @@ RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 0
 RESOLVE = RESOLVE_NO_XDEV | RESOLVE_NO_MAGICLINKS | RESOLVE_NO_SYMLINKS | RESOLVE_BENEATH
 DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 NOT_ENTERED = (errno.ELOOP, errno.ENOTDIR, errno.EXDEV)  # a link, another kind of file, another mount
-MOST_LEVELS = 100  # of directories that are removed: each holds a descriptor open
 KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a directory",
@@ -125,33 +124,6 @@ class Tree:
 def kind_of(mode: int) -> str:
     """Return what a file is, for a message."""
     return KINDS.get(stat.S_IFMT(mode), "a device")
-
-
-def remove_tree(path: Path) -> bool:
-    """Remove a directory with all that is in it, except what is mounted there. Return whether nothing is left.
-
-    Links in it are removed, and not followed. `path` itself must not be a link.
-    """
-    with suppress(OSError), Tree.open(path.parent) as holder:
-        with suppress(OSError), holder.directory(path.name) as directory:
-            _empty(directory, MOST_LEVELS)
-        holder.remove_directory(path.name)
-    return not os.path.lexists(path)
-
-
-def _empty(directory: Tree, levels: int) -> None:
-    """Remove what is in a directory, as far as that is possible. Raises OSError if it cannot be read."""
-    with directory.scan() as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_directory in found:
-        with suppress(OSError):
-            if not is_directory:
-                os.unlink(name, dir_fd=directory.descriptor)
-                continue
-            if levels:
-                with directory.directory(name) as inner:
-                    _empty(inner, levels - 1)
-            os.rmdir(name, dir_fd=directory.descriptor)
 
 
 def _open_below(holder: int, name: str, flags: int, mode: int = 0) -> int:

@@ -15,13 +15,13 @@ from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
-from kvbm.host.tree import remove_tree
 from kvbm.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.size import size_if_known
+from kvbm_cli.system.filesystem import remove_tree
 from kvbm_cli.terminal.console import print_note
 
 LOOPBACK = "127.0.0.1"

@@ -21,14 +21,10 @@ from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
 from kvbm.disk.directory import (
     SUPERBLOCK,
-    CacheFacts,
     InstanceLock,
     Skipped,
-    directory_around,
     remove_instance,
-    why_not_own,
 )
-from kvbm.disk.directory import list_caches as found_in
 from kvbm.disk.superblock import OtherFormat, read_superblock
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.hashing import tenant
@@ -36,6 +32,8 @@ from kvbm.text.outside import shown
 from kvbm_cli.cache.disk_verification import drop, holder, verify
 from kvbm_cli.cache.tenant_clearing import clear_tenant
 from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.store.caches import CacheFacts, directory_around, why_not_own
+from kvbm_cli.store.caches import list_caches as found_in
 from kvbm_cli.system.answering import require_answering
 from kvbm_cli.system.filesystem import expanded, write_atomically
 from kvbm_cli.terminal.confirmation import is_confirmed

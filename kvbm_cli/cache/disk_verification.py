@@ -22,6 +22,7 @@ from kvbm.disk.index import BlockIndex, Recovered, checksum
 from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
 from kvbm.disk.superblock import Superblock
 from kvbm.host.processes import stat_of
+from kvbm_cli.store.caches import index_to_read
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
@@ -90,7 +91,7 @@ def _engine_of(pid: int) -> int:
 
 
 def _load(instance: Path, superblock: Superblock) -> Recovered:
-    with closing(BlockIndex.open_to_read(instance / INDEX)) as index:
+    with closing(index_to_read(instance / INDEX)) as index:
         return index.load(superblock.hash_bytes)
 
 

@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
-from kvbm.disk.directory import CacheFacts, list_caches
 from kvbm.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
-from kvbm.host.directories import unsafe_parents
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.check import (
     NO_ANSWER,
@@ -36,8 +34,9 @@ from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
+from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
-from kvbm_cli.system.filesystem import missing_mount
+from kvbm_cli.system.filesystem import missing_mount, unsafe_parents
 from kvbm_cli.system.mounts import IN_MEMORY
 
 Found = Generator[Check, None, RecommendedSettings | None]

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvbm.config.files import LFS_HINT, is_lfs_pointer
 from kvbm.embedded.engine.supported_models import require_supported
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, reason_of
@@ -24,6 +23,7 @@ from kvbm.sizing.catalogue import catalogue
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 from kvbm_cli.engine.near_models import suggestion
 from kvbm_cli.make_model import MODELS
+from kvbm_cli.system.filesystem import LFS_HINT, is_lfs_pointer
 
 SYNTHETIC_PREFIX = "synthetic:"
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"

@@ -162,7 +162,7 @@ def _filesystem(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
 def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iterator[MachineProblem]:
     """Yield problems of the space. A disk tier must fit, if necessary in the space of unused caches, which are reused
     or removed."""
-    from kvbm.disk.directory import list_caches
+    from kvbm_cli.store.caches import list_caches
 
     disk = resolved.profile.tiers.disk
     if disk is None or isinstance(sizing, SizeUnknown) or sizing.disk is None:

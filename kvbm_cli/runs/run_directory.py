@@ -33,10 +33,9 @@ from typing import Any, BinaryIO
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
-from kvbm.host.tree import remove_tree
 from kvbm_cli.runs.locks import holder_state, is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState, UnreadableFacts
-from kvbm_cli.system.filesystem import no_temporary_file, state_directory, write_atomically
+from kvbm_cli.system.filesystem import no_temporary_file, remove_tree, state_directory, write_atomically
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.printable import commentable
 

@@ -1,1 +1,2 @@
-"""Access of commands to the objects of the shared tier: list, read, verify, delete. Engines use `kvbm/shared`."""
+"""What is stored below host memory, as commands see it: caches on disk, objects of the shared tier. Engines use
+`kvbm/disk` and `kvbm/shared`."""

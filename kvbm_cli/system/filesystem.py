@@ -6,9 +6,18 @@ import contextlib
 import errno
 import os
 import shlex
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvbm.errors import PATH_HINTS, EnvironmentProblem, UsageError, reason_of
+from kvbm.host.tree import Tree
+from kvbm.text.reading import opened_without_waiting
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_HINT = "`git lfs pull` in the repository, or a download of the file itself, gets its contents"
+MOST_LEVELS = 100  # of directories that are removed: each holds a descriptor open
 
 
 def nearest_existing(directory: Path) -> Path:
@@ -170,3 +179,59 @@ def write_new(file: Path, text: str) -> None:
         raise UsageError(f"`{file}` already exists", hint="choose another name, or remove it first") from None
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS left a pointer in place of this file."""
+    try:
+        with open(path, "rb", opener=opened_without_waiting) as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
+
+
+def remove_tree(path: Path) -> bool:
+    """Remove a directory with all that is in it, except what is mounted there. Return whether nothing is left.
+
+    Links in it are removed, and not followed. `path` itself must not be a link.
+    """
+    with suppress(OSError), Tree.open(path.parent) as holder:
+        with suppress(OSError), holder.directory(path.name) as directory:
+            _empty(directory, MOST_LEVELS)
+        holder.remove_directory(path.name)
+    return not os.path.lexists(path)
+
+
+def _empty(directory: Tree, levels: int) -> None:
+    """Remove what is in a directory, as far as that is possible. Raises OSError if it cannot be read."""
+    with directory.scan() as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_directory in found:
+        with suppress(OSError):
+            if not is_directory:
+                os.unlink(name, dir_fd=directory.descriptor)
+                continue
+            if levels:
+                with directory.directory(name) as inner:
+                    _empty(inner, levels - 1)
+            os.rmdir(name, dir_fd=directory.descriptor)
+
+
+def unsafe_parents(directory: Path) -> Iterator[tuple[Path, str]]:
+    """Yield each existing directory of the path in which another user can replace entries, with the reason.
+
+    Follows symbolic links: the parents of a link and of its target count.
+    """
+    ends = directory.absolute(), directory.resolve()
+    for parent in dict.fromkeys(path for end in ends for path in (end, *end.parents)):
+        try:
+            found = parent.stat()
+        except FileNotFoundError:
+            continue
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (0, os.geteuid()):
+            yield parent, f"belongs to user {found.st_uid}"
+        elif mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            yield parent, f"is writable by everyone (mode {mode:04o})"
+        elif mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
+            yield parent, f"is writable by group {found.st_gid} (mode {mode:04o})"

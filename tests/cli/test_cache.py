@@ -37,6 +37,7 @@ from kvbm.disk.orders import Write
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
+from kvbm_cli.store.caches import index_to_read
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 BLOCK = 64 << 10
@@ -121,7 +122,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def rows(instance: Path) -> list[tuple[int, bytes]]:
-    index = BlockIndex.open_to_read(instance / INDEX)
+    index = index_to_read(instance / INDEX)
     found = index._connection.execute("SELECT slot, tenant FROM blocks ORDER BY slot").fetchall()
     index.close()
     return found

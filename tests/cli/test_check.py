@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from terminal import Kvbm, kvbm_here, on_a_terminal, ways
 
-from kvbm.disk.directory import CacheFacts
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.profile.machine_problems import _disk_space, _filesystem, require_none
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
+from kvbm_cli.store.caches import CacheFacts
 
 PROFILE = """\
 engine:
@@ -196,7 +196,7 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
     ends: str,
 ) -> None:
     cache = CacheFacts(tmp_path / "a", "model", is_used, 0.0, 3 << 29, None, None, None, None)
-    monkeypatch.setattr("kvbm.disk.directory.list_caches", lambda directory: [cache])
+    monkeypatch.setattr("kvbm_cli.store.caches.list_caches", lambda directory: [cache])
     blocks, free = (number // 4096 for number in SPACE)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=4096))
     overrides = [f"tiers.disk.directory={tmp_path}", f"tiers.disk.capacity={wanted}"]

@@ -25,7 +25,7 @@ from kvbm_cli.doctor.probes.store_report import PREFIX
 from kvbm_cli.store.directory_access import DirectoryAccess
 from kvbm_cli.store.open import open_inventory
 from kvbm_cli.system import leftovers
-from kvbm_cli.system.filesystem import write_atomically
+from kvbm_cli.system.filesystem import remove_tree, write_atomically
 
 OWN, OTHER = bytes.fromhex("aa" * 16), bytes.fromhex("bb" * 16)
 COMMANDS = {
@@ -508,12 +508,12 @@ def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path: P
     link(inner / "link", backup)
     link(tmp_path / "run" / "self", tmp_path / "run" / "self")
     os.mkfifo(inner / "fifo")
-    assert tree.remove_tree(tmp_path / "run")
+    assert remove_tree(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_link_is_no_tree_to_remove(tmp_path: Path, backup: Path) -> None:
-    assert not tree.remove_tree(link(tmp_path / "run", backup))
+    assert not remove_tree(link(tmp_path / "run", backup))
 
 
 def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -> None:
@@ -524,7 +524,7 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -
     (tmp_path / "run" / "file").write_bytes(b"x")
     subprocess.run(["mount", "--bind", backup, place], check=True)
     try:
-        assert not tree.remove_tree(tmp_path / "run")
+        assert not remove_tree(tmp_path / "run")
     finally:
         subprocess.run(["umount", place], check=True)
     assert not (tmp_path / "run" / "file").exists()

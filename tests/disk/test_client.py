@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
-from kvbm.disk.directory import InstanceLock, await_predecessor, list_caches
+from kvbm.disk.directory import InstanceLock, await_predecessor
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service import client, messages
@@ -35,6 +35,7 @@ from kvbm.process.child import Opening
 from kvbm.process.service_process import UnresponsiveProcess
 from kvbm.types import SlotState
 from kvbm_cli.cache.disk_verification import holder
+from kvbm_cli.store.caches import list_caches
 
 HOST_SLOTS = 16
 GENERATION = 7

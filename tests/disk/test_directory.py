@@ -17,13 +17,13 @@ from xxhash import xxh3_64_hexdigest
 
 from kvbm.disk import files
 from kvbm.disk import instance as instance_module
-from kvbm.disk.directory import InstanceLock, list_caches, reclaim_oldest
+from kvbm.disk.directory import InstanceLock, reclaim_oldest
 from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
-from kvbm.disk.index import BlockIndex
 from kvbm.disk.instance import Instance
 from kvbm.disk.settings import Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.store.caches import index_to_read, list_caches
 
 OTHER = Namespace(bytes(16), {"model": "another model"})
 
@@ -522,7 +522,7 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     with opened(tmp_path) as rig:
         rig.write([1, 2], [5, 4], [b"a", b""])
         tier_checksums = [rig.tier._checksums[5], rig.tier._checksums[4]]
-        index = BlockIndex.open_to_read(instance_of(tmp_path) / "index.sqlite")
+        index = index_to_read(instance_of(tmp_path) / "index.sqlite")
         rows = index._connection.execute("SELECT slot, tenant, length, generation FROM blocks ORDER BY slot").fetchall()
         assert index.slots_of(b"a") == [5]
         checksums = index.load(HASH_BYTES).checksums

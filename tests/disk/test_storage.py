@@ -12,10 +12,11 @@ import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
 from kvbm.disk import index_thread, storage
-from kvbm.disk.directory import LOCK, list_caches
+from kvbm.disk.directory import LOCK
 from kvbm.disk.io.threads import ThreadsIO
 from kvbm.disk.orders import Read
 from kvbm.errors import InvariantError
+from kvbm_cli.store.caches import list_caches
 
 
 def test_blocks_come_back_as_they_were(tmp_path):

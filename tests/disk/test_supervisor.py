@@ -20,7 +20,6 @@ from disk_rig import opened as opened_here
 from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 from waiting import slept_s
 
-from kvbm.disk.directory import list_caches
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service.client import DiskClient
 from kvbm.disk.service.supervisor import DiskSupervisor
@@ -29,6 +28,7 @@ from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.process import deadlines
+from kvbm_cli.store.caches import list_caches
 
 pytestmark = pytest.mark.slow
 

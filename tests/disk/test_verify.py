@@ -11,6 +11,7 @@ from disk_rig import instance_of, opened
 from kvbm.disk.index import BlockIndex, IndexRow
 from kvbm.disk.superblock import read_superblock
 from kvbm_cli.cache.disk_verification import verify
+from kvbm_cli.store.caches import index_to_read
 
 
 def row(slot: int) -> IndexRow:
@@ -33,7 +34,7 @@ def test_index_is_loaded_as_of_one_moment_while_rows_come_and_go(tmp_path: Path)
     thread = threading.Thread(target=write)
     thread.start()
     try:
-        reader = BlockIndex.open_to_read(path)
+        reader = index_to_read(path)
         for _ in range(40):
             found = reader.load(16)
             assert len(found.hashes) == len(found.slots) >= 5000

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from kvbm.config.files import LFS_POINTER, is_missing, reason_not_readable
+from kvbm.config.files import is_missing, reason_not_readable
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm_cli.bench.workload.files import other_format
+from kvbm_cli.system.filesystem import LFS_POINTER
 
 DEFAULT_BLOCK_TOKENS = 512
 MAX_BLOCK_TOKENS = 65536

@@ -13,12 +13,13 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Mistake, entry_at, plain_values, read_file, together
-from kvbm.config.files import LFS_HINT, LFS_POINTER, is_missing, reason_not_readable
+from kvbm.config.files import is_missing, reason_not_readable
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
 from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Workload
 from kvbm_cli.package_data import workloads_directory
+from kvbm_cli.system.filesystem import LFS_HINT, LFS_POINTER
 
 HEAD_BYTES = 1 << 20
 AnyWorkload = TypeVar("AnyWorkload", bound=Workload)
