@@ -66,9 +66,9 @@ class WatchedCodec(TextCodec):
         self.threads.append(threading.current_thread())
         return super().render(conversation)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         self.threads.append(threading.current_thread())
-        return super().encode(text, add_special_tokens=add_special_tokens)
+        return super().encode(text, **options)
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": "x" * 200_000}], HELLO * 5000], ids=["long", "many"])

@@ -37,6 +37,7 @@ from kvbm.embedded.http.openai_responses import (
     dumps,
     error_body,
     model_body,
+    pieces,
 )
 from kvbm.embedded.http.prompt import check_model, check_token_ids, encode, prepare
 from kvbm.embedded.http.request_fields import RequestError, wrong
@@ -174,13 +175,14 @@ class _Endpoints:
         check_model(served.engine, parsed.model)
         assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
         token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
-        texts = (
-            await asyncio.to_thread(lambda: [served.codec.token_text(one) for one in token_ids])
-            if parsed.return_token_strings
-            else None
-        )
         body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
-        return _json({**body, "token_strs": texts})
+
+        def answer() -> bytes:
+            wanted = parsed.return_token_strings
+            texts = [served.codec.token_text(one) for one in token_ids] if wanted else None
+            return b"".join(pieces({**body, "token_strs": texts}))
+
+        return _json_body(await asyncio.to_thread(answer))
 
     async def detokenize(self, request: web.Request) -> web.Response:
         served = self._service.ready()
@@ -310,4 +312,8 @@ def _head(served: Served, answer_id: str, generation: Generation, prompt_token_i
 
 
 def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=dumps(body), status=status, headers=headers, content_type="application/json")
+    return _json_body(dumps(body), status=status, headers=headers)
+
+
+def _json_body(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

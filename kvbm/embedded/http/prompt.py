@@ -6,7 +6,9 @@ It makes all checks that need a loaded engine: model name, vocabulary and maximu
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.request import SamplingParams
@@ -73,17 +75,25 @@ async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
     if isinstance(prompt, list):
         check_token_ids(served, prompt, "prompt")
         return prompt
-    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len)
+    check_count = partial(_room, served.engine)
+    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len, check_count=check_count)
     if not token_ids:
         raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
     return token_ids
 
 
-async def encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, *, max_tokens: int) -> list[int]:
-    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long."""
+async def encode(
+    codec: TextCodec,
+    prompt: TextPrompt | ChatPrompt,
+    *,
+    max_tokens: int,
+    check_count: Callable[[int], object] = lambda count: None,
+) -> list[int]:
+    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long, and what
+    `check_count` raises for its number of tokens."""
     if _characters(prompt) > LONG_TEXT_CHARACTERS:
-        return await asyncio.to_thread(_encode, codec, prompt, max_tokens)
-    return _encode(codec, prompt, max_tokens)
+        return await asyncio.to_thread(_encode, codec, prompt, max_tokens, check_count)
+    return _encode(codec, prompt, max_tokens, check_count)
 
 
 def _characters(prompt: TextPrompt | ChatPrompt) -> int:
@@ -92,7 +102,9 @@ def _characters(prompt: TextPrompt | ChatPrompt) -> int:
     return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.messages)
 
 
-def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) -> list[int]:
+def _encode(
+    codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int, check_count: Callable[[int], object]
+) -> list[int]:
     """Raise RequestError before tokenizing if the text is far too long for `max_tokens`."""
     if isinstance(prompt, TextPrompt):
         text, add_special_tokens = prompt.text, prompt.add_special_tokens
@@ -104,19 +116,12 @@ def _encode(codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int) 
             param="prompt",
             code="context_length_exceeded",
         )
-    return codec.encode(text, add_special_tokens=add_special_tokens)
+    return codec.encode(text, add_special_tokens=add_special_tokens, check_count=check_count)
 
 
 def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) -> int:
     """Return how many tokens may be generated: the client's limit, or the default within the remaining length."""
-    room = engine.max_model_len - prompt_tokens
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into "
-            f"{engine.max_model_len} tokens",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+    room = _room(engine, prompt_tokens)
     requested = request.generation.max_tokens
     if requested is None:
         return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
@@ -128,3 +133,16 @@ def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) 
             code="context_length_exceeded",
         )
     return requested
+
+
+def _room(engine: Engine, prompt_tokens: int) -> int:
+    """Return how many tokens may follow a prompt. Raises RequestError if there is no room for one."""
+    room = engine.max_model_len - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into "
+            f"{engine.max_model_len} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return room
