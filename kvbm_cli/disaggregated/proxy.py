@@ -35,6 +35,7 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from kvbm.embedded.http.body_room import BodyRoom, BodyShare
 from kvbm.embedded.http.connections import BoundedSite, front, note_events
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
@@ -43,6 +44,7 @@ from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, 
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 32 * 2**20
+MAX_BODIES_BYTES = 256 * 2**20  # of all clients; engines get each up to twice, with three bytes for one
 LONG_BODY_BYTES = 64 * 2**10  # above, a separate process parses it
 MAX_ANSWER_BYTES = 16 * 2**20  # of a prefill engine, which generates one token
 SHUTDOWN_TIMEOUT_S = 60.0
@@ -87,6 +89,7 @@ class Engines:
     decode: Iterator[str]
     session: aiohttp.ClientSession = field(repr=False)
     bodies: BodyProcesses
+    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
 
     def post(
         self, url: str, headers: CIMultiDict[str], body: bytes
@@ -116,7 +119,7 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
         finally:
             bodies.close()
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_for_problems])
+    app = web.Application(middlewares=[_answer_for_problems])
     app.cleanup_ctx.append(open_session)
     app.router.add_get("/health", _health)
     app.router.add_get("/v1/models", _models)
@@ -139,11 +142,12 @@ async def _models(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
-    bodies, blocks = await _engine_requests(request, engines.bodies), {}
-    if bodies.prefill is not None:
-        blocks = await _prefill(engines, request.path, headers, bodies.prefill)
-    async with engines.post(next(engines.decode) + request.path, headers, bodies.decode(blocks)) as answer:
-        return await _forward(request, answer)
+    with engines.room.share() as share:  # until the answer has ended, as the bodies for the engines
+        bodies, blocks = await _engine_requests(request, engines.bodies, share), {}
+        if bodies.prefill is not None:
+            blocks = await _prefill(engines, request.path, headers, bodies.prefill)
+        async with engines.post(next(engines.decode) + request.path, headers, bodies.decode(blocks)) as answer:
+            return await _forward(request, answer)
 
 
 async def _prefill(engines: Engines, path: str, headers: CIMultiDict[str], body: bytes) -> dict[str, Any]:
@@ -186,17 +190,20 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request, bodies: BodyProcesses) -> EngineRequests:
-    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long."""
+async def _engine_requests(request: web.Request, bodies: BodyProcesses, share: BodyShare) -> EngineRequests:
+    """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long, or if too many others
+    are long."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise Refusal.of(415, "the body is compressed: send it uncompressed")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            content = await request.read()
+            content = await share.read(request, MAX_BODY_BYTES)
     except TimeoutError:
         raise Refusal.of(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal.of(413, f"the body is longer than {MAX_BODY_BYTES} bytes") from None
+    except web.HTTPServiceUnavailable as no_room:
+        raise Refusal.of(503, no_room.text or "") from None
     except web.RequestPayloadError as error:
         raise Refusal.of(400, f"the body cannot be read: {shown(error)}") from None
     try:

@@ -507,6 +507,39 @@ def test_large_body_is_parsed_in_another_process(monkeypatch):
     run(scenario)
 
 
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_long_bodies_of_all_clients_have_a_common_limit(monkeypatch, is_chunked):
+    monkeypatch.setattr(proxy, "MAX_BODIES_BYTES", 300_000)
+    body = json.dumps({"prompt": "a" * 200_000}).encode()
+
+    async def pieces():
+        for start in range(0, len(body), 50_000):
+            yield body[start : start + 50_000]
+
+    async def scenario():
+        decode = Recorder("decode", pieces=[b"{}", b" "])
+        decode.go_on.clear()
+        async with Rig([Recorder("prefill")], [decode]) as rig:
+
+            def send():
+                return rig.session.post(f"{rig.url}/v1/completions", data=pieces() if is_chunked else body)
+
+            async with send() as first:
+                async with send() as refused:
+                    error = (await refused.json())["error"]
+                assert (refused.status, error["type"]) == (503, "server_error")
+                assert "it would be more than 300000: send the request again later" in error["message"]
+                async with rig.post({"prompt": "a"}) as short:
+                    assert short.status == 200
+                decode.go_on.set()
+                assert await first.json() == {}
+            async with send() as again:
+                assert again.status == 200
+        assert [len(request["prompt"]) for request in decode.requests] == [200_000, 1, 200_000]
+
+    run(scenario)
+
+
 def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_nothing():
     async def scenario():
         decode = Recorder("decode")

@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 import pytest
-from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, serve
+from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, eventually, serve
 
-from kvbm.embedded.http import openai_requests
+from kvbm.embedded.http import completion, openai_requests
 from kvbm.embedded.http.text_codec import TextCodec
 
 pytest.importorskip("transformers")
@@ -183,5 +183,32 @@ def test_no_number_in_any_field_is_a_server_error() -> None:
                     body = f'{{{prompt}, "{field}": {number}}}'.encode()
                     status, answer = await client.send(path, body)
                     assert status in (200, 400), (body[:200], answer)
+
+    serve(WrittenEngine(), use)
+
+
+def test_bodies_that_are_not_parsed_yet_have_a_common_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "MAX_BODIES_BYTES", 300_000)
+    length = 200_000
+
+    async def begin(client: Client) -> asyncio.StreamWriter:
+        """Send all of a long body except the last byte."""
+        _, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n".encode())
+        writer.write(b" " * (length - 1))
+        await writer.drain()
+        return writer
+
+    async def use(client: Client) -> None:
+        room = client.service.ready().room
+        writer = await begin(client)
+        await eventually(lambda: room.taken_bytes == length)
+        status, answer = await client.post(COMPLETIONS, prompt="a", user="x" * length)
+        assert (status, "send the request again later" in answer["error"]["message"]) == (503, True)
+        assert (await client.post(COMPLETIONS, prompt="a", max_tokens=1))[0] == 200
+        writer.close()
+        await eventually(lambda: room.taken_bytes == 0)
+        assert (await client.post(COMPLETIONS, prompt="a", user="x" * length, max_tokens=1))[0] == 200
+        assert room.taken_bytes == 0
 
     serve(WrittenEngine(), use)

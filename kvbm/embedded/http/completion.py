@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
+from kvbm.embedded.http.body_room import BodyRoom
 from kvbm.embedded.http.body_turns import BodyTurns
 from kvbm.embedded.http.metrics import EngineMetrics
 from kvbm.embedded.http.openai_requests import Generation
@@ -29,6 +30,7 @@ from kvbm.embedded.http.text_stream import TextStream
 if TYPE_CHECKING:
     from kvbm.embedded.engine.engine import Engine
 
+MAX_BODIES_BYTES = 128 * 2**20  # of all clients
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -38,7 +40,8 @@ class Served:
     blocks until the engine thread has ended, its methods may be called on the event loop.
 
     `parser` is the thread for long bodies. It is a single one, so that between two of them the others get their turn,
-    also if the clients do not wait for an answer. `turns` order the bodies, the shortest first.
+    also if the clients do not wait for an answer. `turns` order the bodies, the shortest first. `room` is for
+    bodies that are not parsed yet.
     """
 
     engine: Engine
@@ -47,6 +50,7 @@ class Served:
     metrics: EngineMetrics
     parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="parser"))
     turns: BodyTurns = field(default_factory=BodyTurns)
+    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
 
 
 class CompletionFailed(Exception):

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.admin import require_admin
+from kvbm.embedded.http.body_room import BodyShare
 from kvbm.embedded.http.choices import Choices
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.embedded.http.openai_requests import (
@@ -64,7 +65,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def create_app(service: Service) -> web.Application:
     endpoints = _Endpoints(service)
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_errors_as_json])
     app.add_routes(
         [
             web.post("/v1/completions", endpoints.completions),
@@ -223,7 +224,7 @@ class _Endpoints:
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def _body(request: web.Request) -> bytes:
+async def _body(request: web.Request, share: BodyShare) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise RequestError(
@@ -233,14 +234,18 @@ async def _body(request: web.Request) -> bytes:
         )
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
+            return await share.read(request, MAX_BODY_BYTES)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
 
 
 async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
     """Read and parse the body. The JSON parser does not let other threads run, so bytes and values are limited."""
-    body = await _body(request)
+    with served.room.share() as share:
+        return await _parsed_of(await _body(request, share), parse, served)
+
+
+async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
     most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * served.engine.max_model_len
     if len(body) > most_bytes:
         raise RequestError(f"the body has {len(body)} bytes: at most {most_bytes} are read for this model", status=413)
