@@ -40,6 +40,11 @@ _KINDS = (
         "write the model and the flags of vLLM into `engine.model` and `engine.arguments` of a profile",
     ),
     _Kind(
+        "a values file of a Helm chart",
+        (frozenset({"replicaCount"}), frozenset({"image", "resources"})),
+        "write the model and the flags of the engine into `engine.model` and `engine.arguments` of a profile",
+    ),
+    _Kind(
         "a recipe of vLLM",
         (frozenset({"meta", "model"}),),
         "write its model and flags into `engine.model` and `engine.arguments` of a profile with `engine.kind: vllm`",

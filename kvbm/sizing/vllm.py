@@ -265,7 +265,8 @@ def _ranks(model: Model) -> Ranks:
     reason = disabling_argument(arguments)
     if reason is not None and state_kind(model.config) is not None:
         name, why = reason
-        raise SizeUnknown(f"kvbm is disabled with these settings, so there is no size: {why} (`{name}`)")
+        text = f"kvbm is disabled with these settings, so there is no size: {why} (`{name}`)"
+        raise SizeUnknown(text, hint=f"remove `{name}`")
     for flag in _UNKNOWN_FLAGS:
         if extra.get(flag) not in (None, False, 1):
             raise SizeUnknown(f"with `{flag}`, only vLLM knows the size of a block")

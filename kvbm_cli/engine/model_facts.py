@@ -97,6 +97,13 @@ def model_directory(model: str) -> Path | None:
     return _directory(model) or _downloaded(model)
 
 
+def config_file(model: str) -> Path | None:
+    """Return the file of a model's configuration: in its directory, or `model` itself; None without a local file."""
+    directory = model_directory(model)
+    path = Path(os.path.expanduser(model)) if directory is None else directory / "config.json"
+    return path if path.is_file() else None
+
+
 def _with_quantization(directory: Path, facts: Mapping[str, object]) -> Mapping[str, object]:
     """Add what ModelOpt wrote into a file of its own, which vLLM reads if `config.json` has no such section."""
     path = directory / "hf_quant_config.json"

@@ -12,12 +12,13 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import ProfileError
 from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted, check_model, size
 from kvbm_cli.engine.engines import cpu_of, runs_on_cpu
-from kvbm_cli.engine.model_facts import model_facts
+from kvbm_cli.engine.model_facts import config_file, model_facts
 from kvbm_cli.terminal.console import noted, table
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
+ASK_ENGINE = "`kvbm serve` starts the engine anyway; then `kvbm logs | grep allocated` shows blocks and bytes"
 _NAMES = {"G1": "G1 device", "G2": "G2 host", "G3": "G3 disk"}
 
 
@@ -65,7 +66,7 @@ def size_of(
     """Compute the sizes of the tiers. `facts` is the model's configuration, by default that of `engine.model`.
 
     ProfileError, at the place of the key, for a model without a size or a tier that holds no block. SizeUnknown if only
-    the engine knows the sizes.
+    the engine knows the sizes. Both name the file of the configuration.
     """
     profile, key, wanted = resolved.profile, "engine.model", wanted or Wanted()
     try:
@@ -78,10 +79,21 @@ def size_of(
         if on_cpu:
             wanted = replace(wanted, cpu=cpu_of(profile))
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu, wanted=wanted)
+    except SizeUnknown as unknown:
+        path, message = config_file(profile.engine.model), _named(profile.engine.model, unknown.message)
+        is_named = path is None or str(path) in message
+        hint = ASK_ENGINE if "knows" in message and not wanted.for_sglang else None
+        raise SizeUnknown(message if is_named else f"`{path}`: {message}", hint=unknown.hint or hint) from None
     except ProfileError as error:
         if error.hint is not None and "tiers.disk" in error.hint:
             key = "tiers.disk.blocks" if profile.tiers.disk and profile.tiers.disk.blocks else "tiers.disk.capacity"
-        raise resolved.mistake(key, error.message, hint=error.hint) from None
+        raise resolved.mistake(key, _named(profile.engine.model, error.message), hint=error.hint) from None
+
+
+def _named(model: str, message: str) -> str:
+    """Return a message with the file of the model's configuration, if there is one."""
+    path = config_file(model)
+    return message if path is None else message.replace("the model's configuration", f"`{path}`")
 
 
 def size_if_known(resolved: ResolvedProfile) -> Sizing | None:

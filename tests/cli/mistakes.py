@@ -732,6 +732,11 @@ TRACE = {
     "trace_of_one_long_list_as_a_workload": Row(
         "bench --profile demo --workload chats.json", {"chats.json": '[{"conversations": []}' + " " * (1 << 17) + "]"}
     ),
+    "values_of_a_chart_as_a_workload": Row(
+        "bench --profile demo --workload values.yaml", {"values.yaml": "replicaCount: 2\nimage: {repository: a}\n"}
+    ),
+    "profile_as_a_workload": Row("bench --profile demo --workload mine.yaml", {"mine.yaml": MINE}),
+    "other_file_as_a_workload": Row("bench --profile demo --workload mine.yaml", {"mine.yaml": "pages: 2\n"}),
     "workload_with_commas_in_its_first_comment": Row(
         "bench --profile demo --workload mine.yaml", {"mine.yaml": "# users, turns, tokens\nkind: nothing\n"}
     ),

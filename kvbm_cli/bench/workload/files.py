@@ -6,6 +6,7 @@ Files that are given as a trace and are something else are recognised by their f
 from __future__ import annotations
 
 import difflib
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from kvbm.config.document import Document, Mistake, entry_at, plain_values, read_file, together
 from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.foreign import OWN, foreign_file
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
@@ -113,11 +115,24 @@ def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:
 
 
 def _validated(document: Document, path: Path) -> Workload:
+    _require_workload(document, path)
     kind = _kind(document)
     try:
         return KINDS[kind].model_validate(plain_values(document))
     except ValidationError as error:
         raise together(mistakes_in(error, document, path, _file_kind(kind))) from None
+
+
+def _require_workload(document: Document, path: Path) -> None:
+    """Raise UsageError for a file without any key of a workload: it says what the file is, not that each key is
+    unknown."""
+    if not document or any(key.path in document for kind in KINDS for key in workload_keys(kind)):
+        return
+    shipped = "shipped workloads: " + ", ".join(f"`{name}`" for name in shipped_workloads())
+    what, _ = foreign_file(document) or ("another file", "")
+    if OWN & document.keys():
+        what, shipped = "a profile", f"name it with `--profile {shlex.quote(str(path))}`"
+    raise UsageError(f"`{path}` is {what}, not a workload", hint=shipped)
 
 
 def _kind(document: Document) -> str:
