@@ -102,7 +102,7 @@ def scalar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, Mapping):
-        return "{}"
+        return f"{{{', '.join(f'{scalar(name)}: {scalar(one)}' for name, one in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(scalar, value))}]"
     if isinstance(value, bool | int | float):

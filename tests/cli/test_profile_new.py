@@ -143,8 +143,12 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 NUMBERS = st.integers(-(10**29), 10**29) | st.floats(allow_nan=False, allow_infinity=False)
 
 
+PLAIN = st.one_of(TEXT, st.booleans(), NUMBERS, st.none())
+VALUES = st.recursive(PLAIN, lambda inside: st.lists(inside) | st.dictionaries(TEXT, inside), max_leaves=4)
+
+
 @settings(deadline=None)
-@given(st.one_of(TEXT, st.booleans(), NUMBERS, st.none()))
+@given(VALUES)
 def test_every_value_is_read_as_it_was_written(value: object) -> None:
     document, mistakes = parse_document(f"a: {scalar(value)}\nb: [{scalar(value)}]\n", label="f")
     assert mistakes == []
