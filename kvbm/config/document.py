@@ -129,14 +129,14 @@ def read_file(path: Path, *, noun: str) -> Document:
 def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
     """Return the valid entries of a YAML file and its mistakes. ProfileError if the file cannot be read."""
     try:
-        text = _decoded(read_at_most(path, MAX_FILE_BYTES))
+        text = decoded(read_at_most(path, MAX_FILE_BYTES))
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise ProfileError(f"cannot read the {noun} `{path}`: {reason[0].lower()}{reason[1:]}") from None
     return parse_document(text, label=str(path), noun=noun)
 
 
-def _decoded(contents: bytes) -> str:
+def decoded(contents: bytes) -> str:
     """Decode UTF-8 text. ValueError with the place of the first byte that is not."""
     if contents.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("it is UTF-16 text, not UTF-8")
@@ -226,13 +226,24 @@ _PROBLEMS = {
     "expected '<document start>'": "text after the end of the document",
 }
 
+
+def yaml_problem(error: yaml.MarkedYAMLError) -> str:
+    """Return what is wrong with the YAML, in our words if they are known."""
+    message = str(error.problem)
+    return next((ours for start, ours in _PROBLEMS.items() if message.startswith(start)), message)
+
+
 _LINE_BREAK = re.compile("\r\n|[\r\n]")
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Composes nodes without the implicit types of YAML 1.1; `plain_scalar` converts scalars instead."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (yaml reads the class attribute)
+
+
+class _Loader(PlainLoader):
+    """Refuses aliases."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -290,8 +301,7 @@ class _EntryReader:
         return Source(self.label, self.lines[index], column, width, index + 1 if self.is_file else None)
 
     def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark, *, hint: str | None = None) -> Mistake:
-        message = str(error.problem)
-        problem = next((ours for start, ours in _PROBLEMS.items() if message.startswith(start)), message)
+        problem = yaml_problem(error)
         source = self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
