@@ -66,7 +66,7 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     return {**kept, "HOME": str(home), "COLUMNS": "80", "OMP_NUM_THREADS": "1", **extra}
 
 
-def kvbm(*arguments: str, home: Path, timeout_s: float = HANGS_S, **extra: str) -> Outcome:
+def kvbm(*arguments: str, home: Path, timeout_s: float = HANGS_S, stdin: str = "", **extra: str) -> Outcome:
     done = subprocess.run(
         [*PROGRAM, *arguments],
         cwd=home,
@@ -74,7 +74,7 @@ def kvbm(*arguments: str, home: Path, timeout_s: float = HANGS_S, **extra: str) 
         capture_output=True,
         text=True,
         timeout=timeout_s,
-        stdin=subprocess.DEVNULL,
+        **({"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}),
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

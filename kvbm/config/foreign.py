@@ -30,14 +30,15 @@ class _Kind:
     hint: str
 
 
-_IMPORT = "`kvbm profile import-env`, run in its environment, converts its `DYN_KVBM_*` variables to a profile"
+TRTLLM_OPTIONS, VLLM_FLAGS = "a configuration of TensorRT-LLM", "a configuration of vLLM"
+_IMPORT = "`kvbm profile import FILE` converts it to a profile"
 _KINDS = (
     _Kind("a manifest of Kubernetes", (frozenset({"apiVersion", "kind"}),), _IMPORT),
     _Kind("a Compose file", (frozenset({"services"}),), _IMPORT),
     _Kind(
         "a values file of a Helm chart for vLLM",
         tuple(frozenset({key}) for key in ("servingEngineSpec", "modelArtifacts")),
-        "write the model and the flags of vLLM into `engine.model` and `engine.arguments` of a profile",
+        _IMPORT,
     ),
     _Kind(
         "a values file of a Helm chart",
@@ -63,7 +64,7 @@ _KINDS = (
         "`max_local_cpu_size` is `tiers.host.capacity`, `local_disk` is `tiers.disk`, `remote_url` is `tiers.shared`",
     ),
     _Kind(
-        "a configuration of TensorRT-LLM",
+        TRTLLM_OPTIONS,
         tuple(
             frozenset({key})
             for key in (
@@ -72,10 +73,10 @@ _KINDS = (
                 *("max_batch_size", "disable_overlap_scheduler", "build_config"),
             )
         ),
-        "write its options into `engine.arguments` of a profile with `engine.kind: tensorrt-llm`",
+        _IMPORT,
     ),
     _Kind(
-        "a configuration of vLLM",
+        VLLM_FLAGS,
         tuple(
             frozenset({key})
             for key in (
@@ -84,7 +85,7 @@ _KINDS = (
                 *("enable_prefix_caching", "no_enable_prefix_caching", "served_model_name", "trust_remote_code"),
             )
         ),
-        "write its flags into `engine.arguments` of a profile with `engine.kind: vllm`",
+        _IMPORT,
     ),
     _Kind(
         "a `--kv-transfer-config` of vLLM",

@@ -96,6 +96,25 @@ def profile_new(
     new_profile(file, answers, set_ or [], extends=extends, is_forced=force)
 
 
+@profile_app.command("import", cls=Command)
+def profile_import(
+    file: Annotated[str, argument("FILE|-", "Script, manifest, values, Compose or env file; - is stdin.", files)],
+    output: Annotated[
+        Path | None, path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
+    ] = None,
+    model: Annotated[str | None, option("--model", "MODEL", "Model [default: that of the file].", files)] = None,
+    engine: Annotated[str | None, option("--engine", "KIND", "Engine [default: that of the file].", engines)] = None,
+    select: Annotated[
+        str | None, option("--select", "NAME", "Engine of a file that starts several [default: the first with kvbm].")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Convert a script or manifest to a profile."""
+    from kvbm_cli.profile.import_file import import_file
+
+    import_file(file, output=output, model=model, engine=engine, select=select, as_json=json)
+
+
 @profile_app.command("import-env", cls=Command)
 def profile_import_env(
     output: Annotated[

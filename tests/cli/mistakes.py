@@ -491,6 +491,39 @@ VARIABLES = {
     ),
 }
 
+MANIFEST = """\
+apiVersion: v1
+kind: Pod
+metadata: {name: a}
+spec:
+  containers:
+"""
+IMPORT = {
+    "import_of_no_file": Row("profile import no.sh"),
+    "import_of_a_directory": Row("profile import ."),
+    "import_of_text_in_another_encoding": Row("profile import a.sh", {"a.sh": b"vllm serve caf\xe9\n"}),
+    "import_of_a_large_file": Row("profile import a.sh", {"a.sh": "# a line\n" * 40_000}),
+    "import_of_a_file_without_an_engine": Row(
+        "profile import web.yaml", {"web.yaml": "services:\n  web: {image: nginx}\n"}
+    ),
+    "import_of_variables_of_others": Row("profile import .env", {".env": "A=b\nC=d\n"}),
+    "import_of_a_profile": Row("profile import mine.yaml", {"mine.yaml": MINE}),
+    "import_of_a_template": Row(
+        "profile import a.yaml", {"a.yaml": f"{{{{- if .Values.a }}}}\n{MANIFEST}{{{{- end }}}}\n"}
+    ),
+    "import_of_broken_yaml": Row("profile import a.yaml", {"a.yaml": f"{MANIFEST}  - name: [a\n"}),
+    "import_of_an_open_quote": Row("profile import a.sh", {"a.sh": "A=1\nvllm serve 'a/b\n"}),
+    "import_of_aliases_that_grow": Row(
+        "profile import a.yaml",
+        {"a.yaml": "a: &a0 [x, x]\n" + "".join(f"b{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 30))},
+    ),
+    "import_of_sglang": Row("profile import a.sh", {"a.sh": "python -m sglang.launch_server --model-path a/b\n"}),
+    "import_of_an_engine_that_is_not_there": Row(
+        "profile import a.sh --select chat", {"a.sh": "vllm serve a/b\nvllm serve c/d\n"}
+    ),
+    "import_into_a_file_without_a_suffix": Row("profile import a.sh --output mine", {"a.sh": "vllm serve a/b\n"}),
+}
+
 COMMAND_LINE = {
     "command_unknown": Row("serv"),
     "command_restart": Row("restart"),
@@ -754,6 +787,7 @@ AREAS: dict[str, dict[str, Row]] = {
     "interpolation": INTERPOLATION,
     "override": OVERRIDES,
     "variable": VARIABLES,
+    "import": IMPORT,
     "command": COMMAND_LINE,
     "new": NEW,
     "machine": MACHINE_STATE,

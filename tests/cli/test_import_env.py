@@ -151,10 +151,8 @@ def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
     return done.returncode, done.stderr.partition("\n")[0]
 
 
-def test_no_room_for_a_temporary_file_is_no_bug(tmp_path: Path) -> None:
-    exit_code, error = on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path)
-    assert exit_code == 1
-    assert error.startswith("error: cannot write a temporary file: no usable temporary directory")
+def test_profile_is_printed_on_a_full_disk(tmp_path: Path) -> None:
+    assert on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path) == (0, "")
 
 
 def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvbm_cli.package_data import profiles_directory
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "profiles.md"
 TEXT = GUIDE.read_text()
 PROGRAM = (sys.executable, "-c", "from kvbm_cli.app import main; main()")
-FILES = re.findall(r"```yaml\n# \./(\S+)\n(.*?)```", TEXT, flags=re.DOTALL)
+FILES = re.findall(r"```(?:yaml|sh)\n# \./(\S+)\n(.*?)```", TEXT, flags=re.DOTALL)
 COMMANDS = [
     (command, said)
     for block in re.findall(r"```console\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -57,5 +57,5 @@ def test_every_shipped_profile_is_in_the_table() -> None:
 
 
 def test_there_are_files_and_commands() -> None:
-    assert len(FILES) == 2
-    assert len(COMMANDS) == 5
+    assert len(FILES) == 3
+    assert len(COMMANDS) == 6

@@ -22,6 +22,22 @@ MUTANTS = (
         fails="tests/cli/test_stop_unreadable.py -k all_others",
     ),
     Mutant(
+        name="import-copies-secrets",
+        bug="`kvbm profile import` copies HF_TOKEN of a script into the profile",
+        file="kvbm_cli/profile/import_profile.py",
+        old="        elif reason is not None or has_secret(name, str(word)):\n",
+        new="        elif reason is not None:\n",
+        fails="tests/cli/test_profile_import.py -k passes_the_check",
+    ),
+    Mutant(
+        name="import-loses-a-flag-of-a-section",
+        bug="`kvbm profile import` drops a flag of `kv_cache_config` if a file of options has that section, too",
+        file="kvbm_cli/profile/import_profile.py",
+        old="            entry = replace(entry, value={**(before.section or {}), **entry.section})\n",
+        new="            entry = replace(entry, value=entry.section)\n",
+        fails="tests/cli/test_profile_import.py -k passes_the_check",
+    ),
+    Mutant(
         name="guard-removes-nothing",
         bug="The scratch directory of a killed doctor is not removed.",
         file="kvbm_cli/system/leftovers.py",

@@ -1,0 +1,163 @@
+"""`kvbm profile import FILE`: reads how an engine is started elsewhere, and prints a profile that does the same."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from kvbm.config.document import Source, decoded
+from kvbm.config.foreign import OWN
+from kvbm.config.relative_paths import absolute_path
+from kvbm.config.variables import variable_names
+from kvbm.errors import ProfileError, UsageError
+from kvbm.text.outside import shown
+from kvbm.text.reading import read_at_most
+from kvbm_cli.profile.import_launch import Launch
+from kvbm_cli.profile.import_profile import OF_LMCACHE, Imported, body, commented, imported, kind_of
+from kvbm_cli.profile.import_shell import read_script, read_variables_file
+from kvbm_cli.profile.import_yaml import read_yaml
+from kvbm_cli.profile.text import scalar
+from kvbm_cli.system.filesystem import write_new
+from kvbm_cli.terminal.console import print_data, print_json, print_note
+from kvbm_cli.terminal.printable import commentable
+
+MAX_BYTES = 1 << 18
+MAX_SHOWN = 10
+READS = (
+    "it reads a command line or a script with `vllm serve`, `dynamo.vllm` or `trtllm-serve`, a manifest of Kubernetes, "
+    "values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` variables, and options of "
+    "TensorRT-LLM or vLLM in YAML"
+)
+# The first line that is no comment has a key, or begins a document.
+_YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
+
+
+def import_file(
+    file: str, *, output: Path | None, model: str | None, engine: str | None, select: str | None, as_json: bool
+) -> None:
+    """Print the profile, or write it to `output`. `select` names one of several engines in the file."""
+    kind_of(engine, model, {})
+    name = "the standard input" if file == "-" else file
+    launches = launches_in(_contents(file), name)
+    taken = _taken(launches, select, name)
+    if taken.kind == "sglang":
+        raise ProfileError(
+            f"`{shown(taken.name)}` of `{shown(name)}` starts SGLang, which this version does not support"
+        )
+    kind, reason = kind_of(engine or taken.kind, model, taken.environment)
+    chosen = absolute_model(model)
+    found = imported(taken, model=None if chosen is None else (chosen, "--model"), engine=(kind, reason))
+    others = [one for one in launches if one is not taken]
+    text = profile_text(found, taken, others, name)
+    if as_json:
+        print_json(_as_data(found, taken, others, file, text))
+    if output is not None or not as_json:
+        write_profile(text, output)
+    if not as_json:
+        left = [f"not carried over: {one.text()}" for one in found.left]
+        for line in [*_others(taken, others), *found.missing, *left]:
+            print_note(line)
+
+
+def launches_in(text: str, name: str) -> list[Launch]:
+    """Return the engines that the text starts, at least one."""
+    text = text.replace("\r\n", "\n")
+    try:
+        found = _read(text)
+    except ProfileError as error:
+        raise ProfileError(f"cannot read `{shown(name)}`: {error.message}", hint=error.hint) from None
+    keys = set(re.findall(r"^([A-Za-z_]+):", text, re.MULTILINE)) if not found else set()
+    if OWN & keys and "apiVersion" not in keys:
+        raise ProfileError(f"`{shown(name)}` is a profile already", hint="`kvbm profile check` checks it")
+    if not found:
+        raise ProfileError(f"`{shown(name)}` starts no engine that `kvbm profile import` knows", hint=READS)
+    return found
+
+
+def _read(text: str) -> list[Launch]:
+    if _YAML.match(text):
+        return read_yaml(text)
+    if found := read_script(text):
+        return found
+    variables = read_variables_file(text)
+    names = variables.environment if variables is not None else {}
+    return [variables] if variables is not None and (variable_names(names) or OF_LMCACHE.keys() & names) else []
+
+
+def profile_text(found: Imported, taken: Launch, others: list[Launch], name: str) -> str:
+    source = shown(commentable(name))
+    lines = [
+        f"# Written by `kvbm profile import` from {source}.",
+        *(f"# {commentable(line)}" for line in _others(taken, others)),
+        f"description: {scalar(f'imported from {source}'.replace('${', '$${'))}",
+        "",
+        *body(found.document),
+        *commented("Missing:", found.missing),
+        *commented("Not carried over:", [one.text() for one in found.left]),
+        *commented("Variables without effect:", found.warnings),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _others(taken: Launch, others: list[Launch]) -> list[str]:
+    """Return which engine of the file was taken, and how to choose another one; nothing if it has one."""
+    if not others:
+        return []
+    names = ", ".join(f"`{shown(one.name)}` (line {one.line})" for one in others[:MAX_SHOWN])
+    more = f" and {len(others) - MAX_SHOWN} more" if len(others) > MAX_SHOWN else ""
+    first = f"The file starts {len(others) + 1} engines. This is `{shown(taken.name)}` (line {taken.line})."
+    return [first, f"The others: {names}{more}. `--select NAME` chooses one."]
+
+
+def _taken(launches: list[Launch], select: str | None, name: str) -> Launch:
+    """Return the engine that was chosen, or else the first with kvbm, or else the first."""
+    if select is None:
+        return next((one for one in launches if one.has_kvbm), launches[0])
+    if (found := next((one for one in launches if one.name == select), None)) is None:
+        names = ", ".join(f"`{shown(one.name)}`" for one in launches[:MAX_SHOWN])
+        raise UsageError(f"`{shown(name)}` starts no engine with the name `{select}`", hint=f"names are {names}")
+    return found
+
+
+def _contents(file: str) -> str:
+    try:
+        if file == "-":
+            contents = sys.stdin.buffer.read(MAX_BYTES + 1)
+            if len(contents) > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 10} KiB")
+        else:
+            contents = read_at_most(Path(file).expanduser(), MAX_BYTES)
+        return decoded(contents)
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ProfileError(f"cannot read `{shown(file)}`: {reason[0].lower()}{reason[1:]}") from None
+
+
+def _as_data(found: Imported, taken: Launch, others: list[Launch], file: str, text: str) -> dict[str, object]:
+    return {
+        "file": file,
+        "selected": {"name": taken.name, "line": taken.line},
+        "others": [{"name": one.name, "line": one.line} for one in others],
+        "profile": text,
+        "missing": list(found.missing),
+        "not_carried_over": [{"what": one.what, "line": one.line or None, "reason": one.reason} for one in found.left],
+        "without_effect": list(found.warnings),
+    }
+
+
+def absolute_model(model: str | None) -> str | None:
+    """Return the model of the command line for a file that may be in another directory."""
+    return None if model is None else absolute_path("engine.model", model, Source("--model", model))
+
+
+def write_profile(text: str, output: Path | None) -> None:
+    """Print a profile, or write it to a new file."""
+    if output is None:
+        print_data(text.rstrip("\n"))
+        return
+    if output.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"`{output}` must end in `.yaml`", hint=f"use `--output {shlex.quote(f'{output}.yaml')}`")
+    write_new(output, text)
+    print_note(f"{output}: written; `kvbm doctor --profile {shlex.quote(str(output))}` checks it on this machine")

@@ -1,0 +1,417 @@
+"""Translates a launch into a profile. What a profile cannot take over is listed with the reason.
+
+The rules of profiles decide: the draft is checked as `kvbm profile check` does. A key that is refused is removed and
+listed with the message of the check; what is missing then is listed too. A secret is never copied, only named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document
+from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.findings import remove_mistaken
+from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE, flag_name
+from kvbm.config.interpolation import is_interpolated
+from kvbm.config.layers import merge
+from kvbm.config.load import examine_written
+from kvbm.config.sizes import exact_size
+from kvbm.config.trtllm_options import SAME_OPTION
+from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
+from kvbm.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.errors import ProfileError, UsageError
+from kvbm.text.outside import MAX_SHOWN, shown, without_secrets
+from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
+from kvbm_cli.profile.import_launch import NO_SECRETS, Launch, Left, Word, plain
+from kvbm_cli.profile.import_yaml import options_in
+from kvbm_cli.profile.text import scalar
+from kvbm_cli.terminal.printable import commentable
+
+WIDTH = 118
+ARGUMENTS = "engine.arguments"
+SERVER_PORT = 8000  # the default of `server.port`
+OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
+OF_LMCACHE = {  # the key, and the variable of kvbm that sets it
+    "LMCACHE_MAX_LOCAL_CPU_SIZE": ("tiers.host.capacity", "DYN_KVBM_CPU_CACHE_GB"),
+    "LMCACHE_MAX_LOCAL_DISK_SIZE": ("tiers.disk.capacity", "DYN_KVBM_DISK_CACHE_GB"),
+    "LMCACHE_LOCAL_DISK": ("tiers.disk.directory", "DYN_KVBM_DISK_CACHE_DIR"),
+}
+_SHORT = {  # of vLLM
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpl": "data_parallel_size_local",
+    "-dcp": "decode_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-q": "quantization",
+    "-cc": "compilation_config",
+    "-sc": "speculative_config",
+}
+_OTHER_NAMES = {
+    **dict.fromkeys(("model_path", "model_id", "model_tag", "model_dir"), "model"),
+    "model_name": "served_model_name",  # of KServe
+}
+# Flags of vLLM 0.32 with any number of values, and with none. All others have one.
+_MANY_VALUES = re.compile(
+    r"served_model_name|lora_modules|api_key|connector|(?:cudagraph_capture|cuda_graph)_sizes|allowed_media_domains"
+    r"|logits_processors|ignore_patterns|\w*offload_params|lora_target_modules|collect_detailed_traces|numa_bind_\w+"
+    r"|kv_cache_dtype_skip_layers|sleep_preserve_parameter_names"
+)
+_NO_VALUE = re.compile(
+    r"(?:no|enable|enforce|trust|is|skip|return|use)_\w+|disable_(?!access_log_for_endpoints)\w+|async_scheduling|headless"
+    r"|grpc|numa_bind|data_parallel_\w+_lb|\w+_only|allow_(?:credentials|deprecated_\w+)|fully_sharded_loras"
+)
+_PAIR = "part of a pair of engines; `disaggregated: {prefill: 1, decode: 1}` starts both"
+_LEFT_FLAGS = (  # who reads the flag, its name, and why it is left
+    ("dynamo", r"is_(?:prefill|decode)_worker|disaggregation_\w+", _PAIR),
+    (
+        "dynamo",
+        r"connector|\w+_plane|dyn_\w+|namespace|endpoint(?:_types)?|kv_state_endpoint|discovery_backend|store_kv|omni"
+        r"|multimodal_\w+|enable_multimodal|route_to_encoder|modality|use_vllm_tokenizer|sleep_mode_level|fpm_trace"
+        r"|custom_jinja_template|model_express_url|mm_prompt_template|frontend_decoding|publish_events_and_metrics"
+        r"|override_engine_args|migration_limit|dump_config_to",
+        "a flag of Dynamo, and none of the engine",
+    ),
+    ("vllm", "backend", "a flag of KServe, and none of vLLM"),
+    (
+        "tensorrt-llm",
+        r"tool_parser|chat_template|log_level|metadata_server_config_file|server_role|custom_module_dirs|media_io_kwargs",
+        "a flag of `trtllm-serve`, and no option of its file",
+    ),
+)
+_LEFT_VARIABLES = (
+    (r"(?:DYN|LMCACHE|KSERVE|MODEL_EXPRESS|ETCD|NATS)_\w+", "a variable of another program"),
+    (r"HOME|PATH|PWD|USER|SHELL|HOSTNAME|LD_LIBRARY_PATH|PYTHONPATH|(?:POD|LWS)_\w+", "a variable of the container"),
+)
+_OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
+_PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
+_SECRET = re.compile(r"(?i)TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY|AUTHORIZATION")
+_SECRET_TEXT = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|AKIA|nvapi-)[A-Za-z0-9_-]{12,}")
+_OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
+_METRICS_NOTE = (
+    "# Metrics are served on 127.0.0.1; NVIDIA's block manager served them on every address. If Prometheus runs on",
+    "# another machine, set `metrics.host: 0.0.0.0`.",
+    "",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """`document` is what the profile contains. `warnings` are about DYN_KVBM_* variables without effect, `missing` is
+    what `kvbm profile check` still requires."""
+
+    document: Document
+    left: tuple[Left, ...]
+    warnings: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the kind of engine for this model and these variables, and the reason if a variable decided. UsageError
+    for an unknown `engine`, ProfileError for an unknown synthetic model."""
+    if engine is not None:
+        if engine not in ENGINE_KINDS:
+            kinds = ", ".join(f"`{kind}`" for kind in ENGINE_KINDS)
+            raise UsageError(f"`--engine {engine}` is not a kind of engines", hint=f"kinds are {kinds}")
+        return engine, ""
+    if model is not None and model.startswith(SYNTHETIC_PREFIX):
+        if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
+            return "embedded", ""
+        model_facts(model, kind="vllm")
+        return "vllm", ""
+    found = [name for name in OF_TRTLLM if name in environment]
+    return ("tensorrt-llm", f"{found[0]} is a variable for TensorRT-LLM") if found else ("vllm", "")
+
+
+def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str, str]) -> Imported:
+    """Translate the launch. `model` overrides that of the launch; both have a comment with their origin."""
+    draft = _Draft(launch, engine[0], left=list(launch.left))
+    draft.put("engine.kind", *engine)
+    draft.take_launch()
+    if model is not None:
+        draft.put("engine.model", *model)
+    warnings = draft.take_variables_of_kvbm()
+    missing = draft.check()
+    return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
+
+
+def body(document: Document) -> Iterator[str]:
+    """Yield the lines of a profile without its head."""
+    yield from _sections(document)
+    if _value(document, "metrics", "serve") is True and _value(document, "metrics", "host") is None:
+        yield from _METRICS_NOTE
+
+
+def commented(title: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yield a list as a comment; nothing if it is empty."""
+    if texts:
+        yield f"# {title}"
+        for text in texts:
+            item = commentable(text.replace("` has no effect: ", "`: ", 1))
+            yield from textwrap.wrap(
+                item, WIDTH, initial_indent="# - ", subsequent_indent="#   ", break_on_hyphens=False
+            )
+        yield ""
+
+
+def _sections(document: Mapping[str, Entry], path: str = "") -> Iterator[str]:
+    indent = "  " * path.count(".")
+    for name, entry in document.items():
+        here, comment = f"{path}{name}", _comment(entry.source)
+        is_flag = here.startswith(f"{ARGUMENTS}.")
+        if entry.section is None or (is_flag and not entry.section):
+            yield f"{indent}{scalar(name)}: {scalar(_escaped(here, entry.value))}{comment}"
+        elif entry.section:
+            is_alone = is_flag and not any(_comment(one.source) for one in entry.section.values())
+            yield f"{indent}{scalar(name)}:{comment if is_alone else ''}"
+            yield from _sections(entry.section, f"{here}.")
+            if not path:
+                yield ""
+
+
+def _comment(source: Source) -> str:
+    line = f"line {source.line}" if source.line else ""
+    text = ", ".join(filter(None, (shown(commentable(source.text)), line)))
+    return f"  # {text}" if text else ""
+
+
+def _escaped(path: str, value: object) -> object:
+    """Return a value in which no variable is replaced when the profile is read."""
+    if isinstance(value, str):
+        return value.replace("$", "$$") if is_interpolated(path) else value.replace("${", "$${")
+    if isinstance(value, list):
+        return [_escaped(path, one) for one in value]
+    return {name: _escaped(path, one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def _in_order(document: Document) -> Document:
+    """Return the document with the engine and its server first."""
+    engine = document["engine"]
+    inside = engine.section or {}
+    ordered = {name: inside[name] for name in ("kind", "model", *inside) if name in inside}
+    return {name: document[name] for name in ("engine", "server", *document) if name in document} | {
+        "engine": replace(engine, value=ordered)
+    }
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The profile while it is made, and what is left."""
+
+    launch: Launch
+    engine: str
+    left: list[Left]
+    document: Document = field(default_factory=dict)
+
+    def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
+        """Set a key. Its comment is the text and the line."""
+        text = "" if key.endswith(f".{text}") else text  # a key of the file has the same name
+        names = key.split(".")
+        for depth in range(1, len(names)):
+            holder = entry_at(self.document, names[:depth])
+            if holder is not None and holder.section is None:
+                remove_mistaken(self.document, [Mistake("", "", key=".".join(names[:depth]))])
+        entry, before = _entry(value, Source("", text, line=line or None)), entry_at(self.document, names)
+        if entry.section is not None and before is not None:  # two flags set one section
+            entry = replace(entry, value={**(before.section or {}), **entry.section})
+        put(self.document, names, entry)
+
+    def leave(self, what: str, reason: str, line: int = 0) -> None:
+        self.left.append(Left(shown(without_secrets(what)), reason, line))
+
+    def take_launch(self) -> None:
+        launch = self.launch
+        if launch.model is not None and not self._is_unknown("model", launch.model):
+            self.put("engine.model", str(launch.model), line=launch.model.line)
+        for name, value, written in self._flags():
+            self._take(name, value, written)
+        for name, value in launch.options.items():
+            value = _parsed(value) if isinstance(value, Word) and self.engine == "vllm" else plain(value)
+            self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
+        for key, size in launch.settings.items():
+            self.put(key, str(size), line=size.line)
+        for name, word in launch.environment.items():
+            self._take_variable(name, word)
+
+    def _is_unknown(self, name: str, word: Word) -> bool:
+        if word.unknown:
+            part = "its value" if word.unknown == word else f"the value of `{shown(word.unknown)}`"
+            self.leave(f"{name} {word}".strip(), f"the file does not show {part}", word.line)
+        return bool(word.unknown)
+
+    def _flags(self) -> Iterator[tuple[str, Any, Word]]:
+        """Yield the flags of the command with their values, and how they are written."""
+        words = list(self.launch.words)
+        if words and not words[0].startswith("-"):
+            words.insert(0, Word("--model", words[0].line))
+        while words:
+            word = words.pop(0)
+            written, _, inline = word.partition("=")
+            name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
+            if not name:
+                if not self._is_unknown("", word):
+                    self.leave(word, "it is neither a long flag nor the value of one", word.line)
+                continue
+            name = _OTHER_NAMES.get(name, name)
+            values = [Word(inline, word.line, unknown=word.unknown)] if inline else []
+            limit = 0 if inline or _NO_VALUE.fullmatch(name) else len(words) if _MANY_VALUES.fullmatch(name) else 1
+            while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
+                values.append(words.pop(0))
+            if _SECRET.search(name):
+                self.leave(written, NO_SECRETS, word.line)
+            elif not any(self._is_unknown(written, one) for one in values):
+                found = [_parsed(one) for one in values]
+                yield (
+                    name,
+                    (found[0] if len(found) == 1 else found or True),
+                    Word(f"{written} {' '.join(values)}".strip(), word.line),
+                )
+
+    def _take(self, name: str, value: Any, written: Word) -> None:
+        """Take over one flag or option of the engine."""
+        line = written.line
+        if name.startswith("no_") and value is True:
+            name, value = name.removeprefix("no_"), False
+        if self.engine == "tensorrt-llm":
+            name = SAME_OPTION.get(name, name)
+        readers = {self.engine, "dynamo" if self.launch.is_of_dynamo else ""}
+        reason = next((why for who, flag, why in _LEFT_FLAGS if who in readers and re.fullmatch(flag, name)), None)
+        if has_secret(name, value):
+            self.leave(written.partition(" ")[0], NO_SECRETS, line)
+        elif reason is not None:
+            if (name, value) != ("connector", "kvbm"):
+                self.leave(written, _PAIR if "nixl" in str(value) else reason, line)
+        elif name == "kv_transfer_config":
+            self._take_connector(value, line)
+        elif name == "model":
+            if self.launch.model is None or not str(value).startswith("/"):  # else it is where a manifest mounts it
+                self.put("engine.model", str(value).removeprefix("hf://"), written, line)
+        elif name in ("host", "port"):
+            self.put(f"server.{name}", value, written, line)
+        elif name == "kv_offloading_size":
+            self.put("tiers.host.capacity", f"{value}GiB", written, line)
+        elif name in _OPTIONS_FILES and isinstance(value, str):
+            text = self.launch.files.get(value.rpartition("/")[2])
+            if text is None:
+                self.leave(written, "other files are not read; import it too", line)
+            for option, inside in options_in(text or "").items():
+                self._take(flag_name(option), plain(inside), Word(option, line))
+        else:
+            size = value.pop("host_cache_size", 0) if name == "kv_cache_config" and isinstance(value, dict) else 0
+            if isinstance(size, int) and size > 0:
+                self.put("tiers.host.capacity", exact_size(size), f"host_cache_size: {size}", line)
+            text = written.partition(" ")[0] if isinstance(value, dict) else written
+            self.put(f"{ARGUMENTS}.{name}", value, text, line)
+
+    def _take_connector(self, value: Any, line: int) -> None:
+        """Take over what kvbm does not set itself, and the size of host memory of another connector."""
+        text = json.dumps(value)
+        names = re.findall(r'"kv_connector": "(\w+)"', text)
+        if (size := re.search(r'"cpu_bytes_to_use": ([1-9]\d*)', text)) is not None:
+            self.put("tiers.host.capacity", exact_size(int(size[1])), size[0].replace('"', ""), line)
+        ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
+        if isinstance(value, dict) and names == [CONNECTOR]:
+            if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
+                self.put(f"{ARGUMENTS}.kv_transfer_config", rest, line=line)
+            return
+        reason = _PAIR if _PAIR_CONNECTORS & set(names) else "kvbm replaces this connector"
+        self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or text}", reason, line)
+
+    def _take_variable(self, name: str, word: Word) -> None:
+        reason = next((why for pattern, why in _LEFT_VARIABLES if re.fullmatch(pattern, name)), None)
+        if name in STORE_VARIABLES:
+            self.leave(name, _OF_STORE, word.line)
+        elif variable_names({name: ""}):
+            self._is_unknown(name, word)
+        elif name in OF_LMCACHE and not word.unknown and word not in ("", "0"):
+            value = word.removeprefix("file://") if name.endswith("DISK") else f"{word}GB"
+            self.put(OF_LMCACHE[name][0], value, f"{name}={word}; LMCache counts it per rank", word.line)
+        elif reason is not None or has_secret(name, str(word)):
+            self.leave(name, reason or NO_SECRETS, word.line)
+        elif not self._is_unknown(name, word):
+            self.put(f"engine.environment.{name}", str(word), line=word.line)
+
+    def take_variables_of_kvbm(self) -> tuple[str, ...]:
+        """Merge the keys of the DYN_KVBM_* variables, which win. Return a warning for each without effect."""
+        words = self.launch.environment
+        given = {name: str(words[name]) for name in variable_names(words) if not words[name].unknown}
+        valid, mistakes = valid_variables(given)
+        for mistake in mistakes:
+            name = mistake.source.label if isinstance(mistake, Mistake) and mistake.source is not None else ""
+            self.leave(name, _reason(mistake), words[name].line if name in words else 0)
+        found, warnings = read_variables(valid)
+        warnings += tuple(drop_unused(found, valid))
+        self.document = merge(self.document, found)
+        is_taken = _value(self.document, "metrics", "serve") and _value(self.document, "metrics", "port") == SERVER_PORT
+        if is_taken and _value(self.document, "server", "port") is None:
+            self.put("server.port", SERVER_PORT + 1, f"{SERVER_PORT} is used for metrics")
+        return warnings
+
+    def check(self) -> tuple[str, ...]:
+        """Remove what is refused, and return what is missing."""
+        while True:
+            written, unread = parse_document("\n".join(_sections(self.document)), label="")
+            mistakes = [*unread, *examine_written(Path("imported.yaml"), written, directories=[]).mistakes]
+            removed = [self._is_removed(one) for one in mistakes]
+            if not any(removed):
+                return tuple(map(_reason, mistakes))
+
+    def _is_removed(self, mistake: ProfileError) -> bool:
+        if not isinstance(mistake, Mistake) or mistake.key in ("", "engine.kind", "tiers"):
+            return False
+        entry = entry_at(self.document, mistake.key.split("."))
+        source = entry.source if entry is not None else Source("", "")
+        if not remove_mistaken(self.document, [mistake]):
+            return False
+        self.leave(source.text or mistake.key.removeprefix(f"{ARGUMENTS}."), _reason(mistake), source.line or 0)
+        return True
+
+
+def has_secret(name: str, value: object) -> bool:
+    """Whether the name or the text says that this is a secret, also inside of a value."""
+    if isinstance(value, dict):
+        return bool(_SECRET.search(name)) or any(has_secret(str(key), one) for key, one in value.items())
+    if isinstance(value, list):
+        return any(has_secret(name, one) for one in value)
+    text = str(value)
+    return bool(_SECRET.search(name) or _SECRET_TEXT.search(text)) or without_secrets(text) != text
+
+
+def _entry(value: object, source: Source) -> Entry:
+    if not isinstance(value, dict):
+        return Entry(source, source, value)
+    return Entry(source, source, {str(name): _entry(one, Source("", "")) for name, one in value.items()})
+
+
+def _value(document: Document, *names: str) -> object:
+    entry = entry_at(document, names)
+    return None if entry is None else entry.value
+
+
+def _reason(mistake: ProfileError) -> str:
+    if isinstance(mistake, Mistake) and mistake.key == "engine.model":
+        return "`engine.model` is missing; name it with `--model`"
+    text = mistake.text if isinstance(mistake, Mistake) else mistake.message
+    hint = mistake.hint if mistake.hint is not None and not mistake.hint.startswith("remove it") else None
+    return shown(f"{text}; {hint}" if hint else text, 2 * MAX_SHOWN)
+
+
+def _parsed(word: Word) -> Any:
+    """Return the value of a flag: JSON, a number that is written in the usual way, or the text."""
+    text = str(word)
+    if text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+    if re.fullmatch(r"0|-?[1-9]\d{0,17}", text):
+        return int(text)
+    if re.fullmatch(r"-?(?:0|[1-9]\d{0,8})\.\d{0,8}[1-9]", text):
+        return float(text)
+    return {"true": True, "false": False}.get(text, text) if word.is_plain else text

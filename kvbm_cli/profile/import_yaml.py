@@ -1,0 +1,298 @@
+"""Reads the starts of engines from YAML: manifests of Kubernetes, values of Helm charts, Compose files, and files with
+options of TensorRT-LLM or flags of vLLM.
+
+A container is found by its place (`containers`, `mainContainer`), so every kind of object with a pod in it is read. It
+inherits what surrounds it: names, model, parallelism.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from kvbm.config.document import PlainLoader, yaml_problem
+from kvbm.config.foreign import TRTLLM_OPTIONS, VLLM_FLAGS, foreign_file, hint_for_text
+from kvbm.config.spelling import snake_case
+from kvbm.errors import ProfileError
+from kvbm_cli.profile.import_launch import NO_SECRETS, Launch, Left, Word, started
+from kvbm_cli.profile.import_shell import MAX_LAUNCHES, inserted, read_script, words_of
+
+MAX_NODES = 50_000
+_IN_ARGUMENT = re.compile(r"\$\((\w+)\)")  # of Kubernetes
+_ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor")
+_MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
+_ELSEWHERE = "the variables are not in this file"
+_FILES = "other files are not read"
+_OF_MODEL_SPEC = {  # of production-stack, and the flag
+    "modelRevision": "revision",
+    "enableLoRA": "enable_lora",
+    "enableTool": "enable_auto_tool_choice",
+    "toolCallParser": "tool_call_parser",
+}
+_LEFT_OF_MODEL_SPEC = {
+    "hf_token": NO_SECRETS,
+    "raySpec": "kvbm starts no cluster of Ray",
+    "lmcacheConfig": "kvbm replaces LMCache; only its sizes are carried over",
+    "chatTemplate": "the template is not in this file",
+    **dict.fromkeys(("v0", "v1"), "it chooses an engine of an old vLLM"),
+}
+
+
+def read_yaml(text: str) -> list[Launch]:
+    """Return every start of an engine. ProfileError if the text is not YAML, or too large with its aliases."""
+    documents = [one for one in _documents(text) if isinstance(one, dict)]
+    maps = [_section(one, "data") for one in documents if one.get("kind") == "ConfigMap"]
+    files = {str(name): str(inside) for data in maps for name, inside in data.items()}
+    found: dict[str, Launch] = {}
+    for launch in (launch for one in documents for launch in _launches(one)):
+        if len(found) == MAX_LAUNCHES:
+            raise ProfileError(f"more than {MAX_LAUNCHES} containers start an engine")
+        names = (launch.name, *(f"{launch.name}-{count}" for count in range(2, MAX_LAUNCHES + 2)))
+        name = next(name for name in names if name not in found)
+        found[name] = replace(launch, name=name, files={**files, **launch.files})
+    return list(found.values())
+
+
+def options_in(text: str) -> Mapping[str, Any]:
+    """Return the options of a file that another file contains; none if it is not a mapping."""
+    first = next(iter(_documents(text)), None)
+    return first if isinstance(first, dict) else {}
+
+
+def _documents(text: str) -> list[Any]:
+    try:
+        count = [0]
+        return [_value(node, count) for node in yaml.compose_all(text, Loader=PlainLoader)]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}: " if mark is not None else ""
+        hint = hint_for_text(text) if "{{" in text else None
+        raise ProfileError(f"{place}not valid YAML: {yaml_problem(error)}", hint=hint) from None
+    except yaml.YAMLError as error:
+        raise ProfileError(f"not valid YAML: {error}") from None
+    except RecursionError:
+        raise ProfileError("the YAML is nested too deeply") from None
+
+
+def _value(node: Any, count: list[int]) -> Any:
+    """Convert a node. One that aliases repeat counts each time."""
+    count[0] += 1
+    if count[0] > MAX_NODES:
+        raise ProfileError(f"the YAML has more than {MAX_NODES:,} values when its aliases are followed")
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(one, count) for one in node.value]
+    if not isinstance(node, yaml.MappingNode):
+        unknown = node.value if "{{" in node.value else ""
+        return Word(node.value, node.start_mark.line + 1, unknown=unknown, is_plain=node.style is None)
+    found: dict[Word, Any] = {}
+    for key, inside in node.value:
+        value = _value(inside, count)
+        if key.value == "<<":
+            merged = value if isinstance(value, list) else [value]
+            found = {**{name: two for one in merged if isinstance(one, dict) for name, two in one.items()}, **found}
+        else:
+            found[Word(str(key.value), key.start_mark.line + 1)] = value
+    return found
+
+
+def _launches(document: Any) -> Iterator[Launch]:
+    foreign = foreign_file(document)
+    name = foreign[0] if foreign is not None else ""
+    if specs := _list(_section(document, "servingEngineSpec"), "modelSpec"):
+        yield from (_of_production_stack(one) for one in specs if isinstance(one, dict))
+    elif "apiVersion" not in document and (services := _section(document, "services")):
+        for service, inside in services.items():
+            yield from _of_compose(service, inside)
+    elif name in (TRTLLM_OPTIONS, VLLM_FLAGS):
+        yield Launch("options", "tensorrt-llm" if name == TRTLLM_OPTIONS else "vllm", options=document)
+    else:
+        yield from _containers(document, Launch("", None))
+
+
+def _containers(value: Any, scope: Launch) -> Iterator[Launch]:
+    """Yield the engines in this part of a document. `scope` has what the parents say about them."""
+    if isinstance(value, list):
+        for one in value:
+            name = _word(one, "name") if _section(one, "podTemplate") else None  # of Dynamo
+            yield from _containers(one, _below(scope, name) if name else scope)
+    if not isinstance(value, dict):
+        return
+    scope = _within(value, scope)
+    for key, inside in value.items():
+        if key in ("containers", "mainContainer"):
+            for one in inside if isinstance(inside, list) else [inside]:
+                yield from _of_container(one, scope)
+        elif key == "model" and _section(inside, "modelFormat").get("name") in ("huggingface", "vllm"):  # of KServe
+            yield from _of_container({**inside, "command": [Word("vllm"), Word("serve")]}, scope)
+        elif key == "services" and isinstance(inside, dict):
+            for name, service in inside.items():
+                yield from _containers(service, _below(scope, name))
+        elif key != "initContainers":
+            yield from _containers(inside, _below(scope, key) if key in _ROLES else scope)
+
+
+def _below(scope: Launch, key: str) -> Launch:
+    return replace(scope, name=f"{scope.name}/{key}".strip("/"))
+
+
+def _within(value: Any, scope: Launch) -> Launch:
+    """Add what this mapping says about the engines in it."""
+    name, artifacts = _word(_section(value, "metadata"), "name"), _section(value, "modelArtifacts")
+    uri = _word(_section(value, "model"), "uri") or _word(_section(value, "model"), "storageUri")
+    uri = uri or _word(artifacts, "uri") or _word(artifacts, "name")
+    if uri is not None and uri.unknown:  # llm-d inserts the name into the URI
+        uri = _word(artifacts, "name") or uri
+    ranks = [(flag, _word(_section(value, "parallelism"), flag)) for flag in ("tensor", "data", "pipeline")]
+    words = [Word(f"--{flag}-parallel-size={size}", size.line) for flag, size in ranks if size and size != "1"]
+    cache = _section(value, "kvCacheOffloading") or _section(_section(value, "workload"), "kvCacheOffloading")
+    disks = [_word(_section(_section(one, "fileSystem"), "emptyDir"), "size") for one in _list(cache, "secondary")]
+    tiers = {"tiers.host.capacity": _word(cache, "cpu"), "tiers.disk.capacity": next(iter(disks), None)}
+    environment, left = _environment(_list(value, "envs"))
+    if "envFromSecret" in value:
+        left.append(Left("envFromSecret", _ELSEWHERE, _line(value, "envFromSecret")))
+    return replace(
+        scope,
+        name=str(name) if name is not None and "kind" in value else scope.name,
+        model=_model(uri) if uri is not None else scope.model,
+        words=(*scope.words, *words),
+        settings={**scope.settings, **{key: Word(f"{size}B", size.line) for key, size in tiers.items() if size}},
+        environment={**scope.environment, **environment},
+        left=(*scope.left, *left),
+    )
+
+
+def _of_container(container: Any, scope: Launch) -> Iterator[Launch]:
+    if not isinstance(container, dict):
+        return
+    environment, left = _environment(_list(container, "env"))
+    environment = {**scope.environment, **environment}
+    if container.get("envFrom"):
+        left.append(Left("envFrom", _ELSEWHERE, _line(container, "envFrom")))
+    words = [_argument(one, environment) for name in ("command", "args") for one in _list(container, name)]
+    is_default = not words and scope.model is not None and "modelCommand" not in container  # of KServe
+    if is_default or container.get("modelCommand") == "vllmServe":
+        words = [Word("vllm"), Word("serve"), *words]
+    more = environment.get(_MORE_ARGUMENTS, Word(""))
+    if started(words) is not None:
+        words += words_of(more, more.line, environment)
+    for launch in _started(words, _word(container, "image"), {**environment, _MORE_ARGUMENTS: more}):
+        yield replace(
+            launch,
+            name=scope.name or str(_word(container, "name") or "container"),
+            words=(*scope.words, *launch.words),
+            environment={name: one for name, one in launch.environment.items() if name != _MORE_ARGUMENTS},
+            settings=scope.settings,
+            left=(*launch.left, *scope.left, *left),
+            model=scope.model,
+            line=_line(container),
+        )
+
+
+def _started(words: list[Word], image: Word | None, environment: Mapping[str, Word]) -> list[Launch]:
+    """Return what this command starts, also inside the script of a shell."""
+    for at, one in enumerate(words[1:3], start=1):
+        if re.fullmatch("-[a-z]*c", one) and len(words) > at + 1:
+            script = words[at + 1]  # the next one is `$0`
+            return read_script(script, environment=environment, arguments=words[at + 3 :], line=script.line)
+    found = started(words, image or "")
+    return [] if found is None else [Launch("", found[0], found[1], environment, is_of_dynamo=found[2])]
+
+
+def _of_compose(name: Word, service: Any) -> Iterator[Launch]:
+    if not isinstance(service, dict):
+        return
+    given = service.get("environment")
+    if isinstance(given, list):
+        pairs = [(one.partition("="), one.line) for one in given if isinstance(one, Word)]
+        given = {variable: Word(value, line) for (variable, _, value), line in pairs}
+    variables = given.items() if isinstance(given, dict) else ()
+    environment = {str(variable): inserted(one) for variable, one in variables if isinstance(one, Word)}
+    words: list[Word] = []
+    for one in (service.get("entrypoint"), service.get("command")):
+        if isinstance(one, Word):
+            words += words_of(one.replace("$$", "\\$"), one.line, {})
+        words += [inserted(word) for word in one or () if isinstance(one, list) and isinstance(word, Word)]
+    left = [Left("env_file", _FILES, _line(service, "env_file"))] if "env_file" in service else []
+    for launch in _started(words, _word(service, "image"), environment):
+        yield replace(launch, name=str(name), left=(*launch.left, *left), line=name.line)
+
+
+def _of_production_stack(spec: Any) -> Launch:
+    config, cache = _section(spec, "vllmConfig"), _section(spec, "lmcacheConfig")
+    environment, left = _environment(_list(spec, "env"))
+    names = {name: snake_case(name) for name in config if name not in ("extraArgs", "prometheusMultiprocDir")}
+    flags = {**names, **{name: _OF_MODEL_SPEC[name] for name in spec if name in _OF_MODEL_SPEC}}
+    values = {**spec, **config}
+    left += [Left(name, _LEFT_OF_MODEL_SPEC[name], name.line) for name in values if name in _LEFT_OF_MODEL_SPEC]
+    sizes = [("host", _word(cache, "cpuOffloadingBufferSize")), ("disk", _word(cache, "diskOffloadingBufferSize"))]
+    is_on, model = cache.get("enabled") == "true", _word(spec, "modelURL")
+    return Launch(
+        str(_word(spec, "name") or "model"),
+        "vllm",
+        tuple(one for one in _list(config, "extraArgs") if isinstance(one, Word)),
+        environment,
+        options={Word(flags[name], name.line): values[name] for name in flags if name not in _LEFT_OF_MODEL_SPEC},
+        settings={
+            f"tiers.{tier}.capacity": Word(f"{size}GB", size.line)
+            for tier, size in sizes
+            if is_on and size and size != "0"
+        },
+        left=tuple(left),
+        model=_model(model) if model is not None else None,
+        line=_line(spec),
+    )
+
+
+def _environment(variables: list[Any]) -> tuple[dict[str, Word], list[Left]]:
+    """Return the variables of a container, and those whose values are elsewhere."""
+    found: dict[str, Word] = {}
+    left = []
+    for one in variables:
+        name, value = _word(one, "name"), _word(one, "value")
+        if name is not None and value is not None:
+            found[str(name)] = _argument(value, found)
+        elif name is not None:
+            left.append(Left(name, "its value is not in this file", name.line))
+    return found, left
+
+
+def _argument(word: Any, environment: Mapping[str, Word]) -> Word:
+    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is unknown."""
+    if not isinstance(word, Word):
+        return Word("")
+    missing = next((found[0] for found in _IN_ARGUMENT.finditer(word) if found[1] not in environment), "")
+    text = word if missing else _IN_ARGUMENT.sub(lambda found: environment[found[1]], word)
+    return Word(text, word.line, unknown=word.unknown or missing)
+
+
+def _model(word: Word) -> Word:
+    """Return the model of a URI. The files of a volume or a store have another path here."""
+    scheme, separator, rest = word.partition("://")
+    is_elsewhere = bool(separator) and scheme != "hf"
+    return Word(
+        rest if separator and not is_elsewhere else word, word.line, unknown=word if is_elsewhere else word.unknown
+    )
+
+
+def _section(value: Any, name: str) -> dict[Any, Any]:
+    inside = value.get(name) if isinstance(value, dict) else None
+    return inside if isinstance(inside, dict) else {}
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    inside = value.get(name) if isinstance(value, dict) else None
+    return inside if isinstance(inside, list) else []
+
+
+def _word(value: Any, name: str) -> Word | None:
+    inside = value.get(name) if isinstance(value, dict) else None
+    return inside if isinstance(inside, Word) else None
+
+
+def _line(value: Any, key: str = "") -> int:
+    """Return the line of the key, or that of the first one."""
+    return next((name.line for name in value if isinstance(name, Word) and key in ("", name)), 0)

@@ -1,0 +1,1 @@
+DYN_KVBM_CPU_CACHE_GB=10GiB nohup python3 -m vllm.entrypoints.openai.api_server --model=Qwen/Qwen3-32B -tp=2 --host 0.0.0.0 --port 8080 --kv-cache-dtype fp8 --kv-offloading-size 40 --ssl-keyfile /tls.key --trust-remote-code &

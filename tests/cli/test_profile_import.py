@@ -1,0 +1,299 @@
+"""`kvbm profile import`: what it makes of each kind of file, and that no input breaks it or loses a flag silently.
+
+`imported/` has files with the keys and the shape of those that NVIDIA, vLLM's production-stack, llm-d, KServe and
+TensorRT-LLM publish. The profiles are entries of `snapshots/imported.txt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from terminal import Outcome, assert_entry, kvbm, kvbm_here, stored_entries
+
+from kvbm.errors import KvbmError
+from kvbm_cli.profile.import_file import launches_in, profile_text
+from kvbm_cli.profile.import_profile import imported, kind_of
+
+FILES = Path(__file__).parent / "imported"
+# Each file, and the other engines that it starts.
+ALL = {
+    "agg_kvbm.sh": (),
+    "disagg_kvbm.sh": ("line-9",),
+    "vllm_serve.sh": (),
+    "api_server.sh": (),
+    "docker_run.sh": (),
+    "trtllm_serve.sh": (),
+    "agg_kvbm.yaml": (),
+    "agg_kvbm_v1beta1.yaml": (),
+    "disagg_kvbm.yaml": ("pair/DecodeWorker",),
+    "trtllm_manifest.yaml": (),
+    "deployment.yaml": (),
+    "leader_worker_set.yaml": (),
+    "llm_inference_service.yaml": (),
+    "inference_service.yaml": (),
+    "production_stack.yaml": ("llama",),
+    "llm_d_values.yaml": (),
+    "compose.yaml": ("chat",),
+    "kvbm.env": (),
+    "trtllm_latency.yaml": (),
+    "trtllm_throughput.yaml": (),
+    "trtllm_dense.yaml": (),
+    "trtllm_thinking.yaml": (),
+    "trtllm_prefill.yaml": (),
+    "vllm_config.yaml": (),
+}
+CASES = [(file, name) for file, others in ALL.items() for name in (None, *others)]
+ENTRIES = [" ".join(filter(None, case)) for case in CASES]
+SECRETS = ("hf_0123456789abcdefghij", "hunter2", "sk-very-secret", "wJalrXUtnFEMI", "user:password")
+
+
+def imported_here(file: str, name: str | None, home: Path, *options: str) -> Outcome:
+    (home / file).write_text((FILES / file).read_text())
+    select = () if name is None else ("--select", name)
+    return kvbm_here("profile", "import", file, *select, *options, home=home)
+
+
+@pytest.mark.parametrize(("file", "name"), CASES, ids=ENTRIES)
+def test_profile_passes_the_check_or_says_what_is_missing(tmp_path: Path, file: str, name: str | None) -> None:
+    outcome = imported_here(file, name, tmp_path)
+    entry = " ".join(filter(None, (file, name)))
+    assert_entry("imported", entry, outcome.text(f"kvbm profile import {entry}"), names=ENTRIES)
+    assert outcome.exit_code == 0
+    assert not [secret for secret in SECRETS if secret in outcome.stdout + outcome.stderr]
+    (tmp_path / "made.yaml").write_text(outcome.stdout)
+    checked = kvbm_here("profile", "check", "made.yaml", home=tmp_path)
+    missing = re.findall(r"^`([\w.]+)` is missing", outcome.stderr, re.MULTILINE)
+    refused = re.findall(r"^error: `([\w.]+)`", checked.stderr, re.MULTILINE)
+    assert (checked.exit_code, refused) == (2 if missing else 0, missing), checked.stderr
+
+
+def test_entries_are_those_of_the_files() -> None:
+    assert list(stored_entries("imported")) == ENTRIES
+    assert {path.name for path in FILES.iterdir()} == ALL.keys()
+
+
+def test_program_reads_the_standard_input(tmp_path: Path) -> None:
+    line = "DYN_KVBM_CPU_CACHE_GB=4 vllm serve Qwen/Qwen3-8B --max-model-len 8k"
+    made = kvbm("profile", "import", "-", "--output", "made.yaml", home=tmp_path, stdin=line)
+    assert (made.exit_code, made.stdout) == (0, ""), made.stderr
+    checked = kvbm_here("profile", "check", "./made.yaml", home=tmp_path)
+    assert checked.exit_code == 0, checked.stderr
+
+
+def test_json_has_the_profile_and_what_is_left(tmp_path: Path) -> None:
+    outcome = imported_here("disagg_kvbm.sh", None, tmp_path, "--json")
+    data = json.loads(outcome.stdout)
+    assert outcome.stderr == ""
+    assert data["profile"] == imported_here("disagg_kvbm.sh", None, tmp_path).stdout
+    assert (data["selected"], data["others"]) == ({"name": "line-16", "line": 16}, [{"name": "line-9", "line": 9}])
+    assert {one["what"]: one["line"] for one in data["not_carried_over"]}["--is-prefill-worker"] == 17
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    outcome = imported_here("vllm_config.yaml", None, tmp_path, "--model", "org/other")
+    assert "  model: org/other  # --model\n" in outcome.stdout
+    refused = imported_here("kvbm.env", None, tmp_path, "--engine", "trt")
+    assert (refused.exit_code, refused.stderr.splitlines()[0]) == (2, "error: `--engine trt` is not a kind of engines")
+
+
+def profiles_of(text: str) -> list[str]:
+    """Return the profile of every engine in the text."""
+    launches = launches_in(text, "text")
+    made = [imported(one, model=None, engine=kind_of(one.kind, None, one.environment)) for one in launches]
+    return [profile_text(found, one, [], "text") for found, one in zip(made, launches, strict=True)]
+
+
+FLAG = st.from_regex(r"--[a-z][a-z-]{0,12}[a-z]", fullmatch=True)
+VALUE = st.sampled_from(["", " 8", "=fp8", " a/b", ' \'{"a": [1, {"b": null}]}\'', " $UNSET", ' "${X:-y}"', " 1e5"])
+
+
+@given(st.lists(st.tuples(FLAG, VALUE), max_size=8, unique_by=lambda one: one[0]))
+def test_every_flag_is_in_the_profile_or_listed(flags: list[tuple[str, str]]) -> None:
+    line = " ".join(f"{flag}{value}" for flag, value in flags)
+    (text,) = profiles_of(f"vllm serve a/b {line}")
+    for flag, _ in flags:
+        assert re.search(rf"{flag}(?![\w-])", text), text
+
+
+PARTS = [
+    *("vllm serve a/b", "python -m dynamo.vllm", "--x", "--x=1", "A=1", "export B=2", "C=(", ")", "$A", "${A:-b}", "'"),
+    *(
+        '"',
+        "\\\n",
+        "\n",
+        "$(",
+        "`",
+        "{{",
+        "}}",
+        "<<E",
+        "E",
+        "&",
+        "|",
+        ";",
+        "#",
+        "sh -c 'vllm serve $1' x y",
+        "eval",
+        "\0",
+    ),
+    *(
+        "kind: Pod\napiVersion: v1\n",
+        "spec:\n",
+        "  containers:\n",
+        "  - args: [--model, a]\n",
+        "    image: vllm/vllm-openai\n",
+    ),
+    *(
+        "services:\n",
+        "  a: {image: vllm/vllm-openai, command: x}\n",
+        "&a",
+        "*a",
+        "<<: *a",
+        "!!python/object:a",
+        "\t",
+        "\u2028",
+    ),
+    *(
+        "kv_cache_config:\n",
+        "  dtype: fp8\n",
+        "servingEngineSpec: {modelSpec: [{modelURL: a}]}\n",
+        "- ",
+        "? ",
+        "---\n",
+        "é",
+    ),
+]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from(["", " "]))
+def test_any_text_gives_a_profile_or_an_error(parts: list[str], between: str) -> None:
+    with contextlib.suppress(KvbmError):
+        assert profiles_of(between.join(parts))
+
+
+KEYS = st.sampled_from(
+    [
+        *(
+            "apiVersion",
+            "kind",
+            "metadata",
+            "name",
+            "spec",
+            "template",
+            "containers",
+            "mainContainer",
+            "command",
+            "args",
+        ),
+        *(
+            "env",
+            "envs",
+            "envFrom",
+            "envFromSecret",
+            "value",
+            "image",
+            "services",
+            "podTemplate",
+            "components",
+            "model",
+        ),
+        *(
+            "uri",
+            "modelFormat",
+            "storageUri",
+            "modelArtifacts",
+            "parallelism",
+            "tensor",
+            "workload",
+            "kvCacheOffloading",
+        ),
+        *(
+            "cpu",
+            "secondary",
+            "fileSystem",
+            "emptyDir",
+            "size",
+            "decode",
+            "modelCommand",
+            "servingEngineSpec",
+            "modelSpec",
+        ),
+        *("modelURL", "vllmConfig", "lmcacheConfig", "enabled", "cpuOffloadingBufferSize", "extraArgs", "enableLoRA"),
+        *(
+            "kv_cache_config",
+            "host_cache_size",
+            "kv_transfer_config",
+            "speculative_config",
+            "data",
+            "environment",
+            "v0",
+        ),
+    ]
+)
+LEAVES = st.sampled_from(
+    [
+        *(
+            "vllm",
+            "serve",
+            "vllmServe",
+            "huggingface",
+            "ConfigMap",
+            "sh",
+            "-c",
+            "vllm serve a",
+            "--model=a",
+            "hf://a/b",
+        ),
+        *(
+            "8Gi",
+            "true",
+            "1",
+            "",
+            "{{ .a }}",
+            "$(A)",
+            "VLLM_ADDITIONAL_ARGS",
+            "vllm/vllm-openai:1",
+            "LMCACHE_LOCAL_DISK",
+        ),
+    ]
+)
+TREES = st.recursive(
+    LEAVES, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(KEYS, inside, max_size=5), max_leaves=40
+)
+
+
+@given(st.dictionaries(KEYS, TREES, max_size=5))
+def test_any_tree_of_known_keys_gives_a_profile_or_an_error(tree: dict[str, object]) -> None:
+    with contextlib.suppress(KvbmError):
+        assert profiles_of(json.dumps(tree))
+
+
+HUGE = {
+    "aliases": "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+    + "".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    ),
+    "an alias of itself": "a: &a [*a]\n",
+    "nesting": "a: " + "[" * 2000 + "]" * 2000,
+    "variables": "A=0123456789\n" + "A=$A$A$A$A\n" * 40 + "vllm serve $A",
+    "scripts": "eval " * 100 + "vllm serve a/b",
+    "engines": "vllm serve a/b\n" * 300,
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_input_that_grows_is_refused(name: str) -> None:
+    with pytest.raises(KvbmError, match=r"more than|nested too deeply"):
+        launches_in(HUGE[name], name)
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (text,) = profiles_of(f"A=$(touch {mark})\nB=`touch {mark}`\ntouch {mark}\nvllm serve a/b --seed $A --revision $B")
+    assert not mark.exists()
+    assert "seed" not in text.partition("# Not carried over:")[0]
