@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvbm.config.launch_plan import reachable
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.processes import descendants
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 
@@ -71,7 +72,7 @@ def _place_of(run: EngineRun) -> str:
 
 def _shared_memory_bytes(run: EngineRun) -> int:
     """Return the largest shared memory of one process of the run: several processes map the same segment."""
-    return max(map(_shared_bytes_of, _processes_of(run)), default=0)
+    return max(map(_shared_bytes_of, descendants(run.facts.launcher.pid)), default=0)
 
 
 def _shared_bytes_of(pid: int) -> int:
@@ -79,13 +80,3 @@ def _shared_bytes_of(pid: int) -> int:
         found = re.search(r"^RssShmem:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return int(found[1]) * 1024 if found else 0
     return 0
-
-
-def _processes_of(run: EngineRun) -> Iterator[int]:
-    """Yield the living processes of the run: its launcher and all descendants."""
-    known = [run.facts.launcher.pid]
-    for pid in known:
-        yield pid
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                known += map(int, (thread / "children").read_text().split())

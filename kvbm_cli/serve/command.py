@@ -2,7 +2,7 @@
 
 Other `kvbm serve` commands wait from the check of reservations until the run directory records those of this engine.
 With `--detach` all this happens in a child process (background.py), which prints to the same terminal until the engine
-is ready.
+is ready; also without it if the run directory or the log may hang.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -33,6 +34,8 @@ from kvbm_cli.serve.options import ServeOptions
 from kvbm_cli.serve.plan_text import endpoint_of, named_plans, plan_text, print_dry_run
 from kvbm_cli.serve.predecessors import await_predecessors
 from kvbm_cli.serve.served_profile import ServedProfile, require_baseline
+from kvbm_cli.system.filesystem import state_directory
+from kvbm_cli.system.mounts import may_hang
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.progress import ProgressDisplay
@@ -49,11 +52,13 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
     if options.log is not None:
         require_log(options.log)
     background = None
+    paths = _may_hang(options)
     if options.is_detached:
         _runs(is_detached=True)  # fails here, before the fork
-        background = Background.fork()
+    if options.is_detached or (paths and not options.is_dry_run):
+        background = Background.fork(is_detached=options.is_detached)
         if background.is_parent:
-            return background.wait()
+            return background.wait(paths)
     served = _checked(reference, overrides, options)
     has_cache = not options.is_baseline
     require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
@@ -84,8 +89,16 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
         heading=heading,
         sizing=served.sizing,
         init_timeout_s=timeout_s,
-        background=background,
+        background=background if options.is_detached else None,
     )
+
+
+def _may_hang(options: ServeOptions) -> list[Path]:
+    """Return the paths that the launcher uses while the engine runs, and whose file system may hang."""
+    paths = [] if options.log is None else [options.log.absolute().parent]
+    with suppress(RuntimeError):  # without a home
+        paths.append(state_directory())
+    return [path for path in paths if may_hang(str(path))]
 
 
 def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:

@@ -23,6 +23,8 @@ REMEMBERED_S = 10.0  # a command asks several times
 LOOK = """
 import os, stat, sys
 path = sys.argv[1]
+while sys.argv[2:] and not os.path.lexists(path):  # it will be made in this one
+    path = os.path.dirname(path)
 os.statvfs(path)
 if stat.S_ISREG(os.stat(path).st_mode):  # not a pipe, whose content would be gone
     os.read(os.open(path, os.O_RDONLY), 1)
@@ -45,7 +47,8 @@ _silent: dict[Path, float] = {}  # directories that did not answer, and when the
 
 
 def answers(path: Path, *, changes: bool = False) -> bool:
-    """Return whether the file system answers, also with an error. `changes`: also to a write into this directory."""
+    """Return whether the file system answers, also with an error. `changes`: also to a write into this directory, or
+    into the one in which it will be made."""
     return not silent_among([path], changes=changes)
 
 
@@ -87,10 +90,10 @@ def _ends(child: subprocess.Popen[bytes], deadline_s: float) -> bool:
 def require_answering(path: Path, *, changes: bool = False) -> None:
     """Raise EnvironmentProblem for a path whose file system hangs, as `answers`."""
     if not answers(path, changes=changes):
-        raise _problem(path)
+        raise problem_of_silent(path)
 
 
-def _problem(path: Path) -> EnvironmentProblem:
+def problem_of_silent(path: Path) -> EnvironmentProblem:
     return EnvironmentProblem(
         f"{path} does not answer within {ANSWER_LIMIT_S:g} s: its file system hangs",
         hint=f"check it with `timeout 5 ls {shlex.quote(str(path))}` and mount it again",
@@ -108,4 +111,4 @@ def require_all_answer(paths: Iterable[str]) -> None:
     silent = silent_among(asked)
     for path in asked:
         if path in silent:
-            raise _problem(path)
+            raise problem_of_silent(path)
