@@ -88,7 +88,8 @@ def doctor(
                 url=url or _url(configured_tiers),
                 prefill_rate=prefill_rate,
             )
-            runner.in_time(partial(silent_among, _places(context)))  # in parallel; the checks ask again, and remember
+            ask = partial(silent_among, _written_places(context), changes=True)
+            runner.in_time(ask)  # in parallel; the checks ask again, and remember
             settings = _run_groups(runner, context, unsized) if checks_all else None
             if not checks_all:
                 runner.group("store", store.checks(context), about=context.url)
@@ -111,9 +112,10 @@ def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[C
     return settings
 
 
-def _places(context: DoctorContext) -> list[Path]:
-    """Return the directories of the tiers."""
-    store = None if context.url is None else directory_of(context.url)
+def _written_places(context: DoctorContext) -> list[Path]:
+    """Return the directories of the tiers that the checks write into."""
+    is_read = context.shared is not None and not context.shared.write
+    store = None if context.url is None or is_read else directory_of(context.url)
     return [place for place in (context.directory, store) if place is not None]
 
 

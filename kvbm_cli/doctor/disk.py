@@ -36,8 +36,8 @@ from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
-from kvbm_cli.system.filesystem import missing_mount, unsafe_parents
-from kvbm_cli.system.mounts import IN_MEMORY
+from kvbm_cli.system.filesystem import missing_mount, nearest_existing, unsafe_parents
+from kvbm_cli.system.mounts import IN_MEMORY, PSEUDO, mount_of
 
 Found = Generator[Check, None, RecommendedSettings | None]
 
@@ -47,6 +47,7 @@ PHASE_S, QUICK_PHASE_S = 2.0, 0.4
 PROBE_TIMEOUT_S, QUICK_PROBE_TIMEOUT_S = 120.0, 9.0
 NVIDIA_FILES = "dynamo-kvbm-disk-cache-*"
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "glusterfs"})
+ON_A_DRIVE = "use a directory on a drive (`--dir` or `tiers.disk.directory`)"
 RECLAIM = "a cache of the same model is reused; for others set `tiers.disk.reclaim: true`, or see `kvbm cache ls`"
 
 
@@ -56,7 +57,7 @@ def checks(context: DoctorContext) -> Found:
     if directory is None:
         yield skipped("directory", "the profile has no `tiers.disk`", "add `--dir DIR` to check a directory")
         return None
-    if not answers(directory):  # past here this process itself waits for the filesystem
+    if not answers(directory, changes=True):  # past here this process itself waits for the filesystem
         yield failure("directory", NO_ANSWER, OTHER_DIRECTORY)
         return None
     if (reason := missing_mount(directory)) is not None:
@@ -64,6 +65,9 @@ def checks(context: DoctorContext) -> Found:
     if (length := len(os.fsencode(directory))) > MAX_DIRECTORY_BYTES:
         finding = f"its path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
         yield failure("directory", finding, OTHER_DIRECTORY)
+        return None
+    if (mount := mount_of(Path(os.path.realpath(nearest_existing(directory))))).kind in PSEUDO:
+        yield failure("filesystem", f"{mount.point} is a {mount.kind} filesystem, which cannot hold files", ON_A_DRIVE)
         return None
     try:
         yield from _leftovers(context, directory)

@@ -56,11 +56,10 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         yield from _library(context, context.url)
     if context.shared is not None:
         yield from _secret(context.shared)
-    place = directory_of(context.url)
-    if place is not None and not answers(place):
+    place, writes = directory_of(context.url), context.shared is None or context.shared.write
+    if place is not None and not answers(place, changes=writes):
         yield failure("store", NO_ANSWER, OTHER_STORE)
         return
-    writes = context.shared is None or context.shared.write
     seconds, timeout_s = (QUICK_SECONDS, QUICK_TIMEOUT_S) if context.is_quick else (SECONDS, TIMEOUT_S)
     try:
         arguments = [context.url, "--seconds", str(seconds), *([] if writes else ["--read-only"])]

@@ -89,6 +89,17 @@ def test_an_engine_may_start_although_its_directory_hangs(hanging, tmp_path):
     assert "does not answer within" in problem.error.message
 
 
+@pytest.mark.parametrize("what", ["open", "changes", "list"])
+def test_an_empty_or_missing_directory_that_hangs_is_noticed(tmp_path, what):
+    with mounted_and_obeying(tmp_path) as (point, order):
+        (point / "disk").mkdir()
+        order(f"hang-{what}")
+        for name in ("disk", "missing"):
+            began_s = time.monotonic()
+            assert not answering.answers(point / name, changes=True)
+            assert time.monotonic() - began_s < LIMIT_S
+
+
 @pytest.mark.parametrize("what", ["writes", "fsync", "changes"])
 def test_commands_that_change_a_directory_ask_for_more_than_a_read(tmp_path, what):
     """A file system that answers reads, and hangs in everything else."""
@@ -150,7 +161,7 @@ def test_the_doctor_asks_the_directories_of_all_tiers_in_parallel(hanging, monke
     class Asked(popen):
         def __init__(self, command, **rest):
             super().__init__(command, **rest)
-            events.append(Path(command[-1]).name)
+            events.append(Path(command[-2]).name)
 
         def wait(self, timeout=None):
             events.append("wait")
