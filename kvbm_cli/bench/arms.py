@@ -237,11 +237,6 @@ def _require_usable(resolved: ResolvedProfile) -> None:
     if resolved.profile.disaggregated.is_enabled:
         message = f"`{resolved.name}` starts several engines, and `kvbm bench` starts one per arm"
         raise UsageError(message, hint="use the profile that it extends")
-    if resolved.profile.engine.kind == "tensorrt-llm":
-        raise UsageError(
-            "`kvbm bench` cannot start TensorRT-LLM: its server has no `/tokenize` and no `/reset_prefix_cache`",
-            hint="start `kvbm serve` and `kvbm serve --baseline` on two ports, and give both URLs to `--compare`",
-        )
 
 
 def _require_comparable(resolved: ResolvedProfile, other: ResolvedProfile) -> None:

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvbm.config.launch_plan import ADMIN_HEADER, LaunchPlan
+from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
-from kvbm_cli.engine.engines import block_tokens, launch_plan, with_device_blocks
+from kvbm_cli.bench.workload.script import Tokenize
+from kvbm_cli.engine.engine_kind import ServerTraits
+from kvbm_cli.engine.engines import block_tokens, launch_plan, traits_of, with_device_blocks
+from kvbm_cli.engine.model_tokenizer import model_tokenizer
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import remove_tree
@@ -36,7 +39,8 @@ class RunningEngine:
 
     `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
     the engine's own `/metrics` does not. With a shared tier, `next_engine` stops this engine and starts another one,
-    which finds in the tier what this one has written.
+    which finds in the tier what this one has written. `traits` are `None` for a server by URL, which is asked instead;
+    `model_path` is the model in the profile.
     """
 
     base_url: str
@@ -47,9 +51,24 @@ class RunningEngine:
     pid: int | None = None
     metrics_url: str = ""
     next_engine: Callable[[], AbstractContextManager[RunningEngine]] | None = None
+    traits: ServerTraits | None = None
+    model_path: str = ""
 
     def control(self) -> Control:
         return Control(self.base_url, self.model, headers=self.headers)
+
+    def try_reset(self) -> bool:
+        """Return whether the cache is empty now. One that no request empties has only the warm-up, after its start."""
+        return (self.traits is not None and not self.traits.resets_cache) or self.control().try_reset()
+
+    def tokenizer(self) -> Tokenize | None:
+        """Return what counts tokens for a launched engine; None if nothing here can."""
+        assert self.traits is not None
+        return self.control().tokenize if self.traits.tokenizes else model_tokenizer(self.model_path)
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.traits is None or self.traits.has_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +141,12 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
 
 @contextmanager
 def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
+    traits = traits_of(profile)
+    if has_kvbm and not traits.has_metrics:
+        profile = with_metrics_server(profile)
     port = choose_port(profile.server.host, 0)
-    plan = with_reset(launch_plan(profile, connector=has_kvbm, port=port), profile).placed(log_path.parent)
+    plan = launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())
+    plan = replace(plan, environment={**plan.environment, **traits.variables})
     with EngineProcess.start(plan, log_path=log_path) as process:
         process.wait_healthy(profile.transfer.init_timeout_s)
         yield RunningEngine(
@@ -134,6 +157,8 @@ def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[Ru
             {} if process.admin_token is None else {ADMIN_HEADER: process.admin_token},
             process.pid,
             plan.metrics_url if has_kvbm else "",
+            traits=traits,
+            model_path=profile.engine.model,
         )
 
 
@@ -207,12 +232,10 @@ def with_free_metrics_port(profile: Profile) -> Profile:
     return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"port": 0})})
 
 
-def with_reset(plan: LaunchPlan, profile: Profile) -> LaunchPlan:
-    """Return the same plan with the endpoint that resets the prefix cache, which vLLM has only in its development
-    mode."""
-    if profile.engine.kind != "vllm":
-        return plan
-    return replace(plan, environment={**plan.environment, "VLLM_SERVER_DEV_MODE": "1"})
+def with_metrics_server(profile: Profile) -> Profile:
+    """Return the same profile, with the metrics of kvbm on a port of their own that is free."""
+    port = choose_port(profile.metrics.host or profile.server.host, 0)
+    return profile.model_copy(update={"metrics": profile.metrics.model_copy(update={"serve": True, "port": port})})
 
 
 def with_room(profile: Profile, room: NeededRoom, *, group_count: int = 1) -> Profile:

@@ -1,9 +1,10 @@
 """One experiment from start to end: plan every cell, then run every arm in its own engine.
 
 Nothing changes after the plan of a cell is written. Every run starts cold: a new process or an emptied server, a
-warm-up with a prompt that no measured request contains, then an empty cache. Interleaved arms run at the same time,
-with their launches spread over the interval, so that other load on the machine affects all of them. Otherwise one arm
-runs after the other, in pairs of alternating order, until the interval of the ratio is tight or all pairs are done.
+warm-up with a prompt that no measured request contains, then an empty cache. An engine that only a restart empties
+keeps the blocks of the warm-up. Interleaved arms run at the same time, with their launches spread over the interval,
+so that other load on the machine affects all of them. Otherwise one arm runs after the other, in pairs of alternating
+order, until the interval of the ratio is tight or all pairs are done.
 
 All results are in the files of the directory; an experiment that was interrupted continues after the last run there.
 """
@@ -124,7 +125,12 @@ class _Experiment:
         return all(self._directory.has(cell_plan(cell.name, pair)) for pair in pairs)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
+        """One engine makes all plans, if it can be emptied between them; otherwise each has an engine of its own."""
         if not cells:
+            return
+        if not self._setup.resets_cache and len(cells) > 1:
+            for cell in cells:
+                self._prepare([cell])
             return
         self._progress.phase("preparation: starting the engine")
         with self._engines(RECORDING, self._directory.run(RECORDING), _room(cells)) as engine:
@@ -139,7 +145,7 @@ class _Experiment:
         """Return what all servers have in common; the first engine is the one that tokenizes."""
         servers = [running_server(arm.url) for arm in self._setup.comparison.arms if arm.url is not None]
         others = [server for server in servers if server.base_url != engine.base_url]
-        return capabilities_of([engine, *others], are_launched=not servers, seed=self._setup.seed)
+        return capabilities_of([engine, *others], seed=self._setup.seed)
 
     def _make_plan(self, preparation: Preparation, cell: Cell, pair: int) -> None:
         self._progress.phase(f"preparation: writing the prompts of {cell.name}")
@@ -147,7 +153,7 @@ class _Experiment:
         self._progress.phase(f"preparation of {cell.name}: {len(script.requests)} requests")
         plan = preparation.plan(cell, script, self._progress.request_ended)
         if preparation.capabilities.can_reset:
-            preparation.engine.control().try_reset()
+            preparation.engine.try_reset()
         content = {**plan.to_json(), "can_reset": preparation.capabilities.can_reset}
         self._directory.write_json(cell_plan(cell.name, pair), content, indent=None)
 
@@ -241,7 +247,7 @@ class _Experiment:
             warm_up(engine, plan)
             return engine
         warm_up(engine, plan)
-        if can_reset and not engine.control().try_reset():
+        if can_reset and not engine.try_reset():
             raise EngineError(f"the server of arm {name} did not empty its cache")
         return engine
 
@@ -290,7 +296,7 @@ def _room(cells: Sequence[Cell]) -> NeededRoom:
 def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContextManager[Sampler]:
     return Sampler.start(
         path,
-        base_url=engine.base_url,
+        base_url=engine.base_url if engine.has_metrics else None,
         kvbm_metrics_url=engine.metrics_url or None,
         pid=engine.pid,
         start_ns=start_ns,

@@ -1,9 +1,10 @@
 """Preparation: makes the plan of every cell, with one engine that no arm uses.
 
-The engine's tokenizer counts the tokens, its greedy answers become the history of every arm (`history: recorded`), and
-its cold prompts determine the interval. It has no kvbm and a G1 that holds everything. Without a profile, the first
-server does this, and is emptied afterwards. A server that cannot be emptied would answer the recorded prompts from its
-cache, so its history is random text, and the interval is measured with prompts of another seed.
+The engine's tokenizer counts the tokens, or the model's own in this process. The engine's greedy answers become the
+history of every arm (`history: recorded`), and its cold prompts determine the interval. It has no kvbm and a G1 that
+holds everything. Without a profile, the first server does this, and is emptied afterwards. A server that cannot be
+emptied would answer the recorded prompts from its cache, so its history is random text, and the interval is measured
+with prompts of another seed.
 """
 
 from __future__ import annotations
@@ -54,8 +55,11 @@ class Capabilities:
     can_reset: bool
 
 
-def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, seed: int) -> Capabilities:
-    """Engines that kvbm launches support everything; other servers are probed. EngineError if the models differ."""
+def capabilities_of(engines: Sequence[RunningEngine], *, seed: int) -> Capabilities:
+    """Take them from the traits of engines that kvbm launches; probe all engines if one is a server by URL.
+
+    EngineError if the models differ.
+    """
     models = {engine.model for engine in engines}
     if len(models) > 1:
         raise EngineError(
@@ -64,8 +68,8 @@ def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, see
         )
     controls = [engine.control() for engine in engines]
     dialect = Dialect(models.pop())
-    if are_launched:
-        return Capabilities(dialect, TokenWriter(controls[0].tokenize, seed=seed), can_reset=True)
+    if all(engine.traits is not None for engine in engines):
+        return _of_kind(engines[0], dialect, seed=seed)
     can_reset = all(map(Control.try_reset, controls))
     tokens = [control.try_tokenize(PROBE_TEXT) for control in controls]
     if tokens[0] and all(one == tokens[0] for one in tokens):
@@ -79,6 +83,20 @@ def capabilities_of(engines: Sequence[RunningEngine], *, are_launched: bool, see
             hint="send a request with `curl` to each server to see the error",
         )
     return Capabilities(found, TextWriter(_characters_per_token(engines[0], found)), can_reset)
+
+
+def _of_kind(engine: RunningEngine, dialect: Dialect, *, seed: int) -> Capabilities:
+    """Return what an engine can by its traits. Every run has a process of its own, so its cache is empty at the start.
+
+    Without a tokenizer, prompts are text.
+    """
+    assert engine.traits is not None
+    tokenize = engine.tokenizer()
+    if tokenize is not None:
+        dialect = replace(dialect, token_id_fields=engine.traits.token_id_fields)
+        return Capabilities(dialect, TokenWriter(tokenize, seed=seed), can_reset=True)
+    dialect = replace(dialect, has_token_ids=False)
+    return Capabilities(dialect, TextWriter(_characters_per_token(engine, dialect)), can_reset=True)
 
 
 def _common_dialect(

@@ -15,7 +15,8 @@ from kvbm_cli.bench.engines import HEADROOM
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
-from kvbm_cli.engine.engines import has_prefix_caching, runs_on_cpu
+from kvbm_cli.engine.engine_kind import ServerTraits
+from kvbm_cli.engine.engines import caveats, has_prefix_caching, traits_of
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
 from kvbm_cli.terminal.printable import printable
@@ -52,7 +53,7 @@ def plan_of(setup: Setup) -> dict[str, Any]:
     """`duration_s` is an estimate; `None` if the interval is measured first, or the requests wait for answers."""
     content = setup.to_json()
     running = {arm.name for arm in setup.comparison.arms if arm.url is not None}
-    starts = 0 if setup.comparison.is_of_urls else 1
+    starts = 0 if setup.comparison.is_of_urls else 1 if setup.resets_cache else len(setup.cells)
     for cell, described in zip(setup.cells, content["cells"], strict=True):
         runs = [name for group in setup.groups(cell) for name in group.arms]
         cell_starts = len([name for name in runs if name not in running])
@@ -122,23 +123,34 @@ def _duration(seconds: float | None) -> str:
 
 
 def caveats_of(setup: Setup) -> list[str]:
-    return [*_of_profile(setup), *(one for cell in setup.cells for one in _of_pressure(cell)), *_of_machine()]
+    return [
+        *_of_profile(setup),
+        *_of_order(setup),
+        *(one for cell in setup.cells for one in _of_pressure(cell)),
+        *_of_machine(),
+    ]
 
 
 def _of_profile(setup: Setup) -> Iterator[str]:
     resolved = setup.comparison.measured.resolved
     if resolved is None:
         return
-    if resolved.profile.engine.kind == "embedded":
-        yield "the embedded engine is a reference implementation: compare the arms with each other only"
-    elif runs_on_cpu(resolved.profile):
-        yield "vLLM computes on a CPU: the speed-up on a GPU is different"
+    yield from caveats(resolved.profile)
     if not has_prefix_caching(resolved.profile):
         yield "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
     for arm in setup.comparison.references:
         if arm.engine_differences:
             keys = ", ".join(f"`{key}`" for key in arm.engine_differences)
             yield f"the engine of {arm.name} differs in {keys}; its answers were not judged"
+
+
+def _of_order(setup: Setup) -> Iterator[str]:
+    for cell in setup.cells:
+        if cell.schedule.arms == "interleaved" and setup.traits is not None and not setup.traits.shares_device:
+            yield (
+                f"{cell.name}: arms ran in turn although `schedule.arms` is `interleaved`, because an engine of "
+                f"{setup.traits.title} takes a share of the device memory that is free"
+            )
 
 
 def _of_pressure(cell: Cell) -> Iterator[str]:
@@ -170,9 +182,20 @@ class Setup:
     seed: int
     is_tight: Callable[[CellResult], bool]
 
+    @property
+    def traits(self) -> ServerTraits | None:
+        """Those of the engines that are started; all have one kind."""
+        measured = self.comparison.measured.resolved
+        return None if measured is None else traits_of(measured.profile)
+
+    @property
+    def resets_cache(self) -> bool:
+        """Whether a request empties the engine of the preparation, as far as it is known."""
+        return self.traits is None or self.traits.resets_cache
+
     def interleaved(self, cell: Cell) -> bool:
         """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
-        if cell.is_faithful:
+        if cell.is_faithful or (self.traits is not None and not self.traits.shares_device):
             return False
         return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 

@@ -158,18 +158,24 @@ def _cell(
         "caveats": [
             *(caveat for one in compared for caveat in one.judgement.caveats),
             *_size_caveats(facts, causes),
-            *_notes(cell),
+            *_notes(results, cell),
         ],
     }
 
 
-def _notes(cell: CellResult) -> list[str]:
-    """Return what the runs noticed: LMBenchmark's schedule, and gaps in the engine's metrics."""
+def _notes(results: Results, cell: CellResult) -> list[str]:
+    """Return what the runs noticed: LMBenchmark's schedule, gaps in the engine's metrics, and prompts of text."""
     found = []
     for run in cell.runs:
         found += [f"{run.run}: {note}" for note in (*run.facts.get("notes", ()), *run.server.get("caveats", ()))]
     if cell.plan is None:
         found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
+    are_launched = all(arm["kind"] != "url" for arm in results.arms.values())
+    if are_launched and cell.plan is not None and isinstance(cell.plan.warmup.prompt, str):
+        found.append(
+            "prompts were text of about the given lengths: the server counts no tokens, and this machine lacks "
+            "`tokenizer.json` of the model, or the library `tokenizers`"
+        )
     if not cell.are_pairs_equal:
         found.append("a server cannot be emptied, so every pair sent other prompts, and no noise was measured")
     return found

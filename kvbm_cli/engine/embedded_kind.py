@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import EmbeddedArguments
-from kvbm_cli.engine.engine_kind import with_arguments
+from kvbm_cli.engine.engine_kind import ServerTraits, with_arguments
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class EmbeddedKind:
     """See EngineKind."""
+
+    traits = ServerTraits("the embedded engine")
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         from kvbm.embedded import launch
@@ -40,6 +42,9 @@ class EmbeddedKind:
 
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         return with_arguments(profile, num_blocks=max(block_count, _arguments(profile).num_blocks), prefix_caching=True)
+
+    def caveats(self, profile: Profile) -> list[str]:
+        return ["the embedded engine is a reference implementation: compare the arms with each other only"]
 
 
 def _arguments(profile: Profile) -> EmbeddedArguments:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.errors import EnvironmentProblem
@@ -13,7 +16,34 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Profile
 
 
+RETURN_TOKEN_IDS: Mapping[str, object] = MappingProxyType({"logprobs": 0, "return_token_ids": True})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTraits:
+    """What a server of one kind can do, as far as a benchmark depends on it.
+
+    `tokenizes`: its `/tokenize` counts tokens. Otherwise the model's own tokenizer does, in this process.
+    `resets_cache`: a request empties its cache. Otherwise only a restart does.
+    `has_metrics`: its `/metrics` has counters, by the source of prompt tokens, and those of kvbm.
+    `shares_device`: engines of several arms can run at the same time.
+    `token_id_fields`: fields of a request that make it answer with token ids, and with log-probabilities if it has any.
+    `variables`: what enables these requests.
+    """
+
+    title: str
+    tokenizes: bool = True
+    resets_cache: bool = True
+    has_metrics: bool = True
+    shares_device: bool = True
+    token_id_fields: Mapping[str, object] = field(default_factory=lambda: RETURN_TOKEN_IDS)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
 class EngineKind(Protocol):
+    @property
+    def traits(self) -> ServerTraits: ...
+
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require the engine to be installed."""
 
@@ -38,6 +68,9 @@ class EngineKind(Protocol):
 
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""
+
+    def caveats(self, profile: Profile) -> list[str]:
+        """Return what a measurement of this engine does not show."""
 
 
 def python_of(profile: Profile) -> str:

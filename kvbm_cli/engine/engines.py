@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from kvbm.config.installation import Installation
     from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.schema import Profile
-    from kvbm_cli.engine.engine_kind import EngineKind
+    from kvbm_cli.engine.engine_kind import EngineKind, ServerTraits
 
 KINDS: Mapping[str, EngineKind] = {"embedded": EmbeddedKind(), "vllm": VllmKind(), "tensorrt-llm": TrtllmKind()}
 
 
 def kind_of(profile: Profile) -> EngineKind:
     return KINDS[profile.engine.kind]
+
+
+def traits_of(profile: Profile) -> ServerTraits:
+    return kind_of(profile).traits
 
 
 def launch_plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
@@ -118,6 +122,11 @@ def copy_count(profile: Profile) -> int:
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
     """Return the profile with prefix caching enabled and at least `block_count` blocks in G1."""
     return kind_of(profile).with_device_blocks(profile, block_count)
+
+
+def caveats(profile: Profile) -> list[str]:
+    """Return what a measurement of the profile's engine does not show."""
+    return kind_of(profile).caveats(profile)
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:

@@ -12,7 +12,7 @@ from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
 from kvbm.errors import EnvironmentProblem
 from kvbm.trtllm_integration import launch
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED, INSTALL, TrtllmInstallation, is_known
-from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
+from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_trtllm
 
 if TYPE_CHECKING:
@@ -23,7 +23,19 @@ TITLE = "TensorRT-LLM"
 
 
 class TrtllmKind:
-    """See EngineKind."""
+    """See EngineKind.
+
+    Its engines take a share of the free device memory: of two on one device, the second would get less.
+    """
+
+    traits = ServerTraits(
+        TITLE,
+        tokenizes=False,
+        resets_cache=False,
+        has_metrics=False,
+        shares_device=False,
+        token_id_fields={"detokenize": False},
+    )
 
     def launch_plan(
         self,
@@ -100,6 +112,12 @@ class TrtllmKind:
         cache = _arguments(profile).cache
         tokens = max(block_count * self.block_tokens(profile), cache.get("max_tokens") or 0)
         return with_arguments(profile, kv_cache_config={**cache, "max_tokens": tokens})
+
+    def caveats(self, profile: Profile) -> list[str]:
+        return [
+            f"not tested, because the server of {TITLE} does not report it: the tier that prompt tokens came from, the "
+            "time in its queue, and log-probabilities"
+        ]
 
 
 def _with_local_model(profile: Profile) -> Profile:

@@ -11,7 +11,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.vllm import default_block_tokens
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, INSTALL_FOR_CPU, VllmInstallation, is_known
 from kvbm_cli import make_model as models
-from kvbm_cli.engine.engine_kind import installation_problem, python_of, with_arguments
+from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
 from kvbm_cli.engine.python_probe import find_vllm
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 class VllmKind:
     """See EngineKind."""
+
+    traits = ServerTraits("vLLM", variables={"VLLM_SERVER_DEV_MODE": "1"})  # which can reset
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require `make_model` to have run either."""
@@ -75,6 +77,9 @@ class VllmKind:
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         blocks = max(block_count + 1, _arguments(profile).num_gpu_blocks_override or 0)
         return with_arguments(profile, num_gpu_blocks_override=blocks, enable_prefix_caching=True)
+
+    def caveats(self, profile: Profile) -> list[str]:
+        return ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:

@@ -27,6 +27,7 @@ from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.schema import Conversations, Schedule, Workload
+from kvbm_cli.engine.engines import KINDS
 
 WORKLOAD = Conversations(
     name="small",
@@ -55,6 +56,11 @@ timed = pytest.mark.flaky(reruns=2)
 
 def in_turn(workload: Workload = WORKLOAD, *, pairs: int = 1, interval_s: float | None = 0.05) -> Workload:
     return workload.model_copy(update={"schedule": Schedule(arms="in_turn", interval_s=interval_s, pairs=pairs)})
+
+
+def launched(engine: MockEngine, model: str = "mock") -> RunningEngine:
+    """A mock as if kvbm had started it."""
+    return RunningEngine(engine.base_url, model, 0.0, engine.has_ended, traits=KINDS["embedded"].traits)
 
 
 class MockEngines:
@@ -86,7 +92,7 @@ class MockEngines:
             with MockEngine(self.options[arm]) as engine:
                 next_engine = partial(self._next, arm) if arm in self.with_next else None
                 model = self.options[arm].model
-                yield RunningEngine(engine.base_url, model, 0.0, engine.has_ended, next_engine=next_engine)
+                yield replace(launched(engine, model), next_engine=next_engine)
                 self.ended.append(engine)
         finally:
             self.running -= 1
@@ -95,7 +101,7 @@ class MockEngines:
     def _next(self, arm: str) -> Iterator[RunningEngine]:
         self.started.append(f"{arm} again")
         with MockEngine(self.options[arm]) as engine:
-            yield RunningEngine(engine.base_url, self.options[arm].model, 0.0, engine.has_ended)
+            yield launched(engine, self.options[arm].model)
             self.ended.append(engine)
 
     @classmethod

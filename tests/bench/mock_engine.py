@@ -18,12 +18,16 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
 BLOCK = 16
 VOCABULARY = 256
+TRTLLM_FIELDS = {
+    "model", "prompt", "max_tokens", "min_tokens", "ignore_eos", "temperature", "stream", "stream_options",
+    "detokenize", "logprobs",
+}  # fmt: skip
 
 
 @dataclass
@@ -33,7 +37,9 @@ class Options:
 
     Without `has_token_ids`, `return_token_ids` is ignored. Without `has_ignore_eos` or `has_usage`, a request that has
     such a field is refused. `salt` changes all answers, and `resets_to_refuse` of -1 is a server that cannot be reset.
-    One with `keeps_cache` says that it was reset, and was not.
+    One with `keeps_cache` says that it was reset, and was not. `is_like_trtllm` is a server of TensorRT-LLM: it refuses
+    fields that it does not have, sends token ids in place of text with `detokenize: false`, reports of its cache only
+    how many tokens it found, and has neither `/tokenize` nor a request that empties its cache.
     """
 
     g1_blocks: int = 10_000
@@ -47,6 +53,7 @@ class Options:
     resets_to_refuse: int = 1
     keeps_cache: bool = False
     is_like_vllm: bool = False
+    is_like_trtllm: bool = False
     model: str = "mock"
     has_tokenize: bool = True
     has_token_ids: bool = True
@@ -55,9 +62,10 @@ class Options:
     refuses_all: bool = False
     salt: str = ""
 
-    @property
-    def unknown_fields(self) -> set[str]:
-        return {
+    def unknown_fields(self, body: Mapping[str, object]) -> set[str]:
+        if self.is_like_trtllm:
+            return {*(body.keys() - TRTLLM_FIELDS), *(("logprobs",) if body.get("logprobs") else ())}
+        return body.keys() & {
             *(() if self.has_ignore_eos else ("ignore_eos", "min_tokens")),
             *(() if self.has_usage else ("stream_options",)),
         }
@@ -151,16 +159,20 @@ class Model:
         lines += [f"vllm:request_queue_time_seconds_count {self.served}"]
         lines += ["# TYPE vllm:cache_config_info gauge"]
         lines += [f'vllm:cache_config_info{{block_size="{BLOCK}",num_gpu_blocks="{self.options.g1_blocks}"}} 1.0']
-        if self.options.g2_blocks:
-            counters = {
-                "kvbm_onboard_blocks_h2d": self.tokens["external_kv_transfer"] // BLOCK,
-                "kvbm_offload_blocks_d2h": self.g2.added,
-                "kvbm_evicted_blocks": self.g2.evicted,
-            }
-            for name, count in counters.items():
-                lines += [f"# TYPE {name} untyped", f"{name} {count}"]
-            lines += ["# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *self.kvbm_metrics()]) + "\n"
+
+    def kvbm_metrics(self) -> list[str]:
+        if not self.options.g2_blocks:
+            return []
+        lines = []
+        counters = {
+            "kvbm_onboard_blocks_h2d": self.tokens["external_kv_transfer"] // BLOCK,
+            "kvbm_offload_blocks_d2h": self.g2.added,
+            "kvbm_evicted_blocks": self.g2.evicted,
+        }
+        for name, count in counters.items():
+            lines += [f"# TYPE {name} untyped", f"{name} {count}"]
+        return [*lines, "# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
 
 
 class MockEngine:
@@ -191,6 +203,10 @@ class MockEngine:
     @property
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def model(self) -> Model:
+        return self._model
 
     @property
     def resets_to_refuse(self) -> int:
@@ -245,6 +261,10 @@ class MockEngine:
             return await self._complete(json.loads(body), writer)
         if path == "/v1/models":
             self._plain(writer, 200, json.dumps({"object": "list", "data": [{"id": options.model}]}))
+        elif options.is_like_trtllm and path == "/metrics":
+            self._plain(writer, 200, "[]")  # statistics of its iterations
+        elif options.is_like_trtllm and path != "/health":
+            self._plain(writer, 404, '{"detail": "Not Found"}')
         elif path == "/tokenize" and options.has_tokenize:
             tokens = [byte % VOCABULARY for byte in json.loads(body)["prompt"].encode()]
             self._plain(writer, 200, json.dumps({"tokens": tokens, "count": len(tokens)}))
@@ -287,8 +307,9 @@ class MockEngine:
         else:
             assert isinstance(given, list)
             prompt = given
-        if options.refuses_all or options.unknown_fields & request.keys():
-            unknown = ", ".join(sorted(options.unknown_fields & request.keys()))
+        unknown_fields = options.unknown_fields(request)
+        if options.refuses_all or unknown_fields:
+            unknown = ", ".join(sorted(unknown_fields))
             self._plain(writer, 400, json.dumps({"error": {"message": f"unknown fields: {unknown}"}}))
             return True
         fault = options.faults.get(model.number, "")
@@ -317,7 +338,11 @@ class MockEngine:
                 await asyncio.sleep(options.token_ms * width / 1e3)
             logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
             chunk = sent[start : start + width]
-            await self._event(writer, choice_of(chunk, logprob, has_ids=has_ids), split=fault == "split_utf8")
+            choice = choice_of(chunk, logprob, has_ids=has_ids)
+            if options.is_like_trtllm:
+                has_text = request.get("detokenize") is not False
+                choice = trtllm_choice_of(chunk, has_text=has_text, is_last=start + width >= len(sent))
+            await self._event(writer, choice, split=fault == "split_utf8")
         if fault == "break_off":
             return False
         if fault == "error_event":
@@ -325,7 +350,7 @@ class MockEngine:
         if fault != "no_usage" and options.has_usage:
             tiers = {"device": from_g1, "host": from_g2}
             details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
-            details |= {} if options.is_like_vllm else {"cached_tokens_by_tier": tiers}
+            details |= {} if options.is_like_vllm or options.is_like_trtllm else {"cached_tokens_by_tier": tiers}
             extra = 1 if fault == "miscount" else 0
             usage = {
                 "prompt_tokens": len(prompt) + extra,
@@ -361,6 +386,18 @@ def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dic
         if logprob is not None:
             choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
     return choice
+
+
+def trtllm_choice_of(tokens: list[int], *, has_text: bool, is_last: bool) -> dict[str, object]:
+    """With every field that TensorRT-LLM sends, also without a value."""
+    return {
+        **choice_of(tokens, None, has_ids=False),
+        **({"token_ids": None} if has_text else {"text": "", "token_ids": tokens}),
+        "logprobs": None,
+        "finish_reason": "length" if is_last else None,
+        "stop_reason": None,
+        "avg_decoded_tokens_per_iter": 1.0,
+    }
 
 
 def main() -> None:

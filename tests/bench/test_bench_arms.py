@@ -25,7 +25,6 @@ from kvbm_cli.bench.engines import (
     fresh_disk,
     fresh_shared,
     running_server,
-    with_reset,
     with_room,
 )
 from kvbm_cli.package_data import profiles_directory
@@ -101,12 +100,6 @@ def test_the_floor_has_room_in_each_group_of_a_hybrid_model(monkeypatch, tmp_pat
         engines(name, tmp_path, NeededRoom(8320, 5))
     blocks = [profile.engine.arguments.num_gpu_blocks_override for profile in started]
     assert blocks == [34, 4 * (41 + 5) + 1]
-
-
-def test_only_arms_of_vllm_get_its_mode_for_developers_which_can_reset():
-    plan = LaunchPlan(("vllm",), {"A": "1"}, "", "", "m")
-    assert with_reset(plan, resolve("vllm-cpu-demo").profile).environment == {"A": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    assert with_reset(plan, resolve("demo").profile) == plan
 
 
 def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tmp_path):

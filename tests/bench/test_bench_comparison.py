@@ -118,12 +118,6 @@ def test_a_word_close_to_baseline_is_corrected():
     assert caught.value.hint == "did you mean `baseline`?"
 
 
-def test_tensorrt_llm_is_refused_with_what_to_do_instead():
-    with pytest.raises(UsageError, match="cannot start TensorRT-LLM") as caught:
-        comparison_of("trtllm", (), ())
-    assert "both URLs" in (caught.value.hint or "")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -14,10 +14,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from bench_rig import PATIENT, MockEngines, SilentProgress, setup_of, without_sampler  # noqa: F401
+from bench_rig import PATIENT, MockEngines, SilentProgress, launched, setup_of, without_sampler  # noqa: F401
 from mock_engine import MockEngine, Options
 
-from kvbm_cli.bench.engines import RunningEngine
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.load.drive import DriveResult
 from kvbm_cli.bench.load.process import ClientHealth
@@ -88,7 +87,7 @@ def test_verdicts_with_a_simulated_client(tmp_path, monkeypatch, slower, expecte
 
         @contextmanager
         def shared(arm, log, room):
-            yield RunningEngine(engine.base_url, "mock", 0.0, lambda: False)
+            yield launched(engine)
 
         found: Counter[str] = Counter()
         for seed in range(COMMANDS):

@@ -44,7 +44,7 @@ def capabilities(*options: Options):
     with ExitStack() as stack:
         servers = [stack.enter_context(MockEngine(one)) for one in options]
         engines = [running_server(server.base_url) for server in servers]
-        found = capabilities_of(engines, are_launched=False, seed=0)
+        found = capabilities_of(engines, seed=0)
         return found, servers
 
 

@@ -4,11 +4,16 @@ As an interpreter (`-c`), it says what it holds: FAKE_TRTLLM as JSON, else a ver
 As the command, it parses the options as `trtllm-serve` does, reads the file of options, refuses what TensorRT-LLM
 refuses, and then behaves like fake_engine.py. TensorRT-LLM passes to its ranks only variables that start with `TLLM` or
 `TRTLLM`: the connector's configuration is resolved with those alone.
+
+With FAKE_TRTLLM_STREAMS it is an engine that streams tokens instead (mock_engine.py). Its G1 holds `max_tokens`, and it
+has a cache in host memory if it has the connector. The variable has further options of that engine as JSON, and
+FAKE_TRTLLM_STREAMS_KVBM those that differ with the connector. It starts only if no other one has the device.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import http.server
 import json
 import os
@@ -20,7 +25,10 @@ from unittest import mock
 
 sys.path.insert(0, os.path.dirname(__file__))  # kvbm starts it with PYTHONSAFEPATH
 
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "bench"))
+
 import fake_engine
+import mock_engine
 import yaml
 
 CONNECTOR_KEYS = {"connector_module", "connector_scheduler_class", "connector_worker_class"}
@@ -30,6 +38,7 @@ KNOWN = {
     "cache_transceiver_config", "disable_overlap_scheduler",
 }  # fmt: skip
 PASSED_ON = ("TLLM", "TRTLLM")
+STREAMS = "FAKE_TRTLLM_STREAMS"
 
 
 def wrapper(directory: Path) -> Path:
@@ -64,7 +73,27 @@ def serve(words: list[str]) -> None:
     if "kv_connector_config" in options:
         load_connector(options)
     print(f"options {json.dumps(options)}", flush=True)
+    if STREAMS in os.environ:
+        stream(options, given.port)
     fake_engine.main()
+
+
+def stream(options: dict[str, dict[str, int]], port: int) -> None:
+    device = Path(sys.argv[1]).with_name("device").open("a")
+    try:
+        fcntl.flock(device, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    with_kvbm = {"g2_blocks": 10_000, **json.loads(os.environ.get(f"{STREAMS}_KVBM", "{}"))}
+    given = {
+        "g1_blocks": options["kv_cache_config"]["max_tokens"] // mock_engine.BLOCK,
+        **json.loads(os.environ[STREAMS]),
+        **(with_kvbm if "kv_connector_config" in options else {}),
+    }
+    given["faults"] = {int(number): fault for number, fault in given.get("faults", {}).items()}
+    with mock_engine.MockEngine(mock_engine.Options(is_like_trtllm=True, **given), port=port) as engine:
+        Metrics.lines = engine.model.kvbm_metrics
+        threading.Event().wait()
 
 
 def serve_disaggregated(words: list[str]) -> None:
@@ -110,8 +139,10 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
 class Metrics(http.server.BaseHTTPRequestHandler):
     """The connector's metrics, on a port of its own."""
 
+    lines = staticmethod(lambda: ['kvbm_host_blocks{state="free"} 3', 'kvbm_host_blocks{state="evictable"} 7'])
+
     def do_GET(self) -> None:
-        body = b'kvbm_host_blocks{state="free"} 3\nkvbm_host_blocks{state="evictable"} 7\n'
+        body = "".join(f"{line}\n" for line in self.lines()).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -176,12 +176,6 @@ def test_failed_start_shows_what_the_engine_said(home: Path) -> None:
     assert "extra inputs are not permitted: ['max_sequence_length']" in outcome.stderr
 
 
-def test_bench_says_what_the_server_lacks(home: Path) -> None:
-    outcome = kvbm("bench", "-p", "./mine.yaml", home=home)
-    assert outcome.exit_code == 2
-    assert outcome.stderr.startswith("error: `kvbm bench` cannot start TensorRT-LLM")
-
-
 @pytest.mark.parametrize("interface", ["connectors/kv_cache_connector.py", "kv_cache_connector.py", None])
 def test_interpreter_is_asked_without_importing_tensorrt_llm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None

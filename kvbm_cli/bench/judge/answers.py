@@ -108,6 +108,7 @@ def transfers_of(runs: Sequence[Measurement]) -> Transfers:
         g3_tokens=max(g3, sum(one.get("g3") or 0 for one in tokens)),
         g4_tokens=max(g4, sum(one.get("g4") or 0 for one in tokens)),
         onboarded_blocks=round(sum(one.get(name) or 0 for one in counters for name in ONBOARDED_BLOCKS)),
+        are_reported=has_counters(runs),
     )
 
 

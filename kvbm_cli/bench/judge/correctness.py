@@ -143,12 +143,16 @@ def more_often(measured: int, measured_count: int, control: int, control_count: 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What an arm with kvbm brought back: tokens by the engine's count, blocks by kvbm's own."""
+    """What an arm with kvbm brought back: tokens by the engine's count, blocks by kvbm's own.
+
+    Without `are_reported`, neither counts them.
+    """
 
     g2_tokens: int = 0
     g3_tokens: int = 0
     g4_tokens: int = 0
     onboarded_blocks: int = 0
+    are_reported: bool = True
 
     @property
     def are_proven(self) -> bool:
@@ -252,6 +256,8 @@ def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
     measured = evidence.measured
     if not measured.compared_count:
         return "no answer could be compared"
+    if not evidence.transfers.are_reported:
+        return "the server does not report whether blocks came from G2, G3 or G4"
     if not evidence.transfers.are_proven:
         return "no block came from G2, G3 or G4, so the block manager was not tested"
     unknown = "it is unknown how often this engine repeats its own answers; `--pairs 2` compares two runs without kvbm"

@@ -153,6 +153,13 @@ def _error_of(
     return _defect(request, record)
 
 
+def _field_for_token_ids(asked: Mapping[str, object]) -> str | None:
+    """Return the field that asks for token ids: of vLLM and its like, or of TensorRT-LLM."""
+    if asked.get("return_token_ids"):
+        return "return_token_ids"
+    return "detokenize" if asked.get("detokenize") is False else None
+
+
 def _unreadable(caught: Exception) -> str:
     return error_text(f"unreadable answer: {type(caught).__name__}: {caught}")
 
@@ -162,8 +169,9 @@ def _defect(request: PlannedRequest, record: RequestRecord) -> str | None:
     asked = dict(request.fields)
     if record.first_token_ms is None:
         return "the answer is empty"
-    if asked.get("return_token_ids") and not record.token_ids:
-        return "the engine sent no token ids (it must support `return_token_ids`)"
+    name = _field_for_token_ids(asked)
+    if name is not None and not record.token_ids:
+        return f"the engine sent no token ids (it must support `{name}`)"
     count = record.output_tokens
     if "min_tokens" in asked and count is not None and count != request.answer_tokens:
         return f"the answer has {count} tokens instead of {request.answer_tokens}"

@@ -33,8 +33,9 @@ SHORTEST_INTERVAL_S = 0.05
 class Sampler:
     """A started scraper. As a context manager, it takes a last sample at the end and ends the process."""
 
-    def __init__(self, child: subprocess.Popen[bytes], path: Path) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], path: Path, *, has_pages: bool) -> None:
         self._child = child
+        self._has_pages = has_pages
         self.path = path
         self.failure: str | None = None  # why it ended before `stop`; the file then lacks the rest of the run
 
@@ -43,7 +44,7 @@ class Sampler:
         cls,
         path: Path,
         *,
-        base_url: str,
+        base_url: str | None,
         kvbm_metrics_url: str | None = None,
         pid: int | None = None,
         start_ns: int | None = None,
@@ -52,13 +53,14 @@ class Sampler:
     ) -> Sampler:
         """Return when the first sample is in the file, also if the server does not answer.
 
-        `kvbm_metrics_url` is the full address of the kvbm_* series if the engine's /metrics lacks them, such as
-        `LaunchPlan.metrics_url`. `pid` is the engine's first process. `start_ns` is the start of the run by
-        time.perf_counter_ns, by default now. Raises EnvironmentProblem if the process cannot write the file.
+        `base_url` is `None` for an engine without metrics. `kvbm_metrics_url` is the full address of the kvbm_* series
+        if the engine's /metrics lacks them, such as `LaunchPlan.metrics_url`. `pid` is the engine's first process.
+        `start_ns` is the start of the run by time.perf_counter_ns, by default now. Raises EnvironmentProblem if the
+        process cannot write the file.
         """
         if interval_s < SHORTEST_INTERVAL_S:
             raise UsageError(f"`interval_s` is {interval_s:g}, but must be at least {SHORTEST_INTERVAL_S:g}")
-        pages = {"engine": base_url.rstrip("/") + METRICS}
+        pages = {} if base_url is None else {"engine": base_url.rstrip("/") + METRICS}
         if kvbm_metrics_url:
             pages["kvbm"] = kvbm_metrics_url
         began_ns = time.perf_counter_ns() if start_ns is None else start_ns
@@ -75,7 +77,7 @@ class Sampler:
             )
         except OSError as error:
             raise EnvironmentProblem(f"cannot start the sampler of server metrics: {reason_of(error)}") from None
-        sampler = cls(child, path)
+        sampler = cls(child, path, has_pages=bool(pages))
         try:
             sampler._send(task)
             sampler._wait_ready(START_TIMEOUT_S + interval_s + EXTRA_S)
@@ -114,7 +116,7 @@ class Sampler:
 
     def summary(self) -> ServerSummary:
         """Of the samples in the file, after `stop`. It has a caveat if the process ended early."""
-        found = summarise(self.path)
+        found = summarise(self.path, has_pages=self._has_pages)
         if self.failure is None:
             return found
         caveat = f"the server metrics cover only a part of the run: {self.failure}"

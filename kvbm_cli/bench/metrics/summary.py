@@ -67,9 +67,12 @@ class ServerSummary:
         return {"g1": found["g1"], "g2": found["g2"] + found["g3"] + found["g4"], "computed": found["computed"]}
 
 
-def summarise(path: Path) -> ServerSummary:
-    """Raise UsageError if the file cannot be read, has no complete line, or is not one of a sampler."""
-    return summary_of(read_samples(path))
+def summarise(path: Path, *, has_pages: bool = True) -> ServerSummary:
+    """Raise UsageError if the file cannot be read, has no complete line, or is not one of a sampler.
+
+    Without `has_pages`, the engine is known to have no metrics, which is then no caveat.
+    """
+    return summary_of(read_samples(path), has_pages=has_pages)
 
 
 def read_samples(path: Path) -> list[SampleLine]:
@@ -86,7 +89,7 @@ def read_samples(path: Path) -> list[SampleLine]:
     return [_sample(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
-def summary_of(samples: Sequence[SampleLine]) -> ServerSummary:
+def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> ServerSummary:
     answered = [sample for sample in samples if sample.counters]
     has_restarted = _has_restarted(answered)
     counters = {} if has_restarted else _changes(answered)
@@ -125,7 +128,7 @@ def summary_of(samples: Sequence[SampleLine]) -> ServerSummary:
             if (value := _peak(gauges.get(name) for gauges in states)) is not None
         },
         engine=facts,
-        caveats=tuple(_caveats(samples, answered, has_restarted, process)),
+        caveats=tuple(_caveats(samples, answered, has_restarted, process, has_pages=has_pages)),
     )
 
 
@@ -217,12 +220,17 @@ def _shares(tokens: dict[str, int | None] | None) -> dict[str, float | None] | N
 
 
 def _caveats(
-    samples: Sequence[SampleLine], answered: Sequence[SampleLine], has_restarted: bool, process: dict[str, float | None]
+    samples: Sequence[SampleLine],
+    answered: Sequence[SampleLine],
+    has_restarted: bool,
+    process: dict[str, float | None],
+    *,
+    has_pages: bool,
 ) -> Iterable[str]:
     failed = [sample for sample in samples if sample.error is not None]
     if failed:
         yield f"{len(failed)} of {len(samples)} samples of server metrics failed; the first: {failed[0].error}"
-    if not answered:
+    if not answered and has_pages:
         yield "the server reported no metrics"
     elif len(answered) == 1:
         yield "the server reported metrics only once, so no difference is known"

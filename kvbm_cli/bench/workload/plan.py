@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Phase, Script, ScriptedRequest
+from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS
 
 Group = list["PlannedRequest"]
 
-LOGPROBS = 0  # of the sampled token only
 COMPLETIONS = "/v1/completions"
 WARMUP_ANSWER_TOKENS = 2
 _PLAIN = (
@@ -29,12 +29,16 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What the server understands beyond OpenAI's API. All arms of a run get the same bodies."""
+    """What the server understands beyond OpenAI's API. All arms of a run get the same bodies.
+
+    `token_id_fields` make it answer with token ids, if it has them.
+    """
 
     model: str
     has_token_ids: bool = True
     has_ignore_eos: bool = True
     has_usage: bool = True
+    token_id_fields: Mapping[str, object] = field(default_factory=lambda: RETURN_TOKEN_IDS)
 
     def fields(self, answer_tokens: int | None) -> dict[str, Any]:
         """Return the fields of a greedy, streamed request without its prompt."""
@@ -46,7 +50,7 @@ class Dialect:
             if self.has_ignore_eos:
                 fields |= {"min_tokens": answer_tokens, "ignore_eos": True}
         if self.has_token_ids:
-            fields |= {"logprobs": LOGPROBS, "return_token_ids": True}
+            fields |= self.token_id_fields
         return fields
 
 
