@@ -75,7 +75,6 @@ def _note_unread(extra_config: Mapping[str, object], *, warns: bool) -> None:
 
 
 def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:
-    """Return the document of the valid variables, and the mistakes."""
     variables, mistakes = valid_variables(environment)
     document, warnings = read_variables(variables)
     for warning in (*warnings, *drop_unused(document, variables)):

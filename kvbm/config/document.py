@@ -49,7 +49,6 @@ class Source:
 
     @property
     def written(self) -> str:
-        """The text of the span."""
         return self.text[self.column : self.column + self.width]
 
     def excerpt(self) -> str:
@@ -354,7 +353,6 @@ class _EntryReader:
 
 
 def entry_at(document: Mapping[str, Entry], names: Sequence[object]) -> Entry | None:
-    """Return the entry at `names`, or None."""
     entry: Entry | None = None
     section: Mapping[str, Entry] | None = document
     for name in names:

@@ -68,7 +68,6 @@ def _boolean(text: str) -> bool | None:
 
 
 def _bucket(text: str) -> str | None:
-    """Return the URL of a bucket."""
     return f"s3://{text}" if _BUCKET.fullmatch(text) else None
 
 

@@ -133,7 +133,6 @@ def _reason_against(name: str) -> tuple[str, str] | None:
 
 
 def _option(document: Document, option: str) -> Entry | None:
-    """Return the option if it has a value."""
     found = entry_at(document, ["engine", "arguments", *option.split(".")])
     return None if found is None or found.value is None else found
 

@@ -273,7 +273,6 @@ def read_variables(environment: Mapping[str, str]) -> tuple[Document, tuple[str,
 
 
 def valid_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], list[ProfileError]]:
-    """Return the valid variables, and all mistakes."""
     found: dict[str, str] = {}
     mistakes: list[ProfileError] = []
     for name in variable_names(environment):

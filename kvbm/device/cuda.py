@@ -90,7 +90,6 @@ class CudaPath:
         self._run(self._back, moves, fence, partial(self._enqueue, to_host=False))
 
     def _make_streams(self, staged: int, element: torch.dtype) -> queue.SimpleQueue[_CopyStream]:
-        """Return the free streams of a direction."""
         least, _ = self._runtime.priority_range()
         streams: queue.SimpleQueue[_CopyStream] = queue.SimpleQueue()
         for _ in range(STREAMS_PER_DIRECTION):

@@ -90,7 +90,6 @@ class TurnQueue:
         return False
 
     def clear(self) -> list[Task]:
-        """Remove and return all."""
         tasks = [task for waiting in self._turns.values() for task in waiting]
         self._turns.clear()
         return tasks

@@ -86,7 +86,6 @@ def _checksum(sequence_hash: bytes, content: bytes) -> int:
 
 
 def delete_slots(connection: sqlite3.Connection, table: str, slots: Sequence[int]) -> None:
-    """Delete rows of a table."""
     for start in range(0, len(slots), ROWS_PER_STATEMENT):
         some = slots[start : start + ROWS_PER_STATEMENT]
         connection.execute(f"DELETE FROM {table} WHERE slot IN ({','.join('?' * len(some))})", some)

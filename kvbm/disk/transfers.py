@@ -152,7 +152,6 @@ class TransferThreads:
         self._on_end(transfer)
 
     def fail_waiting(self, why: str) -> None:
-        """Fail all pieces that have not started."""
         with self._changed:
             pieces = [*self._reads, *self._writes]
             self._reads.clear()

@@ -82,8 +82,6 @@ class KvbmScheduler:
         self._requests: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
 
-    # -- start-up ------------------------------------------------------------------------------------------------------
-
     def accept_handshake(self, message: bytes) -> None:
         self._handshake = pickle.loads(message)
         self._create_leader()
@@ -123,8 +121,6 @@ class KvbmScheduler:
         request = self._requests.get(request_id)
         return b"" if request is None else request.tenant
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     @hook()
     def on_new_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -160,8 +156,6 @@ class KvbmScheduler:
         self._requests.pop(request.request_id, None)
         self._starts.pop(request.request_id, None)
         self._cache.finish(request.request_id, request.block_hashes)
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @hook(StepPlan(step=0), when_off=True)
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
@@ -202,13 +196,7 @@ class KvbmScheduler:
         """Write blocks that are only in host memory to disk. Call it before the worker's `shutdown`."""
         if self._guarded is not None:
             self._guarded.close()
-        self._close_reports()
-
-    @contained()
-    def _close_reports(self) -> None:
-        self._telemetry.close()
-
-    # -- inside --------------------------------------------------------------------------------------------------------
+        self.boundary.attempt("close", self._telemetry.close)
 
     @property
     def _block_tokens(self) -> int:

@@ -139,7 +139,6 @@ class Region:
         return reported
 
     def lane_result(self, lane: int, generation: int) -> SlotState:
-        """Return the result of a transfer that reports in a lane."""
         if not 0 <= lane < LANES:
             raise InvariantError(f"lane {lane} of {LANES}")
         ready, failed = word_number(generation, SlotState.READY), word_number(generation, SlotState.FAILED)

@@ -158,7 +158,6 @@ class Segment:
         return self.info.slot_count + self.info.replica
 
     def checksum(self, row: int) -> int:
-        """Return the checksum of the bytes of a block in a row of `payload`."""
         import xxhash
 
         return xxhash.xxh3_64_intdigest(self.payload[row, : self.info.block_bytes].data)

@@ -221,7 +221,6 @@ class _OpenFile:
             raise
 
     def digest(self, piece: int, buffer: memoryview) -> bytes:
-        """Return the digest of one piece."""
         hasher = xxhash.xxh3_128()
         offset = piece * PIECE_BYTES
         end = min(offset + PIECE_BYTES, self._expected.size)
@@ -234,7 +233,6 @@ class _OpenFile:
         return hasher.digest()
 
     def whole_digest(self) -> str:
-        """Return the digest of the file from those of its pieces."""
         self._require_unchanged()
         hasher = xxhash.xxh3_128(self._expected.size.to_bytes(8, "little"))
         for piece in range(self.piece_count):

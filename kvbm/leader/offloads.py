@@ -57,14 +57,12 @@ class _Batch:
         self.tenants += [tenant] * len(hashes)
 
     def remove(self, positions: Collection[int]) -> None:
-        """Remove the blocks at these positions."""
         is_kept = [position not in positions for position in range(len(self.hashes))]
         self.hashes = list(compress(self.hashes, is_kept))
         self.block_ids = list(compress(self.block_ids, is_kept))
         self.tenants = list(compress(self.tenants, is_kept))
 
     def positions_of(self, block_ids: Set[int]) -> set[int]:
-        """Return the positions of these G1 blocks."""
         return {position for position, block_id in enumerate(self.block_ids) if block_id in block_ids}
 
 

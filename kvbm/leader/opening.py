@@ -214,7 +214,6 @@ def namespace_of(segments: Sequence[SegmentInfo], identity: Identity) -> tuple[N
 
 
 def known(facts: Mapping[str, object], doubt: str = "") -> Future[Identity]:
-    """Return an identity that is known already."""
     identity: Future[Identity] = Future()
     identity.set_result((facts, doubt))
     return identity

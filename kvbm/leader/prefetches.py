@@ -89,7 +89,6 @@ class Prefetches:
         return others
 
     def reset(self) -> None:
-        """Forget what is queued."""
         self._wanted.clear()
         self._queued.clear()
 

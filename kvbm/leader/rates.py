@@ -81,7 +81,6 @@ class Rates:
             disk.blocks, disk.seconds = KNOWN_S * known.blocks_per_s, KNOWN_S
 
     def note_step(self, tokens: int, seconds: float) -> None:
-        """Note that the engine computed `tokens` tokens in one step."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self._tokens = KEPT * self._tokens + tokens
             self._computing_s = KEPT * self._computing_s + seconds

@@ -99,7 +99,6 @@ class Load:
     lost_s: float = 0.0
 
     def part(self, positions: Sequence[int]) -> LoadPart:
-        """Return the blocks at these positions as a part."""
         return LoadPart(*self._blocks(positions))
 
     def _blocks(self, positions: Sequence[int]) -> tuple[int, tuple[bytes, ...], tuple[int, ...]]:
@@ -145,7 +144,6 @@ class Load:
         return self.lost_s + (idle_s if idle_s > reads.grace_s else 0.0) > reads.limit_s
 
     def note_read(self, tier: Tier, waited_s: float) -> None:
-        """Note that a read from this tier has ended."""
         self.read_s[tier] = (self.read_s.get(tier, (waited_s, waited_s))[0], waited_s)
 
     @property

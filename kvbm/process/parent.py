@@ -53,7 +53,6 @@ def is_gone(pid: int) -> bool:
 
 
 def has_ended(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for the end of a child."""
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -66,7 +65,6 @@ def how_it_ended(code: int) -> str:
 
 
 def log_for(message: Logged) -> None:
-    """Log what a child has logged."""
     logging.getLogger(message.name).log(message.level, "%s", Lines(message.text))
 
 

@@ -51,7 +51,6 @@ class Breaker:
                 self._open(why)
 
     def open(self, why: str) -> None:
-        """Open it now."""
         with self._lock:
             if self.why is None:
                 self._open(why)

@@ -90,7 +90,6 @@ class ExtentFormat:
         return content + _digest(content)
 
     def header(self, described: bytes, seal: bytes) -> bytes:
-        """Return the whole header."""
         return (described + seal).ljust(self.header_bytes, b"\0")
 
     def read_header(self, header: Buffer, hashes: Sequence[bytes], *, protection: int, seal_bytes: int) -> ReadHeader:

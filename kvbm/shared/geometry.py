@@ -105,7 +105,6 @@ class ExtentGeometry:
         return Outgoing(key, [form.header(described, seal), *payload], form.object_bytes, order.replaces)
 
     def _checksums(self, order: Get) -> list[bytes]:
-        """Return the checksums of the wanted blocks, of what is in the host slots."""
         pairs = zip(order.hashes, order.host_slots, strict=True)
         return [self.form.checksum(name, self.block(slot)) for name, slot in pairs if slot != NOT_WANTED]
 

@@ -32,7 +32,6 @@ class KeySpace:
         return f"{self.prefix}/{FACTS}"
 
     def key(self, name: bytes) -> str:
-        """Return the key of an extent."""
         text = name.hex()
         return f"{self.prefix}/{text[:2]}/{text}"
 

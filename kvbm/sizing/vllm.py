@@ -321,9 +321,6 @@ def _cache_type(model: Model, kinds: set[LayerKind]) -> tuple[str | None, str]:
     return found, "the checkpoint's `quantization_config`: KV cache"
 
 
-# -- tokens in a block -------------------------------------------------------------------------------------------------
-
-
 def _block_tokens(
     model: Model, specs: Sequence[LayerSpec], latent: LatentAttention | None
 ) -> tuple[int, tuple[str, ...]]:
@@ -403,9 +400,6 @@ def _groups(model: Model, specs: Sequence[LayerSpec], tokens: int) -> tuple[Cach
         blocks_outermost=variables.get(LAYOUT_VARIABLE, "").upper().startswith("B"),
         promotes_windows=bool(model.arguments.disable_hybrid_kv_cache_manager) or (has_chunks and not allows_chunks),
     )
-
-
-# -- ranks, blocks and tokens of G1 ------------------------------------------------------------------------------------
 
 
 def _layer_count(model_config: Mapping[str, object], specs: Sequence[LayerSpec]) -> int:

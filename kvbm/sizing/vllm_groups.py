@@ -120,9 +120,6 @@ def _split_evenly(specs: Sequence[LayerSpec]) -> list[CacheGroup]:
     return groups
 
 
-# -- blocks outermost ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Layers of one type. It repeats a pattern if it has the same number of layers of each page size."""

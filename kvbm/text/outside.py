@@ -74,7 +74,6 @@ def without_url_secrets(text: str) -> str:
 
 
 def without_secret_values(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for display."""
     return {name: str(without_secret_value(name, value)) for name, value in variables.items()}
 
 

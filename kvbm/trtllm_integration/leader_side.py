@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvbm.boundary import Boundary, contained, hook
+from kvbm.boundary import Boundary, hook
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.identity.description import Description, describe
@@ -217,11 +217,7 @@ class LeaderSide:
         self._is_closed = True
         if self.leader is not None:
             self.leader.close()
-        self._close_reports()
-
-    @contained()
-    def _close_reports(self) -> None:
-        self._telemetry.close()
+        self.boundary.attempt("close", self._telemetry.close)
 
     def _track(self, request: Any) -> TrackedRequest:
         """Return the state of a request at its lookup. A second lookup continues it, unless it starts again."""

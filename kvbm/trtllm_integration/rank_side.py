@@ -48,13 +48,6 @@ class GroupMemory:
     storages: list[torch.Tensor]
 
 
-@dataclass(slots=True)
-class _Saving:
-    """A request that ended while copies may have used its blocks, and the copies that ran then, per worker."""
-
-    generations: list[set[int]]
-
-
 class RankSide:
     """See the module's text. `saves_one_by_one`: the engine releases only one ended request per iteration, so that
     every rank reports them in the order in which they ended."""
@@ -70,7 +63,7 @@ class RankSide:
         self._newest = 0  # generation of the newest onboard that this rank got
         self._loads: dict[int, list[Onboard]] = {}  # per request that loads: one order per layer group, or none
         self._loading: set[int] = set()  # ids that the engine waits for
-        self._saving: dict[int, _Saving] = {}
+        self._saving: dict[int, list[set[int]]] = {}  # ended requests -> copies that ran then, per worker
         self.boundary = Boundary()
 
     def register(self, memories: Sequence[GroupMemory]) -> None:
@@ -166,7 +159,7 @@ class RankSide:
         self._poll()
         self._loading.update(loading)
         for request_id in saving:
-            self._saving[request_id] = _Saving([worker.generations() for worker in self._workers])
+            self._saving[request_id] = [worker.generations() for worker in self._workers]
         loaded = [request_id for request_id in self._loading if self._is_loaded(request_id)]
         for request_id in loaded:
             self._loading.discard(request_id)
@@ -221,7 +214,7 @@ class RankSide:
         running = [worker.generations() for worker in self._workers]
         saved: list[int] = []
         for request_id, wanted in list(self._saving.items()):
-            has_ended = all(a.isdisjoint(b) for a, b in zip(wanted.generations, running, strict=True))
+            has_ended = all(a.isdisjoint(b) for a, b in zip(wanted, running, strict=True))
             if has_ended:
                 saved.append(request_id)
                 del self._saving[request_id]

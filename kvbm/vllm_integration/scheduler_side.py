@@ -419,12 +419,8 @@ class SchedulerSide:
         """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""
         if self.leader is not None:
             self.leader.close()
-        self._close_reports()
+        self.boundary.attempt("close", self._telemetry.close)
         self._media.close()
-
-    @contained()
-    def _close_reports(self) -> None:
-        self._telemetry.close()
 
     def _reset_pool(self, reset: Callable[[], bool]) -> bool:
         """Reset vLLM's prefix cache, which refuses while a block is in use, after offloads have released their blocks.

@@ -80,7 +80,6 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         return super().is_on and not self._unanswered_clears
 
     def wear(self) -> Wear:
-        """Measure the wear of the drive."""
         return Wear(None, None, None) if self._wear is None else self._wear.measure(self.counters.bytes_written)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:

@@ -176,7 +176,6 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> RequestOutput:
-        """Return the output that ends this request."""
         started, first = self.first_scheduled_time, self.first_token_time
         return RequestOutput(
             request_id=self.request_id,

@@ -95,8 +95,6 @@ class Scheduler:
         self._arrivals = 0
         self.counters = EngineCounters()
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         self._arrivals += 1
         request.arrival_index = self._arrivals
@@ -141,8 +139,6 @@ class Scheduler:
     @property
     def waiting_count(self) -> int:
         return len(self._requests) - len(self._running)
-
-    # -- scheduling of a step ------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step:
         step = Step(self._limits.max_batched_tokens)
@@ -298,8 +294,6 @@ class Scheduler:
             self.counters.external_cache_queries += request.num_tokens - local
             self.counters.external_cache_hits += external
 
-    # -- results of a step ---------------------------------------------------------------------------------------------
-
     def update(
         self,
         step: Step,
@@ -399,8 +393,6 @@ class Scheduler:
         if request.first_token_time is None:
             loaded_tokens = max(0, request.num_computed_tokens - request.num_cached_tokens)
             request.num_external_tokens = min(request.num_external_tokens, loaded_tokens)
-
-    # -- blocks --------------------------------------------------------------------------------------------------------
 
     def _blocks_for(self, token_count: int) -> int:
         return -(-token_count // self._limits.block_size)

@@ -167,7 +167,6 @@ class Completion:
             part.text += self._text.add(text_of)
 
     def _end(self, part: AnswerPart, output: RequestOutput) -> None:
-        """Set the finish reason, if the answer has ended."""
         if output.finish_reason is not None and self._text.found_stop is None:
             part.text += self._text.finish()
         if self._text.found_stop is not None:

@@ -296,7 +296,6 @@ def _message(message: object, index: int) -> dict[str, Any]:
 
 
 def _content(content: object, name: str) -> str:
-    """Return the text of a string, or of a list of text parts."""
     if isinstance(content, list):
         content = "".join(_text_part(part, f"{name}[{index}]") for index, part in enumerate(content))
     if not isinstance(content, str) or not is_unicode(content):

@@ -81,8 +81,6 @@ def _require_decoder(facts: ModelFacts) -> None:
             raise SizeUnknown(f"with `{name}: {facts[name]}`, only the engine knows the size of a block")
 
 
-# -- the allow list ---------------------------------------------------------------------------------------------------
-
 # Reader: architectures, each with the model types of its language model.
 _BY_FAMILY: dict[Reader, str] = {
     dense.dense: "ArceeForCausalLM:arcee Ernie4_5ForCausalLM:ernie4_5 GraniteForCausalLM:granite "
