@@ -25,7 +25,14 @@ COMMAND = "pytest -m soak -s tests/vllm/test_hostile_clients_in_vllm.py"
 ROWS: dict[str, dict[str, float]] = {}
 # Without "kv_transfer_params of every type", which ends the engine of vLLM 0.32 alone as well.
 REACH_KVBM = ("30 salts of 100 kB", "metrics in a loop", "nested lists")
-LONG_ON_ITS_OWN = ("escapes, 8 clients", "floats that take long to read", "a million keys", "chunks of one byte")
+LONG_ON_ITS_OWN = (
+    "escapes, 8 clients",
+    "floats that take long to read",
+    "a prompt of text",
+    "many messages",
+    "a million keys",
+    "chunks of one byte",
+)
 HUGE = "\n" * 30_000_000
 Attack = Callable[[VllmServer], None]
 
