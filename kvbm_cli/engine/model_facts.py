@@ -137,7 +137,7 @@ def _downloaded(model: str) -> Path | None:
     repository = cache / f"models--{model.replace('/', '--')}"
     try:
         snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, ValueError):  # no such file, not UTF-8, or a null byte in the name
         return None
     return snapshot if (snapshot / "config.json").is_file() else None
 
