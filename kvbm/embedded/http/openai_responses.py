@@ -255,22 +255,21 @@ def event(body: Json) -> bytes:
     return b"data: %s\n\n" % dumps(body)
 
 
-def dumps(body: Json) -> bytes:
+def dumps(value: object) -> bytes:
     """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def pieces(body: Json) -> Iterator[bytes]:
     """Encode a body with long lists as `dumps` does. It lets other threads run after each piece of a list."""
     for index, (name, value) in enumerate(body.items()):
-        yield b"%b%b:" % (b"," if index else b"{", json.dumps(name).encode())
+        yield b"%b%b:" % (b"," if index else b"{", dumps(name))
         if isinstance(value, list) and len(value) > PIECE_ITEMS:
             for start in range(0, len(value), PIECE_ITEMS):
-                piece = json.dumps(value[start : start + PIECE_ITEMS], separators=(",", ":"), allow_nan=False)
-                yield (b"," if start else b"[") + piece[1:-1].encode()
+                yield (b"," if start else b"[") + dumps(value[start : start + PIECE_ITEMS])[1:-1]
             yield b"]"
         else:
-            yield json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+            yield dumps(value)
     yield b"}"
 
 
