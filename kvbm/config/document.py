@@ -130,9 +130,13 @@ def parse_file(path: Path, *, noun: str) -> tuple[Document, list[ProfileError]]:
     try:
         text = decoded(read_at_most(path, MAX_FILE_BYTES))
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ProfileError(f"cannot read the {noun} `{path}`: {reason[0].lower()}{reason[1:]}") from None
+        raise cannot_read(f"the {noun} `{path}`", error) from None
     return parse_document(text, label=str(path), noun=noun)
+
+
+def cannot_read(what: str, error: OSError | ValueError) -> ProfileError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ProfileError(f"cannot read {what}: {reason[0].lower()}{reason[1:]}")
 
 
 def decoded(contents: bytes) -> str:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from kvbm.config.document import Source, decoded
+from kvbm.config.document import Source, cannot_read, decoded
 from kvbm.config.foreign import OWN
 from kvbm.config.relative_paths import absolute_path
 from kvbm.config.variables import variable_names
@@ -131,8 +131,7 @@ def _contents(file: str) -> str:
             contents = read_at_most(Path(file).expanduser(), MAX_BYTES)
         return decoded(contents)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ProfileError(f"cannot read `{shown(file)}`: {reason[0].lower()}{reason[1:]}") from None
+        raise cannot_read(f"`{shown(file)}`", error) from None
 
 
 def _as_data(found: Imported, taken: Launch, others: list[Launch], file: str, text: str) -> dict[str, object]:

@@ -19,7 +19,7 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.findings import remove_mistaken
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE, flag_name
 from kvbm.config.interpolation import is_interpolated
-from kvbm.config.layers import merge
+from kvbm.config.layers import ARGUMENTS, merge
 from kvbm.config.load import examine_written
 from kvbm.config.sizes import exact_size
 from kvbm.config.trtllm_options import SAME_OPTION
@@ -34,7 +34,6 @@ from kvbm_cli.profile.text import scalar
 from kvbm_cli.terminal.printable import commentable
 
 WIDTH = 118
-ARGUMENTS = "engine.arguments"
 SERVER_PORT = 8000  # the default of `server.port`
 OF_TRTLLM = ("DYN_KVBM_TRTLLM_ZMQ_PORT", "DYN_KVBM_NCCL_MLA_MODE", "DYN_KVBM_NCCL_MAX_CTAS")
 OF_LMCACHE = {  # the key, and the variable of kvbm that sets it
@@ -164,7 +163,7 @@ def _sections(document: Mapping[str, Entry], path: str = "") -> Iterator[str]:
     indent = "  " * path.count(".")
     for name, entry in document.items():
         here, comment = f"{path}{name}", _comment(entry.source)
-        is_flag = here.startswith(f"{ARGUMENTS}.")
+        is_flag = here.startswith(ARGUMENTS)
         if entry.section is None or (is_flag and not entry.section):
             yield f"{indent}{scalar(name)}: {scalar(_escaped(here, entry.value))}{comment}"
         elif entry.section:
@@ -307,7 +306,7 @@ class _Draft:
             if isinstance(size, int) and size > 0:
                 self.put("tiers.host.capacity", exact_size(size), f"host_cache_size: {size}", line)
             text = written.partition(" ")[0] if isinstance(value, dict) else written
-            self.put(f"{ARGUMENTS}.{name}", value, text, line)
+            self.put(f"{ARGUMENTS}{name}", value, text, line)
 
     def _take_connector(self, value: Any, line: int) -> None:
         """Take over what kvbm does not set itself, and the size of host memory of another connector."""
@@ -318,7 +317,7 @@ class _Draft:
         ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
         if isinstance(value, dict) and names == [CONNECTOR]:
             if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
-                self.put(f"{ARGUMENTS}.kv_transfer_config", rest, line=line)
+                self.put(f"{ARGUMENTS}kv_transfer_config", rest, line=line)
             return
         reason = _PAIR if _PAIR_CONNECTORS & set(names) else "kvbm replaces this connector"
         self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or text}", reason, line)
@@ -369,7 +368,7 @@ class _Draft:
         source = entry.source if entry is not None else Source("", "")
         if not remove_mistaken(self.document, [mistake]):
             return False
-        self.leave(source.text or mistake.key.removeprefix(f"{ARGUMENTS}."), _reason(mistake), source.line or 0)
+        self.leave(source.text or mistake.key.removeprefix(ARGUMENTS), _reason(mistake), source.line or 0)
         return True
 
 
