@@ -35,6 +35,9 @@ if sys.argv[2:]:
         os.write(file, b"x")
         os.fsync(file)
         os.close(file)
+        file = os.open(name, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # not from the page cache
+        os.read(file, 1)
     finally:
         os.unlink(name)
 for home, _, files in os.walk(path):

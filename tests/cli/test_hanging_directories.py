@@ -89,7 +89,7 @@ def test_an_engine_may_start_although_its_directory_hangs(hanging, tmp_path):
     assert "does not answer within" in problem.error.message
 
 
-@pytest.mark.parametrize("what", ["open", "changes", "list"])
+@pytest.mark.parametrize("what", ["open", "reads", "changes", "list"])
 def test_an_empty_or_missing_directory_that_hangs_is_noticed(tmp_path, what):
     with mounted_and_obeying(tmp_path) as (point, order):
         (point / "disk").mkdir()
