@@ -127,12 +127,40 @@ def test_long_bodies_are_parsed_one_at_a_time_also_of_clients_that_left(monkeypa
 
     async def use(client: Client) -> None:
         sent = [asyncio.create_task(client.post(COMPLETIONS, prompt="x" * 100_000)) for _ in range(2)]
-        assert await asyncio.to_thread(began.acquire, timeout=60)
-        sent[0].cancel()  # or sent[1]: either of them may be the one that is parsed
-        assert (await client.get("/health"))[0] == 200
-        assert len(seen) == 1
-        may_end.set()
+        try:
+            assert await asyncio.to_thread(began.acquire, timeout=60)
+            sent[0].cancel()  # or sent[1]: either of them may be the one that is parsed
+            assert (await client.get("/health"))[0] == 200
+            assert not await asyncio.to_thread(began.acquire, timeout=0.5)
+            assert len(seen) == 1
+        finally:
+            may_end.set()
         assert (await sent[1])[0] == 400
+
+    serve(WrittenEngine(), use)
+
+
+def test_a_usual_body_is_parsed_while_a_long_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    long_began, long_may_end = threading.Event(), threading.Event()
+
+    def read_json(body: bytes) -> dict[str, Any]:
+        if len(body) > 300_000:
+            long_began.set()
+            assert long_may_end.wait(60)
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    monkeypatch.setattr(openai_requests, "read_json", read_json)
+
+    async def use(client: Client) -> None:
+        long = asyncio.create_task(client.post(COMPLETIONS, prompt="x" * 300_000))
+        try:
+            assert await asyncio.to_thread(long_began.wait, 60)
+            assert (await asyncio.wait_for(client.post(COMPLETIONS, prompt="x" * 100_000), 30))[0] == 400
+            assert not long.done()
+        finally:
+            long_may_end.set()
+        assert (await long)[0] == 400
 
     serve(WrittenEngine(), use)
 

@@ -39,17 +39,18 @@ class Served:
     """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
     blocks until the engine thread has ended, its methods may be called on the event loop.
 
-    `parser` is the thread for long bodies. It is a single one, so that between two of them the others get their turn,
-    also if the clients do not wait for an answer. `turns` order the bodies, the shortest first. `room` is for
-    bodies that are not parsed yet.
+    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, whose order is
+    that of `short_turns`, and one for longer bodies, in that of `long_turns`. `room` is for bodies that are not parsed
+    yet.
     """
 
     engine: Engine
     vocabulary_size: int
     codec: TextCodec
     metrics: EngineMetrics
-    parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="parser"))
-    turns: BodyTurns = field(default_factory=BodyTurns)
+    parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 2, thread_name_prefix="parser"))
+    short_turns: BodyTurns = field(default_factory=BodyTurns)
+    long_turns: BodyTurns = field(default_factory=BodyTurns)
     room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
 
 

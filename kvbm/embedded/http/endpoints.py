@@ -50,7 +50,8 @@ from kvbm.text.outside import shown
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
 BODY_TIMEOUT_S = 60.0
-LONG_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+THREAD_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+LONG_BODY_BYTES = 256 * 2**10  # above, usual prompts do not wait for it
 LONGEST_REST_S = 0.3  # after a long body; the strings of the longest one take less (2 cores)
 SPARE_BYTES = 2**20
 BYTES_PER_TOKEN = 128  # a character of a prompt has up to 12 in JSON
@@ -256,24 +257,25 @@ async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Serv
             "needs: send fewer prompts in one request",
             status=413,
         )
-    if len(body) <= LONG_BODY_BYTES:
+    if len(body) <= THREAD_BODY_BYTES:
         return parse(body)
     return await _parsed_in_turn(parse, body, served)
 
 
 async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
-    """Parse a long body in the parser's thread. It keeps its turn until it is parsed, also if the client has left, and
+    """Parse a body in a thread of the parser. It keeps its turn until it is parsed, also if the client has left, and
     as long again: an event of a stream needs several steps of two threads, which wait while strings are parsed."""
-    await served.turns.take(len(body))
+    turns = served.long_turns if len(body) > LONG_BODY_BYTES else served.short_turns
+    await turns.take(len(body))
     loop, began_s = asyncio.get_running_loop(), time.monotonic()
 
     def give_back(_: object) -> None:
-        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), served.turns.give_back)
+        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turns.give_back)
 
     try:
         parsed = loop.run_in_executor(served.parser, parse, body)
     except BaseException:  # the thread could not be started
-        served.turns.give_back()
+        turns.give_back()
         raise
     parsed.add_done_callback(give_back)
     return await asyncio.shield(parsed)
