@@ -27,6 +27,7 @@ from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
 from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
+from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN
 from kvbm_cli.app import app
@@ -227,6 +228,21 @@ The engine serves the `kvbm_*` series at `/metrics`, together with its own serie
 - [The migration guide](../guide/migrate-from-nvidia.md#dashboards) describes the panels of NVIDIA's dashboard.
 """
 
+SERIES_HEAD = """\
+## Series by tier and engine
+
+These series follow the conventions of Prometheus. They have the label `engine`: the number of the engine in a
+data-parallel server. Tiers are `device`, `host`, `disk` and `object`; an engine has no series of tiers that it does not
+have.
+
+- With several API servers (`--api-server-count`), vLLM serves no `kvbm_*` series at its own `/metrics`. Use
+  `metrics.serve`.
+- `kvbm_prompt_tokens_total` agrees with the `usage` of the answers. vLLM's engine knows no stop strings: a request that
+  one ends counts as aborted.
+- Join with `kvbm_info` for the model: `rate(kvbm_prompt_tokens_total[5m]) * on(instance, engine) group_left(model)
+  kvbm_info`.
+"""
+
 COMMANDS_HEAD = """\
 # Commands
 
@@ -322,12 +338,18 @@ def variables_page() -> str:
     return "\n".join([NOTE, "", VARIABLES_HEAD.rstrip(), *honoured, "", NO_EFFECT_HEAD.rstrip(), *others, ""])
 
 
-GAUGES = (*HIT_RATES.values(), *BLOCKS.values(), *DISK_GAUGES.items())
+UPSTREAM_GAUGES = (*HIT_RATES.values(), *BLOCKS.values(), *DISK_GAUGES.items())
 
 
 def metrics_page() -> str:
     lines = [NOTE, "", METRICS_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
     lines += [f"| `{name}` | {_series_kind(about)} | {about} |" for name, (_, about) in COUNTERS.items()]
+    lines += [f"| `{name}` | gauge | {about} |" for name, about in UPSTREAM_GAUGES]
+    lines += ["", SERIES_HEAD, "| metric | type | meaning |", "| --- | --- | --- |"]
+    for name, family in COUNTED.items():
+        labels = f"{{{', '.join(family.labels)}}}" if family.labels else ""
+        lines.append(f"| `{name}_total{labels}` | counter | {family.about} |")
+    lines += [f"| `{name}` | histogram | {about} |" for name, about in HISTOGRAMS]
     lines += [f"| `{name}` | gauge | {about} |" for name, about in GAUGES]
     return "\n".join([*lines, ""])
 

@@ -5,15 +5,17 @@ offloaded when it is registered, and as onboarded when the engine may read it.
 
 The names of NVIDIA's KVBM metrics are kept exactly, so that its dashboards continue to work. Its counters have no
 `_total` suffix, which the Prometheus client would add to metrics of type `counter`. So all counters are exported
-untyped; `rate()` works on them.
+untyped; `rate()` works on them. `observe/series.py` exports the same counts with labels and under the names that
+Prometheus recommends.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbm.types import Tier
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 WINDOW_REQUESTS = 1000
+TRANSFER_BOUNDS_S = tuple(0.0005 * 4**i for i in range(8))  # 0.5 ms to 8.2 s
+MATCH_BOUNDS_S = tuple(0.000016 * 4**i for i in range(8))  # 16 µs to 0.26 s
 REST = 4  # times as long as a page has taken passes before the next one: nothing else of the process runs meanwhile
 HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
 _LOWER = {Tier.DISK: "disk", Tier.SHARED: "shared"}
@@ -34,9 +38,33 @@ def _counter(about: str, *, name: str = "") -> Any:
     return field(default=0, metadata={"name": name, "about": about})
 
 
+class Durations:
+    """A histogram of durations: `counts[i]` are those up to `bounds_s[i]`, the last one those above all bounds."""
+
+    __slots__ = ("bounds_s", "counts", "sum_s")
+
+    def __init__(self, bounds_s: tuple[float, ...] = TRANSFER_BOUNDS_S) -> None:
+        self.bounds_s = bounds_s
+        self.counts = [0] * (len(bounds_s) + 1)
+        self.sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds_s, seconds)] += 1
+        self.sum_s += seconds
+
+
+def _durations() -> dict[str, Durations]:
+    pairs = ("device-host", "host-device", "host-disk", "disk-host", "host-object", "object-host")
+    return {"match": Durations(MATCH_BOUNDS_S), **{pair: Durations() for pair in pairs}}
+
+
 @dataclass(slots=True)
 class Counters:
-    """Totals since the leader started, with the unit in the name. A block counts once for all ranks."""
+    """Totals since the leader started, with the unit in the name. A block counts once for all ranks.
+
+    Those without a text have no series of their own: they are parts of one in `observe/series.py`. `durations` are by
+    source and target of a transfer, and `match`.
+    """
 
     matched_tokens: int = _counter("prompt tokens loaded from the cache instead of computed")
     offload_blocks: int = _counter(
@@ -144,12 +172,50 @@ class Counters:
     faults: int = _counter(
         "exceptions of kvbm that were stopped before they reached the engine; its log has the first one"
     )
+    prompt_device_tokens: int = 0
+    prompt_host_tokens: int = 0
+    prompt_disk_tokens: int = 0
+    prompt_shared_tokens: int = 0
+    prompt_computed_tokens: int = 0
+    prompt_aborted_tokens: int = 0
+    saved_prefill_s: float = 0.0
+    matches_whole: int = 0
+    matches_partial: int = 0
+    matches_none: int = 0
+    host_reset_blocks: int = 0
+    disk_evicted_blocks: int = 0
+    disk_reset_blocks: int = 0
+    disk_admitted_blocks: int = 0
+    shared_admitted_blocks: int = 0
+    shared_rejected_blocks: int = 0
+    onboard_copy_failed_blocks: int = 0
+    disk_write_failed_blocks: int = 0
+    disk_read_failed_blocks: int = 0
+    disk_damaged_blocks: int = 0
+    shared_write_failed_blocks: int = 0
+    shared_read_failed_blocks: int = 0
+    shared_damaged_blocks: int = 0
+    shared_absent_blocks: int = 0
+    durations: dict[str, Durations] = field(default_factory=_durations, compare=False)
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
     def add(self, name: str, tier: Tier, count: int) -> None:
         """Add to the counter of a lower tier. `name` has `{}` in place of `disk` or `shared`."""
         name = name.format(_LOWER[tier])
         setattr(self, name, getattr(self, name) + count)
+
+    def count_prompt(self, tokens: int, *, device: int, external: int, disk: int, shared: int) -> None:
+        """Count the prompt of a completed request: `device` tokens were in G1, `external` ones were loaded, at most
+        `disk` and `shared` of them from lower tiers."""
+        device = min(device, tokens)
+        external = min(external, tokens - device)
+        disk = min(disk, external)
+        shared = min(shared, external - disk)
+        self.prompt_device_tokens += device
+        self.prompt_host_tokens += external - disk - shared
+        self.prompt_disk_tokens += disk
+        self.prompt_shared_tokens += shared
+        self.prompt_computed_tokens += tokens - device - external
 
     def hits(self) -> tuple[int, int, int, int]:
         """Return (blocks loaded from G2, from G3, from G4, prompt blocks looked up) for the last finished requests."""
@@ -161,6 +227,8 @@ class Counters:
         *loaded, probed = self.hits()
         return loaded[HIT_TIERS.index(tier)] / probed if probed else 0.0
 
+
+TOTALS = tuple(one.name for one in fields(Counters) if one.default is not MISSING)  # attributes that are numbers
 
 # metric name -> (attribute of Counters, help)
 COUNTERS: dict[str, tuple[str, str]] = {
@@ -186,6 +254,17 @@ DISK_GAUGES: dict[str, str] = {
 }
 
 TierBlocks = dict[Tier, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while an engine lives. `block_bytes`: of one block, over all ranks. `info` are the labels of
+    `kvbm_info`, `startup_s` the seconds that each phase of the start took, as far as they are known."""
+
+    block_bytes: int
+    has_shared: bool
+    info: dict[str, str] = field(default_factory=dict)
+    startup_s: dict[str, float] = field(default_factory=dict)
 
 
 class KvbmCollector:

@@ -33,7 +33,8 @@ class SegmentInfo:
     `block_bytes` are payload. `layout_digest` names the order of the bytes inside a block.
 
     `replica_count` ranks with equal KV use one segment together; `replica` is the number of this one, from 0 on. Each
-    rank sends its own `pid` and `fd`, also if it has only opened the memory of replica 0.
+    rank sends its own `pid` and `fd`, also if it has only opened the memory of replica 0. `ready_s`: how long
+    its allocation took.
     """
 
     rank: int
@@ -46,3 +47,4 @@ class SegmentInfo:
     layout_digest: str
     replica: int = 0
     replica_count: int = 1
+    ready_s: float = 0.0

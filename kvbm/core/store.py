@@ -167,6 +167,11 @@ class BlockStore:
         return self._free_count + self._inactive_count
 
     @property
+    def registered(self) -> int:
+        """Blocks that can be found."""
+        return len(self._index)
+
+    @property
     def free(self) -> int:
         """Blocks that `allocate` can return without an eviction."""
         return self._free_count

@@ -81,7 +81,7 @@ def _load(flags: argparse.Namespace, report: Callable[[str], None]) -> Served:
             "cache_dtype": config.dtype,
             "enable_prefix_caching": str(config.prefix_caching),
         },
-        connector=None if connector is None else connector[0].metrics(),
+        connector=() if connector is None else connector[0].metrics(),
     )
     return Served(engine, engine.model.vocabulary_size, TextCodec(engine.model.tokenizer), metrics)
 

@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
@@ -22,6 +23,7 @@ from kvbm.hashing import HASH_BYTES
 from kvbm.leader.opening import EngineAtStart, Progress, known, open_leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.metrics import KvbmCollector
+from kvbm.observe.series import EngineReport, SeriesCollector
 from kvbm.observe.telemetry import Telemetry
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo
@@ -109,10 +111,12 @@ class KvbmScheduler:
             return
         traits = EngineTraits(self._handshake.block_tokens, hash_bytes=HASH_BYTES, gives_up_blocks=True)
         pool, segments = self._pool, self._handshake.segments
+        model = PurePath(str(self._profile.engine.model)).name
+        info = {"engine_name": "embedded", "model": model, "dtype": str(self._profile.engine.arguments.dtype)}
         self._guarded = open_leader(
             self.boundary,
             self._profile.connector_config(),
-            EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress),
+            EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress, info),
             LeaderCallbacks(pool.hold, pool.release, self._tenant_of, self._telemetry.trace),
         )
         self._telemetry.watch(self._guarded)
@@ -153,9 +157,23 @@ class KvbmScheduler:
 
     @hook(when_off=True)
     def request_finished(self, request: Request) -> None:
+        self._count_prompt(request)
         self._requests.pop(request.request_id, None)
         self._starts.pop(request.request_id, None)
         self._cache.finish(request.request_id, request.block_hashes)
+
+    @contained()
+    def _count_prompt(self, request: Request) -> None:
+        if request.finish_reason is None:
+            self._cache.counters.prompt_aborted_tokens += request.num_prompt_tokens
+            return
+        self._cache.counters.count_prompt(
+            request.num_prompt_tokens,
+            device=request.num_cached_tokens,
+            external=request.num_external_tokens,
+            disk=request.num_disk_tokens,
+            shared=request.num_shared_tokens,
+        )
 
     @hook(StepPlan(step=0), when_off=True)
     def build_connector_meta(self, output: SchedulerOutput) -> StepPlan:
@@ -189,8 +207,11 @@ class KvbmScheduler:
     def reset_cache(self) -> bool:
         return self._cache.reset()
 
-    def metrics(self) -> KvbmCollector:
-        return KvbmCollector(self._cache.counters, self._cache.blocks, self._cache.wear)
+    def metrics(self) -> tuple[KvbmCollector, SeriesCollector]:
+        return (
+            KvbmCollector(self._cache.counters, self._cache.blocks, self._cache.wear),
+            SeriesCollector(lambda: {0: EngineReport.of(self._cache)}),
+        )
 
     def shutdown(self) -> None:
         """Write blocks that are only in host memory to disk. Call it before the worker's `shutdown`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -74,6 +75,7 @@ class Segment:
         """
         if slot_count < 1:
             raise InvariantError(f"rank {rank}: segment of {slot_count} slots")
+        began_s = time.monotonic()
         who, length = f"rank {rank}", SegmentGeometry(slot_count, layout.slot_stride, replica_count).length
         shared = SharedMemory.allocate(MEMFD_NAME, length, who=who, nodes=nodes, memory=memory, progress=progress)
         info = SegmentInfo(
@@ -87,7 +89,7 @@ class Segment:
             layout_digest=layout.digest(),
             replica_count=replica_count,
         )
-        return cls._ready(shared, info, pin=pin)
+        return cls._ready(shared, info, began_s, pin=pin)
 
     @classmethod
     def attach(
@@ -108,18 +110,19 @@ class Segment:
                 f"{owner.block_bytes} bytes, although both should have equal KV",
                 hint="set `transfer.share_equal_kv: false`",
             )
+        began_s = time.monotonic()
         fd = open_segment(owner)
         shared = SharedMemory.attach(fd, owner.length, who=f"rank {rank}", progress=progress)
         info = replace(owner, rank=rank, pid=os.getpid(), fd=fd, replica=replica)
-        return cls._ready(shared, info, pin=pin)
+        return cls._ready(shared, info, began_s, pin=pin)
 
     @classmethod
-    def _ready(cls, shared: SharedMemory, info: SegmentInfo, *, pin: bool) -> Segment:
+    def _ready(cls, shared: SharedMemory, info: SegmentInfo, began_s: float, *, pin: bool) -> Segment:
         try:
             if not STORES_ARE_ORDERED:
                 enable_barrier()
             slots_per_pin = shared.pin(f"rank {info.rank}", unit=info.slot_stride) if pin else info.slot_count
-            return cls(shared, info, slots_per_pin)
+            return cls(shared, replace(info, ready_s=time.monotonic() - began_s), slots_per_pin)
         except BaseException:
             shared.close()
             raise

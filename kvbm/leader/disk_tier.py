@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 class _Write:
     source: PinnedBlocks
     target: MutableBlocks
+    blocks: int
+    born_s: float
     is_void: bool = False
 
 
@@ -76,7 +78,8 @@ class DiskTier(LowerTier):
         self._fill(math.inf, waits=True)
         self._filter = FrequencyFilter(threshold=policy.frequency_threshold, max_entries=policy.frequency_entries)
         self._decay_s = clock() + policy.frequency_decay_s
-        self._queue: OrderedDict[bytes, None] = OrderedDict()  # due for a write, in order of arrival
+        self._queue: OrderedDict[bytes, float] = OrderedDict()  # due for a write, in order of arrival: since when
+        self._due_since_s: float | None = None  # the first of them
         self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
         self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
@@ -176,6 +179,7 @@ class DiskTier(LowerTier):
         if self.is_on and self._clock() >= self._rates_due_s:
             self._keep_rates()
         self._begin_writes()
+        self._due_since_s = next(iter(self._queue.values()), None)
 
     def settle(self) -> list[Fetch]:
         ended = []
@@ -205,6 +209,14 @@ class DiskTier(LowerTier):
             return None
         return len(self._queue)
 
+    def queues(self) -> dict[str, tuple[int, float | None]]:
+        writes = list(self._writes.values())
+        blocks = len(self._queue) + sum(write.blocks for write in writes)
+        return {
+            "disk_write": (blocks, writes[0].born_s if writes else self._due_since_s),
+            "disk_read": self.reads.queue(),
+        }
+
     def wear(self) -> dict[str, float]:
         wear = self._disk.wear()
         found = {
@@ -214,6 +226,7 @@ class DiskTier(LowerTier):
         return {name: value for name, value in found.items() if value is not None}
 
     def reset(self, *, ends_persistence: bool) -> None:
+        self._counters.disk_reset_blocks += self.store.registered
         self.store.reset()
         self._filter.clear()
         self._queue.clear()
@@ -245,7 +258,7 @@ class DiskTier(LowerTier):
         absent = [newest_first[index] for index in self.store.missing(newest_first)]
         due = [one for one in absent if one not in self._departing and one not in self._unowned]
         self._queue.clear()
-        self._queue.update(dict.fromkeys(due))
+        self._queue.update(dict.fromkeys(due, began_s))
         in_flight = sum(len(write.source.hashes) for write in self._writes.values())
         before, confirmed = self._counters.disk_offload_blocks, 0
         logged_s = moved_s = began_s
@@ -273,6 +286,7 @@ class DiskTier(LowerTier):
             assert not self._writes, f"{self._writes.keys()} have not ended, and their process has"
             assert self.reads.are_ended, "reads have not ended, and their process has"
             self._losses = self._disk.losses
+            self._counters.disk_reset_blocks += self.store.registered
             self.store.reset()
             self._is_filled = False
             self._awake_until_s = self._clock() + AWAKE_S
@@ -332,7 +346,8 @@ class DiskTier(LowerTier):
         absent = [h for index in self.store.missing(hashes) if (h := hashes[index]) not in self._unowned]
         fresh = [h for h in absent if h not in self._departing and h not in self._queue]
         room = max(0, self._host.capacity_blocks - len(self._queue))
-        self._queue.update(dict.fromkeys(fresh[:room]))
+        self._queue.update(dict.fromkeys(fresh[:room], self._clock()))
+        self._counters.disk_admitted_blocks += min(len(fresh), room)
         self._counters.disk_dropped_blocks += max(0, len(fresh) - room)
 
     def _copy_counters(self) -> None:
@@ -366,6 +381,7 @@ class DiskTier(LowerTier):
             source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
             assert source is not None
             self._counters.disk_dropped_blocks += len(wanted) - len(source.slots)
+            evicted = max(0, len(source.slots) - self.store.free)
             target = self.store.allocate(len(source.slots))
             if target is None or not source.slots:
                 self._counters.disk_dropped_blocks += len(source.slots)
@@ -373,8 +389,9 @@ class DiskTier(LowerTier):
                 if target is not None:
                     target.release()
                 continue
+            self._counters.disk_evicted_blocks += evicted
             ticket = next(self._tickets)
-            self._writes[ticket] = _Write(source, target)
+            self._writes[ticket] = _Write(source, target, len(source.slots), self._clock())
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
             tenants = [self._tenants.get(slot, b"") for slot in source.slots]
@@ -396,15 +413,23 @@ class DiskTier(LowerTier):
         self._counters.disk_only_blocks += len(good) * self._settings.is_buffer
         self._counters.disk_offload_bytes += len(good) * self._settings.block_bytes
         self._counters.disk_failed_blocks += len(hashes) - len(good)
+        self._counters.disk_write_failed_blocks += len(hashes) - len(good)
+        if good:
+            self._counters.durations["host-disk"].observe(self._clock() - write.born_s)
 
     def _end_fetch(self, fetch: Fetch, result: DiskResult) -> None:
         """Register the blocks that have arrived, and delete those that are damaged; others that failed stay on disk."""
         source, is_good = fetch.source, result.is_good
         assert source is not None, "blocks that are read are held"
         if not fetch.is_void:
-            self._counters.disk_failed_blocks += is_good.count(False)
+            failed = is_good.count(False)
+            self._counters.disk_failed_blocks += failed
+            self._counters.disk_damaged_blocks += len(result.damaged)
+            self._counters.disk_read_failed_blocks += failed - len(result.damaged)
         if result.damaged and not fetch.is_void:
             self.store.forget([source.hashes[index] for index in result.damaged])
             self._disk.forget([source.slots[index] for index in result.damaged])
         source.release()
-        self._counters.disk_fetched_blocks += self.reads.arrive(fetch, is_good)
+        if arrived := self.reads.arrive(fetch, is_good):
+            self._counters.disk_fetched_blocks += arrived
+            self._counters.durations["disk-host"].observe(self._clock() - fetch.born_s)

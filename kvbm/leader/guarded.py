@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvbm.host.region import Region
     from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
-    from kvbm.metrics import Counters
+    from kvbm.metrics import Counters, Facts
 
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
 
@@ -83,6 +83,7 @@ class GuardedLeader:
     _close = forwarded("leader", Leader.close)
     blocks = forwarded("leader", Leader.blocks, dict, turns_off=False)
     wear = forwarded("leader", Leader.wear, dict, turns_off=False)
+    queues = forwarded("leader", Leader.queues, dict, turns_off=False)
 
     def onboard(
         self,
@@ -170,6 +171,10 @@ class GuardedLeader:
     @property
     def counters(self) -> Counters:
         return self.leader.counters
+
+    @property
+    def facts(self) -> Facts:
+        return self.leader.facts
 
     def _query(self) -> StepPlan:
         """Repeat the orders in flight as overdue ones, from time to time."""

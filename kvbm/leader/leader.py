@@ -37,7 +37,7 @@ from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.rates import Rates
 from kvbm.leader.request import LiveRequest
 from kvbm.leader.slices import Slices
-from kvbm.metrics import HIT_TIERS, Counters, TierBlocks
+from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
 from kvbm.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -71,11 +71,13 @@ class Leader:
         open_tiers: Sequence[OpenTier] = (),
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
+        self.facts = Facts(settings.block_bytes, has_shared=settings.shared is not None)
         self.counters.shared_off = int(settings.shared is not None)  # without such a tier: its blocks are in doubt
         self._settings = settings
         self._groups = settings.groups
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
+        self._clock = callbacks.clock
         self._trace = callbacks.trace
         traits = settings.traits
         self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
@@ -97,7 +99,7 @@ class Leader:
         self._matching = Matching(context, self.lower_tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
-        self._results = LoadResults(settings, self.counters, self._requests)
+        self._results = LoadResults(settings, self.counters, self._rates, self._requests)
         self._step = 0
         self._has_computed = False  # in the last step
 
@@ -109,7 +111,9 @@ class Leader:
         this prefix into G1, where this request will find it, or that a long chain has not been examined whole.
         """
         end = len(hashes) if end is None else min(end, len(hashes))
+        began_s = self._clock()
         blocks = self._matching.match(self._live(request_id), hashes, start, end)
+        self.counters.durations["match"].observe(self._clock() - began_s)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)
         return blocks
@@ -117,7 +121,9 @@ class Leader:
     def match_groups(self, request_id: str, chains: Sequence[Sequence[bytes]], start: int, end: int) -> int | None:
         """Like `match`, in tokens, for an engine with several KV cache groups. `chains[g]` are the hashes of group g,
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
+        began_s = self._clock()
         tokens = self._matching.match_groups(self._live(request_id), chains, start, end)
+        self.counters.durations["match"].observe(self._clock() - began_s)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
         return tokens
@@ -395,6 +401,9 @@ class Leader:
             host = request.hit_blocks - disk - shared
             self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
             self.counters.finished_requests += 1
+            self.counters.matches_none += not request.hit_blocks
+            self.counters.matches_partial += 0 < request.hit_blocks < request.probed_blocks
+            self.counters.matches_whole += request.hit_blocks >= request.probed_blocks
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
@@ -443,6 +452,18 @@ class Leader:
         """Return the slots of each tier by state."""
         return {store.tier: _by_state(store.counts()) for store in self._stores()}
 
+    def queues(self) -> dict[str, tuple[int, float]]:
+        """Return for each queue how many blocks wait or move, and for how many seconds the oldest ones have. Any thread
+        may call it."""
+        now_s = self._clock()
+        queues = {"offload": self._offloads.queue(), "onboard": self._onboards.queue()}
+        for tier in self.lower_tiers:
+            queues |= tier.queues()
+        return {
+            name: (blocks, max(0.0, now_s - since_s) if blocks and since_s is not None else 0.0)
+            for name, (blocks, since_s) in queues.items()
+        }
+
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics of the drives of lower tiers, by metric name."""
         return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
@@ -466,6 +487,7 @@ class Leader:
         return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
 
     def _forget_all(self) -> None:
+        self.counters.host_reset_blocks += self._host.store.registered
         self._host.store.reset()
         self.counters.resets += 1
         self._offloads.reset()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvbm.leader.rates import Rates
     from kvbm.leader.request import LiveRequest, Load
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
@@ -28,9 +29,12 @@ class LoadResult:
 class LoadResults:
     """Those that `take` has not returned. `requests` are the live ones of the leader."""
 
-    def __init__(self, settings: LeaderSettings, counters: Counters, requests: Mapping[str, LiveRequest]) -> None:
+    def __init__(
+        self, settings: LeaderSettings, counters: Counters, rates: Rates, requests: Mapping[str, LiveRequest]
+    ) -> None:
         self._settings = settings
         self._counters = counters
+        self._rates = rates
         self._requests = requests
         self._untaken: list[LoadResult] = []
 
@@ -60,6 +64,8 @@ class LoadResults:
         request.may_onboard &= not left_out
         if self._is_live(request):
             self._counters.matched_tokens += load.loaded_tokens
+            if rate := self._rates.tokens_per_s:
+                self._counters.saved_prefill_s += load.loaded_tokens / rate
         self._report(request, load.block_ids, left_out)
 
     def fail(self, request: LiveRequest, block_ids: tuple[int, ...], *, is_below: bool = False) -> None:

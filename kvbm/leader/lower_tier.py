@@ -154,6 +154,11 @@ class LowerTier(HostListener, Protocol):
         """Write what is due, as far as the time allows, and end."""
         ...
 
+    def queues(self) -> dict[str, tuple[int, float | None]]:
+        """Return for each queue, by name: how many blocks wait or move, and since when the oldest one. Any thread may
+        call it."""
+        return {}
+
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics by name."""
         return {}

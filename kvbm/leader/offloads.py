@@ -74,6 +74,7 @@ class _OffloadInFlight:
     target: Reservation
     batch: _Batch
     born_step: int
+    born_s: float
     dropped: set[int] = field(default_factory=set)
     is_void: bool = False
     is_held: bool = True
@@ -94,6 +95,7 @@ class Offloads:
         self._settings = context.settings
         self._counters = context.counters
         self._slices = slices
+        self._clock = context.callbacks.clock
         self._step = 0
         self.in_flight: dict[int, _OffloadInFlight] = {}  # from before a copier can run until it has stopped
         self._departing: set[bytes] = set()
@@ -216,7 +218,7 @@ class Offloads:
         self._keeps_unwritten = False
         assert target is not None, (len(batch.hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=tuple(batch.block_ids), slots=target.slots)
-        self.in_flight[order.generation] = _OffloadInFlight(order, target, batch, self._step)
+        self.in_flight[order.generation] = _OffloadInFlight(order, target, batch, self._step, self._clock())
         return (order,)
 
     def overdue(self) -> tuple[Offload, ...]:
@@ -242,6 +244,11 @@ class Offloads:
         """Whether a copy is in flight that is not older than that."""
         youngest = next(reversed(self.in_flight.values()), None)
         return youngest is not None and self._step - youngest.born_step <= within_steps
+
+    def queue(self) -> tuple[int, float | None]:
+        """Return how many blocks wait for their copy or its result, and since when the oldest order has been out."""
+        oldest = next(iter(list(self.in_flight.values())), None)
+        return self._held_blocks, None if oldest is None else oldest.born_s
 
     def are_blocks_held(self) -> bool:
         return self._held_blocks > 0
@@ -308,6 +315,8 @@ class Offloads:
         self._counters.offload_failed_blocks += failed
         self._counters.offload_blocks += registered
         self._counters.offload_bytes += registered * self._settings.block_bytes
+        if registered:
+            self._counters.durations["device-host"].observe(self._clock() - flight.born_s)
         if self._host.listeners:
             of_blocks = list(compress(tenants, is_ready))
             for begin, end in _runs(of_blocks):

@@ -54,6 +54,7 @@ class _Copy:
     load: Load
     source: PinnedBlocks
     born_step: int
+    born_s: float
     is_void: bool = False
 
 
@@ -63,6 +64,7 @@ class Onboards:
         self._host = context.host
         self._tiers = tiers
         self._rates = context.rates
+        self._counters = context.counters
         self._block_pool = context.callbacks
         self._settings = context.settings
         self._clock = context.callbacks.clock
@@ -245,6 +247,12 @@ class Onboards:
         """Whether a load has ended since the last `settle`."""
         return bool(self._ended)
 
+    def queue(self) -> tuple[int, float | None]:
+        """Return how many blocks are being copied to G1, and since when the oldest copy has been ordered."""
+        copies = list(self.in_flight.values())
+        blocks = sum(len(copy.order.block_ids) for copy in copies)
+        return blocks, copies[0].born_s if copies else None
+
     def is_reading(self) -> bool:
         """Whether a load waits for blocks from a lower tier, or for the turn of its next slice."""
         return bool(self._fetches or self._in_slices) or any(load.waiting for load in self._reading)
@@ -285,7 +293,7 @@ class Onboards:
             slot_generations=self._host.generations_of(slots),
             block_ids=part.block_ids,
         )
-        self.in_flight[order.generation] = _Copy(order, load, source, self._step)
+        self.in_flight[order.generation] = _Copy(order, load, source, self._step, self._clock())
         self._orders.append(order)
 
     def _begin_slices(self) -> None:
@@ -328,8 +336,11 @@ class Onboards:
         self._lanes.append(order.lane)
         self._has_moved |= load in self._reading
         self._close(load, order.block_ids)
-        if not is_ready:
+        if is_ready:
+            self._counters.durations["host-device"].observe(self._clock() - copy.born_s)
+        else:
             if not copy.is_void:
+                self._counters.onboard_copy_failed_blocks += len(order.block_ids)
                 self._host.store.forget(copy.source.hashes)
             self._fail(load)
         copy.source.release()

@@ -95,6 +95,11 @@ class OpenReads:
         self._hung = 0
         self._checked_s = clock()
 
+    def queue(self) -> tuple[int, float | None]:
+        """Return how many blocks are being read, and since when the oldest read has been open."""
+        oldest = next(iter(list(self._open.values())), None)
+        return self._blocks, None if oldest is None else oldest.born_s
+
     @property
     def are_hung(self) -> bool:
         """Whether a read hangs. If so, begin no other one."""

@@ -12,9 +12,11 @@ content have equal namespaces, on all machines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
@@ -53,27 +55,44 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineAtStart:
     """What an integration knows of its engine. `g1_blocks` is the number of blocks in device memory. `identity` is
-    called only if there is a tier below host memory. `progress` follows the allocation of disk space."""
+    called only if there is a tier below host memory. `progress` follows the allocation of disk space. `info` are labels
+    of the metric `kvbm_info`."""
 
     segments: Sequence[SegmentInfo]
     traits: EngineTraits
     g1_blocks: int
     identity: Callable[[], Future[Identity]]
     progress: Progress | None = None
+    info: Mapping[str, str] = field(default_factory=dict)
 
 
 def open_leader(
     boundary: Boundary, config: ConnectorConfig, engine: EngineAtStart, callbacks: LeaderCallbacks
 ) -> GuardedLeader:
     """Return the leader of an engine. Raises EnvironmentProblem."""
-    region = Region.map(engine.segments)
+    phases_s = {"memory": max(segment.ready_s for segment in engine.segments)}
+    with _timed(phases_s, "map"):
+        region = Region.map(engine.segments)
     try:
         settings = LeaderSettings.of(config, engine.segments, engine.traits, g1_blocks=engine.g1_blocks)
-        disk, shared = open_tiers(config, engine, settings)
-        return GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
+        with _timed(phases_s, "tiers"):
+            disk, shared = open_tiers(config, engine, settings)
+        with _timed(phases_s, "blocks"):
+            leader = GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
     except BaseException:
         region.close()
         raise
+    leader.facts.startup_s.update(phases_s)
+    counts = {"block_tokens": str(engine.traits.block_tokens), "ranks": str(len(engine.segments))}
+    leader.facts.info.update({**counts, **engine.info})
+    return leader
+
+
+@contextmanager
+def _timed(phases_s: dict[str, float], phase: str) -> Iterator[None]:
+    began_s = time.monotonic()
+    yield
+    phases_s[phase] = time.monotonic() - began_s
 
 
 def lower_tiers(disk: DiskSupervisor | None, shared: SharedClient | None) -> list[OpenTier]:

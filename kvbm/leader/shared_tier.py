@@ -62,6 +62,7 @@ class _Due:
 class _ExtentWrite:
     extent: Extent
     source: PinnedBlocks
+    born_s: float
 
 
 @dataclass(slots=True)
@@ -233,6 +234,14 @@ class SharedTier(LowerTier):
         self._to_replace.clear()
         self.reads.void()
 
+    def queues(self) -> dict[str, tuple[int, float | None]]:
+        writes = list(self._writes.values())
+        extents = len(self._queue) + len(writes)
+        return {
+            "object_write": (extents * self.extent_blocks, writes[0].born_s if writes else None),
+            "object_read": self.reads.queue(),
+        }
+
     def drop_results(self) -> None:
         self._client.poll()
 
@@ -308,11 +317,13 @@ class SharedTier(LowerTier):
         if self._policy.writes == "frequency" and not replaces:
             self._filter.hit([name])
             if self._filter.count(name) < self._policy.frequency_threshold:
+                self._counters.shared_rejected_blocks += self.extent_blocks
                 return
         if len(self._queue) * self.extent_blocks < self._host.capacity_blocks:
             extent = Extent(tuple(hashes[stop - self.extent_blocks : stop]))
             due_s = self._clock() + JITTER_S * self._random.random()
             self._queue[name] = _Due(extent, tenant, due_s, replaces)
+            self._counters.shared_admitted_blocks += self.extent_blocks
         else:
             self._counters.shared_dropped_blocks += self.extent_blocks
 
@@ -334,7 +345,7 @@ class SharedTier(LowerTier):
                 self._put_off(due)
                 continue
             ticket = next(self._tickets)
-            self._writes[ticket] = _ExtentWrite(due.extent, source)
+            self._writes[ticket] = _ExtentWrite(due.extent, source, self._clock())
             self._departing.add(due.extent.name)
             generations = self._host.generations_of(source.slots)
             self._client.submit(
@@ -356,6 +367,7 @@ class SharedTier(LowerTier):
         if result.outcome not in (Outcome.GOOD, Outcome.EXISTS):
             self._counters.object_write_failures += 1
             self._counters.shared_dropped_blocks += count
+            self._counters.shared_write_failed_blocks += count
             return
         if not self._has_ended:
             self.presence.add([write.extent.name])
@@ -363,6 +375,7 @@ class SharedTier(LowerTier):
         if result.outcome is Outcome.GOOD:
             self._counters.shared_offload_blocks += count
             self._counters.shared_offload_bytes += count * self._block_bytes
+            self._counters.durations["host-object"].observe(self._clock() - write.born_s)
 
     def _end_fetch(self, fetch: Fetch, result: ObjectResult) -> None:
         """Register the blocks that have arrived. An extent that could not be read is forgotten."""
@@ -377,12 +390,18 @@ class SharedTier(LowerTier):
             return
         fetch.is_copy = result.is_copy
         self._counters.shared_fetched_blocks += self.reads.arrive(fetch, (True,) * len(fetch.hashes))
+        self._counters.durations["object-host"].observe(self._clock() - fetch.born_s)
 
     def _note_failed_read(self, name: bytes, blocks: int, result: ObjectResult) -> None:
         self._counters.shared_failed_blocks += blocks
         self._counters.object_read_failures += 1
         if result.outcome is Outcome.BAD:
+            self._counters.shared_damaged_blocks += blocks
             self._replace_later(name)
+        elif result.outcome is Outcome.ABSENT:
+            self._counters.shared_absent_blocks += blocks
+        else:
+            self._counters.shared_read_failed_blocks += blocks
         if result.outcome is not Outcome.FAILED or self._client.is_on:
             self.presence.erase(name)
 

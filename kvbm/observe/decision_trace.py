@@ -51,7 +51,7 @@ class DecisionTrace:
         self._written_bytes = 0
         self._is_broken = False
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
-        self._events.put((time.time(), "begin", {"format": FORMAT, "kvbm": _version(), "pid": os.getpid()}))
+        self._events.put((time.time(), "begin", {"format": FORMAT, "kvbm": kvbm_version(), "pid": os.getpid()}))
         self._thread = threading.Thread(target=self._run, name="kvbm-record", daemon=True)
         self._thread.start()
         log.info("kvbm: recording decisions in %s", self.path)
@@ -117,7 +117,8 @@ def _create_file(directory: Path) -> tuple[Path, int]:
         ) from None
 
 
-def _version() -> str:
+def kvbm_version() -> str:
+    """Return the installed version."""
     try:
         return metadata.version("kvbm-cli")
     except metadata.PackageNotFoundError:

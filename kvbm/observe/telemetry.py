@@ -13,6 +13,7 @@ from kvbm.metrics import KvbmCollector
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.hit_rate_log import HitRateLog
 from kvbm.observe.metrics_server import HOST, MetricsServer
+from kvbm.observe.series import EngineReport, SeriesCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ class Telemetry:
     """
 
     def __init__(self, settings: MetricsSection, *, engine: int = 0) -> None:
+        self._engine = engine
         self._log_interval_s = settings.log_interval_s
         self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
         self._log: HitRateLog | None = None
@@ -47,6 +49,7 @@ class Telemetry:
             self._trace.counters = leader.counters
         if self._server is not None:
             self._server.show(KvbmCollector(leader.counters, leader.blocks, leader.wear))
+            self._server.show(SeriesCollector(lambda: {self._engine: EngineReport.of(leader)}))
         if self._log_interval_s:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 

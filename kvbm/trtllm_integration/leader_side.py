@@ -69,6 +69,7 @@ class TrackedRequest:
     matched: int = 0
     is_reported: bool = False
     may_save: bool = True
+    loaded_tokens: int = 0
     due_blocks: int = 0
 
 
@@ -110,7 +111,9 @@ class LeaderSide:
         self.leader = open_leader(
             self.boundary,
             self._config,
-            EngineAtStart(segments, traits, reports[0].block_count, self._described),
+            EngineAtStart(
+                segments, traits, reports[0].block_count, self._described, info={"engine_name": "tensorrt-llm"}
+            ),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
         )
         self._telemetry.watch(self.leader)
@@ -158,6 +161,7 @@ class LeaderSide:
             return
         self._loading[targets] = request_id
         hashes = [tracked.hashes[i] for i in wanted]
+        tracked.loaded_tokens = (end - begin) * self._size
         self.leader.onboard(str(request_id), hashes, 0, targets, tokens=(end - begin) * self._size)
 
     @hook()
@@ -180,6 +184,14 @@ class LeaderSide:
         tracked = self._requests.pop(int(request.request_id), None)
         if self.leader is None or tracked is None:
             return False
+        disk, shared = self.leader.lower_tier_tokens(str(tracked.request_id))
+        self.leader.counters.count_prompt(
+            tracked.prompt_tokens,
+            device=tracked.start * self._size,
+            external=tracked.loaded_tokens,
+            disk=disk,
+            shared=shared,
+        )
         self.leader.finish(str(tracked.request_id), tracked.hashes)
         return any(self._held[block_id] for block_id in (*tracked.block_ids, *self._joined(_by_group(block_ids))))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from kvbm.identity.versions import version_of
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS
 from kvbm.vllm_integration.identity import encodes_by_content
 
@@ -18,7 +20,7 @@ class VllmFacts:
 
     `continues_prompts`: the engine can compute more than the last token of a prompt after a hit. `gives_up_blocks`: it
     frees the blocks of a failed load. `publishes_events`: vLLM publishes KV events. `encodes_here`: the engine computes
-    every encoding of media itself, and from the content alone.
+    every encoding of media itself, and from the content alone. `info`: labels of the metric `kvbm_info`.
     """
 
     rank_count: int
@@ -28,6 +30,7 @@ class VllmFacts:
     gives_up_blocks: bool = True
     publishes_events: bool = False
     encodes_here: bool = True
+    info: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> VllmFacts:
@@ -43,7 +46,18 @@ class VllmFacts:
             gives_up_blocks=KNOWS_FAILED_REQUESTS,
             publishes_events=bool(events and events.enable_kv_cache_events),
             encodes_here=encodes_by_content(vllm_config),
+            info=_info(vllm_config),
         )
+
+
+def _info(vllm_config: VllmConfig) -> dict[str, str]:
+    model = vllm_config.model_config
+    return {
+        "engine_name": "vllm",
+        "engine_version": version_of("vllm"),
+        "model": PurePath(str(model.model)).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
 
 
 def rank_count_of(vllm_config: VllmConfig) -> int:

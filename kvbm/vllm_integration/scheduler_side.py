@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import PrefillStats
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -81,8 +82,8 @@ class SchedulerSide:
         self._handshakes: list[Handshake] = []
         self._requests: dict[str, VllmRequest] = {}
         self._failed_loads: list[LoadResult] = []
+        self._prefills: dict[str, PrefillStats] = {}  # what vLLM reports as a request's usage
         self._loading: set[str] = set()  # requests whose load belongs to the step being scheduled
-        self._has_lower_tiers = config.tiers.disk is not None or config.tiers.shared is not None
         self._step = (0, 0.0)  # tokens of the current step, and when it was scheduled
         self._stats = StatsSource()
         self._adapters = Adapters()
@@ -148,7 +149,9 @@ class SchedulerSide:
         self.leader = open_leader(
             self.boundary,
             self._config,
-            EngineAtStart(segments, traits, len(self._pool.blocks), self._identity_of_blocks, progress),
+            EngineAtStart(
+                segments, traits, len(self._pool.blocks), self._identity_of_blocks, progress, self._facts.info
+            ),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
         )
         self._telemetry.watch(self.leader)
@@ -225,6 +228,8 @@ class SchedulerSide:
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         if self.leader is None:
             return
+        if (prefill := getattr(request, "prefill_stats", None)) is not None:
+            self._prefills[request.request_id] = prefill
         if not external_tokens:
             self._offload_hit_in_g1(request, blocks)
         elif not self._onboard(request, blocks, external_tokens):
@@ -278,6 +283,7 @@ class SchedulerSide:
     @hook(when_off=True)
     def end_request(self, request: Request) -> None:
         self._media.end(request)
+        self._count_prompt(request)
         tracked = self._requests.pop(request.request_id, None)
         self._due_tokens.pop(request.request_id, None)
         if request.request_id in self._stale and tracked is not None:
@@ -285,6 +291,25 @@ class SchedulerSide:
             self._stale.discard(request.request_id)
         if self.leader is not None and tracked is not None:
             self.leader.finish(request.request_id, *self._tables.chains(tracked))
+
+    @contained()
+    def _count_prompt(self, request: Request) -> None:
+        """Count the prompt as vLLM does in the usage. If a stop string ends a request, vLLM's engine sees an abort."""
+        if self.leader is None:
+            return
+        prefill = self._prefills.pop(request.request_id, None)
+        reason = request.get_finished_reason()
+        if prefill is None or reason is None or reason.name in ("ABORT", "ERROR"):
+            self.leader.counters.prompt_aborted_tokens += request.num_prompt_tokens
+            return
+        disk, shared = self.leader.lower_tier_tokens(request.request_id)
+        self.leader.counters.count_prompt(
+            request.num_prompt_tokens,
+            device=prefill.num_local_cached_tokens,
+            external=prefill.num_external_cached_tokens,
+            disk=disk,
+            shared=shared,
+        )
 
     @hook(NOTHING, when_off=True)
     def build_orders(self, output: SchedulerOutput) -> StepOrders:
@@ -322,17 +347,15 @@ class SchedulerSide:
         self._tables.offload(self.leader, due, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
-        if self._has_lower_tiers:
-            self._step = output.total_num_scheduled_tokens, time.monotonic()
+        self._step = output.total_num_scheduled_tokens, time.monotonic()
 
     @hook(when_off=True)
     def settle(self, output: KVConnectorOutput) -> None:
         """Report loads that succeeded. The workers must report failures, one step later."""
         if self.leader is None:
             return
-        if self._has_lower_tiers:
-            tokens, began_s = self._step
-            self.leader.note_step(tokens, time.monotonic() - began_s)
+        tokens, began_s = self._step
+        self.leader.note_step(tokens, time.monotonic() - began_s)
         results = self.leader.settle()
         if not results:
             return

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import fields
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvbm.boundary import Boundary, contained
-from kvbm.metrics import Counters, KvbmCollector, TierBlocks
+from kvbm.metrics import TOTALS, Counters, KvbmCollector, TierBlocks
+from kvbm.observe.series import EngineReport, SeriesCollector
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from kvbm.leader.guarded import GuardedLeader
 
-_NUMBERS = tuple(field.name for field in fields(Counters) if field.name != "hit_window")
-_read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*_NUMBERS)  # for each step: a tenth of a loop's time
+_read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*TOTALS)  # for each step: a tenth of a loop's time
 REPORT_S = 0.5
-WINDOW, BLOCKS, WEAR = "hit_window_blocks", "blocks", "wear"
+WINDOW, BLOCKS, WEAR, SERIES = "hit_window_blocks", "blocks", "wear", "series"
 
 
 class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there when types are checked
@@ -80,11 +81,13 @@ class StatsSource:
             return None
         self._due_s = now_s + REPORT_S
         self._reported = numbers
-        totals = dict(zip(_NUMBERS, numbers, strict=True))
-        blocks = {tier.value: states for tier, states in leader.blocks().items()}
+        totals = dict(zip(TOTALS, numbers, strict=True))
+        report = EngineReport.of(leader)
+        blocks = {tier.value: states for tier, states in report.blocks.items()}
         if self._hits[0] != leader.counters.finished_requests:  # the window is long, and most steps end no request
             self._hits = leader.counters.finished_requests, list(leader.counters.hits())
-        return KvbmStats(data={**totals, WINDOW: self._hits[1], BLOCKS: blocks, WEAR: leader.wear()})
+        others = {WINDOW: self._hits[1], BLOCKS: blocks, WEAR: leader.wear(), SERIES: report.to_data()}
+        return KvbmStats(data={**totals, **others})
 
 
 class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -95,12 +98,12 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self.boundary = Boundary()
         self._latest: dict[int, dict[str, Any]] = {}
         self._counters = Counters()
-        _register(KvbmCollector(self._counters, self._blocks, self._wear))
+        _register(KvbmCollector(self._counters, self._blocks, self._wear), SeriesCollector(self._reports))
 
     @contained()
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._latest[engine_idx] = transfer_stats_data
-        for name in _NUMBERS:
+        for name in TOTALS:
             setattr(self._counters, name, sum(data[name] for data in self._latest.values()))
         self._counters.hit_window.clear()
         self._counters.hit_window.extend(tuple(data[WINDOW]) for data in self._latest.values())
@@ -116,6 +119,15 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return totals
 
     @contained(dict)
+    def _reports(self) -> dict[int, EngineReport]:
+        return {
+            engine: EngineReport.from_data(
+                data, {Tier(tier): states for tier, states in data[BLOCKS].items()}, data[SERIES]
+            )
+            for engine, data in self._latest.items()
+        }
+
+    @contained(dict)
     def _wear(self) -> dict[str, float]:
         """Return the maximum over engines: those that share a drive measure the same value, so a sum would be wrong."""
         found: dict[str, float] = {}
@@ -125,15 +137,16 @@ class KvbmPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         return found
 
 
-_registered: KvbmCollector | None = None
+_registered: tuple[Collector, ...] = ()
 
 
-def _register(collector: KvbmCollector) -> None:
-    """Register the collector, replacing that of a previous engine in this process."""
+def _register(*collectors: Collector) -> None:
+    """Register the collectors, replacing those of a previous engine in this process."""
     from prometheus_client import REGISTRY
 
     global _registered
-    if _registered is not None:
-        REGISTRY.unregister(_registered)
-    REGISTRY.register(collector)
-    _registered = collector
+    for collector in _registered:
+        REGISTRY.unregister(collector)
+    for collector in collectors:
+        REGISTRY.register(collector)
+    _registered = collectors

@@ -182,7 +182,7 @@ class WrittenEngine:
 
 
 def serve_written(engine: WrittenEngine, codec: TextCodec) -> Served:
-    metrics = EngineMetrics("written", stats=engine.stats, cache_config={"block_size": "16"}, connector=None)
+    metrics = EngineMetrics("written", stats=engine.stats, cache_config={"block_size": "16"})
     return Served(engine, VOCABULARY_SIZE, codec, metrics)
 
 

@@ -21,7 +21,7 @@ class SlowMetrics(EngineMetrics):
     """Records when pages were made, which takes PAGE_S."""
 
     def __init__(self) -> None:
-        super().__init__("m", stats=Stats, cache_config={}, connector=None)  # type: ignore[arg-type]
+        super().__init__("m", stats=Stats, cache_config={})  # type: ignore[arg-type]
         self.times_s: list[tuple[float, float]] = []
 
     def exposition(self) -> bytes:

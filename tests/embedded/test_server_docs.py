@@ -23,7 +23,7 @@ def test_every_endpoint_is_documented() -> None:
 
 def test_every_metric_is_documented() -> None:
     engine = WrittenEngine()
-    text = EngineMetrics("m", stats=engine.stats, cache_config={}, connector=None).exposition().decode()
+    text = EngineMetrics("m", stats=engine.stats, cache_config={}).exposition().decode()
     engine.stop()
     names = {line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE ")}
     for name in names:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvbm.metrics import BLOCKS, COUNTERS, HIT_RATES, Counters, KvbmCollector
+from kvbm.metrics import BLOCKS, COUNTERS, HIT_RATES, TOTALS, Counters, KvbmCollector
+from kvbm.observe.series import COUNTED
 from kvbm.types import Tier
 
 
@@ -24,7 +25,9 @@ def test_names_that_dashboards_know_appear_to_the_letter():
 
 def test_every_counter_is_exported_and_belongs_to_one_attribute():
     attributes = [attribute for attribute, _ in COUNTERS.values()]
-    assert sorted(attributes) == sorted(name for name in Counters.__slots__ if name != "hit_window")
+    parts = {attribute for family in COUNTED.values() for attribute in family.rows.values()}
+    assert len(set(attributes)) == len(attributes)
+    assert parts | set(attributes) == set(TOTALS)
     text = scrape(Counters())
     assert all(f"\n{name} " in text for name in COUNTERS)
     assert all(name in text for name, _ in (HIT_RATES[Tier.HOST], BLOCKS[Tier.HOST]))

@@ -42,6 +42,7 @@ import disk_tier
 import identity
 import leader
 import media
+import observe
 import onboards
 import replicas
 import shared
@@ -69,6 +70,7 @@ CACHE = (
     worker,
     replicas,
     media,
+    observe,
     trtllm,
 )
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import threading
@@ -240,6 +241,17 @@ def test_engines_of_one_server_have_ports_that_follow_each_other():
         ports.append(telemetry._server.port)
         telemetry.close()
     assert ports == [base, base + 1]
+
+
+def test_series_have_the_number_of_their_engine_as_label():
+    telemetry = Telemetry(MetricsSection(serve=True, port=0, log_interval_s=0), engine=3)
+    rig = Rig()
+    telemetry.watch(rig.leader)
+    with urllib.request.urlopen(f"http://127.0.0.1:{telemetry._server.port}/metrics", timeout=10) as answer:
+        labels = set(re.findall(r'engine="(\d+)"', answer.read().decode()))
+    assert labels == {"3"}
+    telemetry.close()
+    rig.close()
 
 
 def test_port_that_is_in_use_is_an_error_that_names_variable_and_port():

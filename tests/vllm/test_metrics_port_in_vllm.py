@@ -29,6 +29,12 @@ def scrape(url: str) -> dict[str, float]:
     }
 
 
+def labelled(url: str, name: str) -> list[tuple[dict[str, str], float]]:
+    text = httpx.get(url, trust_env=False).raise_for_status().text
+    families = text_string_to_metric_families(text)
+    return [(one.labels, one.value) for family in families for one in family.samples if one.name == name]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_series_at_a_port_of_their_own_are_those_of_vllm_itself(tmp_path):
@@ -51,6 +57,20 @@ def test_series_at_a_port_of_their_own_are_those_of_vllm_itself(tmp_path):
         assert set(COUNTERS) <= set(own)
         assert {name: vllms[name] for name in COUNTERS} == {name: own[name] for name in COUNTERS}
         assert own["kvbm_host_cache_hit_rate"] > 0
+        for url in (f"http://127.0.0.1:{port}/metrics", f"{server.url}/metrics"):
+            sources = {one["source"]: value for one, value in labelled(url, "kvbm_prompt_tokens_total")}
+            computed = 2 * len(PROMPT) - 3 * BLOCK_TOKENS
+            assert sources == {"device": 0, "host": 3 * BLOCK_TOKENS, "computed": computed}
+            ((info, _),) = labelled(url, "kvbm_info")
+            assert (info["engine"], info["engine_name"], info["block_tokens"]) == ("0", "vllm", str(BLOCK_TOKENS))
+            assert all(value > 0 for _, value in labelled(url, "kvbm_startup_seconds"))
+            assert {one["phase"] for one, _ in labelled(url, "kvbm_startup_seconds")} == {
+                "memory",
+                "map",
+                "tiers",
+                "blocks",
+            }
+            assert sum(value for _, value in labelled(url, "kvbm_saved_prefill_seconds_total")) >= 0
         assert "`DYN_KVBM_LEADER_ZMQ_HOST` has no effect" in server.log()
         server.wait_until("a line of the log", lambda metrics: "cache hit rates of the last" in server.log())
     (recording,) = (tmp_path / ".local/state/kvbm").glob("records-*.jsonl")

@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from manual_pool import ManualPool
@@ -33,13 +34,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvbm.boundary import Boundary
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
 from kvbm.leader.leader import Leader
 from kvbm.leader.load_results import LoadResult
-from kvbm.metrics import Counters
+from kvbm.metrics import Counters, Facts
+from kvbm.observe.series import SeriesCollector
 from kvbm.plan import Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import (
@@ -52,7 +55,7 @@ from kvbm.vllm_integration.cache_groups import (
 from kvbm.vllm_integration.engine_facts import VllmFacts
 from kvbm.vllm_integration.request import UNLIMITED, _limit
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
+from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
 from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
 
@@ -946,10 +949,15 @@ class CountingLeader(Leader):
         return self.is_moving
 
     def blocks(self):
-        return {Tier.HOST: {"free": 3}}
+        return {Tier.HOST: {"free": 3, "evictable": 1}}
 
     def wear(self):
         return {}
+
+    def queues(self):
+        return {"offload": (2, 0.5)}
+
+    facts = Facts(block_bytes=100, has_shared=False, info={"model": "m"}, startup_s={"map": 0.1})
 
 
 def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
@@ -983,6 +991,29 @@ def test_totals_that_change_in_every_step_are_told_twice_per_second_and_at_the_e
     assert told == [1, 11, 21]
     leader.is_moving = False
     assert source.take(leader).data["offload_blocks"] == 25
+
+
+def test_series_of_two_engines_reach_the_process_that_serves_them():
+    collected = KvbmPromMetrics.__new__(KvbmPromMetrics)
+    collected.boundary, collected._latest, collected._counters = Boundary(), {}, Counters()
+    for engine in (0, 1):
+        leader = CountingLeader()
+        leader.counters.offload_bytes = 700 + engine
+        leader.counters.durations["device-host"].observe(0.001)
+        message = msgspec.msgpack.encode(StatsSource().take(leader).data)  # how vLLM sends it
+        collected.observe(msgspec.msgpack.decode(message), engine)
+    found = {
+        (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+        for metric in SeriesCollector(collected._reports).collect()
+        for sample in metric.samples
+    }
+    assert collected.boundary.faults == 0
+    assert found["kvbm_transfer_bytes_total", "0", "device", "host"] == 700
+    assert found["kvbm_transfer_bytes_total", "1", "device", "host"] == 701
+    assert found["kvbm_transfer_seconds_count", "1", "device", "host"] == 1
+    assert found["kvbm_tier_used_bytes", "0", "host"] == 100
+    assert found["kvbm_queue_oldest_seconds", "1", "offload"] == 0.5
+    assert found["kvbm_startup_seconds", "1", "map"] == 0.1
 
 
 @pytest.mark.parametrize("value", [-1, "many", True, 1.5])

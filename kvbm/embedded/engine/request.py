@@ -106,7 +106,8 @@ class RequestOutput:
 @dataclass(eq=False, slots=True)
 class Request:
     """One request inside the engine. `block_hashes` has the hash of every full block of `all_token_ids`. `block_ids` is
-    its G1 block table; the first `registered_blocks` of it were added to the prefix cache."""
+    its G1 block table; the first `registered_blocks` of it were added to the prefix cache. `finish_reason` is None
+    unless a token ended it."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -122,6 +123,7 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
     all_token_ids: list[int] = field(default_factory=list)
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -329,6 +329,7 @@ class Scheduler:
         reason = _finish_reason(request, token_id, stop_token_ids)
         if reason is None:
             return RequestOutput(request.request_id, [token_id], details)
+        request.finish_reason = reason
         self.finish(request)
         return request.last_output(reason, new_token_ids=[token_id], logprobs=details)
 

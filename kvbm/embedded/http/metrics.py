@@ -1,13 +1,13 @@
 """Engine metrics for Prometheus, under the names that vLLM exports, so that vLLM's dashboards and tools work.
 
 The event loop takes the times when an output arrives. Each scrape reads the engine's own counters from
-`Engine.stats()`. A connector adds its own collector.
+`Engine.stats()`. A connector adds its own collectors.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -35,7 +35,7 @@ class EngineMetrics:
         *,
         stats: Callable[[], EngineStats],
         cache_config: dict[str, str],
-        connector: Collector | None,
+        connector: Iterable[Collector] = (),
     ) -> None:
         self._next_page: asyncio.Future[bytes] | None = None
         self._pace = PagePace()
@@ -59,8 +59,8 @@ class EngineMetrics:
         for source in ("local_compute", "local_cache_hit", "external_kv_transfer"):
             self._sources.labels(*self._labels, source)
         self._registry.register(_StatsCollector(stats, self._labels, cache_config))
-        if connector is not None:
-            self._registry.register(connector)
+        for collector in connector:
+            self._registry.register(collector)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)

@@ -1,0 +1,262 @@
+"""Series: what Prometheus shows of the block manager in addition to NVIDIA's names (kvbm/metrics.py).
+
+They follow Prometheus' conventions: counters end in `_total`, units are seconds and bytes, and labels tell tiers,
+reasons and engines apart. Each has the label `engine`, the number of an engine in a data-parallel server. A sample
+exists from the start for each tier that an engine has, so that `rate()` sees the first increase.
+
+The leader's thread writes all numbers, into `Counters`. A collector only reads, in any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvbm.metrics import MATCH_BOUNDS_S, TOTALS, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
+from kvbm.observe.decision_trace import kvbm_version
+from kvbm.types import Tier
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+NAMES = {Tier.HOST: "host", Tier.DISK: "disk", Tier.SHARED: "object"}
+ENGINE = "engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A counter: `rows` has an attribute of `Counters` for each tuple of label values. `in_blocks`: that counts blocks,
+    and the series bytes."""
+
+    about: str
+    labels: tuple[str, ...]
+    rows: Mapping[tuple[str, ...], str]
+    in_blocks: tuple[str, ...] = ()
+
+
+COUNTED: dict[str, Family] = {
+    "kvbm_transfer_bytes": Family(
+        "bytes of blocks that were copied from one tier to another and registered there, or passed to the engine",
+        ("source", "target"),
+        {
+            ("device", "host"): "offload_bytes",
+            ("host", "device"): "onboard_bytes",
+            ("host", "disk"): "disk_offload_bytes",
+            ("disk", "host"): "disk_fetched_blocks",
+            ("host", "object"): "shared_offload_bytes",
+            ("object", "host"): "shared_fetched_blocks",
+        },
+        in_blocks=("disk_fetched_blocks", "shared_fetched_blocks"),
+    ),
+    "kvbm_transfer_failures": Family(
+        "blocks whose transfer failed, by `reason`: `copy`, `io`, `checksum`, `absent` (the object no longer exists), "
+        "or `late` (the engine computed them instead)",
+        ("source", "target", "reason"),
+        {
+            ("device", "host", "copy"): "offload_failed_blocks",
+            ("host", "device", "copy"): "onboard_copy_failed_blocks",
+            ("host", "disk", "io"): "disk_write_failed_blocks",
+            ("disk", "host", "io"): "disk_read_failed_blocks",
+            ("disk", "host", "checksum"): "disk_damaged_blocks",
+            ("disk", "host", "late"): "disk_late_blocks",
+            ("host", "object", "io"): "shared_write_failed_blocks",
+            ("object", "host", "io"): "shared_read_failed_blocks",
+            ("object", "host", "checksum"): "shared_damaged_blocks",
+            ("object", "host", "absent"): "shared_absent_blocks",
+            ("object", "host", "late"): "shared_late_blocks",
+        },
+    ),
+    "kvbm_prompt_tokens": Family(
+        "prompt tokens of completed requests by `source` of their KV; `computed`: the engine computed it",
+        ("source",),
+        {
+            ("device",): "prompt_device_tokens",
+            ("host",): "prompt_host_tokens",
+            ("disk",): "prompt_disk_tokens",
+            ("object",): "prompt_shared_tokens",
+            ("computed",): "prompt_computed_tokens",
+        },
+    ),
+    "kvbm_aborted_prompt_tokens": Family(
+        "prompt tokens of requests that were aborted or failed; in no other series", (), {(): "prompt_aborted_tokens"}
+    ),
+    "kvbm_saved_prefill_seconds": Family(
+        "time that computing the loaded prompt tokens would have taken at the engine's measured rate, without the time "
+        "of loading them",
+        (),
+        {(): "saved_prefill_s"},
+    ),
+    "kvbm_matches": Family(
+        "requests that looked up blocks, at their end, by `result`: the blocks that were not on the device were loaded "
+        "all (`hit`), in part (`partial`), or not at all (`miss`)",
+        ("result",),
+        {("hit",): "matches_whole", ("partial",): "matches_partial", ("miss",): "matches_none"},
+    ),
+    "kvbm_evictions": Family(
+        "blocks that left a tier, by `reason`: `capacity` (for newer ones), `reset` (all were dropped), or `damaged`",
+        ("tier", "reason"),
+        {
+            ("host", "capacity"): "evicted_blocks",
+            ("host", "reset"): "host_reset_blocks",
+            ("disk", "capacity"): "disk_evicted_blocks",
+            ("disk", "reset"): "disk_reset_blocks",
+            ("disk", "damaged"): "disk_damaged_blocks",
+        },
+    ),
+    "kvbm_admissions": Family(
+        "blocks that a tier admitted or rejected, by `reason`: `policy` (as the profile says), `room` (none was left), "
+        "or `evicted` (they left host memory before they were written)",
+        ("tier", "decision", "reason"),
+        {
+            ("host", "admitted", "policy"): "offload_blocks",
+            ("host", "rejected", "room"): "offload_skipped_blocks",
+            ("disk", "admitted", "policy"): "disk_admitted_blocks",
+            ("disk", "rejected", "policy"): "disk_filter_rejected_blocks",
+            ("disk", "rejected", "evicted"): "disk_dropped_blocks",
+            ("object", "admitted", "policy"): "shared_admitted_blocks",
+            ("object", "rejected", "policy"): "shared_rejected_blocks",
+            ("object", "rejected", "evicted"): "shared_dropped_blocks",
+        },
+    ),
+}
+TRANSFER_SECONDS = (
+    "kvbm_transfer_seconds",
+    "time from the order of a transfer to the engine step that sees its end, if it moved a block",
+)
+MATCH_SECONDS = ("kvbm_match_seconds", "time of one lookup of a request's blocks in all tiers")
+USED_BYTES = ("kvbm_tier_used_bytes", "bytes of a tier that hold blocks, or that blocks are on the way to")
+CAPACITY_BYTES = ("kvbm_tier_capacity_bytes", "bytes of blocks that fit into a tier")
+QUEUE_DEPTH = ("kvbm_queue_blocks", "blocks that wait for a transfer or move, by `queue`")
+QUEUE_AGE = ("kvbm_queue_oldest_seconds", "how long the oldest transfer of a queue has been waiting or moving")
+STARTUP = (
+    "kvbm_startup_seconds",
+    "time of a `phase` of the start: `memory` (allocate host memory, the slowest rank), `map`, `tiers` (open disk and "
+    "object store), `blocks` (register those of an earlier engine), `identity` (read the model's files, meanwhile)",
+)
+INFO = ("kvbm_info", "1, with what an engine is as labels")
+INFO_LABELS = ("version", "engine_name", "engine_version", "model", "dtype", "block_tokens", "ranks")
+GAUGES = (USED_BYTES, CAPACITY_BYTES, QUEUE_DEPTH, QUEUE_AGE, STARTUP, INFO)
+HISTOGRAMS = (TRANSFER_SECONDS, MATCH_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The state of one engine, in values that any process can read. `durations` are the counts per
+    bucket and then the sum, by pair of tiers, and of `match`; `queues` are (blocks, seconds)."""
+
+    totals: Mapping[str, float]
+    blocks: TierBlocks
+    queues: Mapping[str, Sequence[float]]
+    durations: Mapping[str, Sequence[float]]
+    facts: Facts
+
+    @classmethod
+    def of(cls, leader: Reporting) -> EngineReport:
+        counters = leader.counters
+        return cls(
+            {name: getattr(counters, name) for name in TOTALS},
+            leader.blocks(),
+            leader.queues(),
+            {name: (*one.counts, one.sum_s) for name, one in counters.durations.items()},
+            leader.facts,
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """Return all but the totals and the blocks, as values that can be sent to another process."""
+        return {"queues": self.queues, "durations": self.durations, "facts": asdict(self.facts)}
+
+    @classmethod
+    def from_data(cls, totals: Mapping[str, float], blocks: TierBlocks, data: Mapping[str, Any]) -> EngineReport:
+        return cls(totals, blocks, data["queues"], data["durations"], Facts(**data["facts"]))
+
+    @property
+    def tiers(self) -> set[str]:
+        """The tiers that the engine has, by name."""
+        lower = {NAMES[Tier.SHARED]} if self.facts.has_shared else set[str]()
+        return {"device", *(NAMES[tier] for tier in self.blocks), *lower}
+
+
+class Reporting(Protocol):
+    """What a leader, guarded or not, offers to a collector."""
+
+    @property
+    def counters(self) -> Counters: ...
+    @property
+    def facts(self) -> Facts: ...
+    def blocks(self) -> TierBlocks: ...
+    def queues(self) -> Mapping[str, Sequence[float]]: ...
+
+
+class SeriesCollector:
+    """A prometheus_client collector of the engines that `reports` returns, by their number."""
+
+    def __init__(self, reports: Callable[[], Mapping[int, EngineReport]]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        reports = {str(engine): report for engine, report in self._reports().items()}
+        for name, family in COUNTED.items():
+            yield _counter(name, family, reports)
+        yield from _histograms(reports)
+        yield from _gauges(reports)
+
+
+def _counter(name: str, family: Family, reports: Mapping[str, EngineReport]) -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    metric = CounterMetricFamily(name, family.about, labels=[*family.labels, ENGINE])
+    for engine, report in reports.items():
+        absent = set(NAMES.values()) - report.tiers
+        for values, attribute in family.rows.items():
+            if absent.isdisjoint(values):
+                each = report.facts.block_bytes if attribute in family.in_blocks else 1
+                metric.add_metric([*values, engine], report.totals[attribute] * each)
+    return metric
+
+
+def _histograms(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
+    from prometheus_client.core import HistogramMetricFamily
+
+    transfers = HistogramMetricFamily(*TRANSFER_SECONDS, labels=["source", "target", ENGINE])
+    matches = HistogramMetricFamily(*MATCH_SECONDS, labels=[ENGINE])
+    for engine, report in reports.items():
+        for name, (*counts, sum_s) in report.durations.items():
+            if name == "match":
+                matches.add_metric([engine], _cumulated(MATCH_BOUNDS_S, counts), sum_s)
+            elif report.tiers.issuperset(name.split("-")):
+                transfers.add_metric([*name.split("-"), engine], _cumulated(TRANSFER_BOUNDS_S, counts), sum_s)
+    yield transfers
+    yield matches
+
+
+def _cumulated(bounds_s: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    total, buckets = 0.0, list[tuple[str, float]]()
+    for bound, count in zip((*map(str, bounds_s), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets
+
+
+def _gauges(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    used = GaugeMetricFamily(*USED_BYTES, labels=["tier", ENGINE])
+    capacity = GaugeMetricFamily(*CAPACITY_BYTES, labels=["tier", ENGINE])
+    depth = GaugeMetricFamily(*QUEUE_DEPTH, labels=["queue", ENGINE])
+    age = GaugeMetricFamily(*QUEUE_AGE, labels=["queue", ENGINE])
+    startup = GaugeMetricFamily(*STARTUP, labels=["phase", ENGINE])
+    info = GaugeMetricFamily(*INFO, labels=[*INFO_LABELS, ENGINE])
+    for engine, report in reports.items():
+        for tier, states in report.blocks.items():
+            total = sum(states.values())
+            used.add_metric([NAMES[tier], engine], (total - states["free"]) * report.facts.block_bytes)
+            capacity.add_metric([NAMES[tier], engine], total * report.facts.block_bytes)
+        for queue, (blocks, seconds) in report.queues.items():
+            depth.add_metric([queue, engine], blocks)
+            age.add_metric([queue, engine], seconds)
+        for phase, seconds in report.facts.startup_s.items():
+            startup.add_metric([phase, engine], seconds)
+        known = {"version": kvbm_version(), **report.facts.info}
+        info.add_metric([*(known.get(name, "") for name in INFO_LABELS), engine], 1)
+    yield from (used, capacity, depth, age, startup, info)

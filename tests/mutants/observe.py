@@ -1,0 +1,50 @@
+"""Bugs in what the series by tier and engine count."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+SERIES = "tests/observe/test_series.py"
+
+MUTANTS = (
+    Mutant(
+        name="series-show-the-age-of-the-newest",
+        bug="the oldest transfer of a queue seems to be as young as the newest",
+        file="kvbm/leader/onboards.py",
+        old="return blocks, copies[0].born_s if copies else None",
+        new="return blocks, copies[-1].born_s if copies else None",
+        fails="tests/observe/test_series.py -k oldest_of_several",
+    ),
+    Mutant(
+        name="series-mix-engines",
+        bug="all engines of a server have the same label",
+        file="kvbm/observe/telemetry.py",
+        old="lambda: {self._engine: EngineReport.of(leader)}",
+        new="lambda: {0: EngineReport.of(leader)}",
+        fails="tests/observe/test_telemetry.py -k label",
+    ),
+    Mutant(
+        name="series-count-external-tokens-twice",
+        bug="tokens from the disk count as those of host memory too",
+        file="kvbm/metrics.py",
+        old="self.prompt_host_tokens += external - disk - shared",
+        new="self.prompt_host_tokens += external",
+        fails=f"{SERIES} -k add_up",
+    ),
+    Mutant(
+        name="series-count-evictions-of-free-slots",
+        bug="each write to the disk seems to evict a block",
+        file="kvbm/leader/disk_tier.py",
+        old="evicted = max(0, len(source.slots) - self.store.free)",
+        new="evicted = len(source.slots)",
+        fails=f"{SERIES} -k eviction",
+    ),
+    Mutant(
+        name="series-show-counts-of-single-buckets",
+        bug="a bucket does not include the shorter durations",
+        file="kvbm/observe/series.py",
+        old="        total += count\n",
+        new="        total = count\n",
+        fails=f"{SERIES} -k include_the_shorter",
+    ),
+)
