@@ -60,7 +60,7 @@ def in_turn(workload: Workload = WORKLOAD, *, pairs: int = 1, interval_s: float 
 
 def launched(engine: MockEngine, model: str = "mock") -> RunningEngine:
     """A mock as if kvbm had started it."""
-    return RunningEngine(engine.base_url, model, 0.0, engine.has_ended, traits=KINDS["embedded"].traits)
+    return RunningEngine(engine.url, model, 0.0, engine.has_ended, traits=KINDS["embedded"].traits)
 
 
 class MockEngines:

@@ -64,7 +64,7 @@ def drive_plan(
     """The result, its records, and the mock with its arrivals. Each record was handed over once."""
     seen: list[RequestRecord] = []
     with OpenAIMock(answer or Answer(), by_number=by_number) as mock:
-        target = target_of(mock.base_url)
+        target = target_of(mock.url)
         result = asyncio.run(drive(plan, [target], on_record=seen.append, **options))
     (records,) = result.records.values()
     assert sorted(record.index for record in seen) == [record.index for record in records]

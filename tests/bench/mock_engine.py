@@ -17,10 +17,16 @@ import json
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a program
+
+from fake_server import Connection, FakeServer, Request, until
 
 BLOCK = 16
 VOCABULARY = 256
@@ -175,161 +181,84 @@ class Model:
         return [*lines, "# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
 
 
-class MockEngine:
-    """Serves a Model on 127.0.0.1 from a thread of its own; a context manager."""
+class MockEngine(FakeServer):
+    """Serves a Model."""
 
     def __init__(self, options: Options, *, port: int = 0) -> None:
-        self._model = Model(options)
-        self._port = port
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._ready = threading.Event()
+        super().__init__(port=port)
+        self.model = Model(options)
         self._ended = False
-
-    def __enter__(self) -> MockEngine:
-        self._thread.start()
-        assert self._ready.wait(10)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    @property
-    def model(self) -> Model:
-        return self._model
-
-    @property
-    def resets_to_refuse(self) -> int:
-        return self._model.resets_to_refuse
 
     @property
     def resets(self) -> int:
-        return self._model.resets
+        return self.model.resets
 
     @property
     def bodies(self) -> list[dict[str, object]]:
         """Of all completions, the refused ones included."""
-        return self._model.bodies
+        return self.model.bodies
 
     def has_ended(self) -> bool:
         return self._ended
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        await self._stop.wait()
-        server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._connection(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
-                headers = head.decode().lower().split("\r\n")
-                length = next((int(line.split(":")[1]) for line in headers if line.startswith("content-length:")), 0)
-                body = await reader.readexactly(length)
-                if not await self._answer(method, path.split("?")[0], body, writer):
-                    break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def _answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Whether the connection stays open."""
-        options = self._model.options
+    async def answer(self, request: Request, connection: Connection) -> None:
+        options, path = self.model.options, request.path
         if path == "/v1/completions":
-            return await self._complete(json.loads(body), writer)
-        if path == "/v1/models":
-            self._plain(writer, 200, json.dumps({"object": "list", "data": [{"id": options.model}]}))
+            await self._complete(request.json, connection)
+        elif path == "/v1/models":
+            connection.reply(200, {"object": "list", "data": [{"id": options.model}]})
         elif options.is_like_trtllm and path == "/metrics":
-            self._plain(writer, 200, "[]")  # statistics of its iterations
+            connection.reply(200, "[]")  # statistics of its iterations
         elif options.is_like_trtllm and path != "/health":
-            self._plain(writer, 404, '{"detail": "Not Found"}')
+            connection.reply(404, {"detail": "Not Found"})
         elif path == "/tokenize" and options.has_tokenize:
-            tokens = [byte % VOCABULARY for byte in json.loads(body)["prompt"].encode()]
-            self._plain(writer, 200, json.dumps({"tokens": tokens, "count": len(tokens)}))
-        elif path == "/metrics" and options.has_metrics:
-            self._plain(writer, 200, self._model.metrics())
+            tokens = [byte % VOCABULARY for byte in request.json["prompt"].encode()]
+            connection.reply(200, {"tokens": tokens, "count": len(tokens)})
         elif path == "/metrics":
-            self._plain(writer, 200, "")
-        elif path == "/reset_prefix_cache" and options.resets_to_refuse < 0:
-            self._plain(writer, 404, "")
-        elif path == "/reset_prefix_cache" and self._model.resets_to_refuse:
-            self._model.resets_to_refuse -= 1
-            self._refuse_reset(writer)
-        elif path == "/reset_prefix_cache":
-            if not options.keeps_cache:
-                self._model.reset()
-            self._plain(writer, 200, '{"success": true}' if options.is_like_vllm else "")
+            connection.reply(200, self.model.metrics() if options.has_metrics else "")
+        elif path == "/reset_prefix_cache" and options.resets_to_refuse >= 0:
+            connection.reply(*self._reset())
         else:
-            self._plain(writer, 200 if path == "/health" else 404, f'{{"pid": {os.getpid()}}}')
-        await writer.drain()
-        return True
+            connection.reply(200 if path == "/health" else 404, {"pid": os.getpid()})
 
-    @staticmethod
-    def _plain(writer: asyncio.StreamWriter, status: int, text: str) -> None:
-        data = text.encode()
-        writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    def _reset(self) -> tuple[int, str]:
+        is_like_vllm = self.model.options.is_like_vllm
+        if self.model.resets_to_refuse:
+            self.model.resets_to_refuse -= 1
+            return (200, '{"success": false}') if is_like_vllm else (409, "")
+        if not self.model.options.keeps_cache:
+            self.model.reset()
+        return 200, '{"success": true}' if is_like_vllm else ""
 
-    def _refuse_reset(self, writer: asyncio.StreamWriter) -> None:
-        if self._model.options.is_like_vllm:
-            self._plain(writer, 200, '{"success": false}')
-        else:
-            self._plain(writer, 409, "")
-
-    async def _complete(self, request: dict[str, object], writer: asyncio.StreamWriter) -> bool:
-        model, options = self._model, self._model.options
+    async def _complete(self, request: dict[str, Any], connection: Connection) -> None:
+        model, options = self.model, self.model.options
         model.bodies.append(request)
-        given, count = request["prompt"], request["max_tokens"]
-        assert isinstance(count, int)
-        if isinstance(given, str):
-            prompt = list(given.encode())
-        else:
-            assert isinstance(given, list)
-            prompt = given
+        given = request["prompt"]
+        prompt = list(given.encode()) if isinstance(given, str) else given
         unknown_fields = options.unknown_fields(request)
         if options.refuses_all or unknown_fields:
             unknown = ", ".join(sorted(unknown_fields))
-            self._plain(writer, 400, json.dumps({"error": {"message": f"unknown fields: {unknown}"}}))
-            return True
+            connection.reply(400, {"error": {"message": f"unknown fields: {unknown}"}})
+            return
         fault = options.faults.get(model.number, "")
         model.number += 1
         if fault.startswith("http_"):
-            self._plain(writer, int(fault.removeprefix("http_")), '{"error": {"message": "asked for"}}')
-            return True
+            connection.reply(int(fault.removeprefix("http_")), {"error": {"message": "asked for"}})
+            return
         if fault == "end":
             self._ended = True
-            return False
+            connection.close()
+            return
         if fault == "exit":
             os._exit(3)
-        answer = answer_to(prompt, count, options.salt)
-        from_g1, from_g2, first_at = model.admit(prompt, answer, asyncio.get_running_loop().time())
+        answer = answer_to(prompt, request["max_tokens"], options.salt)
+        from_g1, from_g2, first_at = model.admit(prompt, answer, time.monotonic())
         if fault == "stall":
             await asyncio.sleep(3600)
         if fault == "wrong":
             answer = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
-        await asyncio.sleep(first_at - asyncio.get_running_loop().time())
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await until(first_at)
+        connection.start_stream()
         width = 3 if fault == "multi_token" else 1
         has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
         sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
@@ -342,11 +271,12 @@ class MockEngine:
             if options.is_like_trtllm:
                 has_text = request.get("detokenize") is not False
                 choice = trtllm_choice_of(chunk, has_text=has_text, is_last=start + width >= len(sent))
-            await self._event(writer, choice, split=fault == "split_utf8")
+            await self._event(connection, choice, split=fault == "split_utf8")
         if fault == "break_off":
-            return False
+            connection.close()
+            return
         if fault == "error_event":
-            self._chunk(writer, b'data: {"error": {"message": "asked for"}}\n\n')
+            connection.event(b'{"error": {"message": "asked for"}}')
         if fault != "no_usage" and options.has_usage:
             tiers = {"device": from_g1, "host": from_g2}
             details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
@@ -357,24 +287,17 @@ class MockEngine:
                 "completion_tokens": len(sent),
                 "prompt_tokens_details": details,
             }
-            self._chunk(writer, b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
-        self._chunk(writer, b": a comment\r\n\r\ndata: [DONE]\n\n")
-        writer.write(b"0\r\n\r\n")
-        await writer.drain()
-        return True
+            connection.event(json.dumps({"choices": [], "usage": usage}).encode())
+        connection.chunk(b": a comment\r\n\r\ndata: [DONE]\n\n")
+        connection.end_stream()
 
-    async def _event(self, writer: asyncio.StreamWriter, choice: dict[str, object], *, split: bool) -> None:
+    async def _event(self, connection: Connection, choice: dict[str, object], *, split: bool) -> None:
         data = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
         middle = data.index(str(choice["text"]).encode()) + 1 if split else len(data)
         for part in (data[:middle], data[middle:]):
             if part:
-                self._chunk(writer, part)
-                await writer.drain()
+                connection.chunk(part)
                 await asyncio.sleep(0.005 if split else 0)
-
-    @staticmethod
-    def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 
 def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dict[str, object]:

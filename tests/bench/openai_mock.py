@@ -3,10 +3,10 @@
 It serves /v1/completions (text or token ids) and /v1/chat/completions, streamed or whole, /v1/models and /health.
 A token of a prompt is a word of its text; the answer follows from the prompt alone. `Answer` describes one answer,
 faults included. `OpenAIMock(answer)` gives the same answer to all requests; `by_number` replaces it for single requests
-(0, 1, ... in order of arrival). Stamps are `time.monotonic()` in seconds: all processes of a machine share this clock.
+(0, 1, ... in order of arrival).
 
-Used in a thread of the test (`with OpenAIMock() as mock: mock.base_url, mock.arrivals`), or as a program:
-`python openai_mock.py --port N --answer JSON --by-number JSON`, which also serves its record at /arrivals.
+Used in a thread of the test (`with OpenAIMock() as mock: mock.url, mock.arrivals`), or as a program:
+`python openai_mock.py --port N --answer JSON --by-number JSON`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # as a program
+
+from fake_server import Connection, FakeServer, Request, until
 
 MODEL = "mock"
 VOCABULARY = 1000
@@ -51,17 +55,11 @@ class Answer:
     error_event_after: int | None = None  # an error object is streamed in place of this chunk, which ends the stream
 
 
-@dataclass
-class Arrival:
+@dataclass(kw_only=True)
+class Arrival(Request):
     """What the mock saw and did for one request; stamps are None until they happen."""
 
     number: int
-    path: str
-    headers: dict[str, str]
-    body: dict[str, Any]
-    connection: int
-    first_byte_s: float
-    complete_s: float
     token_ids: list[int] = field(default_factory=list)
     first_write_s: float | None = None  # right before the first chunk with a token is written
     token_writes_s: list[float] = field(default_factory=list)  # one per chunk with tokens
@@ -105,208 +103,99 @@ def chunks_of(tokens: list[int], answer: Answer) -> list[list[int]]:
     return [tokens[:first], *(tokens[start : start + answer.tokens_per_chunk] for start in rest)] if tokens else []
 
 
-class OpenAIMock:
-    """Serves on 127.0.0.1 from a thread of its own; a context manager."""
-
+class OpenAIMock(FakeServer):
     def __init__(
         self, answer: Answer | None = None, *, by_number: Mapping[int, Answer] | None = None, port: int = 0
     ) -> None:
-        self.answer = answer or Answer()
+        super().__init__(port=port)
+        self.every = answer or Answer()
         self.by_number = dict(by_number or {})
         self.arrivals: list[Arrival] = []
-        self._port = port
-        self._connections = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop = asyncio.Event()
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self.open: set[Connection] = set()
+        self._open: dict[int, Arrival] = {}  # by connection
 
-    def __enter__(self) -> OpenAIMock:
-        self._thread.start()
-        assert self._ready.wait(10), "the mock did not start within 10 s"
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        server = await self._loop.create_server(lambda: Connection(self), "127.0.0.1", self._port)
-        self._port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        await self._stop.wait()
-        server.close()
-        tasks = [connection.end() for connection in self.open]
-        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
-
-    def next_connection(self) -> int:
-        self._connections += 1
-        return self._connections
-
-    def answer_for(self, number: int) -> Answer:
-        return self.by_number.get(number, self.answer)
-
-
-class Connection(asyncio.Protocol):
-    """One connection: parses requests, and answers one after the other."""
-
-    def __init__(self, mock: OpenAIMock) -> None:
-        self._mock = mock
-        self._number = mock.next_connection()
-        self._buffer = b""
-        self._first_byte_s = 0.0
-        self._transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._arrival: Arrival | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._mock.open.add(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._mock.open.discard(self)
-        if self._task is not None and not self._task.done():
-            assert self._arrival is not None
-            self._arrival.client_left = True
-            self._task.cancel()
-
-    def end(self) -> asyncio.Task[None] | None:
-        if self._transport is not None:
-            self._transport.abort()
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
-
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic()
-        if not self._buffer:
-            self._first_byte_s = now
-        self._buffer += data
-        head, separator, rest = self._buffer.partition(b"\r\n\r\n")
-        if not separator:
-            return
-        first, *lines = head.decode().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        length = int(headers.get("content-length", 0))
-        if len(rest) < length:
-            return
-        self._buffer = rest[length:]
-        assert not self._buffer, "the mock does not serve pipelined requests"
-        self._dispatch(first.split(" ")[1].split("?")[0], headers, rest[:length], now)
-
-    def _dispatch(self, path: str, headers: dict[str, str], data: bytes, now: float) -> None:
-        mock = self._mock
+    async def answer(self, request: Request, connection: Connection) -> None:
+        path = request.path
         if path in ("/v1/completions", "/v1/chat/completions"):
-            arrival = Arrival(
-                len(mock.arrivals), path, headers, json.loads(data), self._number, self._first_byte_s, complete_s=now
-            )
-            mock.arrivals.append(arrival)
-            self._arrival = arrival
-            self._task = asyncio.create_task(self._respond(arrival, mock.answer_for(arrival.number)))
+            arrival = Arrival(**vars(request), number=len(self.arrivals))
+            self.arrivals.append(arrival)
+            self._open[request.connection] = arrival
+            await respond(arrival, self.by_number.get(arrival.number, self.every), connection)
         elif path == "/v1/models":
-            self._whole(200, {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 131072}]})
-        elif path == "/arrivals":
-            self._whole(200, [asdict(arrival) for arrival in mock.arrivals])
+            connection.reply(
+                200, {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 131072}]}
+            )
         else:
-            self._whole(200 if path == "/health" else 404, {})
+            connection.reply(200 if path == "/health" else 404, {})
 
-    def _whole(self, status: int, value: object) -> None:
-        data = json.dumps(value).encode()
-        self._write(
-            f"HTTP/1.1 {status} x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
-            + data
-        )
+    def client_left(self, request: Request) -> None:
+        self._open[request.connection].client_left = True
 
-    def _write(self, data: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(data)
 
-    async def _respond(self, arrival: Arrival, answer: Answer) -> None:
-        if answer.status != 200:
-            self._whole(answer.status, {"error": {"message": "requested by the test", "code": answer.status}})
+async def respond(arrival: Arrival, answer: Answer, connection: Connection) -> None:
+    if answer.status != 200:
+        connection.reply(answer.status, {"error": {"message": "requested by the test", "code": answer.status}})
+        return
+    prompt = prompt_of(arrival.json)
+    allowed = arrival.json.get("max_completion_tokens") or arrival.json.get("max_tokens") or 16
+    arrival.token_ids = answer_tokens(prompt, min(allowed, answer.tokens if answer.tokens is not None else allowed))
+    usage = usage_of(len(prompt), len(arrival.token_ids), answer)
+    if arrival.json.get("stream"):
+        await stream(arrival, answer, usage, connection)
+    else:
+        await until(arrival.complete_s + (answer.first_ms + answer.token_ms * len(arrival.token_ids)) / 1e3)
+        arrival.first_write_s = arrival.end_s = time.monotonic()
+        connection.reply(200, whole_body(arrival, answer, usage))
+
+
+async def stream(arrival: Arrival, answer: Answer, usage: dict[str, Any], connection: Connection) -> None:
+    connection.start_stream()
+    waiting: list[bytes] = []
+    if "chat" in arrival.path and answer.sends_role_chunk:
+        connection.event(event_body(arrival, {"delta": {"role": "assistant", "content": ""}}))
+    chunks = chunks_of(arrival.token_ids, answer)
+    at = arrival.complete_s + answer.first_ms / 1e3
+    written = 0
+    for number, tokens in enumerate(chunks):
+        await until(at)
+        if number == answer.stall_after:
+            await asyncio.sleep(3600)
+        if number == answer.cut_after:
+            connection.close()
             return
-        prompt = prompt_of(arrival.body)
-        allowed = arrival.body.get("max_completion_tokens") or arrival.body.get("max_tokens") or 16
-        arrival.token_ids = answer_tokens(prompt, min(allowed, answer.tokens if answer.tokens is not None else allowed))
-        usage = usage_of(len(prompt), len(arrival.token_ids), answer)
-        if arrival.body.get("stream"):
-            await self._stream(arrival, answer, usage)
-        else:
-            await _until(arrival.complete_s + (answer.first_ms + answer.token_ms * len(arrival.token_ids)) / 1e3)
-            arrival.first_write_s = arrival.end_s = time.monotonic()
-            self._whole(200, whole_body(arrival, answer, usage))
-
-    async def _stream(self, arrival: Arrival, answer: Answer, usage: dict[str, Any]) -> None:
-        self._write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-        waiting: list[bytes] = []
-        if "chat" in arrival.path and answer.sends_role_chunk:
-            self._event(event_body(arrival, {"delta": {"role": "assistant", "content": ""}}))
-        chunks = chunks_of(arrival.token_ids, answer)
-        at = arrival.complete_s + answer.first_ms / 1e3
-        written = 0
-        for number, tokens in enumerate(chunks):
-            await _until(at)
-            if number == answer.stall_after:
-                await asyncio.sleep(3600)
-            if number == answer.cut_after:
-                assert self._transport is not None
-                self._transport.close()
-                return
-            if number == answer.error_event_after:
-                self._event(b'{"error": {"message": "requested by the test", "code": 500}}')
-                break
-            choice = choice_of(arrival, answer, tokens, written, is_last=number == len(chunks) - 1)
-            waiting.append(event_body(arrival, choice))
-            written += len(tokens)
-            at += answer.token_ms * len(chunks[min(number + 1, len(chunks) - 1)]) / 1e3
-            if len(waiting) >= answer.chunks_per_write or number == len(chunks) - 1:
-                await self._tokens(arrival, waiting, answer)
-                waiting = []
-        arrival.end_s = time.monotonic()
-        if answer.sends_usage and (arrival.body.get("stream_options") or {}).get("include_usage"):
-            self._event(json.dumps(frame(arrival) | {"choices": [], "usage": usage}).encode())
-        self._event(b"[DONE]")
-        self._write(b"0\r\n\r\n")
-
-    async def _tokens(self, arrival: Arrival, bodies: list[bytes], answer: Answer) -> None:
-        """Write the events of `bodies` at once, or cut inside the first character of more than one byte."""
-        data = b"".join(b"data: " + body + b"\n\n" for body in bodies)
-        now = time.monotonic()
-        arrival.first_write_s = arrival.first_write_s or now
-        arrival.token_writes_s += [now] * len(bodies)
-        middle = data.index("€".encode()) + 1 if answer.split_utf8 else len(data)
-        self._chunk(data[:middle])
-        if middle < len(data):
-            await asyncio.sleep(0.002)
-            self._chunk(data[middle:])
-
-    def _event(self, body: bytes) -> None:
-        self._chunk(b"data: " + body + b"\n\n")
-
-    def _chunk(self, data: bytes) -> None:
-        self._write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        if number == answer.error_event_after:
+            connection.event(b'{"error": {"message": "requested by the test", "code": 500}}')
+            break
+        choice = choice_of(arrival, answer, tokens, written, is_last=number == len(chunks) - 1)
+        waiting.append(event_body(arrival, choice))
+        written += len(tokens)
+        at += answer.token_ms * len(chunks[min(number + 1, len(chunks) - 1)]) / 1e3
+        if len(waiting) >= answer.chunks_per_write or number == len(chunks) - 1:
+            await write_tokens(arrival, waiting, answer, connection)
+            waiting = []
+    arrival.end_s = time.monotonic()
+    if answer.sends_usage and (arrival.json.get("stream_options") or {}).get("include_usage"):
+        connection.event(json.dumps(frame(arrival) | {"choices": [], "usage": usage}).encode())
+    connection.event(b"[DONE]")
+    connection.end_stream()
 
 
-async def _until(at_s: float) -> None:
-    delay = at_s - time.monotonic()
-    if delay > 0:
-        await asyncio.sleep(delay)
+async def write_tokens(arrival: Arrival, bodies: list[bytes], answer: Answer, connection: Connection) -> None:
+    """Write the events of `bodies` at once, or cut inside the first character of more than one byte."""
+    data = b"".join(b"data: " + body + b"\n\n" for body in bodies)
+    now = time.monotonic()
+    arrival.first_write_s = arrival.first_write_s or now
+    arrival.token_writes_s += [now] * len(bodies)
+    middle = data.index("€".encode()) + 1 if answer.split_utf8 else len(data)
+    connection.chunk(data[:middle])
+    if middle < len(data):
+        await asyncio.sleep(0.002)
+        connection.chunk(data[middle:])
 
 
 def frame(arrival: Arrival) -> dict[str, Any]:
     kind = "chat.completion" if "chat" in arrival.path else "text_completion"
-    chunk = ".chunk" if "chat" in arrival.path and arrival.body.get("stream") else ""
-    return {"id": f"mock-{arrival.number}", "object": kind + chunk, "created": 0, "model": arrival.body.get("model")}
+    chunk = ".chunk" if "chat" in arrival.path and arrival.json.get("stream") else ""
+    return {"id": f"mock-{arrival.number}", "object": kind + chunk, "created": 0, "model": arrival.json.get("model")}
 
 
 def event_body(arrival: Arrival, choice: dict[str, Any]) -> bytes:
@@ -326,17 +215,17 @@ def choice_of(arrival: Arrival, answer: Answer, tokens: list[int], start: int, *
     """The choice of a chunk whose first token is number `start` of the answer."""
     texts = [token_text(token, answer) for token in tokens]
     choice: dict[str, Any] = {"finish_reason": answer.finish_reason if is_last else None}
-    if arrival.body.get("return_token_ids"):
+    if arrival.json.get("return_token_ids"):
         choice["token_ids"] = tokens
     if "chat" not in arrival.path:
         choice["text"] = "".join(texts)
-        if arrival.body.get("logprobs") is not None:
+        if arrival.json.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": texts, "token_logprobs": [-0.5] * len(tokens)}
         return choice
     reasoning = texts[: max(0, answer.reasoning_tokens - start)]
     parts = {answer.reasoning_key: "".join(reasoning), "content": "".join(texts[len(reasoning) :])}
     choice["delta"] = {key: text for key, text in parts.items() if text}
-    if arrival.body.get("logprobs"):
+    if arrival.json.get("logprobs"):
         choice["logprobs"] = {"content": [{"token": text, "logprob": -0.5} for text in texts]}
     return choice
 

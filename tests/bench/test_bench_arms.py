@@ -184,12 +184,12 @@ def test_the_engine_of_a_compared_profile_runs_without_kvbm_with_baseline_before
 def test_a_running_server_is_used_as_it_is(suffix, monkeypatch):
     monkeypatch.setenv("KVBM_BENCH_API_KEY", "secret")
     with MockEngine(Options(model="theirs")) as server:
-        engine = running_server(server.base_url + suffix)
-        assert (engine.base_url, engine.model, engine.pid) == (server.base_url, "theirs", None)
+        engine = running_server(server.url + suffix)
+        assert (engine.base_url, engine.model, engine.pid) == (server.url, "theirs", None)
         assert engine.headers == {"Authorization": "Bearer secret"}
         assert not engine.has_ended()
-        with ArmEngines(comparison_of(None, (), [server.base_url]))("url-1", Path(), ROOM) as opened:
-            assert opened.base_url == server.base_url
+        with ArmEngines(comparison_of(None, (), [server.url]))("url-1", Path(), ROOM) as opened:
+            assert opened.base_url == server.url
 
 
 @pytest.mark.parametrize("key", ["a\nb", "a b", "ü"])
@@ -202,7 +202,7 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key, monkeypatch
 
 def test_a_server_that_is_not_there_is_an_error_that_names_its_address():
     with MockEngine(Options()) as server:
-        address = server.base_url
+        address = server.url
     with pytest.raises(EngineError, match=f"no server answers at {address}/v1/models: .*refused"):
         running_server(address)
 

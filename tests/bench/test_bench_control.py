@@ -46,9 +46,9 @@ def test_series_are_summed_with_or_without_total():
 def test_a_reset_waits_until_no_block_is_in_use(is_like_vllm):
     options = Options(resets_to_refuse=3, is_like_vllm=is_like_vllm)
     with MockEngine(options) as engine:
-        client = Control(engine.base_url, "mock", headers={})
+        client = Control(engine.url, "mock", headers={})
         client.reset_cache()
-        assert engine.resets_to_refuse == 0
+        assert engine.model.resets_to_refuse == 0
         assert client.tokenize("ab") == [97, 98]
 
 
@@ -59,23 +59,23 @@ def test_a_reset_that_is_refused_for_too_long_is_an_error(monkeypatch, is_like_v
         MockEngine(Options(resets_to_refuse=10**6, is_like_vllm=is_like_vllm)) as engine,
         pytest.raises(EngineError, match=r"still in use 0\.1 s"),
     ):
-        Control(engine.base_url, "mock", headers={}).reset_cache()
+        Control(engine.url, "mock", headers={}).reset_cache()
 
 
 def test_nobody_there_is_an_error_that_names_the_question():
     with MockEngine(Options()) as engine:
-        address = engine.base_url
+        address = engine.url
     with pytest.raises(EngineError, match=r"did not answer POST /tokenize: .*refused"):
         Control(address, "mock", headers={}).tokenize("a")
 
 
 def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
     with MockEngine(Options(resets_to_refuse=-1, has_tokenize=False)) as engine:
-        client = Control(engine.base_url, "mock", headers={})
+        client = Control(engine.url, "mock", headers={})
         assert client.try_reset() is False
         assert client.try_tokenize("ab") is None
     with MockEngine(Options(resets_to_refuse=2)) as engine:
-        client = Control(engine.base_url, "mock", headers={})
+        client = Control(engine.url, "mock", headers={})
         assert client.try_reset() is True
         assert engine.resets == 1
         assert client.try_tokenize("ab") == [97, 98]
@@ -93,14 +93,14 @@ def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
 def test_the_size_of_g1_is_read_from_the_metrics(page, tokens, monkeypatch):
     monkeypatch.setattr(Model, "metrics", lambda self: page)
     with MockEngine(Options()) as engine:
-        assert Control(engine.base_url, "mock", headers={}).g1_tokens() == tokens
+        assert Control(engine.url, "mock", headers={}).g1_tokens() == tokens
 
 
 def test_the_model_of_a_server_is_the_first_that_it_lists():
     with MockEngine(Options(model="theirs")) as engine:
-        assert served_model(engine.base_url, {}) == "theirs"
+        assert served_model(engine.url, {}) == "theirs"
         with pytest.raises(EngineError, match=r"refused GET http.*/metrics/v1/models: HTTP 404"):
-            served_model(engine.base_url + "/metrics", {})
+            served_model(engine.url + "/metrics", {})
 
 
 @pytest.mark.parametrize("tokens", [[1] * 10, [], None, ["a"], "x" * 10_000, {"a": 1}])

@@ -43,7 +43,7 @@ POOR = replace(
 def capabilities(*options: Options):
     with ExitStack() as stack:
         servers = [stack.enter_context(MockEngine(one)) for one in options]
-        engines = [running_server(server.base_url) for server in servers]
+        engines = [running_server(server.url) for server in servers]
         found = capabilities_of(engines, seed=0)
         return found, servers
 
@@ -106,7 +106,7 @@ def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, pro
     """The summary, and the servers with the bodies that they got."""
     with ExitStack() as stack:
         servers = [stack.enter_context(MockEngine(one)) for one in options]
-        urls = [f"s{number}={server.base_url}" for number, server in enumerate(servers, start=1)]
+        urls = [f"s{number}={server.url}" for number, server in enumerate(servers, start=1)]
         comparison = comparison_of(None, (), urls)
         schedule = Schedule(interval_s=interval_s, pairs=pairs)
         cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
@@ -201,7 +201,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
     with MockEngine(fixed) as server:
         plan = tmp_path / "run" / "plan.json"
         plan.unlink()  # it names the port of the first server
-        comparison = comparison_of(None, (), [f"s1={server.base_url}"])
+        comparison = comparison_of(None, (), [f"s1={server.url}"])
         cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
         with closing(BenchDirectory(tmp_path / "run")) as directory:
             run_experiment(command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())
@@ -239,19 +239,19 @@ def workload_file(tmp_path):
 def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_file):
     with MockEngine(PLAIN) as server:
         request = command.BenchRequest(
-            compare=[server.base_url], workloads=[workload_file], output=tmp_path / "run", as_json=True
+            compare=[server.url], workloads=[workload_file], output=tmp_path / "run", as_json=True
         )
         assert command.bench(request) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["verdict"] == "measured"
-    assert summary["arms"] == {"url-1": {"kind": "url", "profile": None, "url": server.base_url, "differences": {}}}
+    assert summary["arms"] == {"url-1": {"kind": "url", "profile": None, "url": server.url, "differences": {}}}
     assert summary["profile"] is None
 
 
 def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload_file):
     with MockEngine(replace(PLAIN, g1_blocks=100)) as server:
         request = command.BenchRequest(
-            compare=[server.base_url],
+            compare=[server.url],
             workloads=[workload_file],
             pressure="0.5,2",
             output=tmp_path / "run",
@@ -262,7 +262,7 @@ def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workloa
     assert [(cell["name"], cell["g1_tokens"]) for cell in cells] == [("small-x0.5", 1600), ("small-x2", 1600)]
     assert [cell["working_set_tokens"] for cell in cells] == pytest.approx([800, 3200], rel=0.35)
     with MockEngine(replace(PLAIN, has_metrics=False)) as server:
-        request = command.BenchRequest(compare=[server.base_url], workloads=[workload_file], pressure="2")
+        request = command.BenchRequest(compare=[server.url], workloads=[workload_file], pressure="2")
         with pytest.raises(UsageError, match="the engine does not report it"):
             command.bench(request)
 
@@ -270,7 +270,7 @@ def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workloa
 def test_a_server_that_is_not_there_is_an_error_before_a_directory_is_made(tmp_path, workload_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with MockEngine(PLAIN) as server:
-        address = server.base_url
+        address = server.url
     with pytest.raises(EngineError, match="no server answers at"):
         command.bench(command.BenchRequest(compare=[address], workloads=[workload_file]))
     assert not (tmp_path / "kvbm-runs").exists()

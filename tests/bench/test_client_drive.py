@@ -136,8 +136,8 @@ def test_targets_run_one_offset_apart_and_fail_alone():
     over = threading.Event()
     with OpenAIMock() as first, OpenAIMock() as second:
         targets = [
-            target_of(first.base_url, "cell.1.first", has_ended=over.is_set),
-            target_of(second.base_url, "cell.1.second", offset_s=0.05),
+            target_of(first.url, "cell.1.first", has_ended=over.is_set),
+            target_of(second.url, "cell.1.second", offset_s=0.05),
         ]
 
         def take(record):
@@ -160,7 +160,7 @@ def test_an_engine_that_ends_fails_its_open_requests_at_once():
     over = threading.Event()
     plan = plan_of([planned(0, intended_s=0.0), planned(1, intended_s=0.1), planned(2, intended_s=30.0)], interval_s=1)
     with OpenAIMock(Answer(stall_after=1), by_number={0: Answer()}) as mock:
-        target = target_of(mock.base_url, has_ended=over.is_set)
+        target = target_of(mock.url, has_ended=over.is_set)
         timer = threading.Timer(5.0, over.set)  # after the first answer, also on a busy machine
         timer.start()
         result = asyncio.run(drive(plan, [target], on_record=lambda record: None))
@@ -176,7 +176,7 @@ def test_an_exception_of_the_receiver_ends_the_drive():
         raise OSError("disk full")
 
     with OpenAIMock() as mock, pytest.raises(OSError, match="disk full"):
-        asyncio.run(drive(open_loop(3, 0.1), [target_of(mock.base_url)], on_record=fail))
+        asyncio.run(drive(open_loop(3, 0.1), [target_of(mock.url)], on_record=fail))
 
 
 def test_a_cancelled_drive_ends_its_requests():
@@ -191,7 +191,7 @@ def test_a_cancelled_drive_ends_its_requests():
 
     seen: list[object] = []
     with OpenAIMock(Answer(stall_after=1)) as mock:
-        asyncio.run(cancelled(mock.base_url))
+        asyncio.run(cancelled(mock.url))
     assert seen == []
 
 
@@ -240,6 +240,6 @@ def test_health_shows_a_client_that_was_too_slow():
             busy_seen.append(record)
             time.sleep(0.05)
 
-        busy = asyncio.run(drive(open_loop(20, 0.02), [target_of(mock.base_url)], on_record=slow)).health
+        busy = asyncio.run(drive(open_loop(20, 0.02), [target_of(mock.url)], on_record=slow)).health
     assert busy.lateness_p99_ms > 100
     assert busy.loop_lag_max_ms > 40

@@ -29,7 +29,7 @@ def record_of(answer: Answer, *, timeout_s: float = 5.0, target_changes=None, **
             ]
 
     with OpenAIMock(answer, by_number={1: Answer()}) as mock:
-        record, following = asyncio.run(twice(mock.base_url))
+        record, following = asyncio.run(twice(mock.url))
     assert following.error is None
     assert len(mock.arrivals) == 2, "a request was sent twice"
     return record
@@ -60,7 +60,7 @@ def test_a_record_agrees_with_the_stamps_of_the_server():
 def test_connections_are_kept_and_bodies_and_headers_arrive():
     headers = {"X-Tenant": "a"}
     with OpenAIMock() as mock:
-        target = target_of(mock.base_url + "/", headers=headers, api_key="secret")
+        target = target_of(mock.url + "/", headers=headers, api_key="secret")
 
         async def thrice() -> None:
             async with open_session() as session:
@@ -70,7 +70,7 @@ def test_connections_are_kept_and_bodies_and_headers_arrive():
         asyncio.run(thrice())
     assert [arrival.connection for arrival in mock.arrivals] == [1, 1, 1]
     for index, arrival in enumerate(mock.arrivals):
-        assert arrival.body == {"prompt": list(range(index, index + 20)), **IDS.fields(TOKENS)}
+        assert arrival.json == {"prompt": list(range(index, index + 20)), **IDS.fields(TOKENS)}
         assert arrival.headers["x-request-id"] == f"cell.1.kvbm-{index}"
         assert arrival.headers["authorization"] == "Bearer secret"
         assert arrival.headers["x-tenant"] == "a"

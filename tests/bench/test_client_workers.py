@@ -82,7 +82,7 @@ def test_a_killed_worker_ends_the_drive_with_an_error():
         over = threading.Event()
         threading.Thread(target=kill_one, daemon=True).start()
         with pytest.raises(EnvironmentProblem, match=r"load worker [12] of 2 \(pid \d+\) was killed by SIGKILL before"):
-            asyncio.run(drive(open_loop(4, 0.01), [target_of(mock.base_url)], on_record=lambda record: None, workers=2))
+            asyncio.run(drive(open_loop(4, 0.01), [target_of(mock.url)], on_record=lambda record: None, workers=2))
         over.set()
     assert children() == []
 
@@ -106,7 +106,7 @@ def test_cancelling_ends_the_workers():
             await task
 
     with OpenAIMock(Answer(stall_after=1)) as mock:
-        asyncio.run(cancelled(mock.base_url))
+        asyncio.run(cancelled(mock.url))
     assert children() == []
 
 
@@ -120,7 +120,7 @@ def test_an_engine_that_ends_fails_the_requests_of_all_workers():
             over.set()
 
         threading.Thread(target=end, daemon=True).start()
-        target = target_of(mock.base_url, has_ended=over.is_set)
+        target = target_of(mock.url, has_ended=over.is_set)
         result = asyncio.run(drive(open_loop(4, 0.01), [target], on_record=lambda record: None, workers=2))
     assert [record.error for record in result.records[target.run]] == ["the engine ended"] * 4
 

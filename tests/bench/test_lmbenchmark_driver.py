@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from recording_server import Behaviour, RecordingServer, answer_texts
+from recording_server import Behaviour, RecordingServer, answer_texts, user_of
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.lmbenchmark.of_workload import run_faithful
@@ -40,11 +40,11 @@ def test_multi_round_run_sends_live_history_and_records_every_request(is_chat):
     with RecordingServer() as server:
         result = run(replace(SMALL, is_chat=is_chat), server, on_record=seen.append)
     start_up, sent = server.requests[:START_UP_REQUESTS], server.requests[START_UP_REQUESTS:]
-    assert {request.user for request in start_up} == {None}
+    assert {user_of(request) for request in start_up} == {None}
     assert all(request.json["max_tokens"] == 100 for request in start_up)
     assert all(request.headers["authorization"] == "Bearer EMPTY" for request in server.requests)
     assert {request.path for request in sent} == {"/v1/chat/completions" if is_chat else "/v1/completions"}
-    of_user = [request for request in sent if request.user == "5"]  # the user that joins at the first tick
+    of_user = [request for request in sent if user_of(request) == "5"]  # the user that joins at the first tick
     assert 2 <= len(of_user) <= 3, "the third round is sent within the time, except on a busy machine"
     first_answer = "".join(answer_texts(of_user[0].body, 3))
     second = of_user[1].json
@@ -169,7 +169,7 @@ def test_run_can_be_cancelled_while_answers_are_open():
         assert running.cancelled()
 
     def slow(request):
-        return server.events(request) if request.user is None else forever()
+        return server.events(request) if user_of(request) is None else forever()
 
     def forever():
         while True:
@@ -200,7 +200,7 @@ def test_sharegpt_run_is_an_open_loop_over_prepared_transcripts(tmp_path):
         result = run(parameters, server)
     assert [request.json["prompt"] for request in server.requests][:2] == ["USER: 20.0 one", "USER: 20.0 two"]
     assert [request.json["max_tokens"] for request in server.requests] == [4, 5, 7, 7, 7, 1]
-    assert {request.user for request in server.requests} == {None}
+    assert {user_of(request) for request in server.requests} == {None}
     records = sorted(result.records, key=lambda record: record.index)
     assert [(record.session, record.turn, record.phase) for record in records] == [
         *((0, 2, "fill"), (1, 2, "fill"), (2, 1, "cold"), (0, 3, "steady"))
@@ -229,7 +229,7 @@ def test_agentic_run_fires_the_agents_of_a_round_together(tmp_path):
     parameters = AgenticParameters((str(trace), str(trace)), request_interval_s=0.15, new_user_interval_s=0.05)
     with RecordingServer(Behaviour(first_token_s=0.4)) as server:
         result = run(parameters, server)
-    first, _, third = [request for request in server.requests if request.user == "1"]
+    first, _, third = [request for request in server.requests if user_of(request) == "1"]
     names = [(message["role"], message["name"]) for message in third.json["messages"]]
     assert names == [
         *(("user", "agent1-0"), ("assistant", "agent1-0"), ("assistant", "agent0-0"), ("user", "agent0-1"))

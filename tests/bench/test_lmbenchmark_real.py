@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recording_server import Behaviour, RecordingServer
+from recording_server import Behaviour, RecordingServer, user_of
 
 from kvbm_cli.bench.lmbenchmark.exchange import SHAREGPT_COLUMNS
 from kvbm_cli.bench.lmbenchmark.of_workload import run_faithful
@@ -55,9 +55,9 @@ def recorded(run, behaviour):
     with RecordingServer(behaviour) as server:
         result = run(server)
     by_user = defaultdict(list)
-    start_s = next((one.arrived_s for one in server.requests if one.user), server.requests[0].arrived_s)
+    start_s = next((one.complete_s for one in server.requests if user_of(one)), server.requests[0].complete_s)
     for one in server.requests:
-        by_user[one.user].append((one.path, one.body, one.arrived_s - start_s))
+        by_user[user_of(one)].append((one.path, one.body, one.complete_s - start_s))
     return by_user, result
 
 

@@ -12,7 +12,7 @@ from openai_mock import Answer, OpenAIMock, answer_tokens
 
 
 def post(mock: OpenAIMock, path: str, body: dict[str, Any], timeout: float = 5) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(mock.base_url.removeprefix("http://"), timeout=timeout)
+    connection = http.client.HTTPConnection(mock.url.removeprefix("http://"), timeout=timeout)
     try:
         connection.request("POST", path, json.dumps(body))
         response = connection.getresponse()

@@ -199,7 +199,7 @@ def test_headers_are_sent_but_no_user_sees_them(server, path):
     with Sampler.start(path, base_url=server.url, headers={"X-Secret": "0123456789"}) as sampler:
         command = Path(f"/proc/{sampler.pid}/cmdline").read_bytes()
         assert os.getpgid(sampler.pid) == sampler.pid  # Ctrl-C in a terminal does not end it before its last sample
-    assert server.pages.headers["X-Secret"] == "0123456789"
+    assert server.pages.headers["x-secret"] == "0123456789"
     assert b"0123456789" not in command
     assert "0123456789" not in path.read_text()
 

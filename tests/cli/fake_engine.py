@@ -10,7 +10,7 @@ with such words, `noisy` prints control characters and then a line per milliseco
 file `may_end`. Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
 """
 
-import http.server
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -21,6 +21,11 @@ import tempfile
 import threading
 import time
 from multiprocessing import shared_memory
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from fake_server import Connection, FakeServer, Request
 
 MODE = os.environ.get("FAKE", "")
 NOISE = b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \xff end\n 10%|#\r100%|##########\n"
@@ -31,39 +36,31 @@ LAST_WORDS = {
     "no_gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
     "own_words": "error: the model cannot be read: config.json is missing\n\nhint: `engine.model`",
 }
-asked = [0]
 
 
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if MODE == "unhealthy":
-            self.answer(503, b'{"status": "loading", "phase": "compiling kernels"}')
-            return
-        self.answer(200)
+class FakeEngine(FakeServer):
+    asked = 0
 
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        asked[0] += 1
-        if MODE == "mute":
-            time.sleep(600)
-        if MODE == "keyed" and self.headers.get("Authorization") != "Bearer secret":
-            self.answer(401, b'{"error": {"message": "no key"}}')
-        elif MODE in REFUSALS and asked[0] <= REFUSALS[MODE][1]:
-            self.answer(REFUSALS[MODE][0], b'{"error": {"message": "asked for"}}')
+    async def answer(self, request: Request, connection: Connection) -> None:
+        if request.method == "POST":
+            await self._complete(request, connection)
+        elif MODE == "unhealthy":
+            connection.reply(503, {"status": "loading", "phase": "compiling kernels"})
         else:
-            self.answer(200, b'{"choices": [{"text": "a"}], "kv_transfer_params": {"remote_block_ids": [1]}}')
+            connection.reply(200)
+
+    async def _complete(self, request: Request, connection: Connection) -> None:
+        self.asked += 1
+        if MODE == "mute":
+            await asyncio.sleep(600)
+        if MODE == "keyed" and request.headers.get("authorization") != "Bearer secret":
+            connection.reply(401, {"error": {"message": "no key"}})
+        elif MODE in REFUSALS and self.asked <= REFUSALS[MODE][1]:
+            connection.reply(REFUSALS[MODE][0], {"error": {"message": "asked for"}})
+        else:
+            connection.reply(200, {"choices": [{"text": "a"}], "kv_transfer_params": {"remote_block_ids": [1]}})
         if MODE in ("dies", "ends"):
-            threading.Timer(0.2, os._exit, (9 if MODE == "dies" else 0,)).start()
-
-    def answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+            asyncio.get_running_loop().call_later(0.2, os._exit, 9 if MODE == "dies" else 0)
 
 
 def litter() -> list[object]:
@@ -114,7 +111,8 @@ def main() -> None:
     if MODE == "hang":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Health).serve_forever()
+    with FakeEngine(port=port):
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import http.server
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "bench"))
 import fake_engine
 import mock_engine
 import yaml
+from fake_server import Connection, FakeServer, Request
 
 CONNECTOR_KEYS = {"connector_module", "connector_scheduler_class", "connector_worker_class"}
 KNOWN = {
@@ -132,21 +132,16 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
         found = connector._resolved(warns=True)
     print(f"tiers {found.tiers.model_dump_json()}", flush=True)
     if found.metrics.serve:
-        server = http.server.ThreadingHTTPServer((found.metrics.host, found.metrics.port), Metrics)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        Metrics(host=found.metrics.host, port=found.metrics.port).__enter__()
 
 
-class Metrics(http.server.BaseHTTPRequestHandler):
+class Metrics(FakeServer):
     """The connector's metrics, on a port of its own."""
 
     lines = staticmethod(lambda: ['kvbm_host_blocks{state="free"} 3', 'kvbm_host_blocks{state="evictable"} 7'])
 
-    def do_GET(self) -> None:
-        body = "".join(f"{line}\n" for line in self.lines()).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    async def answer(self, request: Request, connection: Connection) -> None:
+        connection.reply(200, "".join(f"{line}\n" for line in self.lines()))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from fake_server import FakeServer
 from terminal import FAKE_ENGINE, HANGS_S
 
 from kvbm.config.launch_plan import LaunchPlan
@@ -67,26 +66,13 @@ def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
     assert set(seen) <= {"starting", "loading the weights"}
 
 
-class Stranger(http.server.BaseHTTPRequestHandler):
-    """Answers as a healthy engine would, in the process of the test."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
 def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
-        threading.Thread(target=stranger.serve_forever).start()
-        plan = fake_plan("hang", port=stranger.server_port)
+    with FakeServer() as stranger:
+        plan = fake_plan("hang", port=stranger.port)
         with EngineProcess.start(plan, log_path=tmp_path / "log") as engine:
             with pytest.raises(EngineError, match="not healthy after 1 s"):
                 engine.wait_healthy(1)
             assert urllib.request.urlopen(plan.health_url).status == 200
-        stranger.shutdown()
 
 
 def test_leaving_the_context_stops_the_engine(tmp_path: Path) -> None:

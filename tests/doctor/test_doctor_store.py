@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from doctor_machine import GOOD_STORE, machine
-from s3_stand_in import BUCKET, StandIn, s3_stand_in
+from s3_stand_in import BUCKET, StandIn
 from terminal import Outcome, assert_snapshot, kvbm_here
 
 from kvbm.shared import orders
@@ -196,7 +196,7 @@ def of_server(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_probe_names_the_step_that_is_refused(
     of_server: Any, refused: tuple[str, ...], failed: str | None, left: int
 ) -> None:
-    with s3_stand_in(refused=refused) as server:
+    with StandIn(refused=refused) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
         assert (found.failed, found.left_objects) == (failed, left)
         assert len(server.objects) == left
@@ -208,21 +208,21 @@ def test_probe_names_the_step_that_is_refused(
     ("how", "creates_once"), [({}, True), ({"overwrites": True}, False), ({"lacks_conditions": True}, False)]
 )
 def test_probe_finds_out_whether_conditions_count(of_server: Any, how: dict[str, bool], creates_once: bool) -> None:
-    with s3_stand_in(**how) as server:
+    with StandIn(**how) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
     assert (found.failed, found.creates_once) == (None, creates_once)
 
 
 @pytest.mark.parametrize(("ahead_s", "least", "most"), [(0, 0, 0), (300, 290, 310), (-300, -310, -290)])
 def test_probe_compares_the_clocks(of_server: Any, ahead_s: int, least: int, most: int) -> None:
-    with s3_stand_in(ahead=timedelta(seconds=ahead_s)) as server:
+    with StandIn(ahead=timedelta(seconds=ahead_s)) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
     assert found.clock_s is not None
     assert least <= found.clock_s <= most
 
 
 def test_probe_removes_what_a_killed_doctor_left(of_server: Any) -> None:
-    with s3_stand_in() as server:
+    with StandIn() as server:
         old, new = (f"team-a/{PREFIX}/{name}/1" for name in ("old", "new"))
         server.objects[old] = b"x", datetime.now(UTC) - timedelta(hours=2)
         server.objects[new] = b"x", datetime.now(UTC)
