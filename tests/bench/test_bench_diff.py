@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bench_rig import in_turn
-from made_experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
+from experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.diff import diff

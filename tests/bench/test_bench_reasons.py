@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from constructed_results import BASELINE, CONVERSATIONS, KVBM, PROFILE, UNIQUE, plan_of, summary_of_arms
+from experiments import BASELINE, CONVERSATIONS, KVBM, PROFILE, UNIQUE, plan_of, summary_of_arms
 
 from kvbm_cli.bench.why.facts import Reuse, reuse_of
 from kvbm_cli.bench.workload.plan import Launches, Plan

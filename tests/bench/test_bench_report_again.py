@@ -6,7 +6,7 @@ import json
 
 import pytest
 from bench_rig import MockEngines, in_turn, measure
-from made_experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
+from experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench import command

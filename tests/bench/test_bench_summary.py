@@ -5,96 +5,25 @@ from __future__ import annotations
 import copy
 import io
 import json
-from contextlib import closing
 from typing import Any
 
 import pytest
-from bench_rig import WORKLOAD, setup_of
+from experiments import FASTER, Experiment, Turns, summary_in
 from rich.console import Console
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.show.terminal import show
-from kvbm_cli.bench.summary import interrupted_summary, summarise
-from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
-from kvbm_cli.bench.workload.script import TokenWriter
-
-ANSWER = RecordedAnswer((1, 2, 3, 4, 5, 6), (-0.5,) * 6)
-SIX = WORKLOAD.model_copy(update={"users": 6})
-SCRIPT = build_script(SIX, TokenWriter(lambda text: list(text.encode()), seed=0), seed=0)
-MADE = Plan.make(SCRIPT, Launches(interval_s=1.0), Dialect("m"), answers=[ANSWER] * 12, request_timeout_s=5.0)
-# arm -> time to first token of turn 1, of turn 2, and the tokens of turn 2 (of 470) from G1 and G2
-FASTER = {"baseline": (500.0, 400.0, (32, 0)), "kvbm": (520.0, 20.0, (32, 400)), "floor": (500.0, 16.0, (432, 0))}
+from kvbm_cli.bench.summary import interrupted_summary
 
 
-def records_of(name: str, first_ms: float, later_ms: float, sources: tuple[int, int], *, lateness_ms: float = 1.0):
-    for request in MADE.requests:
-        intended_ms = (request.intended_s or 0.0) * 1e3
-        first_token_ms = intended_ms + (first_ms if request.turn == 1 else later_ms)
-        g1, g2 = sources if request.turn == 2 else (0, 0)
-        yield RequestRecord(
-            run=f"small.1.{name}",
-            arm=name,
-            cell="small",
-            pair=1,
-            index=request.index,
-            session=request.session,
-            turn=request.turn,
-            phase=request.phase.value,
-            intended_ms=intended_ms,
-            http_status=200,
-            launched_ms=intended_ms + lateness_ms,
-            first_token_ms=first_token_ms,
-            last_token_ms=first_token_ms + 50,
-            end_ms=first_token_ms + 51,
-            first_chunk_tokens=1,
-            token_gaps_ms=[10.0] * 5,
-            token_ids=list(ANSWER.token_ids),
-            logprobs=list(ANSWER.logprobs),
-            output_tokens=6,
-            prompt_tokens=request.prompt_tokens,
-            cached_tokens=g1 + g2,
-            g1_tokens=g1,
-            g2_tokens=g2,
-            g3_tokens=0,
-            g4_tokens=0,
-        )
+def faster(**changes: Turns) -> Experiment:
+    return Experiment({**FASTER, **changes})
 
 
-class Made:
-    """A finished experiment in a directory; its records and the facts of its runs can be changed before it is read."""
-
-    def __init__(self, **changes: tuple[float, float, tuple[int, int]]) -> None:
-        self.records = {name: list(records_of(name, *times)) for name, times in {**FASTER, **changes}.items()}
-        self.facts = {name: self._facts(name) for name in self.records}
-
-    @staticmethod
-    def _facts(name: str) -> dict[str, Any]:
-        return {
-            "run": f"small.1.{name}",
-            "arm": name,
-            "cell": "small",
-            "pair": 1,
-            "position": 1,
-            "started_unix_s": 0.0,
-            "duration_s": 6.0,
-            "startup_s": 2.0,
-            "client": {"cpu_share": 0.05, "loop_lag_p99_ms": 0.5, "lateness_p99_ms": 1.0, "workers": 1},
-            "server": {"queue_wait_ms": 1.0},
-            "engine_ended": False,
-        }
-
-    def summarised(self, tmp_path, **options: Any) -> dict[str, Any]:
-        with closing(BenchDirectory.create(tmp_path / "made")) as directory:
-            directory.write_json(PLAN, setup_of(SIX).to_json())
-            directory.write_json("cells/small/plan.json", {**MADE.to_json(), "can_reset": True})
-            for name, records in self.records.items():
-                for record in records:
-                    directory.append(REQUESTS, record.to_json())
-                directory.append(RUNS, self.facts[name])
-            return summarise(Results.read(directory), **{"surroundings": {}, **options})
+def records_of(made: Experiment, arm: str) -> tuple[RequestRecord, ...]:
+    return made.runs[f"small.1.{arm}"].records
 
 
 def of_arm(summary: dict[str, Any], name: str) -> dict[str, Any]:
@@ -108,7 +37,7 @@ def compared(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_number_of_a_known_run(tmp_path):
-    summary = Made().summarised(tmp_path, surroundings={"machine": {"cpu_count": 2}}, caveats=["busy"])
+    summary = faster().summary(surroundings={"machine": {"cpu_count": 2}}, caveats=["busy"])
     assert (summary["format"], summary["complete"], summary["verdict"]) == (2, True, "faster")
     assert summary["compared"] == {"measured": "kvbm", "reference": "baseline"}
     assert summary["ttft_speedup"] == 20.0
@@ -127,7 +56,7 @@ def test_every_number_of_a_known_run(tmp_path):
     assert summary["arms"]["kvbm"]["kind"] == "kvbm"
     cell = summary["cells"][0]
     assert cell["plan"] == {
-        "digest": MADE.digest,
+        "digest": faster().results().cells[0].digest,
         "requests": 12,
         "sessions": 6,
         "turns": 2,
@@ -161,19 +90,19 @@ def test_every_number_of_a_known_run(tmp_path):
     ("later_ms", "share", "is_noise"), [(20.0, 380 / 384, False), (14.0, 1.0, True), (415.0, -15 / 384, False)]
 )
 def test_more_than_the_possible_gain_is_noise(tmp_path, later_ms, share, is_noise):
-    summary = Made(kvbm=(520.0, later_ms, (32, 400))).summarised(tmp_path)
+    summary = faster(kvbm=Turns(later_ms, (32, 400), first_ms=520.0)).summary()
     assert summary["share_of_possible_gain"]["value"] == pytest.approx(share, abs=1e-3)
     assert summary["share_of_possible_gain"]["is_noise"] is is_noise
 
 
 @pytest.mark.parametrize(("later_ms", "verdict"), [(400.0, "same"), (800.0, "slower"), (200.0, "faster")])
 def test_the_verdict_follows_the_times(tmp_path, later_ms, verdict):
-    summary = Made(kvbm=(500.0, later_ms, (32, 400))).summarised(tmp_path)
+    summary = faster(kvbm=Turns(later_ms, (32, 400), first_ms=500.0)).summary()
     assert (summary["verdict"], summary["ttft_speedup"]) == (verdict, 400.0 / later_ms)
 
 
 def test_a_gain_without_a_loaded_block_is_invalid(tmp_path):
-    summary = Made(kvbm=(500.0, 20.0, (432, 0))).summarised(tmp_path)
+    summary = faster(kvbm=Turns(20.0, (432, 0))).summary()
     assert summary["verdict"] == "invalid"
     assert "loaded no block" in summary["explanation"]
     assert summary["outputs_equal"] is None
@@ -181,9 +110,9 @@ def test_a_gain_without_a_loaded_block_is_invalid(tmp_path):
 
 
 def test_one_other_token_is_wrong_and_named(tmp_path):
-    made = Made()
-    made.records["kvbm"][7].token_ids[5] += 1
-    summary = made.summarised(tmp_path)
+    made = faster()
+    records_of(made, "kvbm")[7].token_ids[5] += 1
+    summary = made.summary()
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert compared(summary)["outputs"]["requests_that_differ"] == [[1, 2]]
     assert summary["share_of_possible_gain"] is None
@@ -191,26 +120,26 @@ def test_one_other_token_is_wrong_and_named(tmp_path):
 
 
 def test_the_same_tokens_with_other_probabilities_are_wrong(tmp_path):
-    made = Made()
-    made.records["kvbm"][7].logprobs[3] += 0.02
-    made.records["floor"][7].logprobs[3] -= 1e-5
-    summary = made.summarised(tmp_path)
+    made = faster()
+    records_of(made, "kvbm")[7].logprobs[3] += 0.02
+    records_of(made, "floor")[7].logprobs[3] -= 1e-5
+    summary = made.summary()
     assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
     assert compared(summary)["outputs"]["largest_logprob_difference"] == 0.02
     assert "differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
 
 
 def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm(tmp_path):
-    made = Made()
-    made.records["kvbm"][7].logprobs[3] += 0.02
-    made.records["baseline"][2].logprobs[0] += 0.01
-    assert made.summarised(tmp_path)["verdict"] == "faster"
+    made = faster()
+    records_of(made, "kvbm")[7].logprobs[3] += 0.02
+    records_of(made, "baseline")[2].logprobs[0] += 0.01
+    assert made.summary()["verdict"] == "faster"
 
 
 def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out(tmp_path):
-    made = Made()
-    made.records["baseline"][6].error = "HTTP 503"
-    summary = made.summarised(tmp_path)
+    made = faster()
+    records_of(made, "baseline")[6].error = "HTTP 503"
+    summary = made.summary()
     assert summary["verdict"] == "invalid"
     assert of_arm(summary, "baseline")["errors"] == 1
     assert [turn["errors"] for turn in of_arm(summary, "baseline")["turns"]] == [0, 1]
@@ -219,19 +148,19 @@ def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out(tmp_path):
 
 
 def test_a_late_client_is_invalid_in_a_compared_arm(tmp_path):
-    made = Made()
-    made.facts["kvbm"]["client"]["lateness_p99_ms"] = 60.0
-    summary = made.summarised(tmp_path)
+    made = faster()
+    made.runs["small.1.kvbm"].facts["client"]["lateness_p99_ms"] = 60.0
+    summary = made.summary()
     assert summary["verdict"] == "invalid"
     assert "launched requests late in small.1.kvbm: 60 ms at p99, the limit is 40 ms" in summary["explanation"]
 
 
 def test_tiers_that_only_the_counters_of_the_engine_have_are_known_for_the_whole_arm(tmp_path):
-    made = Made()
-    for record in made.records["kvbm"]:
+    made = faster()
+    for record in records_of(made, "kvbm"):
         record.g1_tokens = record.g2_tokens = record.g3_tokens = None
-    made.facts["kvbm"]["server"]["prompt_tokens"] = {"g1": 192, "g2": 2400, "g3": 0, "computed": 2916}
-    summary = made.summarised(tmp_path)
+    made.runs["small.1.kvbm"].facts["server"]["prompt_tokens"] = {"g1": 192, "g2": 2400, "g3": 0, "computed": 2916}
+    summary = made.summary()
     assert of_arm(summary, "kvbm")["prompt_tokens"]["g2"] == 2400
     assert of_arm(summary, "kvbm")["prompt_tokens_by_usage"]["g2"] is None
     assert of_arm(summary, "kvbm")["turns"][1]["prompt_tokens"]["g2"] is None
@@ -239,11 +168,11 @@ def test_tiers_that_only_the_counters_of_the_engine_have_are_known_for_the_whole
 
 
 def test_a_summary_of_an_arm_without_answers_is_still_whole(tmp_path):
-    made = Made()
-    for record in made.records["kvbm"]:
+    made = faster()
+    for record in records_of(made, "kvbm"):
         record.error, record.token_ids, record.first_token_ms = "the engine ended", [], None
-    made.facts["kvbm"]["engine_ended"] = True
-    summary = made.summarised(tmp_path)
+    made.runs["small.1.kvbm"].facts["engine_ended"] = True
+    summary = made.summary()
     assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", None)
     assert summary["ttft_speedup"] is None
     assert of_arm(summary, "kvbm")["ttft_ms"]["p50"] is None
@@ -252,25 +181,14 @@ def test_a_summary_of_an_arm_without_answers_is_still_whole(tmp_path):
 
 
 def test_a_run_that_never_ended_does_not_count(tmp_path):
-    made = Made()
-    del made.facts["floor"]
-    with closing(BenchDirectory.create(tmp_path / "made")) as directory:
-        directory.write_json(PLAN, setup_of(SIX).to_json())
-        directory.write_json("cells/small/plan.json", MADE.to_json())
-        for records in made.records.values():
-            for record in records:
-                directory.append(REQUESTS, record.to_json())
-        for line in made.facts.values():
-            directory.append(RUNS, line)
-        summary = summarise(Results.read(directory), surroundings={})
+    summary = summary_in(faster().write(tmp_path / "made", without_end=["small.1.floor"]))
     assert set(summary["cells"][0]["arms"]) == {"baseline", "kvbm"}
     assert summary["share_of_possible_gain"] is None
 
 
 def test_equal_results_give_an_equal_summary(tmp_path):
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    assert Made().summarised(tmp_path / "one") == Made().summarised(tmp_path / "two")
+    one, two = (faster().write(tmp_path / name, surroundings={}) for name in ("one", "two"))
+    assert summary_in(one) == summary_in(two) == faster().summary()
 
 
 @pytest.mark.parametrize(
@@ -287,31 +205,31 @@ def test_equal_results_give_an_equal_summary(tmp_path):
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, name, text, message):
-    Made().summarised(tmp_path)
+    faster().write(tmp_path / "made")
     (tmp_path / "made" / name).write_text(text)
     with pytest.raises(UsageError, match=message):
         Results.read(BenchDirectory.open(tmp_path / "made"))
 
 
 def test_an_interrupted_summary_has_the_keys_of_a_whole_one(tmp_path):
-    whole = Made().summarised(tmp_path)
+    whole = faster().summary()
     part = interrupted_summary("interrupted", {})
     assert part["complete"] is False
     assert part.keys() <= whole.keys()
 
 
 def test_the_page_shows_any_result(tmp_path):
-    made = Made()
-    made.records["baseline"][6].error = "HTTP 503 [/bold] \x1b[31m"
+    made = faster()
+    records_of(made, "baseline")[6].error = "HTTP 503 [/bold] \x1b[31m"
     console = Console(file=io.StringIO(), width=80, markup=False)
-    show(made.summarised(tmp_path), console, directory=tmp_path)
+    show(made.summary(), console, directory=tmp_path)
     shown = console.file.getvalue()
     assert "invalid: the result cannot be used: 1 of 12 requests of arm baseline failed" in " ".join(shown.split())
     assert "\x1b" not in shown
 
 
 def test_the_table_of_many_arms_cuts_no_name_and_no_number(tmp_path):
-    summary = Made().summarised(tmp_path)
+    summary = faster().summary()
     arms = summary["cells"][0]["arms"]
     names = [f"a-long-name-{number}" for number in range(6)]
     arms |= {name: copy.deepcopy(arms["kvbm"]) for name in names}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_sample import build, write_sample
+from experiments import build, write_sample
 
 pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -225,7 +225,7 @@ def test_keyboard_reaches_links_with_a_visible_focus(browser: Any, report: Path)
 
 @pytest.mark.soak
 def test_twenty_thousand_requests_are_drawn_in_seconds(browser: Any, tmp_path: Path) -> None:
-    write_sample(tmp_path, sessions=278, turns=8, answer_tokens=2, pressures=(2.0,))
+    write_sample(tmp_path, sessions=278, turns=8, pressures=(2.0,))
     file = build(tmp_path)
     start = time.monotonic()
     with Shown(browser, file, DESKTOP).ready() as shown:
