@@ -22,6 +22,7 @@ from kvbm.config.form import NO_CAPACITY, OF_KUBERNETES, Form
 from kvbm.config.sizes import parse_size
 from kvbm.config.spelling import nearest_variable
 from kvbm.errors import ProfileError
+from kvbm.text.outside import without_secret_value
 
 PREFIX = "DYN_KVBM_"
 
@@ -220,9 +221,7 @@ _NIXL_PREFIX = PREFIX + "NIXL_BACKEND_"
 _TIERS = ("host", "disk", "shared")
 _SHARED_SWITCH = "DYN_KVBM_OBJECT_ENABLED"
 _OVERRIDES = ("tiers.host.blocks", "tiers.disk.blocks")
-_SECRET = re.compile(r"SECRET|ACCESS_KEY|PASSWORD|TOKEN")
 _OF_SERVICE = re.compile(r"_SERVICE_(?:HOST|PORT)|_PORT_[0-9]+_(?:TCP|UDP)")
-_CREDENTIALS = re.compile(r"//[^/]*@")
 
 
 def variable_names(environment: Mapping[str, str]) -> list[str]:
@@ -375,7 +374,7 @@ def _unknown(source: Source) -> ProfileError:
 
 
 def _source(name: str, value: str) -> Source:
-    shown = "***" if _SECRET.search(name.upper()) or _CREDENTIALS.search(value) else value
+    shown = str(without_secret_value(name, value))
     return Source(name, f"{name}={shown}", len(name) + 1, max(1, len(shown)))
 
 

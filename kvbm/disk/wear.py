@@ -27,9 +27,8 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """`device_bytes_written` since creation of the meter; `drive_writes_per_day` from kvbm's last hour of writes."""
+    """`write_amplification` since creation of the meter; `drive_writes_per_day` from kvbm's last hour of writes."""
 
-    device_bytes_written: int | None
     write_amplification: float | None
     drive_writes_per_day: float | None
 
@@ -57,13 +56,11 @@ class WearMeter:
 
     def measure(self, bytes_written: int) -> Wear:
         """`bytes_written`: written by kvbm since the meter was created."""
-        now = self._device_bytes()
-        known = now is not None and self._device_bytes_before is not None
-        reached = now - self._device_bytes_before if known else None  # type: ignore[operator]
+        before, now = self._device_bytes_before, self._device_bytes()
         amplification = None
-        if reached is not None and bytes_written >= LEAST_BYTES:
-            amplification = reached / bytes_written
-        return Wear(reached, amplification, self._drive_writes_per_day(bytes_written))
+        if before is not None and now is not None and bytes_written >= LEAST_BYTES:
+            amplification = (now - before) / bytes_written
+        return Wear(amplification, self._drive_writes_per_day(bytes_written))
 
     def _drive_writes_per_day(self, bytes_written: int) -> float | None:
         samples = self._samples

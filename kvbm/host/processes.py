@@ -1,10 +1,8 @@
-"""Processes of this machine, from /proc: start, parent and descendants, and the namespace in which an id is valid."""
+"""Processes of this machine, from /proc: start and parent, and the namespace in which an id is valid."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +25,6 @@ def stat_of(pid: int) -> ProcessStat | None:
         return None
     fields = text.rpartition(")")[2].split()  # after the process name, which may contain anything
     return None if fields[0] in DEAD_STATES else ProcessStat(parent=int(fields[1]), started=int(fields[19]))
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Yield a process and its living descendants."""
-    known = [pid]
-    for one in known:
-        yield one
-        with suppress(OSError):
-            for thread in Path(f"/proc/{one}/task").iterdir():
-                known += map(int, (thread / "children").read_text().split())
 
 
 def boot_id() -> str:

@@ -40,19 +40,14 @@ SlotsCarry = Callable[[Sequence[int], Sequence[int]], bool]
 
 @dataclass(slots=True)
 class SharedCounters:
-    """Counters since the start of the process. Bytes include headers."""
+    """Counters since the start of the process."""
 
-    objects_read: int = 0
-    objects_written: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    copies_read: int = 0  # of the objects read: those that another engine of this machine has read from the store
+    copies_read: int = 0  # objects that another engine of this machine has read from the store
     writes_saved: int = 0  # another engine had written the object
     absent_objects: int = 0
     bad_objects: int = 0
     failed_requests: int = 0
     probes: int = 0
-    listings: int = 0
     times_off: int = 0
 
     def plus(self, other: SharedCounters) -> SharedCounters:
@@ -246,7 +241,7 @@ class SharedStorage:
                 result = self._geometry.received(order, answer, again, aging_s=self._aging_s)
             if result.outcome is Outcome.BAD:
                 log.warning("kvbm: ignoring object %s of the shared tier: %s", arrival.incoming.key, result.error)
-            self._count(result, arrival.incoming.length, is_write=False)
+            self._count(result, is_write=False)
             results.append(result)
         return results
 
@@ -264,11 +259,11 @@ class SharedStorage:
             else:
                 results.append(ObjectResult.failed(order, "a rank has ended"))
         answers = self.store.put([one for _, one in sent]) if sent else []
-        for (order, one), answer in zip(sent, answers, strict=True):
+        for (order, _), answer in zip(sent, answers, strict=True):
             is_there = answer.outcome in (Outcome.GOOD, Outcome.EXISTS)
             flags = (is_there,) * len(order.hashes)
             result = ObjectResult(order.ticket, answer.outcome, flags, answer.error)
-            self._count(result, one.length, is_write=True)
+            self._count(result, is_write=True)
             results.append(result)
         return results
 
@@ -285,7 +280,7 @@ class SharedStorage:
                 ended.add(order.ticket)
                 exists = ObjectResult(order.ticket, Outcome.EXISTS, (True,) * len(order.hashes))
                 result = exists if is_present else ObjectResult.failed(order, "no answer before a write")
-                self._count(result, 0, is_write=True)
+                self._count(result, is_write=True)
                 results.append(result)
         return [order for order in orders if order.ticket not in ended]
 
@@ -308,16 +303,11 @@ class SharedStorage:
                 low = position + 1
         return ProbeResult(order.ticket, low)
 
-    def _count(self, result: ObjectResult, size: int, *, is_write: bool) -> None:
+    def _count(self, result: ObjectResult, *, is_write: bool) -> None:
         counters = self.counters
         with self._has_order:
             match result.outcome:
-                case Outcome.GOOD if is_write:
-                    counters.objects_written += 1
-                    counters.bytes_written += size
                 case Outcome.GOOD:
-                    counters.objects_read += 1
-                    counters.bytes_read += size
                     counters.copies_read += result.is_copy
                 case Outcome.EXISTS:
                     counters.writes_saved += 1
@@ -361,7 +351,6 @@ class SharedStorage:
             self._breaker.failed(str(error))
             self.counters.failed_requests += 1
             return
-        self.counters.listings += 1
         self._listing.append((began_s, np.sort(np.frombuffer(digests, DIGEST)).tobytes()))
         self.on_result()
 

@@ -32,10 +32,9 @@ _USERINFO = re.compile(r"(?<=://)(?:[^/\s@:]*:(?!\d+/)[^\s@]*|[^/\s@]+)@")
 _QUERY_SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|credential|key|keyid))=[^&\s#`'\"]+"
 )
-_VARIABLE = re.compile(
-    r"\b([A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY|SECRET_KEY)(?:_ID)?[\"']?)(\s*[:=]\s*[\"']?)"
-    r"(?![\"'\s*])[^\s\"',}]+"
-)
+_SECRET = r"TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)[_-]?KEY|AUTHORIZATION"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_VARIABLE = re.compile(rf"\b([A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
 _QUOTED = re.compile(r"`([^`\n]*)(`|$)")
 HIDDEN = "***"
 
@@ -73,13 +72,20 @@ def without_url_secrets(text: str) -> str:
     return _QUERY_SECRET.sub(rf"\1={HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a variable, a flag or a key of this name is probably a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def without_secret_values(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: str(without_secret_value(name, value)) for name, value in variables.items()}
 
 
 def without_secret_value(name: str, value: object) -> object:
     """Return the value of a variable, or of a key that ends with its name, for display."""
-    return without_secrets(f"{name}={value}").removeprefix(f"{name}=") if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and is_secret_name(name) else without_secrets(value)
 
 
 def fit_for_message(text: str) -> str:

@@ -77,7 +77,6 @@ class Announcer:
         self._repetition: Work | None = None
         self._repeated_s = clock()
         self._events: list[KVCacheEvent] = []
-        self.unknown_blocks = 0  # stored, and not announced because nothing describes them
 
     @contained()
     def describe(self, request: Request, position: int, chain: Sequence[bytes], begin: int, end: int) -> None:
@@ -179,7 +178,6 @@ class Announcer:
     def _store(self, tier: Tier, hashes: Sequence[bytes]) -> None:
         found = self._descriptions(hashes)
         if None in found:
-            self.unknown_blocks += found.count(None)
             hashes = [name for name, one in zip(hashes, found, strict=True) if one is not None]
         self._say_stored(tier, hashes, [one for one in found if one is not None])
 
@@ -193,7 +191,7 @@ class Announcer:
         notes = event.notes or (b"",) * len(event.hashes)
         for start in range(0, len(event.hashes), PART_BLOCKS):
             part = slice(start, start + PART_BLOCKS)
-            self.unknown_blocks += self._restored.hold(event.hashes[part], notes[part])
+            self._restored.hold(event.hashes[part], notes[part])
             yield len(event.hashes[part])
 
     def _announce_restored(self) -> Work:

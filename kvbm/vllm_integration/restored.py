@@ -26,16 +26,14 @@ class RestoredBlocks:
     def description(self, sequence_hash: bytes) -> bytes | None:
         return self._found.get(sequence_hash)
 
-    def hold(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> int:
-        """Keep blocks, with what was written next to them, until `parents_first`. Return how many have no note of this
-        form: these are not announced."""
-        count = len(self._found)
+    def hold(self, hashes: Sequence[bytes], notes: Sequence[bytes]) -> None:
+        """Keep blocks, with what was written next to them, until `parents_first`. Those without a note of this form are
+        not announced."""
         for sequence_hash, note in zip(hashes, notes, strict=True):
             form = self._form_of(sequence_hash)
             if form is not None and (description := form.restored(note)) is not None:
                 self._found[sequence_hash] = description
                 self._names[form.short_name(sequence_hash)] = sequence_hash
-        return len(hashes) - (len(self._found) - count)
 
     def drop(self, hashes: Sequence[bytes]) -> None:
         """Forget blocks that have left the disk."""

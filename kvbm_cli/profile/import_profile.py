@@ -26,7 +26,7 @@ from kvbm.config.trtllm_options import SAME_OPTION
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, UsageError
-from kvbm.text.outside import MAX_SHOWN, shown, without_secrets
+from kvbm.text.outside import MAX_SHOWN, is_secret_name, shown, without_secrets
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 from kvbm_cli.profile.import_launch import NO_SECRETS, Launch, Left, Word, plain
 from kvbm_cli.profile.import_yaml import options_in
@@ -90,7 +90,6 @@ _LEFT_VARIABLES = (
 )
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
 _PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
-_SECRET = re.compile(r"(?i)TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY|AUTHORIZATION")
 _SECRET_TEXT = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|AKIA|nvapi-)[A-Za-z0-9_-]{12,}")
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
 _METRICS_NOTE = (
@@ -262,7 +261,7 @@ class _Draft:
             limit = 0 if inline or _NO_VALUE.fullmatch(name) else len(words) if _MANY_VALUES.fullmatch(name) else 1
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
                 values.append(words.pop(0))
-            if _SECRET.search(name):
+            if is_secret_name(name):
                 self.leave(written, NO_SECRETS, word.line)
             elif not any(self._is_unknown(written, one) for one in values):
                 found = [_parsed(one) for one in values]
@@ -375,11 +374,11 @@ class _Draft:
 def has_secret(name: str, value: object) -> bool:
     """Whether the name or the text says that this is a secret, also inside of a value."""
     if isinstance(value, dict):
-        return bool(_SECRET.search(name)) or any(has_secret(str(key), one) for key, one in value.items())
+        return is_secret_name(name) or any(has_secret(str(key), one) for key, one in value.items())
     if isinstance(value, list):
         return any(has_secret(name, one) for one in value)
     text = str(value)
-    return bool(_SECRET.search(name) or _SECRET_TEXT.search(text)) or without_secrets(text) != text
+    return is_secret_name(name) or _SECRET_TEXT.search(text) is not None or without_secrets(text) != text
 
 
 def _entry(value: object, source: Source) -> Entry:

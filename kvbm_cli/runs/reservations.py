@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from kvbm.config.launch_plan import reachable
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.processes import descendants
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.system.process_identity import descendants
 
 
 def living_runs() -> list[EngineRun]:

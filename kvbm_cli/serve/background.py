@@ -25,8 +25,8 @@ from types import FrameType
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.libc import LIBC
-from kvbm.host.processes import descendants
 from kvbm_cli.system.answering import problem_of_silent, silent_among
+from kvbm_cli.system.process_identity import descendants
 
 READY = b"r"
 PR_SET_PDEATHSIG = 1

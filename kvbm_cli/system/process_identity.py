@@ -91,3 +91,13 @@ class ProcessIdentity:
 @cache
 def _surroundings() -> tuple[str, str, str]:
     return *process_namespace(), socket.gethostname()
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and its living descendants."""
+    known = [pid]
+    for one in known:
+        yield one
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{one}/task").iterdir():
+                known += map(int, (thread / "children").read_text().split())

@@ -186,7 +186,7 @@ def test_settings_of_a_store_need_a_store_in_s3(tmp_path, text: str, names: list
 def test_an_endpoint_with_credentials_is_refused_without_showing_them() -> None:
     with pytest.raises(ProfileError) as caught:
         resolve_connector({}, {C: "1", ENDPOINT: "http://me:hunter2@ceph"}, engine="vllm")
-    assert "without credentials, not `***`" in caught.value.message
+    assert "without credentials, not `http://***@ceph`" in caught.value.message
     assert "hunter2" not in caught.value.message
 
 

@@ -99,7 +99,8 @@ class HostScheduler:
         self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self.lookups.append(Lookup(request.request_id, num_computed_tokens, request.num_preemptions))
+        preemptions = sum(request.request_id in output.preempted_ids for output in self.outputs)
+        self.lookups.append(Lookup(request.request_id, num_computed_tokens, preemptions))
         if request.request_id in self.not_yet:
             return None, False
         start = num_computed_tokens // self.block_size

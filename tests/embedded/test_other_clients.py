@@ -72,7 +72,7 @@ def serving(home: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizer") / "tiny"
-    subprocess.run([sys.executable, "-P", "-m", "kvbm.embedded.save_tokenizer", str(directory)], check=True)
+    subprocess.run([sys.executable, "-P", "-m", "kvbm_cli.save_tokenizer", str(directory)], check=True)
     return directory
 
 

@@ -286,6 +286,7 @@ class Rig:
         gives_up_blocks=False,
         accepts_failed_loads=True,
         more_tiers=(),
+        has_manual_clock=True,
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks, replicas)
@@ -320,7 +321,7 @@ class Rig:
                 self.g1.release,
                 tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
                 trace=trace,
-                clock=lambda: self.now_s,
+                **({"clock": lambda: self.now_s} if has_manual_clock else {}),
             ),
             [*lower_tiers(self.disk, self.store), *more_tiers],
         )

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 from bookkeeping import check_leader
 from fake_store import FakeStore
@@ -100,6 +103,19 @@ def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
     for _ in range(10):
         rig.step()
     check_leader(rig.leader)
+    rig.close()
+
+
+def test_a_wall_clock_that_is_set_makes_no_read_late(monkeypatch):
+    years, now_s = itertools.count(), time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + 365 * 86400 * next(years))
+    rig, (a, _) = full("disk", has_manual_clock=False)
+    assert load(rig, "r", a) == 8
+    results = []
+    while not results:
+        results += step(rig)
+        rig.run_tiers()
+    assert [result.failed_block_ids for result in results] == [()]
     rig.close()
 
 

@@ -47,7 +47,7 @@ def test_what_was_never_written_is_absent(rig):
 def test_a_second_write_of_a_run_finds_the_first(rig):
     rig.put(make_run(0))
     assert rig.put(make_run(0)).outcome is Outcome.EXISTS
-    assert rig.storage.counters.objects_written == 1
+    assert rig.storage.counters.writes_saved == 1
 
 
 def test_a_rewrite_replaces_the_object(rig):

@@ -8,7 +8,17 @@ import time
 import pytest
 
 from kvbm.errors import KvbmError
-from kvbm.text.outside import MAX_LINE, MAX_SHOWN, fit_for_message, one_line, shown, shown_json, without_secrets
+from kvbm.text.outside import (
+    MAX_LINE,
+    MAX_SHOWN,
+    fit_for_message,
+    is_secret_name,
+    one_line,
+    shown,
+    shown_json,
+    without_secret_value,
+    without_secrets,
+)
 
 HUGE = "\n" * 30_000_000
 
@@ -69,6 +79,23 @@ def test_a_line_obeys_nothing() -> None:
 def test_secrets_are_hidden_and_the_rest_stays(text: str, expected: str) -> None:
     assert without_secrets(text) == expected
     assert without_secrets(expected) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *(
+            (name, True)
+            for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "DB_PASSWD", "api-key", "engine.arguments.api_key")
+        ),
+        *((name, False) for name in ("MAX_TOKENS", "TOKENIZERS_PARALLELISM", "key_file", "PREFIX_CACHE_KEY")),
+    ],
+)
+def test_one_rule_tells_secret_names_in_text_and_in_displayed_values(name: str, is_secret: bool) -> None:
+    expected = "***" if is_secret else "a b"
+    assert (is_secret_name(name), without_secret_value(name, "a b")) == (is_secret, expected)
+    if name.isupper():
+        assert without_secrets(f"env {name}=a") == f"env {name}={'***' if is_secret else 'a'}"
 
 
 def test_an_error_shortens_what_it_quotes_and_keeps_the_rest() -> None:

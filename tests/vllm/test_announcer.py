@@ -158,7 +158,6 @@ def test_a_fork_and_a_gap_start_events_of_their_own():
 def test_a_block_that_nothing_describes_is_not_announced():
     announcer, hashes = make(), chain_of(prompt("a", 2))
     assert drained(announcer, BlocksStored(Tier.DISK, tuple(hashes)), BlocksRemoved(Tier.DISK, tuple(hashes))) == []
-    assert announcer.unknown_blocks == 2
 
 
 def test_a_request_that_meets_a_known_prefix_describes_only_the_rest(monkeypatch):
@@ -510,7 +509,6 @@ def test_a_note_of_another_form_is_not_believed(note):
     announcer, hashes = make(), chain_of(prompt("a", 1))
     is_ours = note[:1] == b"\x41"  # a parent with the name 0, and tokens 0: the right form
     assert len(drained(announcer, BlocksRestored(Tier.DISK, tuple(hashes), (note,), True))) == int(is_ours)
-    assert announcer.unknown_blocks == int(not is_ours)
 
 
 def test_damaged_extras_in_a_note_are_not_believed():
@@ -616,7 +614,6 @@ class Tiers:
                 (name,) = names([one])
                 known = None if parent is None else next(iter(names([parent])))
                 assert self.routers.dynamo.tiers[tier][name] == (known, tokens)
-        assert self.announcer.unknown_blocks == 0
 
     def stores(self):
         return ("host", self.host), ("disk", self.disk)

@@ -80,7 +80,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         return super().is_on and not self._unanswered_clears
 
     def wear(self) -> Wear:
-        return Wear(None, None, None) if self._wear is None else self._wear.measure(self.counters.bytes_written)
+        return Wear(None, None) if self._wear is None else self._wear.measure(self.counters.bytes_written)
 
     def recovered(self, *, waits: bool = True) -> FoundBlocks | None:
         """Return the next batch of blocks found at opening, oldest first, each block once.

@@ -133,7 +133,6 @@ class Request:
     num_external_tokens: int = 0
     num_disk_tokens: int = 0
     num_shared_tokens: int = 0
-    num_preemptions: int = 0
     registered_blocks: int = 0
     may_register: bool = True
     was_admitted: bool = False

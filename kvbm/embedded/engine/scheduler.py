@@ -51,7 +51,6 @@ class EngineCounters:
     prefix_cache_hits: int = 0
     external_cache_queries: int = 0
     external_cache_hits: int = 0
-    failed_load_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -175,7 +174,6 @@ class Scheduler:
         self._release(victim.block_ids)
         self._return_to_waiting(victim)
         victim.status = RequestStatus.PREEMPTED
-        victim.num_preemptions += 1
         self.counters.preemptions += 1
 
     def _return_to_waiting(self, request: Request) -> None:
@@ -368,7 +366,6 @@ class Scheduler:
         """Discard the contents of failed blocks. Returns the requests of this step that read one of them."""
         if not failed:
             return set()
-        self.counters.failed_load_blocks += len(failed)
         self._pool.forget(failed)
         for request in self._loading.values():
             request.failed_block_ids |= failed.intersection(request.block_ids)

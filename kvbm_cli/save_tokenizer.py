@@ -1,6 +1,6 @@
 """Saves the tokenizer of the synthetic models, for load clients that count tokens themselves.
 
-    python -m kvbm.embedded.save_tokenizer DIRECTORY
+    python -m kvbm_cli.save_tokenizer DIRECTORY
 
 The directory also gets a `config.json`, because some clients read the model's type from it.
 """
@@ -22,7 +22,7 @@ def save(directory: Path) -> None:
 
 def main(arguments: list[str]) -> int | str:
     """Return the exit status, or a message for stderr."""
-    usage = "usage: python -m kvbm.embedded.save_tokenizer DIRECTORY"
+    usage = "usage: python -m kvbm_cli.save_tokenizer DIRECTORY"
     if arguments in (["--help"], ["-h"]):
         print(usage)
         return 0
