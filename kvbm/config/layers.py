@@ -104,20 +104,24 @@ def _nearest_file(path: Path, children: Sequence[Path]) -> str | None:
     return f"did you mean `{path.with_name(names[nearest[0]])}`?" if nearest else None
 
 
-def file_with_parents(path: Path, directories: Sequence[Path], findings: Findings) -> Document:
-    """Merge a file over all its parents. ProfileError if `path` itself cannot be read."""
+def files_with_parents(paths: Sequence[Path], directories: Sequence[Path], findings: Findings) -> Document:
+    """Merge files, each over its parents and over the earlier ones, like a file whose `extends` lists `paths`.
+    ProfileError if one of them cannot be read."""
     merged: Document = {}
-    for document in _parents_and_file(path, directories, findings):
-        merged = merge(merged, document)
+    read: set[Path] = set()
+    for path in (one for one in paths if real_path(one) not in read):
+        for document in _parents_and_file(path, directories, findings, read):
+            merged = merge(merged, document)
     return merged
 
 
-def _parents_and_file(path: Path, directories: Sequence[Path], findings: Findings) -> Iterator[Document]:
+def _parents_and_file(
+    path: Path, directories: Sequence[Path], findings: Findings, read: set[Path]
+) -> Iterator[Document]:
     """Yield a file below all that it extends: parents first. A parent of several files counts once, below all of them.
 
     `family` begins with `path`, and each member extends the next one: path, real path, document, and the references
-    that are not yet followed."""
-    read: set[Path] = set()
+    that are not yet followed. Parents that are `read` are skipped; those of `path` are added."""
     family = [_opened(path, directories, findings)]
     while family:
         file, real, document, references = family[-1]

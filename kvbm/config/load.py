@@ -1,9 +1,9 @@
 """Resolves a name or a file to one frozen `Profile`, with the origin of every key.
 
-Layers, each over the one before: defaults < the profile named by `extends` < the file < `DYN_KVBM_*` variables <
-`--set key=value` (layers.py). Variables are passed in as a mapping; the environment of the process is never read.
-Every mistake is a ProfileError with the place of the text and, for a name, the nearest valid one. All mistakes are
-reported together.
+Layers, each over the one before: defaults < the profiles named by `extends` < the file, or several files in their order
+< `DYN_KVBM_*` variables < `--set key=value` (layers.py). Variables are passed in as a mapping; the environment of the
+process is never read. Every mistake is a ProfileError with the place of the text and, for a name, the nearest valid
+one. All mistakes are reported together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbm.config.findings import Findings, is_within, remove_mistaken
 from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.key_list import keys
-from kvbm.config.layers import ARGUMENTS, TIERS, file_with_parents, find, merge, with_layers
+from kvbm.config.layers import ARGUMENTS, TIERS, files_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths
 from kvbm.config.schema import Profile
@@ -41,8 +41,7 @@ class ResolvedProfile:
     files.
     """
 
-    name: str
-    path: Path
+    paths: tuple[Path, ...]
     profile: Profile
     values: Mapping[str, object]
     origins: Mapping[str, str]
@@ -50,53 +49,66 @@ class ResolvedProfile:
     extends: tuple[Source, ...]
     warnings: tuple[str, ...]
 
+    @property
+    def name(self) -> str:
+        """The names of its files."""
+        return "-".join(path.stem for path in self.paths)
+
+    @property
+    def place(self) -> str:
+        """The paths of its files, for messages."""
+        return place_of(self.paths)
+
     def mistake(self, key: str, message: str, *, hint: str | None = None) -> Mistake:
         """Make the error of a value that is invalid on this machine, at the place of `key`."""
-        return Mistake(message, self.sources.get(key, self.path), hint=hint, key=key)
+        return Mistake(message, self.sources.get(key, self.place), hint=hint, key=key)
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
     """All mistakes of a profile, in the order of its layers, and the profile without them if that is valid."""
 
-    path: Path
+    place: str
     mistakes: tuple[ProfileError, ...]
     resolved: ResolvedProfile | None
 
 
+def place_of(paths: Sequence[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
 def load(
-    reference: str,
-    *,
+    *references: str,
     directories: Sequence[Path],
     variables: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
 ) -> ResolvedProfile:
-    """Resolve the profile `reference`, a path or a name in one of `directories`.
+    """Resolve the profile of `references`, each a path or a name in one of `directories`. A later one overrides the
+    earlier ones.
 
     `overrides` are texts of `--set`. `options` are keys set by other options, as `{key: (option, text)}`; they override
     everything. ProfileError for a mistake, ProfileMistakes for several.
     """
-    examined = examine(reference, directories=directories, variables=variables, overrides=overrides, options=options)
+    examined = examine(*references, directories=directories, variables=variables, overrides=overrides, options=options)
     if examined.mistakes:
         raise together(examined.mistakes)
-    assert examined.resolved is not None, f"{examined.path} has neither mistakes nor a profile"
+    assert examined.resolved is not None, f"{examined.place} has neither mistakes nor a profile"
     return examined.resolved
 
 
 def examine(
-    reference: str,
-    *,
+    *references: str,
     directories: Sequence[Path],
     variables: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
 ) -> Examined:
     """Like `load`, but returns the mistakes. ProfileError only if there is no such file."""
-    path, environment = find(reference, directories=directories), variables or {}
+    paths = tuple(find(reference, directories=directories) for reference in references)
     findings = Findings()
-    document = file_with_parents(path, directories, findings)
-    return _examined(path, document, environment, overrides, options or {}, findings)
+    document = files_with_parents(paths, directories, findings)
+    return _examined(paths, document, variables or {}, overrides, options or {}, findings)
 
 
 def examine_written(
@@ -104,13 +116,13 @@ def examine_written(
     written: Document,
     *,
     directories: Sequence[Path],
-    parent: Path | None = None,
+    parents: Sequence[Path] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Examined:
-    """Resolve the document `written` as if it were the file `path` and extended `parent`."""
+    """Resolve the document `written` as if it were the file `path` and extended `parents`."""
     findings = Findings()
-    below = file_with_parents(parent, directories, findings) if parent is not None else {}
-    return _examined(path, merge(below, written), other_variables(variables or {}), (), {}, findings)
+    below = files_with_parents(parents, directories, findings)
+    return _examined((path,), merge(below, written), other_variables(variables or {}), (), {}, findings)
 
 
 def written_by(
@@ -123,7 +135,7 @@ def written_by(
 
 
 def _examined(
-    path: Path,
+    paths: tuple[Path, ...],
     document: Document,
     environment: Mapping[str, str],
     overrides: Sequence[str],
@@ -136,20 +148,19 @@ def _examined(
     remove_mistaken(merged, findings.add(interpolation.mistakes))
     remove_mistaken(merged, findings.add(invalid_text(merged)))
     merged = with_absolute_paths(merged)
-    profile = _validated(merged, path, findings)
+    place = place_of(paths)
+    profile = _validated(merged, place, findings)
     mistakes = findings.in_order()
     if profile is None:
-        return Examined(path, mistakes, None)
+        return Examined(place, mistakes, None)
     values, sources = _values(profile), _sources(profile, merged)
     origins = {key: source.origin if source else DEFAULT for key, source in sources.items()}
     written = {key: source for key, source in sources.items() if source}
     extends = tuple(findings.extends)
-    return Examined(
-        path, mistakes, ResolvedProfile(path.stem, path, profile, values, origins, written, extends, warnings)
-    )
+    return Examined(place, mistakes, ResolvedProfile(paths, profile, values, origins, written, extends, warnings))
 
 
-def _validated(document: Document, path: Path, findings: Findings) -> Profile | None:
+def _validated(document: Document, place: str, findings: Findings) -> Profile | None:
     """Return the profile, None if the document without its mistakes is not valid. Consumes the document."""
     remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
@@ -164,7 +175,7 @@ def _validated(document: Document, path: Path, findings: Findings) -> Profile | 
             return profile if is_known and not findings.is_incomplete else None
         except ValidationError as error:
             file = profile_file(kind)
-            found = mistakes_in(error, document, path, file, is_complete=not findings.is_incomplete)
+            found = mistakes_in(error, document, place, file, is_complete=not findings.is_incomplete)
         findings.add(found)
         if not remove_mistaken(document, found):
             return None

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvbm.types import MAX_SECONDS
-from kvbm_cli.profile.options import SetOption, profile_option
+from kvbm_cli.profile.options import OptionalProfilesOption, SetOption
 from kvbm_cli.size.app import models
 from kvbm_cli.terminal.command_line import Command, CommandGroup
 from kvbm_cli.terminal.options import (
@@ -52,7 +52,7 @@ def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    profile: Annotated[str | None, profile_option()] = None,
+    profile: OptionalProfilesOption = None,
     set_: SetOption = None,
     compare: Annotated[
         list[str] | None,
@@ -115,7 +115,7 @@ def bench(
     from kvbm_cli.bench.cells import Overrides
 
     request = body.BenchRequest(
-        profile=profile,
+        profiles=profile or (),
         overrides=set_ or (),
         compare=compare or (),
         workloads=workload or (),

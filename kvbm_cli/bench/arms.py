@@ -135,12 +135,12 @@ def free_name(wanted: str, taken: Sequence[str]) -> str:
 BASELINE_OF = f"{BASELINE}:"
 
 
-def comparison_of(reference: str | None, overrides: Sequence[str], compare: Sequence[str]) -> Comparison:
+def comparison_of(profiles: Sequence[str], overrides: Sequence[str], compare: Sequence[str]) -> Comparison:
     """UsageError or ProfileError for an arm that cannot be resolved or that cannot be compared."""
-    compared = tuple(compare) or ((BASELINE,) if reference is not None else ())
-    if reference is None:
+    compared = tuple(compare) or ((BASELINE,) if profiles else ())
+    if not profiles:
         return _of_servers(compared, overrides)
-    resolved = resolve_to_start(reference, overrides)
+    resolved = resolve_to_start(*profiles, overrides=overrides)
     _require_usable(resolved)
     is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
     measured = Arm(free_name(resolved.name, RESERVED) if is_named else KVBM, "kvbm", resolved)

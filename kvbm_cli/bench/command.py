@@ -50,7 +50,7 @@ DEFAULT_WORKLOAD = "conversations"
 class BenchRequest:
     """The options of the command."""
 
-    profile: str | None = None
+    profiles: Sequence[str] = ()
     overrides: Sequence[str] = ()
     compare: Sequence[str] = ()
     workloads: Sequence[str] = ()
@@ -65,7 +65,7 @@ class BenchRequest:
         """Return the command line that sends the same requests; without the directory of the output."""
         schedule = self.schedule
         options: list[tuple[str, Sequence[object]]] = [
-            ("--profile", [self.profile]),
+            ("--profile", self.profiles),
             ("--set", self.overrides),
             ("--compare", self.compare),
             ("--workload", self.workloads),
@@ -85,7 +85,7 @@ def bench(request: BenchRequest) -> int:
         raise UsageError("`--rate` sends at fixed times and `--concurrency` waits for answers: give one of them")
     if request.output is not None and request.resume is not None:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
-    comparison = comparison_of(request.profile, request.overrides, request.compare)
+    comparison = comparison_of(request.profiles, request.overrides, request.compare)
     workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
     for warning in [one for workload in workloads for one in warnings_of(workload)]:
         show_warning(warning)

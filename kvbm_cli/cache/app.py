@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,8 @@ from kvbm_cli.terminal.options import JsonOption, command_group, flag, option, p
 cache_app = command_group("List, verify and clear caches.")
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, path_option("--dir", "DIR", DIR_HELP)]
-CacheProfileOption = Annotated[str | None, profile_option("Use the `tiers.disk.directory` of this profile.")]
+PROFILE_HELP = "Use the `tiers.disk.directory` of this profile. May be repeated; the last one wins."
+CacheProfileOption = Annotated[list[str] | None, profile_option(PROFILE_HELP)]
 STORE_HELP = "Store of a shared tier, such as s3://bucket/prefix or file:///directory."
 StoreOption = Annotated[str | None, option("--url", "URL", STORE_HELP)]
 NAMESPACE_HELP = "Only namespaces that begin with HEX; requires --url."
@@ -43,7 +44,7 @@ def cache_ls(
         _require_url(options)
         from kvbm_cli.cache.disk_caches import list_caches
 
-        return list_caches(dir_, profile, as_json=json)
+        return list_caches(dir_, profile or (), as_json=json)
     _require_no_directory(dir_, profile)
     from kvbm_cli.cache.store_objects import list_objects
     from kvbm_cli.cache.store_selection import StoreRequest
@@ -58,10 +59,10 @@ def _require_url(options: Mapping[str, object]) -> None:
             raise UsageError(f"`{name}` requires a store", hint="add `--url URL`")
 
 
-def _require_no_directory(directory: Path | None, profile: str | None) -> None:
+def _require_no_directory(directory: Path | None, profile: Sequence[str] | None) -> None:
     """UsageError for a directory and a store."""
     name = "--dir" if directory is not None else "--profile"
-    if directory is not None or profile is not None:
+    if directory is not None or profile:
         raise UsageError(f"`{name}` and `--url` cannot be used together", hint="remove one of them")
 
 
@@ -92,7 +93,7 @@ def cache_verify(
         _require_url({**options, "--sample": sample, "--key-file": key_file, "--delete-bad": delete_bad})
         from kvbm_cli.cache.disk_caches import verify_caches
 
-        return verify_caches(dir_, profile, as_json=json)
+        return verify_caches(dir_, profile or (), as_json=json)
     _require_no_directory(dir_, profile)
     from kvbm_cli.cache.store_selection import StoreRequest
     from kvbm_cli.cache.store_verification import verify_objects
@@ -131,7 +132,7 @@ def cache_clear(
     """Remove caches. Refuses to run while an engine uses one of them."""
     from kvbm_cli.cache.disk_caches import clear_caches
 
-    return clear_caches(dir_, profile, salt=salt, is_sure=yes)
+    return clear_caches(dir_, profile or (), salt=salt, is_sure=yes)
 
 
 @cache_app.command("export-stats", cls=Command)
@@ -144,4 +145,4 @@ def cache_export_stats(
     """Export statistics as JSON or CSV."""
     from kvbm_cli.cache.disk_caches import export_stats
 
-    export_stats(dir_, profile, form=format_, output=output)
+    export_stats(dir_, profile or (), form=format_, output=output)

@@ -84,9 +84,9 @@ class VerifyResult:
         return not self.bad and self.problem is None
 
 
-def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
+def list_caches(directory: Path | None, profiles: Sequence[str], *, as_json: bool) -> int:
     """Return 1 if a part of the directory cannot be read."""
-    place, skipped = _place(directory, profile), list[Skipped]()
+    place, skipped = _place(directory, profiles), list[Skipped]()
     caches = [_stats(cache) for cache in _caches(place, skipped)]
     if as_json:
         print_json([asdict(cache) for cache in caches])
@@ -100,9 +100,9 @@ def list_caches(directory: Path | None, profile: str | None, *, as_json: bool) -
     return _note_skipped(skipped)
 
 
-def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool) -> int:
+def verify_caches(directory: Path | None, profiles: Sequence[str], *, as_json: bool) -> int:
     """Return 1 if a cache is damaged, or a part of the directory cannot be read."""
-    place, skipped = _place(directory, profile, changes=True), list[Skipped]()
+    place, skipped = _place(directory, profiles, changes=True), list[Skipped]()
     caches = _caches(place, skipped)
     if not (caches or as_json):
         print_data(f"no caches in {place}")
@@ -116,9 +116,9 @@ def verify_caches(directory: Path | None, profile: str | None, *, as_json: bool)
     return max(_note_skipped(skipped), *(0 if result.is_intact else 1 for result in results), 0)
 
 
-def clear_caches(directory: Path | None, profile: str | None, *, salt: str | None, is_sure: bool) -> int:
+def clear_caches(directory: Path | None, profiles: Sequence[str], *, salt: str | None, is_sure: bool) -> int:
     """Return 1 if the user did not confirm, or if a cache cannot be removed."""
-    place, skipped = _place(directory, profile, changes=True), list[Skipped]()
+    place, skipped = _place(directory, profiles, changes=True), list[Skipped]()
     caches = [cache for cache in _caches(place, skipped) if _is_of_this_format(cache) and _is_own(cache, skipped)]
     status = _note_skipped(skipped)
     if not caches:
@@ -144,10 +144,10 @@ def clear_caches(directory: Path | None, profile: str | None, *, salt: str | Non
     return status
 
 
-def export_stats(directory: Path | None, profile: str | None, *, form: str, output: Path | None) -> None:
+def export_stats(directory: Path | None, profiles: Sequence[str], *, form: str, output: Path | None) -> None:
     if form not in FORMATS:
         raise UsageError(f"unknown format `{form}`", hint="use `--format json` or `--format csv`")
-    caches = [_stats(cache) for cache in _caches(_place(directory, profile), [])]
+    caches = [_stats(cache) for cache in _caches(_place(directory, profiles), [])]
     text = _as_csv(caches) if form == "csv" else json.dumps([asdict(cache) for cache in caches], indent=2) + "\n"
     if output is None:
         print_data(text.removesuffix("\n"))
@@ -162,10 +162,10 @@ def export_stats(directory: Path | None, profile: str | None, *, form: str, outp
         raise EnvironmentProblem(f"cannot write `{output}`: {reason}") from None
 
 
-def _place(directory: Path | None, profile: str | None, *, changes: bool = False) -> Path:
+def _place(directory: Path | None, profiles: Sequence[str], *, changes: bool = False) -> Path:
     """Return `--dir`, the directory of the profile, or the default directory. `changes`: the command changes caches."""
     if directory is not None:
-        if profile is not None:
+        if profiles:
             raise UsageError("`--dir` and `--profile` cannot be used together", hint="remove one of them")
         require_answering(directory, changes=changes)
         try:
@@ -176,11 +176,12 @@ def _place(directory: Path | None, profile: str | None, *, changes: bool = False
             raise UsageError(f"`--dir {directory}`: not a directory")
         _require_outside(directory)
         return directory
-    if profile is None:
+    if not profiles:
         return _answering(expanded(DiskTierSection.model_fields["directory"].default), changes=changes)
-    disk = resolve(profile).profile.tiers.disk
+    disk = resolve(*profiles).profile.tiers.disk
     if disk is None:
-        raise UsageError(f"profile `{profile}` has no disk tier", hint="name the directory with `--dir DIR`")
+        named = ", ".join(profiles)
+        raise UsageError(f"profile `{named}` has no disk tier", hint="name the directory with `--dir DIR`")
     return _answering(expanded(disk.directory), changes=changes)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.profile.options import SetOption, profile_option
+from kvbm_cli.profile.options import OptionalProfilesOption, SetOption
 from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
 
 
 def doctor(
-    profile: Annotated[str | None, profile_option()] = None,
+    profile: OptionalProfilesOption = None,
     set_: SetOption = None,
     directory: Annotated[
         Path | None,
@@ -39,7 +39,7 @@ def doctor(
     from kvbm_cli.doctor import command as body
 
     return body.doctor(
-        profile,
+        profile or (),
         set_ or [],
         directory=directory,
         as_json=json,

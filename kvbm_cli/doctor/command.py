@@ -44,7 +44,7 @@ DIRECTORY_KEY = "tiers.disk.directory"
 
 
 def doctor(
-    profile: str | None,
+    profiles: Sequence[str],
     overrides: Sequence[str],
     *,
     directory: Path | None,
@@ -60,11 +60,11 @@ def doctor(
     With `url` but without a profile and a directory, only the store is checked.
     """
     machine = machine or Machine()
-    _require_options(profile, overrides, write)
+    _require_options(profiles, overrides, write)
     url = None if url is None else checked_url(url)
-    checks_all = url is None or profile is not None or directory is not None
+    checks_all = url is None or bool(profiles) or directory is not None
     found, variables = environment.check_variables(machine.environment)
-    resolved = _resolve(profile, overrides, {**other_variables(machine.environment), **variables}, directory)
+    resolved = _resolve(profiles, overrides, {**other_variables(machine.environment), **variables}, directory)
     if write is not None:
         require_disk_tier(resolved)
     if resolved is None:
@@ -123,8 +123,8 @@ def _url(tiers: Tiers | None) -> str | None:
     return None if tiers is None or tiers.shared is None else tiers.shared.resolved_url()
 
 
-def _require_options(profile: str | None, overrides: Sequence[str], write: Path | None) -> None:
-    if profile is None and (write is not None or overrides):
+def _require_options(profiles: Sequence[str], overrides: Sequence[str], write: Path | None) -> None:
+    if not profiles and (write is not None or overrides):
         what = "--write" if write is not None else "--set"
         raise UsageError(f"`{what}` requires a profile", hint="add `--profile PROFILE`")
     if write is not None and os.path.lexists(write):
@@ -137,18 +137,18 @@ def _require_options(profile: str | None, overrides: Sequence[str], write: Path 
 
 
 def _resolve(
-    profile: str | None, overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
+    profiles: Sequence[str], overrides: Sequence[str], variables: Mapping[str, str], directory: Path | None
 ) -> ResolvedProfile | None:
     """Resolve the profile with the valid variables, and with `--dir` as directory of its disk tier if it has one."""
-    if profile is None:
+    if not profiles:
         return None
     places = [profiles_directory()]
-    resolved = load(profile, directories=places, variables=variables, overrides=overrides)
+    resolved = load(*profiles, directories=places, variables=variables, overrides=overrides)
     require_files_answer(resolved)
     if directory is None or resolved.profile.tiers.disk is None:
         return resolved
     options = {DIRECTORY_KEY: ("--dir", str(_absolute(directory)))}
-    return load(profile, directories=places, variables=variables, overrides=overrides, options=options)
+    return load(*profiles, directories=places, variables=variables, overrides=overrides, options=options)
 
 
 def _absolute(directory: Path) -> Path:

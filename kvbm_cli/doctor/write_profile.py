@@ -7,7 +7,7 @@ profile, the copy is a few lines that extend the original. Each copy is read bac
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from kvbm.config.relative_paths import PATHS, absolute_path
 from kvbm.config.variables import other_variables
 from kvbm.errors import InvariantError, KvbmError, UsageError
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.text import scalar
+from kvbm_cli.profile.text import extends_value, scalar
 from kvbm_cli.system.filesystem import write_new
 
 if TYPE_CHECKING:
@@ -39,18 +39,17 @@ def write_profile(resolved: ResolvedProfile, recommended: Mapping[str, Value], t
     """Write `target`, which must not exist. EnvironmentProblem if it cannot be written."""
     require_disk_tier(resolved)
     keys = {**_from_elsewhere(resolved), **recommended}
-    wanted = _load(resolved.path, keys)
+    wanted = _load(resolved.paths, keys)
     for text in _texts(resolved, keys):
         write_new(target, text)
         if _means(target, wanted):
             return
         target.unlink()
-    raise InvariantError(f"no copy of {resolved.path} has the values {keys}")
+    raise InvariantError(f"no copy of {resolved.place} has the values {keys}")
 
 
 def _texts(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> Iterator[str]:
-    text = _edited(resolved.path, keys)
-    if text is not None:
+    if not resolved.paths[1:] and (text := _edited(resolved.paths[0], keys)) is not None:
         yield text
     yield _extending(resolved, keys)
 
@@ -67,11 +66,12 @@ def _from_elsewhere(resolved: ResolvedProfile) -> dict[str, Value]:
     }
 
 
-def _load(path: Path, keys: Mapping[str, Value]) -> Profile:
-    """Load a file with `keys` as options and without DYN_KVBM_* variables."""
+def _load(paths: Sequence[Path], keys: Mapping[str, Value]) -> Profile:
+    """Load files with `keys` as options and without DYN_KVBM_* variables."""
     options = {key: (key, value if isinstance(value, str) else scalar(value)) for key, value in keys.items()}
     places = [profiles_directory()]
-    return load(_as_path(path), directories=places, variables=other_variables(os.environ), options=options).profile
+    variables = other_variables(os.environ)
+    return load(*map(_as_path, paths), directories=places, variables=variables, options=options).profile
 
 
 def _as_path(path: Path) -> str:
@@ -80,16 +80,16 @@ def _as_path(path: Path) -> str:
 
 def _means(target: Path, wanted: Profile) -> bool:
     try:
-        return _load(target, {}) == wanted
+        return _load([target], {}) == wanted
     except KvbmError:
         return False
 
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
-    is_shipped = real_path(resolved.path.parent) == real_path(profiles_directory())
-    parent = resolved.name if is_shipped else scalar(_as_path(resolved.path))
+    shipped = real_path(profiles_directory())
+    parents = [path.stem if real_path(path.parent) == shipped else _as_path(path) for path in resolved.paths]
     lines = [f"    {key.rpartition('.')[2]}: {scalar(value)}" for key, value in keys.items()]
-    return "\n".join([f"extends: {parent}", "", "tiers:", "  disk:", *lines, ""])
+    return "\n".join([f"extends: {extends_value(parents)}", "", "tiers:", "  disk:", *lines, ""])
 
 
 def _edited(path: Path, keys: Mapping[str, Value]) -> str | None:

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+from kvbm.errors import UsageError
 from kvbm_cli.profile.options import (
     STRICT_HELP,
+    FirstProfileArgument,
+    MoreProfilesOption,
     ProfileArgument,
     SetOption,
     engines,
@@ -39,21 +42,38 @@ def profile_list(json: JsonOption = False) -> None:
 
 
 @profile_app.command("show", cls=Command)
-def profile_show(profile: ProfileArgument, set_: SetOption = None, json: JsonOption = False) -> None:
+def profile_show(
+    profile: FirstProfileArgument = None,
+    more: MoreProfilesOption = None,
+    set_: SetOption = None,
+    json: JsonOption = False,
+) -> None:
     """Show all keys, values and their origins."""
     from kvbm_cli.profile.show import show_profile
 
-    show_profile(profile, set_ or [], as_json=json)
+    show_profile(_references(profile, more), set_ or [], as_json=json)
 
 
 @profile_app.command("check", cls=Command)
 def profile_check(
-    profile: ProfileArgument, set_: SetOption = None, strict: StrictCheckOption = False, json: JsonOption = False
+    profile: FirstProfileArgument = None,
+    more: MoreProfilesOption = None,
+    set_: SetOption = None,
+    strict: StrictCheckOption = False,
+    json: JsonOption = False,
 ) -> int:
     """Check a profile and report every mistake. Exits with 2 if there is one."""
     from kvbm_cli.profile.check import check_profile
 
-    return check_profile(profile, set_ or [], as_json=json, is_strict=strict)
+    return check_profile(_references(profile, more), set_ or [], as_json=json, is_strict=strict)
+
+
+def _references(profile: str | None, more: list[str] | None) -> list[str]:
+    """UsageError without a profile."""
+    references = [*([] if profile is None else [profile]), *(more or [])]
+    if not references:
+        raise UsageError("missing argument `NAME|PATH`", hint="`kvbm profile list` lists the shipped profiles")
+    return references
 
 
 @profile_app.command("diff", cls=Command)
@@ -83,7 +103,8 @@ def profile_new(
     directory: Annotated[str | None, option("--dir", "DIR", "Directory of the disk tier.", files)] = None,
     port: Annotated[str | None, option("--port", "PORT", "Port of the engine's server.")] = None,
     extends: Annotated[
-        str | None, option("--extends", "NAME|PATH", "Profile to extend: a name or a path.", profiles)
+        list[str] | None,
+        option("--extends", "NAME|PATH", "Profile to extend; may be repeated, the last one wins.", profiles),
     ] = None,
     set_: SetOption = None,
     force: Annotated[bool, flag("--force", "Overwrite FILE.")] = False,
@@ -93,7 +114,7 @@ def profile_new(
 
     given = {"--engine": engine, "--model": model, "--host": host, "--disk": disk, "--dir": directory, "--port": port}
     answers = {option: text for option, text in given.items() if text is not None}
-    new_profile(file, answers, set_ or [], extends=extends, is_forced=force)
+    new_profile(file, answers, set_ or [], extends=extends or (), is_forced=force)
 
 
 @profile_app.command("import", cls=Command)

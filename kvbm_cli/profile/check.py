@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.config.document import Mistake, together
-from kvbm.config.load import Examined
+from kvbm.config.load import Examined, place_of
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.machine_problems import order_problems, problems_here
 from kvbm_cli.profile.preflight import all_mistakes
@@ -16,15 +16,17 @@ from kvbm_cli.terminal.console import print_data, print_json
 from kvbm_cli.terminal.show_error import show_warning
 
 
-def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is_strict: bool = False) -> int:
+def check_profile(
+    references: Sequence[str], overrides: Sequence[str], *, as_json: bool, is_strict: bool = False
+) -> int:
     """Report all mistakes, including those of the workload for `kvbm bench`. Returns the exit code.
 
     `is_strict`: it is 1 if a tier holds less than the one above it, or if kvbm is disabled.
     """
     try:
-        found = examined(reference, overrides)
+        found = examined(*references, overrides=overrides)
     except ProfileError as error:
-        found = Examined(Path(reference), (error,), None)
+        found = Examined(place_of(list(map(Path, references))), (error,), None)
     sizing, mistakes = all_mistakes(found)
     warnings = list(found.resolved.warnings) if found.resolved is not None else []
     has_problem, notes = False, []
@@ -34,14 +36,15 @@ def check_profile(reference: str, overrides: Sequence[str], *, as_json: bool, is
         has_problem = bool(order) or is_disabled(found.resolved)
         notes = state_notes(found.resolved)
     if as_json:
-        file = str(found.path)
-        print_json({"file": file, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings, "notes": notes})
+        print_json(
+            {"file": found.place, "mistakes": list(map(_as_data, mistakes)), "warnings": warnings, "notes": notes}
+        )
         return ProfileError.exit_code if mistakes else int(is_strict and has_problem)
     for warning in warnings:
         show_warning(warning)
     if mistakes:
         raise together(mistakes)
-    print_data("\n".join([f"{found.path}: no mistakes found", *(f"note: {note}" for note in notes)]))
+    print_data("\n".join([f"{found.place}: no mistakes found", *(f"note: {note}" for note in notes)]))
     return int(is_strict and has_problem)
 
 

@@ -27,7 +27,7 @@ class Side:
 
 def diff_profiles(reference: str, other: str, overrides: Sequence[str], *, as_json: bool) -> int:
     """Return 0 if the profiles are equal except for name and description, else DIFFERENT. Overrides apply to both."""
-    before, after = resolve(reference, overrides), resolve(other, overrides)
+    before, after = resolve(reference, overrides=overrides), resolve(other, overrides=overrides)
     found = {key: sides for key, *sides in differences(before, after)}
     if as_json:
         print_json({key: {"a": _as_data(a), "b": _as_data(b)} for key, (a, b) in found.items()})

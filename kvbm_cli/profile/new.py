@@ -61,20 +61,20 @@ QUESTIONS = (
 
 
 def new_profile(
-    file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: str | None, is_forced: bool
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], *, extends: Sequence[str], is_forced: bool
 ) -> None:
     """Write `file`. KvbmError for a mistake; then nothing is written."""
     _require_place(file, is_forced=is_forced)
-    parent = find(extends, directories=[profiles_directory()]) if extends is not None else None
-    missing = _missing(answers, overrides) if parent is None else []
+    parents = [find(reference, directories=[profiles_directory()]) for reference in extends]
+    missing = [] if parents else _missing(answers, overrides)
     if missing and sys.stdin.isatty() and sys.stderr.isatty():
         answers = _with_questions(answers)
     elif missing:
         hint = "add the options, or extend a profile with `--extends demo`; on a terminal, the command asks for them"
         raise UsageError(f"missing: {', and '.join(missing)}", hint=hint)
-    written, expected = _examined(file, answers, overrides, parent)
-    reference = _reference(parent, file) if parent is not None else None
-    _write(file, _text(written, expected, reference), expected, is_forced=is_forced)
+    written, expected = _examined(file, answers, overrides, parents)
+    references = [_reference(parent, file) for parent in parents]
+    _write(file, _text(written, expected, references), expected, is_forced=is_forced)
     print_data(str(file))
     print_note(f"`kvbm serve --profile {shlex.quote(str(file))}` starts the engine")
 
@@ -144,21 +144,21 @@ def _is_valid(question: Question, answer: str, earlier: Mapping[str, str]) -> bo
 
 
 def _examine(
-    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None = None
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parents: Sequence[Path] = ()
 ) -> tuple[Document, Examined]:
     options = {KEYS[option]: (option, text) for option, text in answers.items()}
     written, mistakes = written_by(overrides, options)
     if mistakes:
         raise together(mistakes)
     places = [profiles_directory()]
-    return written, examine_written(file, written, directories=places, parent=parent, variables=os.environ)
+    return written, examine_written(file, written, directories=places, parents=parents, variables=os.environ)
 
 
 def _examined(
-    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parent: Path | None
+    file: Path, answers: Mapping[str, str], overrides: Sequence[str], parents: Sequence[Path]
 ) -> tuple[Document, Examined]:
     """Return the document to write and its profile. ProfileError for anything `kvbm profile check` refuses."""
-    written, examined = _examine(file, answers, overrides, parent)
+    written, examined = _examine(file, answers, overrides, parents)
     sizing, mistakes = all_mistakes(examined)
     if mistakes:
         raise together(mistakes)
@@ -178,10 +178,10 @@ def _reference(parent: Path, file: Path) -> str:
     return relative if relative.startswith("../") else f"./{relative}"
 
 
-def _text(written: Document, expected: Examined, reference: str | None) -> str:
+def _text(written: Document, expected: Examined, references: Sequence[str]) -> str:
     values = plain_values(written)
-    if reference is not None:
-        return short_text(values, extends=reference)
+    if references:
+        return short_text(values, extends=references)
     assert expected.resolved is not None
     return whole_text(values, engine=expected.resolved.profile.engine.kind)
 

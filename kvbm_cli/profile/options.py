@@ -52,14 +52,19 @@ def _values(key: Key) -> list[str]:
 
 _WORDS = re.compile("`[^`]+`(?: or `[^`]+`)*")
 PROFILE_HELP = "Name of a shipped profile, or path to a profile file."
+PROFILES_HELP = f"{PROFILE_HELP} May be repeated; the last one wins, key by key."
 
 
-def profile_option(help_: str = PROFILE_HELP) -> Any:
+def profile_option(help_: str = PROFILES_HELP) -> Any:
     return option("--profile -p", "NAME|PATH", help_, profiles)
 
 
-ProfileOption = Annotated[str, profile_option()]
+ProfilesOption = Annotated[list[str], profile_option()]
+OptionalProfilesOption = Annotated[list[str] | None, profile_option()]
 ProfileArgument = Annotated[str, argument("NAME|PATH", PROFILE_HELP, profiles)]
+FirstProfileArgument = Annotated[str | None, argument("NAME|PATH", PROFILE_HELP, profiles)]
+MORE_PROFILES_HELP = "The profile, or one that overrides it; may be repeated, the last one wins, key by key."
+MoreProfilesOption = Annotated[list[str] | None, profile_option(MORE_PROFILES_HELP)]
 SET_HELP = "Override a profile key; may be repeated, the last one wins. `kvbm profile schema KEY` describes it."
 SetOption = Annotated[list[str] | None, option("--set", "KEY=VALUE", SET_HELP, keys)]
 STRICT_HELP = "Exit with 1 if a tier holds less than the one above it."

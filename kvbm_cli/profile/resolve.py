@@ -14,22 +14,22 @@ from kvbm_cli.terminal.show_error import show_warning
 
 
 def resolve(
-    reference: str, overrides: Sequence[str] = (), options: Mapping[str, tuple[str, str]] | None = None
+    *references: str, overrides: Sequence[str] = (), options: Mapping[str, tuple[str, str]] | None = None
 ) -> ResolvedProfile:
-    """Load a profile with the DYN_KVBM_* variables of this process. Prints a warning for each without effect."""
-    found = examined(reference, overrides, options)
+    """Load a profile with the DYN_KVBM_* variables of this process. A later file overrides the earlier ones. Prints a
+    warning for each variable without effect."""
+    found = examined(*references, overrides=overrides, options=options)
     return _valid(found, found.mistakes)
 
 
 def resolve_to_start(
-    reference: str,
+    *references: str,
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
-    *,
     has_cache: bool = True,
 ) -> ResolvedProfile:
     """Like `resolve`. If the profile has mistakes, the error has also those that only this machine can find."""
-    found = examined(reference, overrides, options)
+    found = examined(*references, overrides=overrides, options=options)
     mistakes: Sequence[ProfileError] = found.mistakes
     if mistakes:
         from kvbm_cli.profile.preflight import all_mistakes
@@ -39,12 +39,12 @@ def resolve_to_start(
 
 
 def examined(
-    reference: str, overrides: Sequence[str], options: Mapping[str, tuple[str, str]] | None = None
+    *references: str, overrides: Sequence[str], options: Mapping[str, tuple[str, str]] | None = None
 ) -> Examined:
     """Read a profile. Raises EnvironmentProblem if the model, the interpreter or the secret is on a file system that
     hangs. One that hangs below a tier is not an error: an engine starts without the tier."""
     found = examine(
-        reference, directories=[profiles_directory()], variables=os.environ, overrides=overrides, options=options
+        *references, directories=[profiles_directory()], variables=os.environ, overrides=overrides, options=options
     )
     if found.resolved is not None:
         require_files_answer(found.resolved)
@@ -64,7 +64,7 @@ def _valid(examined: Examined, mistakes: Sequence[ProfileError]) -> ResolvedProf
     if mistakes:
         raise together(mistakes)
     resolved = examined.resolved
-    assert resolved is not None, f"{examined.path} has neither mistakes nor a profile"
+    assert resolved is not None, f"{examined.place} has neither mistakes nor a profile"
     for warning in resolved.warnings:
         show_warning(warning)
     return resolved

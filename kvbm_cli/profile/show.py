@@ -29,13 +29,13 @@ def list_profiles(*, as_json: bool) -> None:
 
 def _listed(resolved: ResolvedProfile) -> dict[str, str]:
     profile = resolved.profile
-    about = {"name": resolved.name, "path": str(resolved.path), "description": profile.description}
+    about = {"name": resolved.name, "path": resolved.place, "description": profile.description}
     return {**about, "engine": profile.engine.kind}
 
 
-def show_profile(reference: str, overrides: Sequence[str], *, as_json: bool) -> None:
+def show_profile(references: Sequence[str], overrides: Sequence[str], *, as_json: bool) -> None:
     """Print every key with its value and origin, and `***` for secrets among the engine's variables."""
-    resolved = resolve(reference, overrides)
+    resolved = resolve(*references, overrides=overrides)
     values = {key: without_secret_value(key, value) for key, value in resolved.values.items()}
     if as_json:
         shown_keys = {key: {"value": value, "origin": resolved.origins[key]} for key, value in values.items()}

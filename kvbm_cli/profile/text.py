@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvbm.config.document import plain_scalar
 from kvbm.config.engine import ENGINE_KINDS
@@ -39,10 +39,15 @@ def whole_text(values: Mapping[str, object], *, engine: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def short_text(values: Mapping[str, object], *, extends: str) -> str:
-    """Return a profile that extends another one and contains only `values`."""
+def short_text(values: Mapping[str, object], *, extends: Sequence[str]) -> str:
+    """Return a profile that extends others and contains only `values`."""
     described = {key.path: key.description for kind in ENGINE_KINDS for key in keys(engine=kind)}
-    return "\n".join([f"{SHORT_HEAD}extends: {scalar(extends)}", *_section(values, "", described), ""])
+    return "\n".join([f"{SHORT_HEAD}extends: {extends_value(extends)}", *_section(values, "", described), ""])
+
+
+def extends_value(references: Sequence[str]) -> str:
+    """Return the value of `extends` for at least one reference."""
+    return scalar(list(references) if references[1:] else references[0])
 
 
 def _entry(key: Key, values: Mapping[str, object], *, is_off: bool) -> Iterator[str]:

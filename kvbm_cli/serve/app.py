@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.profile.options import ProfileOption, SetOption, StrictOption
+from kvbm_cli.profile.options import ProfilesOption, SetOption, StrictOption
 from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
 
 
 def serve(
-    profile: ProfileOption,
+    profile: ProfilesOption,
     set_: SetOption = None,
     port: Annotated[str | None, option("--port", "PORT", "Port of the engine's server; 0 chooses a free port.")] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the command without starting the engine.")] = False,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 
-def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> int:
+def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOptions) -> int:
     """Run the engine of a profile and return its exit code; if detached, returns 0 when it is ready."""
     if options.is_detached and options.is_dry_run:
         raise UsageError("`--dry-run` and `--detach` cannot be combined", hint="omit one of them")
@@ -59,7 +59,7 @@ def serve(reference: str, overrides: Sequence[str], options: ServeOptions) -> in
         background = Background.fork(is_detached=options.is_detached)
         if background.is_parent:
             return background.wait(paths)
-    served = _checked(reference, overrides, options)
+    served = _checked(references, overrides, options)
     has_cache = not options.is_baseline
     require_none(order_problems(served.resolved, served.sizing, has_cache=has_cache), is_strict=options.is_strict)
     if options.is_dry_run:
@@ -101,12 +101,12 @@ def _may_hang(options: ServeOptions) -> list[Path]:
     return [path for path in paths if may_hang(str(path))]
 
 
-def _checked(reference: str, overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
+def _checked(references: Sequence[str], overrides: Sequence[str], options: ServeOptions) -> ServedProfile:
     """Return the profile. ProfileError for mistakes in it."""
     port, has_cache = options.port, not options.is_baseline
     given = {"server.port": ("--port", port)} if port is not None else None
-    resolved = resolve_to_start(reference, overrides, given, has_cache=has_cache)
-    if options.log is not None and options.log.exists() and options.log.samefile(resolved.path):
+    resolved = resolve_to_start(*references, overrides=overrides, options=given, has_cache=has_cache)
+    if options.log is not None and options.log.exists() and any(map(options.log.samefile, resolved.paths)):
         raise UsageError(f"`--log {options.log}` is the profile itself", hint="name another file with `--log FILE`")
     if options.is_baseline:
         require_baseline(resolved, overrides)
@@ -154,7 +154,7 @@ def _describe(
         RunFacts(
             name=run.name,
             profile=resolved.name,
-            profile_path=str(resolved.path.absolute()),
+            profile_path=", ".join(str(path.absolute()) for path in resolved.paths),
             engine=served.profile.engine.kind,
             model=endpoint.model,
             url=endpoint.base_url,
@@ -175,5 +175,5 @@ def _describe(
     )
     content = served.profile.model_dump(mode="json", exclude_none=True)
     baseline = ", for `kvbm serve --baseline`" if options.is_baseline else ""
-    head = f"# {run.name}: `{resolved.path}` with all overrides, resolved at {time.ctime()}{baseline}."
+    head = f"# {run.name}: `{resolved.place}` with all overrides, resolved at {time.ctime()}{baseline}."
     run.write_profile(content, head)

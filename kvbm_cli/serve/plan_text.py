@@ -33,7 +33,7 @@ def endpoint_of(plan: LaunchPlan | DisaggregatedPlan) -> LaunchPlan:
 def print_dry_run(served: ServedProfile, plan: LaunchPlan | DisaggregatedPlan, *, as_json: bool) -> None:
     endpoint, named = endpoint_of(plan), named_plans(plan)
     if as_json:
-        about = {"name": served.resolved.name, "path": str(served.resolved.path)}
+        about = {"name": served.resolved.name, "path": served.resolved.place}
         engines = {"engines": {name: _as_data(one) for name, one in named.items()}} if named else {}
         baseline = {"is_baseline": served.is_baseline}
         print_json({"profile": about, **baseline, **_as_data(endpoint), **engines, **_sizes(served)})
@@ -79,7 +79,7 @@ def plan_text(served: ServedProfile, launch_plan: LaunchPlan) -> str:
     dtype = f" in {engine.arguments.dtype}" if engine.arguments.dtype else ""
     blocks = "" if isinstance(sizing, Exception) else f"; {block_line(sizing)}"
     lines = [
-        f"profile  {resolved.name} ({resolved.path})",
+        f"profile  {resolved.name} ({resolved.place})",
         f"engine   {engine.kind}, {engine.model}{dtype}{blocks}",
         *(["cache    none: this is the baseline"] if served.is_baseline else []),
         *_disaggregated_line(served),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.profile.options import SetOption, StrictOption, profile_option
+from kvbm_cli.profile.options import OptionalProfilesOption, SetOption, StrictOption
 from kvbm_cli.terminal.options import JsonOption, Text, argument, files, flag, matching, option, path_option
 
 SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face [default profile: `vllm`]."
@@ -20,7 +20,7 @@ def models(incomplete: str) -> list[str] | list[tuple[str, str]]:
 
 def size(
     model: Annotated[str | None, argument("MODEL", SIZED_HELP, models)] = None,
-    profile: Annotated[str | None, profile_option()] = None,
+    profile: OptionalProfilesOption = None,
     set_: SetOption = None,
     engine: Annotated[Text, option("--engine", "ENGINE", "`vllm` (default), `tensorrt-llm` or `sglang`.")] = None,
     tp: Annotated[Text, option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
@@ -56,4 +56,4 @@ def size(
     demand = {"--tokens": tokens, "--users": users, "--turns": turns, "--turn-tokens": turn_tokens}
     options = {**engine_options, **block_options, **memory_options, **demand}
     given = {name: str(text) for name, text in options.items() if text is not None}
-    return body.show_size(SizeRequest(profile, model, set_ or [], given), as_json=json, is_strict=strict)
+    return body.show_size(SizeRequest(profile or (), model, set_ or [], given), as_json=json, is_strict=strict)

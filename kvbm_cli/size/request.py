@@ -43,20 +43,20 @@ _KEYS_OF_TENSORRT_LLM = {
 class SizeRequest:
     """`options` has the text of each option that was given, by its name with dashes."""
 
-    profile: str | None
+    profiles: Sequence[str]
     model: str | None
     overrides: Sequence[str]
     options: Mapping[str, str]
 
     def resolve(self) -> ResolvedProfile:
         """Return the profile. A model without a profile has the settings of the shipped profile of its engine."""
-        if self.profile is None and self.model is None:
+        if not self.profiles and self.model is None:
             raise UsageError("`kvbm size` requires a model or a profile", hint="try `kvbm size Qwen/Qwen3-8B`")
         engine = self.options.get("--engine", "vllm")
         if engine not in BASE_PROFILES:
             known = ", ".join(f"`{name}`" for name in BASE_PROFILES)
             raise UsageError(f"`--engine` must be one of {known}, not `{engine}`")
-        if self.profile is not None and "--engine" in self.options:
+        if self.profiles and "--engine" in self.options:
             raise UsageError("`--engine` and `--profile` cannot be combined: a profile names its engine")
         nested = _KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {}
         given = [f"engine.model={self._model}"] if self._model is not None else []
@@ -69,7 +69,9 @@ class SizeRequest:
         given += [f"{key}={self.options[name]}" for name, key in nested.items() if name in self.options]
         direct = {name: key for name, key in _KEYS.items() if name in self.options and name not in nested}
         options = {key: (name, self.options[name]) for name, key in direct.items()}
-        return resolve(self.profile or BASE_PROFILES[engine], [*given, *self.overrides], options)
+        return resolve(
+            *(self.profiles or (BASE_PROFILES[engine],)), overrides=[*given, *self.overrides], options=options
+        )
 
     @property
     def _model(self) -> str | None:

@@ -133,7 +133,7 @@ class SilentProgress:
 
 
 def comparison(*compare: str) -> Comparison:
-    return comparison_of("demo", (), compare)
+    return comparison_of(("demo",), (), compare)
 
 
 def setup_of(*workloads: Workload, compare: Sequence[str] = ()) -> Setup:

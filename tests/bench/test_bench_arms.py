@@ -83,7 +83,8 @@ def test_the_objects_of_a_run_are_deleted_from_a_store(tmp_path):
 
 
 def test_the_floor_has_room_for_the_working_set_and_its_prefix_cache_on():
-    tight = resolve("demo", ["engine.arguments.num_blocks=100", "engine.arguments.prefix_caching=false"]).profile
+    overrides = ["engine.arguments.num_blocks=100", "engine.arguments.prefix_caching=false"]
+    tight = resolve("demo", overrides=overrides).profile
     arguments = with_room(tight, ROOM).engine.arguments
     assert arguments.num_blocks * arguments.block_size > 1.2 * WORKLOAD.working_set_tokens
     assert arguments.prefix_caching
@@ -95,7 +96,7 @@ def test_the_floor_has_room_in_each_group_of_a_hybrid_model(monkeypatch, tmp_pat
     started = []
     monkeypatch.setattr(arms, "launched", lambda profile, log, *, has_kvbm: started.append(profile))
     on_cpu = ["engine.environment.VLLM_CPU_KVCACHE_SPACE=1"]
-    engines = ArmEngines(comparison_of("vllm-hybrid-cpu-demo", on_cpu, []))
+    engines = ArmEngines(comparison_of(("vllm-hybrid-cpu-demo",), on_cpu, []))
     for name in ("baseline", "floor"):
         engines(name, tmp_path, NeededRoom(8320, 5))
     blocks = [profile.engine.arguments.num_gpu_blocks_override for profile in started]
@@ -112,7 +113,7 @@ def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tm
 
     monkeypatch.setattr(arms.EngineProcess, "start", start)
     for name in ("demo", "vllm-cpu-demo"):
-        compared = comparison_of(name, ("server.host=0.0.0.0",), ())
+        compared = comparison_of((name,), ("server.host=0.0.0.0",), ())
         for arm in ("baseline", "kvbm"):
             with pytest.raises(EngineError, match="not started"), ArmEngines(compared)(arm, tmp_path, ROOM):
                 pass
@@ -154,7 +155,7 @@ def test_profiles_run_with_the_block_manager_and_a_free_metrics_port(tmp_path, p
     """The baseline and the floor run without it, the floor with room for everything."""
     another = tmp_path / "another.yaml"
     another.write_text("extends: demo\nengine: {arguments: {num_blocks: 80}}\n")
-    compared = comparison_of("demo", ["engine.arguments.num_blocks=60"], ["baseline", str(another)])
+    compared = comparison_of(("demo",), ["engine.arguments.num_blocks=60"], ["baseline", str(another)])
     engines = ArmEngines(compared)
     for name in ("recording", *(arm.name for arm in compared.arms)):
         with engines(name, tmp_path, NeededRoom(16_000, 3)):
@@ -174,7 +175,7 @@ def test_profiles_run_with_the_block_manager_and_a_free_metrics_port(tmp_path, p
 def test_the_engine_of_a_compared_profile_runs_without_kvbm_with_baseline_before_its_name(tmp_path, planned):
     other = tmp_path / "other.yaml"
     other.write_text("extends: demo\nengine: {arguments: {num_blocks: 80}}\n")
-    compared = comparison_of("demo", (), [f"baseline:{other}"])
+    compared = comparison_of(("demo",), (), [f"baseline:{other}"])
     with ArmEngines(compared)(compared.references[0].name, tmp_path, ROOM):
         pass
     assert planned == [(80, False, 0)]
@@ -188,7 +189,7 @@ def test_a_running_server_is_used_as_it_is(suffix, monkeypatch):
         assert (engine.base_url, engine.model, engine.pid) == (server.url, "theirs", None)
         assert engine.headers == {"Authorization": "Bearer secret"}
         assert not engine.has_ended()
-        with ArmEngines(comparison_of(None, (), [server.url]))("url-1", Path(), ROOM) as opened:
+        with ArmEngines(comparison_of((), (), [server.url]))("url-1", Path(), ROOM) as opened:
             assert opened.base_url == server.url
 
 
@@ -208,7 +209,7 @@ def test_a_server_that_is_not_there_is_an_error_that_names_its_address():
 
 
 def test_results_hold_no_secret_of_the_engine():
-    one, other = (resolve("demo", [f"engine.environment.HF_TOKEN={token}"]) for token in ("hf_abc", "hf_xyz"))
+    one, other = (resolve("demo", overrides=[f"engine.environment.HF_TOKEN={token}"]) for token in ("hf_abc", "hf_xyz"))
     differences = {"engine.environment.HF_TOKEN": ("hf_abc", "hf_xyz")}
     arms = [Arm("kvbm", "kvbm", one), Arm("other", "profile", other, differences=differences)]
     surroundings = _surroundings(Comparison(arms[0], (arms[1],), None))

@@ -35,7 +35,7 @@ def caveats(
     *compare: str,
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    return caveats_of(command._setup(comparison_of(profile, overrides, compare), (Cell("small", WORKLOAD),)))
+    return caveats_of(command._setup(comparison_of((profile,), overrides, compare), (Cell("small", WORKLOAD),)))
 
 
 def test_the_embedded_engine_is_a_reference_implementation():

@@ -248,7 +248,7 @@ def workload_file(tmp_path, workload=WORKLOAD) -> str:
 
 def test_the_whole_command_with_processes(tmp_path, capsys, mock_processes):
     request = command.BenchRequest(
-        profile="demo",
+        profiles=("demo",),
         overrides=[f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"],
         workloads=[workload_file(tmp_path)],
         schedule=Overrides(rate=5.0),

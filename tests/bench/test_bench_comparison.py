@@ -68,9 +68,9 @@ def test_arms_with_kvbm_are_the_measured_one_and_profiles():
 def test_without_a_profile_the_first_server_is_measured(compare, names):
     if names is None:
         with pytest.raises(UsageError, match="TLS is not supported"):
-            comparison_of(None, (), compare)
+            comparison_of((), (), compare)
         return
-    compared = comparison_of(None, (), compare)
+    compared = comparison_of((), (), compare)
     assert [arm.name for arm in compared.arms] == names
     assert compared.measured.name == names[-1]
     assert compared.floor is None
@@ -108,7 +108,7 @@ def test_without_a_profile_the_first_server_is_measured(compare, names):
 )
 def test_what_cannot_be_compared_is_refused(reference, overrides, compare, message):
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        comparison_of(reference, overrides, compare)
+        comparison_of(() if reference is None else (reference,), overrides, compare)
     assert "secret" not in f"{caught.value.message} {caught.value.hint}"
 
 
@@ -200,5 +200,5 @@ def test_interleaved_arms_run_at_the_same_time_in_every_pair():
 
 
 def test_servers_have_no_floor():
-    order = groups(comparison_of(None, (), (ONE, OTHER)), interleaved=True, pairs=1, seed=0)
+    order = groups(comparison_of((), (), (ONE, OTHER)), interleaved=True, pairs=1, seed=0)
     assert order == [ArmGroup(1, ("url-2", "url-1"))]

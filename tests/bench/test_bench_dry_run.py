@@ -30,7 +30,9 @@ def nothing_starts(monkeypatch, tmp_path):
 def dry_run(tmp_path, capsys, *, workload=WORKLOAD, as_json=True, **options):
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(workload.model_dump(mode="json")))
-    request = BenchRequest(**{"profile": "demo", "workloads": [str(path)], **options}, is_dry_run=True, as_json=as_json)
+    request = BenchRequest(
+        **{"profiles": ("demo",), "workloads": [str(path)], **options}, is_dry_run=True, as_json=as_json
+    )
     assert command.bench(request) == 0
     shown = capsys.readouterr().out
     return json.loads(shown) if as_json else shown

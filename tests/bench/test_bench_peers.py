@@ -84,10 +84,10 @@ def test_bench_checks_the_cache_only_of_arms_that_have_kvbm(monkeypatch):
         lambda resolved, sizing, *, has_cache: seen.append((resolved.name, has_cache)) or (),
     )
     path = str(PEERS / "native.yaml")
-    require_startable(comparison_of("vllm-cpu-demo", (), ["baseline", f"baseline:{path}"]))
+    require_startable(comparison_of(("vllm-cpu-demo",), (), ["baseline", f"baseline:{path}"]))
     assert sorted(seen) == [("native", False), ("vllm-cpu-demo", True)]
     with pytest.raises(ProfileError, match="OffloadingConnector"):
-        require_startable(comparison_of("vllm-cpu-demo", (), [path]))
+        require_startable(comparison_of(("vllm-cpu-demo",), (), [path]))
 
 
 def test_options_are_defaults_and_what_is_given(compare):

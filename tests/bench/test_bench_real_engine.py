@@ -50,7 +50,7 @@ def run_bench(
     profile: str = "demo",
     compare: tuple[str, ...] = (),
 ) -> tuple[int, dict]:
-    comparison = comparison_of(profile, [*SMALL_ENGINE, *overrides], compare)
+    comparison = comparison_of((profile,), [*SMALL_ENGINE, *overrides], compare)
     setup = command._setup(comparison, (Cell(WORKLOAD.name, WORKLOAD),))
     code = command.measure(setup, BenchDirectory.create(tmp_path / "run"), as_json=True, limits=PATIENT)
     return code, json.loads(capsys.readouterr().out)

@@ -57,7 +57,7 @@ def measured(tmp_path, capsys):
     def run(workload: str, *overrides: str, limits: VerdictLimits = PATIENT) -> dict[str, Any]:
         (tmp_path / "workload.yaml").write_text(workload)
         request = BenchRequest(
-            profile="demo",
+            profiles=("demo",),
             overrides=("engine.arguments.threads=1", *overrides),
             compare=("baseline",),
             workloads=(str(tmp_path / "workload.yaml"),),

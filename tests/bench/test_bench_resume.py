@@ -197,7 +197,7 @@ def test_a_key_that_set_changes_is_refused(tmp_path):
     directory = BenchDirectory.create(tmp_path / "run")
     cells = (Cell(WORKLOAD.name, WORKLOAD),)
     setups = [
-        command._setup(comparison_of("demo", changes, ()), cells) for changes in ((), ("tiers.host.capacity=64MiB",))
+        command._setup(comparison_of(("demo",), changes, ()), cells) for changes in ((), ("tiers.host.capacity=64MiB",))
     ]
     directory.write_json("plan.json", setups[0].to_json())
     with pytest.raises(UsageError, match="profiles differs"), closing(directory):
@@ -218,7 +218,7 @@ def test_a_directory_that_another_command_uses_is_refused(tmp_path):
 def test_only_a_directory_of_a_run_is_resumed(tmp_path):
     with pytest.raises(UsageError, match=r"is not the directory of a run: it has no plan\.json"):
         BenchDirectory.open(tmp_path)
-    request = command.BenchRequest(profile="demo", output=tmp_path, resume=tmp_path)
+    request = command.BenchRequest(profiles=("demo",), output=tmp_path, resume=tmp_path)
     with pytest.raises(UsageError, match="give one of them"):
         command.bench(request)
 

@@ -107,7 +107,7 @@ def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, pro
     with ExitStack() as stack:
         servers = [stack.enter_context(MockEngine(one)) for one in options]
         urls = [f"s{number}={server.url}" for number, server in enumerate(servers, start=1)]
-        comparison = comparison_of(None, (), urls)
+        comparison = comparison_of((), (), urls)
         schedule = Schedule(interval_s=interval_s, pairs=pairs)
         cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
         setup = command._setup(comparison, (cell,))
@@ -201,7 +201,7 @@ def test_an_interruption_between_the_plans_of_two_pairs_loses_no_plan(tmp_path):
     with MockEngine(fixed) as server:
         plan = tmp_path / "run" / "plan.json"
         plan.unlink()  # it names the port of the first server
-        comparison = comparison_of(None, (), [f"s1={server.url}"])
+        comparison = comparison_of((), (), [f"s1={server.url}"])
         cell = Cell("small", WORKLOAD.model_copy(update={"schedule": Schedule(interval_s=0.04, pairs=2)}))
         with closing(BenchDirectory(tmp_path / "run")) as directory:
             run_experiment(command._setup(comparison, (cell,)), ArmEngines(comparison), directory, SilentProgress())

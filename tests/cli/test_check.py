@@ -165,14 +165,14 @@ def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, over
 
 @pytest.mark.parametrize(("directory", "is_fatal"), [("/proc", True), ("/sys/a/b", True), ("/dev/shm", False)])
 def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory: str, is_fatal: bool) -> None:
-    problems = list(_filesystem(resolve("demo-disk", [f"tiers.disk.directory={directory}"])))
+    problems = list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={directory}"])))
     assert [one.is_risk for one in problems] == [not is_fatal]
     assert not any(one.can_be_forced for one in problems)
 
 
 def test_a_link_to_a_directory_in_memory_is_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/shm")
-    assert len(list(_filesystem(resolve("demo-disk", [f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
+    assert len(list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
 
 
 SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes
@@ -200,7 +200,7 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
     blocks, free = (number // 4096 for number in SPACE)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=blocks, f_bavail=free, f_frsize=4096))
     overrides = [f"tiers.disk.directory={tmp_path}", f"tiers.disk.capacity={wanted}"]
-    resolved = resolve("demo-disk", overrides)
+    resolved = resolve("demo-disk", overrides=overrides)
     sizing = size_of(resolved)
     if ends == "cannot fit":
         with pytest.raises(

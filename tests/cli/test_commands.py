@@ -114,6 +114,22 @@ def test_json_names_every_profile_that_a_file_extends(home: Path) -> None:
     assert shown["tiers.disk.capacity"]["origin"] == "storage.yaml:2"
 
 
+def test_profiles_are_merged_in_the_order_of_the_command_line(home: Path) -> None:
+    (home / "storage.yaml").write_text("tiers:\n  host: {capacity: 64MiB}\n  disk: {capacity: 1GiB}\n")
+    both = ["./mine.yaml", "-p", "storage.yaml"]
+    shown = json.loads(kvbm_here("profile", "show", *both, "--json", home=home).stdout)
+    assert shown["tiers.host.capacity"] == {"value": "64MiB", "origin": "storage.yaml:2"}
+    assert shown["engine.model"]["origin"] == "parent.yaml:2"
+    checked = kvbm_here("profile", "check", "-p", *both, home=home).stdout
+    assert checked == "mine.yaml, storage.yaml: no mistakes found\n"
+    for command in ("size", "serve --dry-run"):
+        assert "(storage.yaml:2)" in kvbm_here(*command.split(), "-p", *both, home=home).stdout
+    assert "(mine.yaml:" in kvbm_here("size", "-p", "storage.yaml", "-p", "./mine.yaml", home=home).stdout
+    (home / "tiers.yaml").write_text(f"tiers:\n  disk: {{directory: {home}/c}}\n")
+    listed = kvbm_here("cache", "ls", "-p", *both, "-p", "tiers.yaml", home=home)
+    assert listed.stdout == f"no caches in {home}/c\n"
+
+
 def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
     quiet = kvbm("profile", "check", "demo", home=home)
     warned = kvbm("profile", "check", "demo", home=home, DYN_KVBM_ENABLE="0")

@@ -53,7 +53,7 @@ def test_a_directory_that_answers_is_used_whatever_is_in_it(tmp_path):
 def test_cache_ls_names_a_directory_that_hangs(hanging, tmp_path):
     began_s = time.monotonic()
     with pytest.raises(EnvironmentProblem, match=f"{tmp_path} does not answer within"):
-        list_caches(tmp_path, None, as_json=False)
+        list_caches(tmp_path, (), as_json=False)
     assert time.monotonic() - began_s < LIMIT_S
 
 
@@ -172,7 +172,7 @@ def test_the_doctor_asks_the_directories_of_all_tiers_in_parallel(hanging, monke
     tiers = f"{{disk: {{directory: {tmp_path}/disk, blocks: 10}}, shared: {{url: 'file://{tmp_path}/shared'}}}}"
     file.write_text(f"engine: {{kind: embedded, model: 'synthetic:tiny'}}\ntiers: {tiers}\n")
     options = {"directory": None, "as_json": True, "is_quick": False, "write": None}
-    assert doctor(str(file), [], machine=machine(tmp_path), **options) == 1
+    assert doctor([str(file)], [], machine=machine(tmp_path), **options) == 1
     checks = json.loads(capsys.readouterr().out)["checks"]
     silent = [one["group"] for one in checks if "does not respond" in one["finding"]]
     assert silent == ["disk", "store"]

@@ -78,6 +78,12 @@ def test_a_path_that_is_extended_is_named_from_the_new_file(tmp_path: Path) -> N
     assert "extends: ../a/parent.yaml\n" in (tmp_path / "b" / "child.yaml").read_text()
 
 
+def test_new_profile_extends_several(tmp_path: Path) -> None:
+    (tmp_path / "storage.yaml").write_text("tiers: {disk: {capacity: 1GiB}}\n")
+    kvbm_here("profile", "new", "both.yaml", "--extends", "demo", "--extends", "./storage.yaml", home=tmp_path)
+    assert "extends: [demo, ./storage.yaml]\n" in (tmp_path / "both.yaml").read_text()
+
+
 def test_variable_stays_a_variable(tmp_path: Path) -> None:
     arguments = ("--engine", "vllm", "--model", "org/${WHICH}", "--host", "1GiB")
     outcome = kvbm_here("profile", "new", "mine.yaml", *arguments, home=tmp_path, WHICH="small")

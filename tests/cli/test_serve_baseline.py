@@ -68,7 +68,7 @@ def test_bench_starts_its_baseline_with_the_same_command(
     monkeypatch.chdir(both)
     monkeypatch.setattr(arms.EngineProcess, "start", start)
     monkeypatch.setattr(arms, "choose_port", lambda host, port: 8123)
-    engines = arms.ArmEngines(comparison_of(f"./{profile}.yaml", (), ()))
+    engines = arms.ArmEngines(comparison_of((f"./{profile}.yaml",), (), ()))
     with pytest.raises(_Started), engines("baseline", both, arms.NeededRoom(1000, 1)):
         pass
     assert list(started[0].argv) == dry_run(both, profile, "--baseline")["argv"]

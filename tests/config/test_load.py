@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.config.key_list import keys
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile, examine, load
 from kvbm.config.schema import Profile
 from kvbm.config.variables import VARIABLES
 from kvbm.errors import ProfileError
@@ -448,6 +448,27 @@ def test_of_several_parents_the_last_one_wins(tmp_path: Path) -> None:
         assert found.origins["server.port"] == f"{tmp_path}/last.yaml:2"
         assert found.origins["server.host"] == f"{tmp_path}/first.yaml:2"
         assert [source.written for source in found.extends] == ["first", "base", "./last.yaml", "base"]
+
+
+def test_of_several_files_the_last_one_wins_like_in_a_list_of_parents(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(f"{BASE}server: {{port: 1, host: 127.0.0.9}}\n")
+    (tmp_path / "first.yaml").write_text("extends: base\nserver: {port: 2, host: 127.0.0.2}\n")
+    (tmp_path / "last.yaml").write_text("extends: base\nserver: {port: 3}\n")
+    files = [str(tmp_path / "first.yaml"), "last"]
+    found = load(*files, directories=[tmp_path], variables={"DYN_KVBM_DISK_CACHE_GB": "1"})
+    assert (found.profile.server.port, found.profile.server.host) == (3, "127.0.0.2")
+    assert found.origins["server.host"] == f"{tmp_path}/first.yaml:2"
+    assert found.values["tiers.disk.capacity"] == "1GB"
+    assert (found.name, found.place) == ("first-last", f"{tmp_path}/first.yaml, {tmp_path}/last.yaml")
+    assert found.profile == load_text(tmp_path, "extends: [first, last]\ntiers: {disk: {capacity: 1GB}}\n").profile
+    assert load(*files, "base", directories=[tmp_path]).profile.server.port == 3, "base counts once, below both"
+
+
+def test_mistake_of_one_of_several_files_has_its_place(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("engine: {model: m}\n")
+    (tmp_path / "storage.yaml").write_text("tiers: {disk: {capacity: 1}}\n")
+    found = examine("model", "storage", directories=[tmp_path])
+    assert [mistake.message.splitlines()[1] for mistake in found.mistakes] == [f"  {tmp_path}/storage.yaml:1:26"]
 
 
 @pytest.mark.parametrize("extends", ["[]", "[[first]]", "[{a: b}]", "[first, '']"])

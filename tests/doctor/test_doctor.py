@@ -119,7 +119,7 @@ def profile(tmp_path: Path) -> Path:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> Outcome:
     chosen = {"directory": None, "as_json": False, "is_quick": False, "write": None, **options}
-    code = doctor(*arguments, [], **chosen)
+    code = doctor([str(one) for one in arguments if one is not None], [], **chosen)
     captured = capsys.readouterr()
     return Outcome(code, captured.out, captured.err)
 
@@ -314,7 +314,7 @@ def test_tier_that_is_smaller_than_the_one_above(
 ) -> None:
     override, line, remedy = SMALLER[name]
     options = {"directory": None, "as_json": False, "is_quick": True, "write": None}
-    assert doctor(str(profile), [override], machine=machine(tmp_path / "machine"), **options) == 0
+    assert doctor([str(profile)], [override], machine=machine(tmp_path / "machine"), **options) == 0
     shown = capsys.readouterr().out
     assert f"  {line} " in shown
     assert f"remedy: {remedy}\n" in shown

@@ -48,7 +48,7 @@ def checked(
     (tmp_path / "mine.yaml").write_text(PROFILE % more)
     chosen = {"directory": None, "as_json": True, "is_quick": False, "write": None, "prefill_rate": None}
     given = {name: options.pop(name) for name in list(options) if name in chosen}
-    doctor(str(tmp_path / "mine.yaml"), [], **{**chosen, **given}, machine=machine(tmp_path / "machine", **options))
+    doctor([str(tmp_path / "mine.yaml")], [], **{**chosen, **given}, machine=machine(tmp_path / "machine", **options))
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert all(
         check["remedy"] for check in checks if check["state"] in ("failure", "skipped") and check["group"] == "store"
@@ -66,7 +66,7 @@ def states(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").write_text(PROFILE % "")
     chosen = {"directory": None, "as_json": False, "is_quick": False, "write": None, "prefill_rate": 5000.0}
-    code = doctor(str(tmp_path / "mine.yaml"), [], **chosen, machine=machine(tmp_path / "machine"))
+    code = doctor([str(tmp_path / "mine.yaml")], [], **chosen, machine=machine(tmp_path / "machine"))
     captured = capsys.readouterr()
     text = Outcome(code, captured.out, captured.err).text(
         "kvbm doctor --profile ./mine.yaml --prefill-tokens-per-s 5000"

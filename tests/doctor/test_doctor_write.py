@@ -85,6 +85,26 @@ def test_section_of_a_parent_is_extended(tmp_path: Path) -> None:
     assert text.startswith(f"extends: {tmp_path / 'mine.yaml'}\n\ntiers:\n  disk:\n    allocator: open-direct\n")
 
 
+def test_list_of_parents_is_kept_or_extended(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("server: {port: 7}\n")
+    text = f"extends: [demo, {tmp_path}/parent.yaml]\ntiers: {{disk: {{zerofill: false}}}}\n"
+    assert written(tmp_path, text).startswith(f"extends: [demo, {tmp_path}/parent.yaml]\ntiers: {{disk: {{allocator:")
+    (tmp_path / "elsewhere" / "new.yaml").unlink()
+    (tmp_path / "elsewhere").rmdir()
+    text = "extends: [./parent.yaml, ./more.yaml]\ntiers: {disk: {zerofill: false}}\n"
+    assert written(tmp_path, text).startswith(f"extends: {tmp_path / 'mine.yaml'}\n")
+
+
+def test_several_profiles_are_extended(tmp_path: Path) -> None:
+    (tmp_path / "storage.yaml").write_text("tiers: {disk: {capacity: 1TB}}\n")
+    resolved = load("demo", str(tmp_path / "storage.yaml"), directories=[profiles_directory()])
+    write_profile(resolved, NEEDED, tmp_path / "new.yaml")
+    copy = load(str(tmp_path / "new.yaml"), directories=[profiles_directory()])
+    assert [source.written for source in copy.extends] == ["demo", f"{tmp_path}/storage.yaml"]
+    assert {key: copy.values[key] for key in NEEDED} == NEEDED
+    assert copy.profile.engine == resolved.profile.engine
+
+
 def test_file_that_is_all_braces_is_extended(tmp_path: Path) -> None:
     text = "{extends: ./parent.yaml, tiers: {disk: {zerofill: false, capacity: 1TB}}}\n"
     assert written(tmp_path, text).startswith(f"extends: {tmp_path / 'mine.yaml'}\n")

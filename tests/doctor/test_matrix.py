@@ -172,7 +172,7 @@ def examine(capsys: Any, tmp_path: Path, directory: Path, capacity: str, **chang
 
     fake = machine(tmp_path / "machine", probes={"disk": run_probe}, **changes)
     options = {"directory": None, "as_json": True, "is_quick": True, "write": tmp_path / "written.yaml"}
-    code = doctor(str(profile), [], machine=fake, **options)
+    code = doctor([str(profile)], [], machine=fake, **options)
     data = json.loads(capsys.readouterr().out)
     assert code == data["exit_code"]
     return data

@@ -70,6 +70,14 @@ MUTANTS = (
         fails="tests/config/test_load.py -k several_parents",
     ),
     Mutant(
+        name="first-of-several-files-wins",
+        bug="Of the profiles given with `-p`, the first one overrides the others.",
+        file="kvbm/config/layers.py",
+        old="for path in (one for one in paths if",
+        new="for path in (one for one in reversed(paths) if",
+        fails="tests/config/test_load.py -k several_files",
+    ),
+    Mutant(
         name="profile-null-tier-stays",
         bug="A tier that is null stays as the parent has it.",
         file="kvbm/config/layers.py",

@@ -73,7 +73,7 @@ def _token_bytes(given: str | None, model: str | None) -> int | None:
     if given is not None and model is not None:
         raise UsageError("use either `--bytes-per-token` or `--model`: a model sets the bytes of a token")
     if model is not None:
-        request = SizeRequest(None, model, [], {})
+        request = SizeRequest((), model, [], {})
         return size_of(request.resolve(), facts=request.facts()).token_bytes
     if given is None:
         return None
