@@ -97,6 +97,12 @@ RULES = (  # the first that fits a module counts
         never=("vllm", "sglang", "transformers"),
         lazily=("tensorrt_llm", "torch"),
     ),
+    Rule(
+        "kvbm.sglang_integration",
+        RUNS_THE_CACHE,
+        never=("vllm", "tensorrt_llm", "transformers"),
+        lazily=("sglang", "torch"),
+    ),
     Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.synthetic_models")),
     Rule(
         "kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"), never=ENGINES[2:]

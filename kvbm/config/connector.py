@@ -50,7 +50,7 @@ def resolve_connector(
     variable without effect is logged as a warning if `warns`, else at level DEBUG.
     """
     mistakes: list[ProfileError] = []
-    _note_unread(extra_config, warns=warns)
+    _note_unread(extra_config, place, warns=warns)
     if KEY in extra_config:
         document = _written(extra_config[KEY], place)
     else:
@@ -63,15 +63,15 @@ def resolve_connector(
     return config
 
 
-def _note_unread(extra_config: Mapping[str, object], *, warns: bool) -> None:
+def _note_unread(extra_config: Mapping[str, object], place: str, *, warns: bool) -> None:
     """Warns of keys next to `kvbm`. ProfileError if one is a section of ours, or `kvbm` misspelt."""
-    level = logging.WARNING if warns else logging.DEBUG
+    level, outside = logging.WARNING if warns else logging.DEBUG, place.removesuffix(f".{KEY}")
     for key in map(str, extra_config.keys() - {KEY}):
         is_section = key in ConnectorConfig.model_fields
         if is_section or get_close_matches(key, [KEY]):
-            hint = f"write it as `{PLACE}.{key}`" if is_section else f"did you mean `{KEY}`?"
-            raise ProfileError(f"unknown key `{key}` in `kv_connector_extra_config`", hint=hint)
-        log.log(level, "`kv_connector_extra_config.%s` has no effect in kvbm", key)
+            hint = f"write it as `{place}.{key}`" if is_section else f"did you mean `{KEY}`?"
+            raise ProfileError(f"unknown key `{key}` in `{outside}`", hint=hint)
+        log.log(level, "`%s.%s` has no effect in kvbm", outside, key)
 
 
 def _of_variables(environment: Mapping[str, str], *, warns: bool) -> tuple[Document, list[ProfileError]]:

@@ -59,6 +59,11 @@ class StoreCounts:
     pinned: int
     inactive: int
 
+    def by_state(self) -> dict[str, int]:
+        """Return the counts under the names of the metrics."""
+        moving = self.mutable + self.complete
+        return {"free": self.free, "moving": moving, "pinned": self.pinned, "evictable": self.inactive}
+
 
 class BlockStore:
     """Metadata of `capacity_blocks` slots of one tier. See the module for states and ownership."""

@@ -41,7 +41,7 @@ from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
 from kvbm.plan import StepPlan
 
 if TYPE_CHECKING:
-    from kvbm.core.store import BlockStore, StoreCounts
+    from kvbm.core.store import BlockStore
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.load_results import LoadResult
@@ -450,7 +450,7 @@ class Leader:
 
     def blocks(self) -> TierBlocks:
         """Return the slots of each tier by state."""
-        return {store.tier: _by_state(store.counts()) for store in self._stores()}
+        return {store.tier: store.counts().by_state() for store in self._stores()}
 
     def queues(self) -> dict[str, tuple[int, float]]:
         """Return for each queue how many blocks wait or move, and for how many seconds the oldest ones have. Any thread
@@ -512,8 +512,3 @@ class Leader:
             return
         self.counters.disabled = 1
         log.error("kvbm: %s; the engine continues without the cache until it is restarted", reason)
-
-
-def _by_state(counts: StoreCounts) -> dict[str, int]:
-    moving = counts.mutable + counts.complete
-    return {"free": counts.free, "moving": moving, "pinned": counts.pinned, "evictable": counts.inactive}

@@ -1,7 +1,7 @@
 """Opening: creates the leader of an engine, when all ranks have their host memory. Starts the processes of its tiers.
 
     segments of the ranks ──▶ Region ─────────────────────┐
-    profile and traits ─────▶ LeaderSettings ─────────────┼──▶ GuardedLeader
+    profile and traits ─────▶ LeaderSettings ─────────────┼──▶ GuardedLeader, StorageLeader
     identity ───────────────▶ disk tier and shared tier ──┘
 
 The tiers are opened in parallel. One that hangs is left out until it answers. Tiers that outlive the engine or that
@@ -28,6 +28,7 @@ from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.leader.shared_tier import SharedTier
+from kvbm.leader.storage_leader import StorageLeader
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ Identity = tuple[Mapping[str, object], str]
 of this engine could be wrong for another one of equal identity, empty if they could not. `model` is shown to users and
 does not count."""
 Result = TypeVar("Result")
+AnyLeader = TypeVar("AnyLeader", GuardedLeader, StorageLeader)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,20 @@ def open_leader(
     boundary: Boundary, config: ConnectorConfig, engine: EngineAtStart, callbacks: LeaderCallbacks
 ) -> GuardedLeader:
     """Return the leader of an engine. Raises EnvironmentProblem."""
+    return _opened(partial(GuardedLeader, boundary), config, engine, callbacks)
+
+
+def open_storage_leader(config: ConnectorConfig, engine: EngineAtStart, callbacks: LeaderCallbacks) -> StorageLeader:
+    """Return the leader for an engine that has its own host memory. Raises EnvironmentProblem."""
+    return _opened(StorageLeader, config, engine, callbacks)
+
+
+def _opened(
+    create: Callable[[Region, LeaderSettings, LeaderCallbacks, list[OpenTier]], AnyLeader],
+    config: ConnectorConfig,
+    engine: EngineAtStart,
+    callbacks: LeaderCallbacks,
+) -> AnyLeader:
     phases_s = {"memory": max(segment.ready_s for segment in engine.segments)}
     with _timed(phases_s, "map"):
         region = Region.map(engine.segments)
@@ -78,7 +94,7 @@ def open_leader(
         with _timed(phases_s, "tiers"):
             disk, shared = open_tiers(config, engine, settings)
         with _timed(phases_s, "blocks"):
-            leader = GuardedLeader(boundary, region, settings, callbacks, lower_tiers(disk, shared))
+            leader = create(region, settings, callbacks, lower_tiers(disk, shared))
     except BaseException:
         region.close()
         raise
@@ -202,7 +218,8 @@ def _begin_shared(
         requests=section.requests,
         node_directory=None if disk is None else Path(disk.directory).expanduser(),
     )
-    shape = BlockShape(settings.traits.hash_bytes, settings.traits.block_tokens, len(settings.groups) == 1)
+    has_extents = len(settings.groups) == 1 and settings.traits.names_whole_chains
+    shape = BlockShape(settings.traits.hash_bytes, settings.traits.block_tokens, has_extents)
     name = _then(identity, named)
     if not name.done():
         log.info("kvbm: %s: the shared tier is off until then", WAITS)

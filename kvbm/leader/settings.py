@@ -48,6 +48,9 @@ class EngineTraits:
     An engine that does not `accept_failed_loads` must get every block that it was promised. Therefore only blocks in
     host memory are promised, they stay pinned from `match` on, and no request waits for the load of another one. Blocks
     on disk are read into host memory ahead of their promise (prefetches.py).
+
+    An engine that does not `name_whole_chains` asks for blocks without those before them. So each object in the shared
+    tier has one block.
     """
 
     block_tokens: int
@@ -56,6 +59,7 @@ class EngineTraits:
     gives_up_blocks: bool = False
     accepts_failed_loads: bool = True
     publishes_events: bool = False
+    names_whole_chains: bool = True
 
 
 @dataclass(frozen=True, slots=True)

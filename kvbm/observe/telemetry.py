@@ -7,19 +7,24 @@ constructor, before any memory is allocated. While the engine serves, nothing he
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.hit_rate_log import HitRateLog
 from kvbm.observe.metrics_server import HOST, MetricsServer
-from kvbm.observe.series import EngineReport, SeriesCollector
+from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm.config.schema import MetricsSection
-    from kvbm.leader.guarded import GuardedLeader
+
+
+class Watched(Reporting, Protocol):
+    """What telemetry reads of a leader, from any thread."""
+
+    def wear(self) -> dict[str, float]: ...
 
 
 class Telemetry:
@@ -43,7 +48,7 @@ class Telemetry:
         """What the leader calls with each decision; None unless decisions are recorded."""
         return None if self._trace is None else self._trace.record
 
-    def watch(self, leader: GuardedLeader) -> None:
+    def watch(self, leader: Watched) -> None:
         """Start to report on `leader`."""
         if self._trace is not None:
             self._trace.counters = leader.counters

@@ -8,7 +8,6 @@ costs hits), and versions. It contains no path. Whatever is in doubt is not kept
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
 from kvbm.identity.machine import cpu_features, precision_variables
 from kvbm.identity.options import Options, depends_on_length
+from kvbm.identity.snapshot import snapshot_of
 from kvbm.identity.versions import release_of, version_of
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
@@ -48,7 +48,7 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
         "precision": precision_variables(),
     }
     try:
-        directory = _directory(str(getattr(arguments, "model", "")), getattr(arguments, "revision", None))
+        directory = snapshot_of(str(getattr(arguments, "model", "")), getattr(arguments, "revision", None))
         facts["weights"] = _content(arguments, directory)
         facts["arguments"] = _digest(arguments, directory)
         facts["length"] = _length(arguments, directory)
@@ -70,18 +70,6 @@ def _content(arguments: Any, directory: Path) -> FileContent:
     if not found.look.weights:
         raise Unidentified(f"{directory} has no weight files of a known format")
     return found
-
-
-def _directory(model: str, revision: str | None) -> Path:
-    """Return the local directory of a model: its own, or its snapshot in the cache of the hub."""
-    if model and os.path.isdir(model):
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (ImportError, OSError, ValueError) as error:
-        raise Unidentified(f"`{model}` has no local files") from error
 
 
 def _digest(arguments: Any, directory: Path) -> str | Hashed:

@@ -1,0 +1,352 @@
+"""StorageLeader: the leader for an engine that has its own host memory, and asks for tiers below it.
+
+Such an engine has no step, and kvbm sees no G1. Its threads name blocks and wait. One thread owns this object with all
+metadata. It calls `step` again and again, and advances each question, which is a generator, until it ends:
+
+    find       how many blocks of a chain can be read, from its first one on
+    read       brings blocks into our host memory (G2), and lends them: the caller's thread copies them out
+    write      lends free slots of G2: the caller's thread copies blocks in, then they are registered
+
+Only the caller's thread copies. So when it has stopped waiting, nothing writes into the engine's memory: a late read
+writes only into G2, where its slots stay reserved until it has ended. A question may be closed when its caller has
+stopped copying, and not before; it takes all loans back.
+
+G2 is a buffer here, unless the profile has a host tier: then blocks stay in it as for other engines.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.leader.host_tier import HostTier
+from kvbm.leader.lower_tier import TierContext
+from kvbm.leader.rates import Rates
+from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
+from kvbm.process import deadlines
+from kvbm.types import Tier
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.store import BlockStore
+    from kvbm.host.region import Region
+    from kvbm.leader.host_tier import Reservation
+    from kvbm.leader.lower_tier import LowerTier, OpenTier
+    from kvbm.leader.open_reads import Extent, Fetch
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+
+LENT_SHARE = 4  # a loan of free slots has at most this share of host memory
+
+Answer = TypeVar("Answer")
+Question = Generator[None, None, Answer]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """Slots of G2 that the caller copies blocks out of, or into: `slots[i]` is for block `positions[i]` of a question.
+    `tier`: where the blocks come from. The caller's thread sets `is_over`; the leader's thread reads it."""
+
+    positions: Sequence[int]
+    slots: Sequence[int]
+    tier: Tier = Tier.HOST
+    is_over: bool = False
+
+
+Lend = Callable[[Loan], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """What one question reads. `waiting` are batches that have not begun, in order; `open` are reads in flight; `lent`
+    are loans with the pins of their blocks; `kept` pins blocks in their tiers."""
+
+    waiting: deque[tuple[Sequence[int], LowerTier, Extent | None]] = field(default_factory=deque)
+    open: dict[Fetch, tuple[Sequence[int], LowerTier]] = field(default_factory=dict)
+    lent: dict[Loan, PinnedBlocks] = field(default_factory=dict)
+    kept: list[PinnedBlocks] = field(default_factory=list)
+    loaded: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(HIT_TIERS, 0))
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.open or self.lent)
+
+
+class StorageLeader:
+    """See the module's text. *Consumes* the region. `open_tiers` makes the lower tiers, the nearest one first."""
+
+    def __init__(
+        self, region: Region, settings: LeaderSettings, callbacks: LeaderCallbacks, open_tiers: Sequence[OpenTier]
+    ) -> None:
+        self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
+        self.counters.shared_off = int(settings.shared is not None)  # without such a tier: its blocks are in doubt
+        self.facts = Facts(settings.block_bytes, has_shared=settings.shared is not None)
+        self.region = region
+        self._clock = callbacks.clock
+        self._settings = settings
+        traits = settings.traits
+        self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes)
+        rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=callbacks.clock, reads_always=True)
+        context = TierContext(self._host, settings, self.counters, rates, callbacks)
+        self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(context) for open_tier in open_tiers)
+        self._host.listeners = self.lower_tiers
+        self._arrived: set[Fetch] = set()
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a lower tier is on."""
+        return any(tier.is_on for tier in self.lower_tiers)
+
+    def is_busy(self) -> bool:
+        return any(tier.is_busy() for tier in self.lower_tiers)
+
+    def step(self) -> None:
+        """Start the writes that are due, and note what has ended."""
+        for tier in self.lower_tiers:
+            tier.step(computes=False)
+            self._arrived.update(tier.settle())
+        self._host.check_next()
+
+    def find(self, hashes: Sequence[bytes], prefix: Sequence[bytes] = ()) -> Question[int]:
+        """Return how many of `hashes` can be read, up to the first that cannot. `prefix` are the blocks before them in
+        their chain, if they are known: they become recent too, so that they are not evicted before the others."""
+        name, began_s = f"question {next(self._numbers)}", self._clock()
+        try:
+            while (count := self._present(hashes)) < len(hashes):
+                if not any(tier.must_wait(name, hashes, count, len(hashes)) for tier in self.lower_tiers):
+                    break
+                yield
+        finally:
+            for tier in self.lower_tiers:
+                tier.forget_request(name)
+        if count:
+            chain = [*prefix, *hashes[:count]]
+            for store in self._stores():
+                store.touch(chain)
+        self.counters.durations["match"].observe(self._clock() - began_s)
+        self.counters.finished_requests += 1
+        self.counters.matches_none += not count
+        self.counters.matches_partial += 0 < count < len(hashes)
+        self.counters.matches_whole += count == len(hashes) > 0
+        self.counters.hit_window.append((0, 0, 0, len(hashes)))
+        return count
+
+    def read(self, hashes: Sequence[bytes], lend: Lend) -> Question[None]:
+        """Lend blocks as they arrive, in order within a tier, up to the first that is missing. The question ends when
+        all loans are over."""
+        reading = _Reading()
+        try:
+            self._claim(reading, hashes, lend)
+            for tier in self.lower_tiers:
+                tier.hit(hashes)
+            while True:
+                self._take_back(reading)
+                self._begin_reads(reading, hashes)
+                for fetch in [one for one in reading.open if one in self._arrived]:
+                    self._lend_arrived(reading, fetch, hashes, lend)
+                if not reading.has_work():
+                    break
+                yield
+        finally:
+            self._end_reading(reading)
+        self._note_loaded(reading, hashes)
+
+    def write(self, hashes: Sequence[bytes], lend: Lend) -> Question[list[bool]]:
+        """Return for each block whether it is stored: in a lower tier, or in G2, from where it will be written."""
+        due = [index for index, one in enumerate(hashes) if not self._is_stored(one)]
+        stored = [True] * len(hashes)
+        for index in due:
+            stored[index] = False
+        size = max(1, self._host.capacity_blocks // LENT_SHARE)
+        for begin in range(0, len(due), size):
+            batch = due[begin : begin + size]
+            while (target := self._reserve(len(batch))) is None:
+                if not self.is_on:
+                    return stored
+                yield
+            yield from self._filled(target, Loan(batch, target.slots), lend)
+            self._register(target, [hashes[index] for index in batch])
+            for index in batch:
+                stored[index] = True
+        if self.is_on:
+            for tier in self.lower_tiers:
+                tier.used(hashes, len(hashes), b"")
+        return stored
+
+    def reset(self, *, ends_persistence: bool = False) -> bool:
+        """Forget every block, in every tier. False if that is not durable yet; until then the tier stays off."""
+        self.counters.host_reset_blocks += self._host.store.registered
+        self._host.store.reset()
+        self.counters.resets += 1
+        is_forgotten = True
+        for tier in self.lower_tiers:
+            try:
+                tier.reset(ends_persistence=ends_persistence)
+            except EnvironmentProblem as error:
+                log.error("kvbm: %s; %s stays off until its blocks are deleted", error.message, tier.reads.name)
+                is_forgotten = False
+        return is_forgotten
+
+    def close(self) -> None:
+        """Write what is due as far as the time allows, end the processes, and unmap. No question is open."""
+        for tier in reversed(self.lower_tiers):
+            tier.close()
+        self.region.close()
+
+    def abandon(self) -> None:
+        """End the processes. Writes nothing more: the metadata may be damaged."""
+        for tier in reversed(self.lower_tiers):
+            tier.abandon(deadlines.ABANDON_S)
+
+    def blocks(self) -> TierBlocks:
+        """Return the slots of each tier by state."""
+        return {store.tier: store.counts().by_state() for store in self._stores()}
+
+    def queues(self) -> dict[str, tuple[int, float]]:
+        """Return for each queue how many blocks wait, and for how many seconds. Any thread may call it."""
+        now_s = self._clock()
+        return {
+            name: (blocks, max(0.0, now_s - since_s) if blocks and since_s is not None else 0.0)
+            for tier in self.lower_tiers
+            for name, (blocks, since_s) in tier.queues().items()
+        }
+
+    def wear(self) -> dict[str, float]:
+        """Return the known wear metrics of the drives of lower tiers, by metric name."""
+        return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
+
+    def _stores(self) -> list[BlockStore]:
+        return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
+
+    def _present(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of `hashes` are in any tier, up to the first that is in none."""
+        at, end = 0, len(hashes)
+        while at < end:
+            found = self._host.store.match(hashes, at)
+            for tier in self.lower_tiers if not found else ():
+                if found := tier.match(hashes, at, end):
+                    break
+            if not found:
+                break
+            at += found
+        return at
+
+    def _is_stored(self, sequence_hash: bytes) -> bool:
+        """Whether a block needs no copy: it is in the nearest tier that is on, or in G2 if that is a tier."""
+        nearest = next((tier for tier in self.lower_tiers if tier.is_on), None)
+        return self._host.store.contains(sequence_hash) or (nearest is not None and nearest.contains(sequence_hash))
+
+    def _claim(self, reading: _Reading, hashes: Sequence[bytes], lend: Lend) -> None:
+        """Lend what is in G2, up to the first block that is in no tier, and queue the reads of the rest."""
+        end = self._present(hashes)
+        here = [index for index in range(end) if self._host.store.contains(hashes[index])]
+        absent = sorted(set(range(end)).difference(here))
+        self._lend(reading, here, Tier.HOST, hashes, lend)
+        batches = []
+        for tier in self.lower_tiers:
+            claim = tier.claim(hashes, absent, ())
+            reading.kept += claim.kept
+            batches += [(positions, tier, extent) for positions, extent in claim.batches]
+            absent = sorted(set(absent).difference(*(positions for positions, _ in claim.batches)))
+        reading.waiting.extend(sorted(batches, key=lambda batch: batch[0][0]))
+
+    def _begin_reads(self, reading: _Reading, hashes: Sequence[bytes]) -> None:
+        while reading.waiting:
+            positions, tier, extent = reading.waiting[0]
+            if not tier.is_on:
+                reading.waiting.clear()
+                return
+            fetch = tier.fetch([hashes[index] for index in positions], b"", extent)
+            if fetch is None:
+                return
+            reading.waiting.popleft()
+            reading.open[fetch] = positions, tier
+        for fetch, (_, tier) in list(reading.open.items()):
+            if tier.reads.are_hung and fetch not in self._arrived:
+                fetch.abandon()
+                del reading.open[fetch]
+
+    def _lend_arrived(self, reading: _Reading, fetch: Fetch, hashes: Sequence[bytes], lend: Lend) -> None:
+        """Lend the blocks of a read that has ended. If one is bad, drop the batches after it: they are of no use."""
+        positions, tier = reading.open.pop(fetch)
+        self._arrived.discard(fetch)
+        if fetch.blocks is not None:
+            loan = Loan(positions, tuple(fetch.blocks.slots), tier.kind)
+            reading.lent[loan] = fetch.blocks
+            lend(loan)
+            return
+        good = self._host.store.match([hashes[index] for index in positions])
+        self.counters.onboard_failed_blocks += len(positions) - good
+        self._lend(reading, positions[:good], tier.kind, hashes, lend)
+        while reading.waiting and reading.waiting[-1][0][0] > positions[0]:
+            reading.waiting.pop()
+
+    def _lend(
+        self, reading: _Reading, positions: Sequence[int], tier: Tier, hashes: Sequence[bytes], lend: Lend
+    ) -> None:
+        if positions:
+            blocks = self._host.store.pin([hashes[index] for index in positions])
+            assert blocks is not None, "blocks that were just found can be pinned"
+            loan = Loan(positions, tuple(blocks.slots), tier)
+            reading.lent[loan] = blocks
+            lend(loan)
+
+    def _take_back(self, reading: _Reading) -> None:
+        for loan in [one for one in reading.lent if one.is_over]:
+            reading.lent.pop(loan).release()
+            reading.loaded[loan.tier] += len(loan.positions)
+
+    def _end_reading(self, reading: _Reading) -> None:
+        for blocks in (*reading.lent.values(), *reading.kept):
+            blocks.release()
+        for fetch in reading.open:
+            if fetch not in self._arrived:
+                fetch.abandon()
+            elif fetch.blocks is not None:
+                fetch.blocks.release()
+            self._arrived.discard(fetch)
+
+    def _note_loaded(self, reading: _Reading, hashes: Sequence[bytes]) -> None:
+        counters, (host, disk, shared) = self.counters, (reading.loaded[tier] for tier in HIT_TIERS)
+        total = host + disk + shared
+        for tier in self.lower_tiers:
+            tier.used(hashes, total, b"")
+        counters.matched_tokens += total * self._settings.traits.block_tokens
+        counters.onboard_blocks += total
+        counters.onboard_bytes += total * self._settings.block_bytes
+        counters.onboard_disk_blocks += disk
+        counters.onboard_shared_blocks += shared
+        counters.hit_window.append((host, disk, shared, 0))
+
+    def _reserve(self, count: int) -> Reservation | None:
+        """Return free slots; None while lower tiers have still to write what is in them, and while no tier is on."""
+        if not self.is_on:
+            return None
+        unwritten = [blocks for tier in self.lower_tiers if (blocks := tier.unwritten_blocks(count)) is not None]
+        if count > self._host.store.available - max(unwritten, default=0):
+            return None
+        return self._host.reserve(count, keeps_unwritten=True)
+
+    def _filled(self, target: Reservation, loan: Loan, lend: Lend) -> Question[None]:
+        try:
+            lend(loan)
+            while not loan.is_over:
+                yield
+        except BaseException:
+            target.release()
+            raise
+
+    def _register(self, target: Reservation, hashes: Sequence[bytes]) -> None:
+        all_good = [True] * len(hashes)
+        self._host.prove(target, all_good)
+        with self._host.register(target, hashes, all_good) as blocks:
+            for tier in self.lower_tiers:
+                tier.registered(blocks.hashes, blocks.slots, b"")
+        self.counters.offload_blocks += len(hashes)
+        self.counters.offload_bytes += len(hashes) * self._settings.block_bytes

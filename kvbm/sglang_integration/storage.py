@@ -1,0 +1,292 @@
+"""KvbmHiCacheStorage: the class that SGLang loads, with `--hicache-storage-backend dynamic`.
+
+SGLang's hierarchical cache has its own host memory (its G2) and moves pages between it and the device. Below it, this
+backend keeps them on disk (G3) and in the shared tier (G4). A page of SGLang is a block of kvbm. SGLang calls from
+threads of its own, which wait for the answer:
+
+    batch_exists       how many pages of a prompt are stored, from the first one on
+    batch_get_v1       copies pages into SGLang's host memory. False: not there, damaged, or too late
+    batch_set_v1       takes pages over. True: in kvbm's memory, and on their way to disk
+    get, set, ...      the same for flat pages: SGLang's older interface
+    clear              forgets every page
+
+No method raises once the server runs: any doubt is False, and SGLang computes the page. Methods of the start raise, so
+that SGLang does not start with a storage that cannot work. One thread of kvbm owns all metadata (leader_thread.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvbm.boundary import Boundary, contained
+from kvbm.config.connector import KEY, resolve_connector
+from kvbm.device.worker import HostCapacity
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.segment import Segment
+from kvbm.identity.description import Description, describe
+from kvbm.identity.versions import version_of
+from kvbm.leader.opening import EngineAtStart, open_storage_leader
+from kvbm.leader.settings import EngineTraits, LeaderCallbacks
+from kvbm.observe.telemetry import Telemetry
+from kvbm.sglang_integration import weight_updates
+from kvbm.sglang_integration.host_pool import Addresses, HostPool, copy_in, copy_out
+from kvbm.sglang_integration.identity import identity
+from kvbm.sglang_integration.leader_thread import LeaderThread
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+
+    from kvbm.config.schema import ConnectorConfig
+    from kvbm.leader.storage_leader import Lend, Loan, Question, StorageLeader
+
+INTERFACE = "sglang.srt.mem_cache.hicache_storage"
+KEY_BYTES = 32  # SHA-256
+KV_POOL = "kv"
+# Keys of `--hicache-storage-backend-extra-config` that SGLang reads; it removes some of them before we see it.
+SGLANG_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator"})
+
+log = logging.getLogger(__name__)
+
+
+def _interface() -> Any | None:
+    """Return SGLang's interface module; None without SGLang."""
+    try:
+        return importlib.import_module(INTERFACE)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (INTERFACE + ".").startswith(error.name + "."):
+            raise  # the module exists, and something that it imports does not
+        return None
+
+
+_Storage: Any = getattr(_interface(), "HiCacheStorage", object)
+
+
+class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there for the type checker
+    """See the module's text. SGLang creates one in each process of a rank."""
+
+    def __init__(self, storage_config: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """Read the configuration. Raises ProfileError or EnvironmentProblem."""
+        self.boundary = Boundary()
+        self._storage = storage_config
+        extra = dict(storage_config.extra_config or {})
+        ours = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
+        self._zero_copy = bool(extra.get("interface_v1"))
+        place = f"hicache-storage-backend-extra-config.{KEY}"
+        group = storage_config.dp_rank * storage_config.pp_size + storage_config.pp_rank
+        rank = group * storage_config.tp_size + storage_config.tp_rank
+        config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
+        self._config = _for_rank(config, storage_config)
+        self._telemetry = Telemetry(self._config.metrics, engine=rank)
+        self._pool: HostPool | None = None
+        self._segment: Segment | None = None
+        self._thread: LeaderThread | None = None
+        self._cause = ""  # why nothing is read or written any more
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Open the tiers. Raises EnvironmentProblem."""
+        self.mem_pool_host = mem_pool_host
+        pool = self._pool = HostPool(mem_pool_host)
+        layout = pool.layout()
+        host = self._config.tiers.host_memory()
+        capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
+        slots = capacity.slot_count(layout.slot_stride, self._storage.tp_size * self._storage.pp_size)
+        self._segment = Segment.create(rank=0, layout=layout, slot_count=slots)
+        traits = EngineTraits(pool.page_tokens, hash_bytes=KEY_BYTES, names_whole_chains=False)
+        try:
+            leader = open_storage_leader(
+                self._config,
+                EngineAtStart([self._segment.info], traits, 1, partial(self._described, pool), info=self._info()),
+                LeaderCallbacks(_no_device_blocks, _no_device_blocks),
+            )
+            self.boundary.counters = leader.counters
+            self._telemetry.watch(leader)
+            total_s, drain_s = self._config.onboard.disk_timeout_s, self._config.tiers.drain_s
+            self._thread = LeaderThread(leader, self.boundary, total_s=total_s, drain_s=drain_s)
+        except BaseException:
+            self._segment.close()
+            raise
+        log.info("kvbm: %d pages of %d bytes in kvbm's own memory", slots, pool.page_bytes)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Refuse a pool of another kind than KV: its pages would be missing in a hit. Raises EnvironmentProblem."""
+        name = str(getattr(host_pool_name, "value", host_pool_name))
+        if name != KV_POOL:
+            self.close()
+            raise EnvironmentProblem(
+                f"kvbm cannot store pages of SGLang's host pool `{name}`",
+                hint="start SGLang without `--hicache-storage-backend`: this model has more than KV, or a draft",
+            )
+
+    @contained(0)
+    def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
+        """Return how many of the keys are stored, up to the first that is not."""
+        hashes, prefix = _hashes(keys), _hashes(getattr(extra_info, "prefix_keys", None) or ())
+        return self._ask(lambda leader, _: leader.find(hashes, prefix)) or 0
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Copy pages to these token positions of SGLang's host pool. Return which are there."""
+        return self._per_page("batch_get_v1", keys, lambda: self._get(keys, self._pages(host_indices, len(keys))))
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Take over the pages at these token positions of SGLang's host pool. Return which are stored."""
+        return self._per_page("batch_set_v1", keys, lambda: self._set(keys, self._pages(host_indices, len(keys))))
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Return flat pages, in the given tensors if there are any. None for a page that is not there."""
+
+        def run() -> list[torch.Tensor | None]:
+            assert self._pool is not None
+            targets = [self._pool.empty_page() for _ in keys] if target_locations is None else target_locations
+            are_there = self._get(keys, [self._pool.flat(one) for one in targets])
+            return [page if is_there else None for page, is_there in zip(targets, are_there, strict=True)]
+
+        found, _ = self.boundary.attempt("batch_get", run)
+        return found or [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    @contained(False)
+    def batch_set(
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Take over flat pages. Return whether all are stored."""
+        assert self._pool is not None
+        return all(self._set(keys, [self._pool.flat(one) for one in values]))
+
+    @contained()
+    def clear(self) -> None:
+        """Forget every page, in every tier."""
+
+        def reset(leader: StorageLeader, _: Lend) -> Question[bool]:
+            yield
+            return leader.reset()
+
+        if not self._ask(reset):
+            log.error("kvbm: the storage was not cleared")
+
+    @contained()
+    def close(self) -> None:
+        """Write what is due, as far as the time allows, and free everything. SGLang calls it when it detaches."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.close() and self._segment is not None:
+            self._segment.close()
+        self._telemetry.close()
+
+    def weights_may_change(self, cause: str) -> None:
+        """Read and write nothing any more: pages that are computed from now on may have other weights."""
+        if not self._cause:
+            self._cause = cause
+            log.warning("kvbm: `%s` can change the weights: no page is read or stored until SGLang is restarted", cause)
+
+    def _described(self, pool: HostPool) -> Future[Description]:
+        facts, doubt = identity(self._storage, pool.facts(), zero_copy=self._zero_copy)
+        return describe(facts, weight_updates.watch(self) or doubt)
+
+    def _info(self) -> dict[str, str]:
+        """Return the labels of the metric `kvbm_info`."""
+        return {
+            "engine_name": "sglang",
+            "engine_version": version_of("sglang"),
+            "model": str(self._storage.model_name or ""),
+            "dtype": str(self.mem_pool_host.dtype).removeprefix("torch."),
+        }
+
+    def _pages(self, host_indices: torch.Tensor, count: int) -> list[Addresses]:
+        assert self._pool is not None
+        return self._pool.pages(host_indices, count)
+
+    def _per_page(self, name: str, keys: Sequence[str], run: Callable[[], list[bool]]) -> list[bool]:
+        """Run it; return False for each page after an exception."""
+        found, _ = self.boundary.attempt(name, run)
+        return found or [False] * len(keys)
+
+    def _get(self, keys: Sequence[str], pages: Sequence[Addresses]) -> list[bool]:
+        hashes, are_there = _hashes(keys), [False] * len(keys)
+
+        def copy(loan: Loan) -> None:
+            for position, slot in zip(loan.positions, self._addresses(loan), strict=True):
+                copy_out(slot, pages[position])
+                are_there[position] = True
+
+        self._ask(lambda leader, lend: leader.read(hashes, lend), copy)
+        return are_there if not self._cause else [False] * len(keys)
+
+    def _set(self, keys: Sequence[str], pages: Sequence[Addresses]) -> list[bool]:
+        hashes = _hashes(keys)
+
+        def copy(loan: Loan) -> None:
+            for position, slot in zip(loan.positions, self._addresses(loan), strict=True):
+                copy_in(slot, pages[position])
+
+        return self._ask(lambda leader, lend: leader.write(hashes, lend), copy) or [False] * len(keys)
+
+    def _ask(
+        self, begin: Callable[[StorageLeader, Lend], Question[Any]], copy: Callable[[Loan], None] | None = None
+    ) -> Any:
+        """Return the leader's answer; None if there is none, or after a change of the weights."""
+        if self._thread is None or self.boundary.is_off or self._cause:
+            return None
+        return self._thread.ask(begin, copy)
+
+    def _addresses(self, loan: Loan) -> list[int]:
+        """Return where the slots of a loan are in this process."""
+        assert self._segment is not None
+        payload = self._segment.payload
+        return [payload.ctypes.data + slot * payload.strides[0] for slot in loan.slots]
+
+
+def _for_rank(config: ConnectorConfig, storage: Any) -> ConnectorConfig:
+    """Return the configuration of one rank, whose process has its own part of the disk tier.
+
+    With MLA, all ranks have equal pages, and SGLang lets one of them write. The others read them from the shared tier.
+    Raises EnvironmentProblem if the pages of this engine cannot be stored.
+    """
+    if getattr(storage, "should_split_heads", False):
+        raise EnvironmentProblem(
+            "kvbm does not split pages for engines with another number of ranks", hint="remove `tp_lcm_size`"
+        )
+    if getattr(storage, "dcp_size", 1) > 1:
+        raise EnvironmentProblem("kvbm does not support decode context parallelism of SGLang (`--dcp-size`)")
+    tiers = config.tiers
+    is_shared = storage.is_mla_model and storage.tp_size > 1
+    if is_shared and tiers.shared is None:
+        raise EnvironmentProblem(
+            f"the {storage.tp_size} ranks of a model with MLA have one copy of each page, which only a shared tier has "
+            "for all of them",
+            hint="add `tiers.shared`",
+        )
+    disk = tiers.disk
+    if is_shared and not storage.is_storage_writer:
+        disk = None
+    elif disk is not None and disk.capacity is not None:
+        ranks = storage.pp_size * (1 if is_shared else storage.tp_size)
+        disk = disk.model_copy(update={"capacity": disk.capacity // ranks})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"disk": disk})})
+
+
+def _hashes(keys: Sequence[str]) -> list[bytes]:
+    """Return SGLang's keys as hashes. Raises ValueError for a key that is none of its hashes."""
+    hashes = [bytes.fromhex(key) for key in keys]
+    if any(len(one) != KEY_BYTES for one in hashes):
+        raise ValueError(f"{len(hashes)} keys of SGLang are not all of {KEY_BYTES} bytes")
+    return hashes
+
+
+def _no_device_blocks(block_ids: Sequence[int]) -> None:
+    assert not block_ids, "kvbm holds no device memory of SGLang"

@@ -1,0 +1,350 @@
+"""The storage backend of SGLang on its real disk process and its real directory store; SGLang's host pool is a
+contract with bytes (host_pools.py)."""
+
+import hashlib
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+from host_pools import LAYOUTS, SGLangHostPool, storage_config
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.leader.opening import known
+from kvbm.sglang_integration import leader_thread, storage
+from kvbm.sglang_integration.identity import part_of
+
+DISK_PAGES = 128
+
+
+def keys_of(name, count):
+    return [hashlib.sha256(f"{name}/{index}".encode()).hexdigest() for index in range(count)]
+
+
+def wait_until(condition, limit_s=30.0):
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return {"directory": str(tmp_path / "disk"), "blocks": DISK_PAGES, "o_direct": False, "drain_s": 2.0}
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch):
+    """What the real identity describes, of an engine of the tests."""
+    facts = {"engine": "sglang", "weights": "a"}
+
+    def identity(config, pool, *, zero_copy):
+        return {**facts, "pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
+
+    monkeypatch.setattr(storage, "identity", identity)
+    monkeypatch.setattr(storage.weight_updates, "watch", lambda listener: "")
+    return facts
+
+
+@contextmanager
+def opened(pool, tiers, **changes):
+    config = {"tiers": tiers, "metrics": {"serve": False}}
+    backend = storage.KvbmHiCacheStorage(storage_config(config, **changes), {})
+    backend.register_mem_pool_host(pool)
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def leader_of(backend):
+    return backend._thread._leader
+
+
+def on_disk(backend, count):
+    wait_until(lambda: leader_of(backend).counters.disk_offload_blocks >= count)
+
+
+def filled(pool, pages):
+    for page in pages:
+        pool.fill(page, page)
+    return [pool.content(page) for page in pages]
+
+
+def assert_pages(pool, pages, expected):
+    for page, content in zip(pages, expected, strict=True):
+        assert (pool.content(page) == content).all(), page
+
+
+@pytest.mark.parametrize("is_mla", [False, True], ids=["mha", "mla"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_come_back_into_other_places_after_a_restart(layout, is_mla, disk):
+    if is_mla and layout == "page_head":
+        pytest.skip("SGLang has no such pool")
+    pool, keys = SGLangHostPool(layout, is_mla=is_mla), keys_of("a", 5)
+    expected = filled(pool, range(5))
+    with opened(pool, {"disk": disk}, is_mla_model=is_mla) as backend:
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_set_v1(keys, pool.indices(*range(5))) == [True] * 5
+        on_disk(backend, 5)
+    other = SGLangHostPool(layout, is_mla=is_mla)
+    with opened(other, {"disk": disk}, is_mla_model=is_mla) as backend:
+        assert backend.batch_exists([*keys, *keys_of("b", 1)]) == 5
+        assert backend.batch_get_v1(keys, other.indices(30, 9, 2, 11, 4)) == [True] * 5
+        assert_pages(other, [30, 9, 2, 11, 4], expected)
+        assert int(other.kv_buffer.count_nonzero()) == sum(int(one.count_nonzero()) for one in expected)
+
+
+@pytest.mark.parametrize("host", [None, {"blocks": 8}], ids=["buffer", "host tier"])
+def test_more_pages_than_host_memory_pass_through_it(host, disk):
+    pool, keys = SGLangHostPool("page_first", pages=180), keys_of("a", 90)
+    expected = filled(pool, range(90))
+    config = {"tiers": {"disk": disk, "host": host}, "offload": {"to_disk": "always"}, "metrics": {"serve": False}}
+    backend = storage.KvbmHiCacheStorage(storage_config(config), {})
+    backend.register_mem_pool_host(pool)
+    step = 90 if host is None else 8  # a host tier drops what does not fit; the buffer waits
+    for begin in range(0, 90, step):
+        span = range(begin, min(90, begin + step))
+        assert backend.batch_set_v1(keys[begin : begin + step], pool.indices(*span)) == [True] * len(span)
+        on_disk(backend, len(span) + begin)
+    assert backend.batch_exists(keys) == 90
+    assert backend.batch_get_v1(keys, pool.indices(*range(90, 180))) == [True] * 90
+    assert_pages(pool, range(90, 180), expected)
+    counters = leader_of(backend).counters
+    assert counters.onboard_blocks == 90
+    assert counters.onboard_disk_blocks >= 26
+    backend.close()
+
+
+def test_flat_pages_of_the_older_interface_come_back(disk):
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 2)
+    pages = [pool.get_dummy_flat_data_page() + index + 1 for index in range(2)]
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.set(keys[0], pages[0])
+        assert backend.batch_set(keys[1:], pages[1:])
+        on_disk(backend, 2)
+        assert backend.exists(keys[1])
+        assert (backend.get(keys[0]) == pages[0]).all()
+        targets = [pool.get_dummy_flat_data_page() for _ in range(3)]
+        found = backend.batch_get([*keys, *keys_of("b", 1)], targets)
+        assert found[0] is targets[0]
+        assert (targets[1] == pages[1]).all()
+        assert found[2] is None
+
+
+def test_a_missing_page_ends_the_prefix_and_changes_nothing(disk):
+    pool, keys = SGLangHostPool("page_first_direct"), keys_of("a", 4)
+    filled(pool, range(4))
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys[:2], pool.indices(0, 1))
+        backend.batch_set_v1(keys[3:], pool.indices(3))
+        on_disk(backend, 3)
+        assert backend.batch_exists(keys) == 2
+        assert backend.batch_get_v1(keys, pool.indices(20, 21, 22, 23))[:3] == [True, True, False]
+        assert not pool.content(22).any()
+
+
+def test_a_flipped_byte_is_false_and_the_page_is_recomputed(disk, tmp_path):
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 3)
+    expected = filled(pool, range(3))
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, pool.indices(0, 1, 2))
+        on_disk(backend, 3)
+    (arena,) = (path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= 4096 * DISK_PAGES)
+    data = bytearray(arena.read_bytes())
+    at = data.index(pool_bytes(pool, 1))
+    data[at + 7] ^= 0x10
+    arena.write_bytes(data)
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 3
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12))[:2] == [True, False]
+        assert not pool.content(11).any()
+        assert leader_of(backend).counters.disk_checksum_failures == 1
+        assert backend.batch_exists(keys) == 1
+        assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
+        on_disk(backend, 1)
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
+        assert_pages(pool, [10, 11, 12], expected)
+
+
+def pool_bytes(pool, page):
+    """The first piece of a page, as it is on disk."""
+    import ctypes
+
+    addresses, lengths = pool.get_page_buffer_meta(pool.indices(page))
+    return ctypes.string_at(addresses[0], lengths[0])
+
+
+def disk_process(backend):
+    return leader_of(backend).lower_tiers[0]._disk._process.pid
+
+
+def test_a_killed_disk_process_costs_misses_and_comes_back(disk):
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 3)
+    expected = filled(pool, range(3))
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, pool.indices(0, 1, 2))
+        on_disk(backend, 3)
+        os.kill(disk_process(backend), signal.SIGKILL)
+        wait_until(lambda: not leader_of(backend).is_on)
+        assert backend.batch_exists(keys) in (0, 3)
+        assert backend.batch_set_v1(keys_of("b", 1), pool.indices(0)) in ([False], [True])
+        wait_until(lambda: leader_of(backend).is_on)
+        assert backend.batch_exists(keys) == 3
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
+        assert_pages(pool, [10, 11, 12], expected)
+
+
+def test_a_stopped_disk_process_costs_one_deadline_and_writes_no_page_later(disk):
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 3)
+    filled(pool, range(3))
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, pool.indices(0, 1, 2))
+        on_disk(backend, 3)
+        leader_of(backend)._host.store.reset()  # what is left is on disk
+        pid = disk_process(backend)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began_s = time.monotonic()
+            assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [False] * 3
+            assert time.monotonic() - began_s < leader_thread.LIMIT_S + 1.5
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: leader_of(backend).is_on and not leader_of(backend).lower_tiers[0].reads._open)
+        assert not any(pool.content(page).any() for page in (10, 11, 12))
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
+
+
+def test_two_engines_share_a_directory(tmp_path):
+    keys = keys_of("a", 3)
+    shared = {"url": f"file://{tmp_path}/shared"}
+    pools = [SGLangHostPool("page_first"), SGLangHostPool("page_first")]
+    expected = filled(pools[0], range(3))
+    tiers = {"host": {"blocks": 32}, "shared": shared}
+    config = {"tiers": tiers, "offload": {"to_shared": "always"}, "metrics": {"serve": False}}
+    first, second = (storage.KvbmHiCacheStorage(storage_config(config), {}) for _ in range(2))
+    try:
+        first.register_mem_pool_host(pools[0])
+        assert first.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
+        wait_until(lambda: leader_of(first).counters.shared_offload_blocks == 3)
+        second.register_mem_pool_host(pools[1])
+        wait_until(lambda: second.batch_exists(keys) == 3)
+        assert second.batch_get_v1(keys, pools[1].indices(5, 6, 7)) == [True] * 3
+        assert_pages(pools[1], [5, 6, 7], expected)
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("pool", "changes"),
+    [
+        (SGLangHostPool("page_head"), {}),
+        (SGLangHostPool("page_first", dtype=__import__("torch").bfloat16), {}),
+        (SGLangHostPool("page_first"), {"tp_size": 2}),
+        (SGLangHostPool("page_first"), {"tp_size": 2, "tp_rank": 1}),
+        (SGLangHostPool("page_first"), {"pp_size": 2, "pp_rank": 1}),
+    ],
+    ids=["layout", "dtype", "ranks", "another rank", "layers"],
+)
+def test_engines_that_differ_find_nothing_of_each_other(pool, changes, disk):
+    keys, mine = keys_of("a", 1), SGLangHostPool("page_first")
+    with opened(mine, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, mine.indices(0))
+        on_disk(backend, 1)
+    with opened(pool, {"disk": disk}, **changes) as backend:
+        assert backend.batch_exists(keys) == 0
+    with opened(mine, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 1
+
+
+def test_other_weights_find_nothing(disk, identity):
+    keys, pool = keys_of("a", 1), SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, pool.indices(0))
+        on_disk(backend, 1)
+    identity["weights"] = "b"
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 0
+
+
+def test_after_a_change_of_the_weights_nothing_is_read_or_written(disk):
+    keys, pool = keys_of("a", 2), SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys[:1], pool.indices(0))
+        on_disk(backend, 1)
+        backend.weights_may_change("update_weights_from_disk")
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_get_v1(keys, pool.indices(10, 11)) == [False, False]
+        assert backend.batch_set_v1(keys[1:], pool.indices(1)) == [False]
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 1
+
+
+def test_clear_forgets_every_page(disk):
+    keys, pool = keys_of("a", 2), SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        backend.batch_set_v1(keys, pool.indices(0, 1))
+        on_disk(backend, 2)
+        backend.clear()
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_set_v1(keys[:1], pool.indices(0)) == [True]
+        on_disk(backend, 3)
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 1
+
+
+@pytest.mark.parametrize("keys", [["zz"], ["ab"], [7]], ids=["not hexadecimal", "short", "no text"])
+def test_a_key_that_is_no_hash_of_sglang_is_absent(keys, disk):
+    pool = SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_get_v1(keys, pool.indices(0)) == [False]
+        assert backend.batch_set_v1(keys, pool.indices(0)) == [False]
+        assert backend.get(keys[0]) is None
+        assert backend.batch_exists(keys_of("a", 1)) == 0
+        assert not backend.boundary.is_off
+
+
+def test_pages_outside_the_pool_are_refused(disk):
+    keys, pool = keys_of("a", 1), SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_set_v1(keys, pool.indices(pool.page_num)) == [False]
+        assert backend.batch_set_v1(keys, pool.indices(0, 1)) == [False]
+        assert backend.batch_exists(keys) == 0
+
+
+def test_an_exception_of_the_leader_turns_the_cache_off_and_reaches_nobody(disk, monkeypatch):
+    keys, pool = keys_of("a", 1), SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend:
+        monkeypatch.setattr(leader_of(backend), "step", lambda: 1 / 0)
+        assert backend.batch_set_v1(keys, pool.indices(0)) in ([False], [True])
+        wait_until(lambda: backend.boundary.is_off)
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_get_v1(keys, pool.indices(0)) == [False]
+
+
+def test_what_cannot_be_stored_stops_the_start(disk):
+    unknown = SGLangHostPool("page_first")
+    unknown.layout = "page_first_kv_split"
+    with pytest.raises(EnvironmentProblem, match="page_first_kv_split"), opened(unknown, {"disk": disk}):
+        pass
+    with pytest.raises(EnvironmentProblem, match="only a shared tier"):
+        storage.KvbmHiCacheStorage(storage_config({"tiers": {"disk": disk}}, is_mla_model=True, tp_size=2), {})
+    with pytest.raises(EnvironmentProblem, match="another number of ranks"):
+        storage.KvbmHiCacheStorage(storage_config({"tiers": {"disk": disk}}, should_split_heads=True), {})
+    pool = SGLangHostPool("page_first")
+    with opened(pool, {"disk": disk}) as backend, pytest.raises(EnvironmentProblem, match="`mamba`"):
+        backend.register_mem_host_pool_v2(object(), "mamba")
+
+
+def test_an_unknown_identity_keeps_nothing_for_the_next_start(disk, monkeypatch):
+    keys, pool = keys_of("a", 1), SGLangHostPool("page_first")
+    monkeypatch.setattr(storage, "describe", lambda facts, doubt: known(facts, "in doubt"))
+    for _ in range(2):
+        with opened(pool, {"disk": disk}) as backend:
+            assert backend.batch_exists(keys) == 0
+            backend.batch_set_v1(keys, pool.indices(0))
+            on_disk(backend, 1)
+            assert backend.batch_exists(keys) == 1
