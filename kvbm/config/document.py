@@ -226,6 +226,7 @@ _PROBLEMS = {
     "expected the node content, but found '<stream end>'": "a bracket is not closed",
     "expected ',' or ']', but got '<stream end>'": "a bracket is not closed",
     "expected ',' or '}', but got '<stream end>'": "a bracket is not closed",
+    "found undefined alias": "an alias without an anchor; text that begins with `*` requires quotes",
     "expected '<document start>'": "text after the end of the document",
 }
 

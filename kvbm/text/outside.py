@@ -32,7 +32,10 @@ _USERINFO = re.compile(r"(?<=://)(?:[^/\s@:]*:(?!\d+/)[^\s@]*|[^/\s@]+)@")
 _QUERY_SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|credential|key|keyid))=[^&\s#`'\"]+"
 )
-_SECRET = r"TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)[_-]?KEY|AUTHORIZATION"
+_SECRET = (
+    r"TOKEN(?!S|IZ|[_-](?:ID|THRESHOLD|BUDGET|COUNT|LIMIT|PATH|FILE))|SECRET|PASSW|CREDENTIAL|AUTHORIZATION"
+    r"|(?:API|ACCESS|PRIVATE|ACCOUNT)[_-]?KEY"
+)
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _VARIABLE = re.compile(rf"\b([A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
 _QUOTED = re.compile(r"`([^`\n]*)(`|$)")

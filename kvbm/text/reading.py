@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import stat
@@ -20,15 +21,24 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
     A FIFO must be written within FIFO_TIMEOUT_S. A pipe of the shell (`<(...)`) may take longer.
     """
     with open(path, "rb", buffering=0, opener=opened_without_waiting) as file:
-        deadline = time.monotonic() + FIFO_TIMEOUT_S if _is_fifo(path) else None
-        contents = b""
-        while len(contents) <= byte_count:
-            if deadline is not None and not _is_readable(file.fileno(), max(0.0, deadline - time.monotonic())):
-                raise OSError(errno.EAGAIN, "the process that writes this pipe is too slow" if contents else NO_WRITER)
-            part = file.read(byte_count + 1 - len(contents))
-            if not part:
-                return contents
-            contents += part
+        return _contents(file, byte_count, time.monotonic() + FIFO_TIMEOUT_S if _is_fifo(path) else None)
+
+
+def read_stdin(byte_count: int) -> bytes:
+    """Read the standard input to its end, also if another process has made it non-blocking."""
+    with open(0, "rb", buffering=0, closefd=False) as file:
+        return _contents(file, byte_count, None)
+
+
+def _contents(file: io.FileIO, byte_count: int, deadline_s: float | None) -> bytes:
+    contents = b""
+    while len(contents) <= byte_count:
+        if not _is_readable(file.fileno(), deadline_s):
+            raise OSError(errno.EAGAIN, "the process that writes this pipe is too slow" if contents else NO_WRITER)
+        part = file.read(byte_count + 1 - len(contents))
+        if part == b"":
+            return contents
+        contents += part or b""
     raise OSError(errno.EFBIG, f"it is larger than {byte_count >> 10} KiB")
 
 
@@ -39,11 +49,11 @@ def opened_without_waiting(path: str, flags: int) -> int:
     return descriptor
 
 
-def _is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether there is something to read, or an end of file, within the timeout. `select` fails beyond 1023."""
+def _is_readable(descriptor: int, deadline_s: float | None) -> bool:
+    """Whether there is something to read, or an end of file, until the deadline. `select` fails beyond 1023."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * timeout_s))
+    return bool(poll.poll(None if deadline_s is None else 1000 * max(0.0, deadline_s - time.monotonic())))
 
 
 def _is_fifo(path: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 from kvbm.config.document import Source, cannot_read, decoded
@@ -13,7 +12,7 @@ from kvbm.config.relative_paths import absolute_path
 from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
-from kvbm.text.reading import read_at_most
+from kvbm.text.reading import read_at_most, read_stdin
 from kvbm_cli.profile.import_launch import Launch
 from kvbm_cli.profile.import_profile import OF_LMCACHE, Imported, body, commented, imported, kind_of
 from kvbm_cli.profile.import_shell import read_script, read_variables_file
@@ -40,7 +39,7 @@ def import_file(
     """Print the profile, or write it to `output`. `select` names one of several engines in the file."""
     kind_of(engine, model, {})
     name = "the standard input" if file == "-" else file
-    launches = launches_in(_contents(file), name)
+    launches = launches_in(_contents(file, name), name)
     taken = _taken(launches, select, name)
     if taken.kind == "sglang":
         raise ProfileError(
@@ -121,17 +120,15 @@ def _taken(launches: list[Launch], select: str | None, name: str) -> Launch:
     return found
 
 
-def _contents(file: str) -> str:
+def _contents(file: str, name: str) -> str:
     try:
         if file == "-":
-            contents = sys.stdin.buffer.read(MAX_BYTES + 1)
-            if len(contents) > MAX_BYTES:
-                raise ValueError(f"it is larger than {MAX_BYTES >> 10} KiB")
+            contents = read_stdin(MAX_BYTES)
         else:
             contents = read_at_most(Path(file).expanduser(), MAX_BYTES)
         return decoded(contents)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the name
-        raise cannot_read(f"`{shown(file)}`", error) from None
+        raise cannot_read(f"`{shown(name)}`", error) from None
 
 
 def _as_data(found: Imported, taken: Launch, others: list[Launch], file: str, text: str) -> dict[str, object]:

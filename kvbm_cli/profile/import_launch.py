@@ -20,11 +20,11 @@ MODULES = {
     "dynamo.sglang": "sglang",
     "sglang.launch_server": "sglang",
 }
-NO_SECRETS = "a secret is not copied; set it in the environment of `kvbm serve`"
 _OTHER_SERVERS = ("disaggregated", "mm_embedding_serve", "disaggregated_mpi_worker")  # subcommands of trtllm-serve
 _NO_START = frozenset({"echo", "printf", "pkill", "pgrep", "grep", "which", "trap"})
 _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|aws|gke|tpu)[\w.-]*)(?=[:@]|$)")
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
+MAX_DEPTH = 60  # levels of a value
 _OURS = re.compile(r'"DynamoConnector"|"PdConnector"')
 
 
@@ -49,6 +49,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(one) for one in value]
     return plain_scalar(str(value)) if isinstance(value, Word) and value.is_plain else value
+
+
+def is_too_deep(value: Any) -> bool:
+    inside = [value]
+    for _ in range(MAX_DEPTH):
+        parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
+        inside = [two for part in parts for two in part]
+    return bool(inside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from kvbm.config.trtllm_options import SAME_OPTION
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
 from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, UsageError
-from kvbm.text.outside import MAX_SHOWN, is_secret_name, shown, without_secrets
+from kvbm.text.outside import MAX_SHOWN, shown
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
-from kvbm_cli.profile.import_launch import NO_SECRETS, Launch, Left, Word, plain
+from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, is_too_deep, plain
+from kvbm_cli.profile.import_secrets import NO_SECRETS, has_secret, hidden_in, names_secret, tokens_hidden
 from kvbm_cli.profile.import_yaml import options_in
 from kvbm_cli.profile.text import scalar
 from kvbm_cli.terminal.printable import commentable
@@ -90,7 +91,6 @@ _LEFT_VARIABLES = (
 )
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
 _PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
-_SECRET_TEXT = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|AKIA|nvapi-)[A-Za-z0-9_-]{12,}")
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
 _METRICS_NOTE = (
     "# Metrics are served on 127.0.0.1; NVIDIA's block manager served them on every address. If Prometheus runs on",
@@ -211,6 +211,9 @@ class _Draft:
         """Set a key. Its comment is the text and the line."""
         text = "" if key.endswith(f".{text}") else text  # a key of the file has the same name
         names = key.split(".")
+        if len(names) > MAX_DEPTH:
+            self.leave(text or key, f"more than {MAX_DEPTH} levels of keys", line)
+            return
         for depth in range(1, len(names)):
             holder = entry_at(self.document, names[:depth])
             if holder is not None and holder.section is None:
@@ -221,11 +224,13 @@ class _Draft:
         put(self.document, names, entry)
 
     def leave(self, what: str, reason: str, line: int = 0) -> None:
-        self.left.append(Left(shown(without_secrets(what)), reason, line))
+        self.left.append(Left(shown(hidden_in(what)), tokens_hidden(reason), line))
 
     def take_launch(self) -> None:
         launch = self.launch
-        if launch.model is not None and not self._is_unknown("model", launch.model):
+        if launch.model is not None and has_secret("", launch.model):
+            self.leave("model", NO_SECRETS, launch.model.line)
+        elif launch.model is not None and not self._is_unknown("model", launch.model):
             self.put("engine.model", str(launch.model), line=launch.model.line)
         for name, value, written in self._flags():
             self._take(name, value, written)
@@ -238,7 +243,9 @@ class _Draft:
             self._take_variable(name, word)
 
     def _is_unknown(self, name: str, word: Word) -> bool:
-        if word.unknown:
+        if has_secret(word.unknown.strip("$(){}"), word.unknown):
+            self.leave(name or "a word", NO_SECRETS, word.line)
+        elif word.unknown:
             part = "its value" if word.unknown == word else f"the value of `{shown(word.unknown)}`"
             self.leave(f"{name} {word}".strip(), f"the file does not show {part}", word.line)
         return bool(word.unknown)
@@ -253,6 +260,8 @@ class _Draft:
             written, _, inline = word.partition("=")
             name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
             if not name:
+                if word.startswith("-") and names_secret(word):
+                    del words[:1]
                 if not self._is_unknown("", word):
                     self.leave(word, "it is neither a long flag nor the value of one", word.line)
                 continue
@@ -261,7 +270,7 @@ class _Draft:
             limit = 0 if inline or _NO_VALUE.fullmatch(name) else len(words) if _MANY_VALUES.fullmatch(name) else 1
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
                 values.append(words.pop(0))
-            if is_secret_name(name):
+            if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
             elif not any(self._is_unknown(written, one) for one in values):
                 found = [_parsed(one) for one in values]
@@ -371,16 +380,6 @@ class _Draft:
         return True
 
 
-def has_secret(name: str, value: object) -> bool:
-    """Whether the name or the text says that this is a secret, also inside of a value."""
-    if isinstance(value, dict):
-        return is_secret_name(name) or any(has_secret(str(key), one) for key, one in value.items())
-    if isinstance(value, list):
-        return any(has_secret(name, one) for one in value)
-    text = str(value)
-    return is_secret_name(name) or _SECRET_TEXT.search(text) is not None or without_secrets(text) != text
-
-
 def _entry(value: object, source: Source) -> Entry:
     if not isinstance(value, dict):
         return Entry(source, source, value)
@@ -405,9 +404,10 @@ def _parsed(word: Word) -> Any:
     text = str(word)
     if text[:1] in ("{", "["):
         try:
-            return json.loads(text)
+            value = json.loads(text)
         except (ValueError, RecursionError):
             return text
+        return text if is_too_deep(value) else value
     if re.fullmatch(r"0|-?[1-9]\d{0,17}", text):
         return int(text)
     if re.fullmatch(r"-?(?:0|[1-9]\d{0,8})\.\d{0,8}[1-9]", text):

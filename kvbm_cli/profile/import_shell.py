@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.import_launch import Launch, Left, Word, started
+from kvbm_cli.profile.import_secrets import names_secret
 
 MAX_INSERTED = 1 << 20  # characters
 MAX_DEPTH = 8
@@ -72,13 +73,15 @@ def inserted(word: Word) -> Word:
 class _Script:
     """State of a script, whose commands are read in order. A variable has the value that it has at that place."""
 
-    def __init__(self, environment: Mapping[str, Word], arguments: Sequence[Word] | None = None) -> None:
+    def __init__(
+        self, environment: Mapping[str, Word], arguments: Sequence[Word] | None = None, *, inserted_count: int = 0
+    ) -> None:
         self.variables: dict[str, list[Word]] = {name: [word] for name, word in environment.items()}
         self.exported = dict.fromkeys(environment)
         self.launches: list[Launch] = []
         self.left: dict[str, Left] = {}
         self.files: dict[str, str] = {}
-        self.inserted_count = 0
+        self.inserted_count = inserted_count
         if arguments is not None:
             self.variables |= {"@": list(arguments), **{str(at): [one] for at, one in enumerate(arguments, start=1)}}
 
@@ -160,6 +163,8 @@ class _Script:
 
     def _variable(self, body: str, written: str) -> tuple[list[str], str]:
         match = _BODY.fullmatch(body)
+        if match is not None and names_secret(match[1]):
+            return [f"${match[1]}"], f"${match[1]}"
         value = self.variables.get(match[1]) if match is not None else None
         is_set = value is not None and any(value)
         if match is not None and match[2] == "+" and not is_set:
@@ -169,10 +174,13 @@ class _Script:
             return [text], unknown
         if value is None:
             return [written], written
-        self.inserted_count += sum(map(len, value)) + len(value)
+        self._count(sum(map(len, value)) + len(value))
+        return [str(one) for one in value], next((one.unknown for one in value if one.unknown), "")
+
+    def _count(self, inserted_count: int) -> None:
+        self.inserted_count += inserted_count
         if self.inserted_count > MAX_INSERTED:
             raise ProfileError(f"variables insert more than {MAX_INSERTED >> 10} KiB of text")
-        return [str(one) for one in value], next((one.unknown for one in value if one.unknown), "")
 
     def _command(self, words: list[Word], depth: int) -> None:
         assigned: dict[str, Word] = {}
@@ -191,8 +199,11 @@ class _Script:
         elif name in ("export", "declare", "readonly", "typeset", "local"):
             self._declare(words)
         elif name in ("sh", "bash", "dash", "zsh") and len(words) > 2 and re.fullmatch("-[a-z]*c", words[1]):
-            inside = _Script(self._environment() | assigned, words[4:])  # words[3] is `$0`
+            environment = self._environment() | assigned
+            self._count(len(environment))
+            inside = _Script(environment, words[4:], inserted_count=self.inserted_count)  # words[3] is `$0`
             inside.read(words[2], words[2].line, depth + 1)
+            self.inserted_count = inside.inserted_count
             self.launches += inside.launches
             self.left |= inside.left
         elif name == "eval":
@@ -204,17 +215,18 @@ class _Script:
             self._start(words, assigned)
 
     def _start(self, words: list[Word], assigned: dict[str, Word]) -> None:
-        line, image, environment = words[0].line, "", self._environment() | assigned
+        line, image, given = words[0].line, "", None
         if words[0] in ("docker", "podman") and "run" in words[1:3]:
             at = next((at for at, one in enumerate(words) if _PULLED.fullmatch(one) and started([], one)), len(words))
-            given = [two for one, two in pairwise(words[:at]) if one in ("-e", "--env")]
-            environment = {match[1]: self._assigned(match, one) for one in given if (match := _ASSIGNED.match(one))}
+            pairs = [two for one, two in pairwise(words[:at]) if one in ("-e", "--env")]
+            given = {match[1]: self._assigned(match, one) for one in pairs if (match := _ASSIGNED.match(one))}
             image, words = "".join(words[at : at + 1]), words[at + 1 :]
         if (found := started(words, image)) is None:
             return
         if len(self.launches) == MAX_LAUNCHES:
             raise ProfileError(f"more than {MAX_LAUNCHES} commands start an engine")
         kind, arguments, is_of_dynamo = found
+        environment = self._environment() | assigned if given is None else given
         launch = Launch(f"line-{line}", kind, arguments, environment, line=line, is_of_dynamo=is_of_dynamo)
         self.launches.append(launch)
 

@@ -18,10 +18,13 @@ from kvbm.config.document import PlainLoader, yaml_problem
 from kvbm.config.foreign import TRTLLM_OPTIONS, VLLM_FLAGS, foreign_file, hint_for_text
 from kvbm.config.spelling import snake_case
 from kvbm.errors import ProfileError
-from kvbm_cli.profile.import_launch import NO_SECRETS, Launch, Left, Word, started
+from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, started
+from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
 from kvbm_cli.profile.import_shell import MAX_LAUNCHES, inserted, read_script, words_of
 
 MAX_NODES = 50_000
+CHARACTERS_PER_VALUE = 100
+MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
 _IN_ARGUMENT = re.compile(r"\$\((\w+)\)")  # of Kubernetes
 _ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor")
 _MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
@@ -78,19 +81,23 @@ def _documents(text: str) -> list[Any]:
         raise ProfileError("the YAML is nested too deeply") from None
 
 
-def _value(node: Any, count: list[int]) -> Any:
-    """Convert a node. One that aliases repeat counts each time."""
-    count[0] += 1
+def _value(node: Any, count: list[int], depth: int = 0) -> Any:
+    """Convert a node. One that aliases repeat counts each time, and a long text as several."""
+    count[0] += 1 + len(node.value) // CHARACTERS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 1
     if count[0] > MAX_NODES:
         raise ProfileError(f"the YAML has more than {MAX_NODES:,} values when its aliases are followed")
+    if depth > MAX_DEPTH:
+        raise ProfileError(f"line {node.start_mark.line + 1}: the YAML is nested too deeply")
     if isinstance(node, yaml.SequenceNode):
-        return [_value(one, count) for one in node.value]
+        return [_value(one, count, depth + 1) for one in node.value]
     if not isinstance(node, yaml.MappingNode):
         unknown = node.value if "{{" in node.value else ""
         return Word(node.value, node.start_mark.line + 1, unknown=unknown, is_plain=node.style is None)
     found: dict[Word, Any] = {}
     for key, inside in node.value:
-        value = _value(inside, count)
+        value = _value(inside, count, depth + 1)
+        if not isinstance(key, yaml.ScalarNode):
+            raise ProfileError(f"line {key.start_mark.line + 1}: a key must be text")
         if key.value == "<<":
             merged = value if isinstance(value, list) else [value]
             found = {**{name: two for one in merged if isinstance(one, dict) for name, two in one.items()}, **found}
@@ -261,12 +268,16 @@ def _environment(variables: list[Any]) -> tuple[dict[str, Word], list[Left]]:
 
 
 def _argument(word: Any, environment: Mapping[str, Word]) -> Word:
-    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is unknown."""
+    """Insert variables as Kubernetes does, `$(NAME)`. One that is not set is unknown, and so are secrets and what would
+    become too long."""
     if not isinstance(word, Word):
         return Word("")
-    missing = next((found[0] for found in _IN_ARGUMENT.finditer(word) if found[1] not in environment), "")
-    text = word if missing else _IN_ARGUMENT.sub(lambda found: environment[found[1]], word)
-    return Word(text, word.line, unknown=word.unknown or missing)
+    names = [found[1] for found in _IN_ARGUMENT.finditer(word)]
+    hidden = [name for name in names if name not in environment or environment[name].unknown or names_secret(name)]
+    if not hidden and sum(len(environment[name]) for name in names) > MAX_ARGUMENT:
+        hidden = names
+    text = word if hidden else _IN_ARGUMENT.sub(lambda found: environment[found[1]], word)
+    return Word(text, word.line, unknown=word.unknown or (f"$({hidden[0]})" if hidden else ""))
 
 
 def _model(word: Word) -> Word:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import Outcome, assert_entry, kvbm, kvbm_here, stored_entries
+from terminal import PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
@@ -283,6 +287,12 @@ HUGE = {
     "variables": "A=0123456789\n" + "A=$A$A$A$A\n" * 40 + "vllm serve $A",
     "scripts": "eval " * 100 + "vllm serve a/b",
     "engines": "vllm serve a/b\n" * 300,
+    "scripts that variables start": "".join(
+        f"export A{at}='" + f'bash -c "$A{at + 1}";' * 100 + "'\n" for at in range(6)
+    )
+    + 'export A6=:\nbash -c "$A0"',
+    "one long text": f"a: &a {'x' * 100_000}\nb: [{'*a, ' * 30_000}*a]",
+    "a tree": f"max_model_len: 8\na: {'{a: ' * 300}{'}' * 300}",
 }
 
 
@@ -290,6 +300,107 @@ HUGE = {
 def test_input_that_grows_is_refused(name: str) -> None:
     with pytest.raises(KvbmError, match=r"more than|nested too deeply"):
         launches_in(HUGE[name], name)
+
+
+def test_variables_of_a_container_do_not_grow() -> None:
+    growing = [{"name": "A0", "value": "0123456789"}]
+    growing += [{"name": f"A{at + 1}", "value": f"$(A{at})" * 10} for at in range(6)]
+    container = {"image": "vllm/vllm-openai", "args": ["--model=a", "--seed=$(A6)"], "env": growing}
+    (text,) = profiles_of(json.dumps({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}))
+    assert len(text) < 100_000
+    assert "`--seed $(A6)` (line 1)" in text.partition("# Not carried over:")[2]
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    aliases = "".join(f"? &{new} [*{old} , *{old} ]\n: 1\n" for old, new in pairwise("abcdefghijklmnopqrstuvwxyz"))
+    with pytest.raises(KvbmError, match="line 2: a key must be text"):
+        launches_in(f"x: &a 1\n{aliases}", "text")
+
+
+def test_many_variables_and_many_commands_are_read_in_seconds() -> None:
+    commands = [*(f"export A{at}=" for at in range(9000)), *([":"] * 60_000), "vllm serve a/b"]
+    started_s = time.process_time()
+    launches_in("\n".join(commands), "text")
+    assert time.process_time() - started_s < 10
+
+
+def test_values_with_many_levels_are_listed_or_stay_text() -> None:
+    (text,) = profiles_of(f"vllm serve a/b --{'a.' * 5000}b 1 --hf-overrides '{'[' * 900}{']' * 900}'")
+    assert "(line 1): more than 60" in text
+    assert f'hf_overrides: "{"[" * 900}' in text
+
+
+SECRET = "Zq9hunterZq9"
+TOKEN = "hf_ABCDEFGHIJKLMNOPQRST"
+WITH_SECRETS = {
+    "a word": f"vllm serve m {TOKEN}",
+    "a short flag": f"vllm serve m -api-key {SECRET}",
+    "text like Python": f"vllm serve m --hf-overrides \"{{'api_key': '{SECRET}'}}\"",
+    "broken JSON": f'vllm serve m --kv-transfer-config \'{{"aws_secret_access_key":"{SECRET}",}}\'',
+    "unknown text": f'vllm serve m --hf-overrides "{{\\"token\\":\\"{SECRET}\\",\\"x\\":\\"$X\\"}}"',
+    "a header": f"vllm serve m --otlp-traces-headers 'x-team={SECRET}'",
+    "an inserted variable": f"MY_TOKEN={SECRET}\nvllm serve m --seed $MY_TOKEN",
+    "an inserted variable in a word": f"MY_TOKEN={SECRET}\nvllm serve m --seed 1 x$MY_TOKEN",
+    "a copied variable": f"MY_TOKEN={SECRET}\nA=$MY_TOKEN vllm serve m",
+    "a default": f"vllm serve m --seed ${{MY_TOKEN:-{SECRET}}}",
+    "a variable in the model": f"MY_TOKEN={SECRET}\nvllm serve https://h/$MY_TOKEN/m",
+    "a variable of a container": json.dumps(
+        {
+            "kind": "Pod",
+            "spec": {
+                "containers": [
+                    {
+                        "image": "vllm/vllm-openai",
+                        "args": ["--model=m", "--seed=$(MY_TOKEN)"],
+                        "env": [{"name": "MY_TOKEN", "value": SECRET}],
+                    }
+                ]
+            },
+        }
+    ),
+    "a key": f"WANDB_KEY={SECRET} vllm serve m",
+    "a password": f"DB_PASS={SECRET} DB_PWD={SECRET} PASSPHRASE={SECRET} vllm serve m",
+    "tokens": f"HF_TOKENS={SECRET} vllm serve m",
+    "a known token": f"CI=glpat-{SECRET} vllm serve m",
+    "a JSON web token": f"CI=eyJhbGciOiJIUzI1NiJ9.{SECRET}.c2ln vllm serve m",
+    "a private key": f"CERT='-----BEGIN PRIVATE KEY-----\n{SECRET}\n' vllm serve m",
+    "a connection": f"AZ='AccountName=a;AccountKey={SECRET}==' vllm serve m",
+    "JSON in a variable": f'CFG=\'{{"password": "{SECRET}"}}\' vllm serve m',
+    "a command in a variable": f"EXTRA='--api-key {SECRET}' vllm serve m",
+    "a URI": f"servingEngineSpec: {{modelSpec: [{{modelURL: 's3://b/m?X-Amz-Signature={SECRET}'}}]}}",
+    "a number": f"DYN_KVBM_CPU_CACHE_GB={TOKEN} vllm serve m",
+    "an alias": f"max_model_len: 8\napi_key: *{SECRET}",
+}
+
+
+@pytest.mark.parametrize("name", WITH_SECRETS)
+def test_no_secret_is_shown(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text(WITH_SECRETS[name])
+    shown = kvbm_here("profile", "import", "file", home=tmp_path)
+    assert SECRET not in shown.stdout + shown.stderr
+    assert TOKEN not in shown.stdout + shown.stderr
+    assert re.search(r"a secret is not copied|neither|kvbm replaces|a number|an alias|\*\*\*`", shown.stderr)
+
+
+@pytest.mark.parametrize("flag", ["--long-prefill-token-threshold", "--pad-token-id", "--max-num-batched-tokens"])
+def test_tokens_of_a_text_are_no_secrets(flag: str) -> None:
+    (text,) = profiles_of(f"vllm serve a/b {flag} 64")
+    assert f"{flag.removeprefix('--').replace('-', '_')}: 64" in text
+
+
+def test_standard_input_may_be_non_blocking(tmp_path: Path) -> None:
+    """As a terminal or a pipe is after another program has made it so."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    command = [*PROGRAM, "profile", "import", "-"]
+    with os.fdopen(reader) as source, subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE) as process:
+        time.sleep(1)  # until it reads, most likely
+        os.write(writer, b"vllm serve ")
+        time.sleep(0.1)
+        os.write(writer, b"a/b")
+        os.close(writer)
+        output, _ = process.communicate(timeout=60)
+    assert b"model: a/b" in output
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:

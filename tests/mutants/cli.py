@@ -30,6 +30,22 @@ MUTANTS = (
         fails="tests/cli/test_profile_import.py -k passes_the_check",
     ),
     Mutant(
+        name="import-inserts-secrets",
+        bug="`kvbm profile import` inserts the value of MY_TOKEN wherever a script uses it",
+        file="kvbm_cli/profile/import_shell.py",
+        old="        if match is not None and names_secret(match[1]):\n",
+        new="        if False:\n",
+        fails="tests/cli/test_profile_import.py -k no_secret",
+    ),
+    Mutant(
+        name="import-follows-growing-variables",
+        bug="`kvbm profile import` inserts variables of a container into each other until memory is full",
+        file="kvbm_cli/profile/import_yaml.py",
+        old="    if not hidden and sum(len(environment[name]) for name in names) > MAX_ARGUMENT:\n",
+        new="    if not hidden and len(names) > MAX_ARGUMENT:\n",
+        fails="tests/cli/test_profile_import.py -k container_do_not_grow",
+    ),
+    Mutant(
         name="import-loses-a-flag-of-a-section",
         bug="`kvbm profile import` drops a flag of `kv_cache_config` if a file of options has that section, too",
         file="kvbm_cli/profile/import_profile.py",

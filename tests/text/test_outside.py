@@ -89,6 +89,7 @@ def test_secrets_are_hidden_and_the_rest_stays(text: str, expected: str) -> None
             for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "DB_PASSWD", "api-key", "engine.arguments.api_key")
         ),
         *((name, False) for name in ("MAX_TOKENS", "TOKENIZERS_PARALLELISM", "key_file", "PREFIX_CACHE_KEY")),
+        *((name, False) for name in ("long_prefill_token_threshold", "PAD_TOKEN_ID", "HF_TOKEN_PATH")),
     ],
 )
 def test_one_rule_tells_secret_names_in_text_and_in_displayed_values(name: str, is_secret: bool) -> None:
