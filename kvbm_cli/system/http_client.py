@@ -102,7 +102,8 @@ def request(
     exchange, found = _Exchange(timeout_s), HttpAnswer()
     try:
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc:
+        # `port` is an error above 65535, of which the system would use the lower 16 bits
+        if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc or parts.port == 0:
             return HttpAnswer(failure=f"`{without_secrets(shown(url))}` is not an http:// address")
         with (
             _client(timeout_s) as client,

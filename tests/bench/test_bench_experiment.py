@@ -148,7 +148,6 @@ def test_a_closed_loop_keeps_its_sessions_in_flight(tmp_path):
     for (run_name, session, turn), record in by_key.items():
         if turn == 2:
             assert record["launched_ms"] >= by_key[run_name, session, 1]["end_ms"]
-    assert summary["verdict"] != "invalid", summary["explanation"]
     assert summary["cells"][0]["plan"]["concurrency"] == 2
 
 

@@ -173,7 +173,7 @@ def test_secret_in_a_header_is_not_in_the_reason() -> None:
 
 
 WRONG_ADDRESSES = [
-    *("", "nonsense", "http://", "http://[::1/health", "http://127.0.0.1:port/", "http://127.0.0.1:99999/"),
+    *("", "nonsense", "http://", "http://[::1/health", "http://127.0.0.1:port/", "http://127.0.0.1:0/"),
     *(
         "http://127.0.0.1:1/a b",
         "http://127.0.0.1:1/a\nb",
@@ -190,3 +190,12 @@ def test_address_that_is_none_is_a_failure_with_a_reason(url: str) -> None:
     answer = get(url, timeout_s=1)
     assert answer.status == 0
     assert answer.failure
+
+
+def test_a_port_above_65535_is_none_although_the_system_would_use_its_lower_bits() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        answer = get(f"http://127.0.0.1:{server.getsockname()[1] + 65536}/", timeout_s=0.2)
+        assert "Port out of range" in answer.failure
+        with pytest.raises(TimeoutError):
+            server.accept()

@@ -39,8 +39,8 @@ class Served:
     """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
     blocks until the engine thread has ended, its methods may be called on the event loop.
 
-    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, whose order is
-    that of `short_turns`, and one for longer bodies, in that of `long_turns`. `room` is for bodies that are not parsed
+    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, which
+    `short_turns` order, and one for longer bodies, which `long_turns` order. `room` is for bodies that are not parsed
     yet.
     """
 
