@@ -60,7 +60,16 @@ def rendered(*arguments):
 
 
 def objects(*arguments):
+    """The objects of the engines, without those of the monitoring."""
+    return [one for one in all_objects(*arguments) if not is_monitoring(one)]
+
+
+def all_objects(*arguments):
     return [one for one in yaml.safe_load_all(rendered(*arguments)) if one]
+
+
+def is_monitoring(one):
+    return one["kind"] == "ServiceMonitor" or one["metadata"]["name"].endswith("-dashboard")
 
 
 def test_there_are_three_sets_of_values():
@@ -122,7 +131,7 @@ def test_rendered_objects_keep_the_rules_of_the_manifests(path):
 @pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
 def test_rendered_objects_are_valid_for_kubernetes(path, tmp_path):
     validate, file = tool("kubernetes-validate"), tmp_path / "objects.yaml"
-    file.write_text(rendered("--values", str(path)))
+    file.write_text(rendered("--values", str(path), "--set", "monitoring.enabled=false"))  # its kind is not built in
     done = subprocess.run([validate, "--strict", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (done.stdout + done.stderr).count("passed for resource") == 4
@@ -150,6 +159,20 @@ def test_disk_on_an_existing_claim_needs_no_space_of_the_node():
     found = objects("--set", disk)
     assert violations(found) == []
     assert deployed(found).volumes["blocks"]["persistentVolumeClaim"] == {"claimName": "blocks"}
+
+
+def test_one_value_lets_prometheus_scrape_the_engines_and_grafana_show_them():
+    assert not [one for one in all_objects() if is_monitoring(one)]
+    found = {one["kind"]: one for one in all_objects("--set", "monitoring.enabled=true") if is_monitoring(one)}
+    engines = deployed(objects()).objects
+    monitor = found["ServiceMonitor"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= engines["Service"]["metadata"]["labels"].items()
+    (endpoint,) = monitor["endpoints"]
+    assert endpoint["port"] == engines["Service"]["spec"]["ports"][0]["name"]
+    assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "kvbm"}], "the alert on `up` names the job"
+    board = found["ConfigMap"]
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(board["data"]["kvbm.json"])["title"] == "kvbm block manager"
 
 
 def test_other_profile_restarts_the_pods():
