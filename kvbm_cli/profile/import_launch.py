@@ -25,6 +25,7 @@ _NO_START = frozenset({"echo", "printf", "pkill", "pgrep", "grep", "which", "tra
 _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|aws|gke|tpu)[\w.-]*)(?=[:@]|$)")
 _IMAGE_OF_ANOTHER = re.compile(r"router|proxy|sidecar|sim\b|lmstack|runtime")
 MAX_DEPTH = 60  # levels of a value
+MAX_KEY = 500  # characters; YAML has at most 1024 in front of a colon
 _OURS = re.compile(r'"DynamoConnector"|"PdConnector"')
 
 
@@ -51,12 +52,15 @@ def plain(value: Any) -> Any:
     return plain_scalar(str(value)) if isinstance(value, Word) and value.is_plain else value
 
 
-def is_too_deep(value: Any) -> bool:
+def is_writable(value: Any) -> bool:
+    """Whether the keys of a profile can hold this value: its levels and its keys are limited."""
     inside = [value]
     for _ in range(MAX_DEPTH):
+        if any(len(str(key)) > MAX_KEY for one in inside if isinstance(one, dict) for key in one):
+            return False
         parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
         inside = [two for part in parts for two in part]
-    return bool(inside)
+    return not inside
 
 
 @dataclass(frozen=True, slots=True)

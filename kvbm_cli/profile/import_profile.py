@@ -28,7 +28,7 @@ from kvbm.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
-from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, is_too_deep, plain
+from kvbm_cli.profile.import_launch import MAX_DEPTH, MAX_KEY, Launch, Left, Word, is_writable, plain
 from kvbm_cli.profile.import_secrets import NO_SECRETS, has_secret, hidden_in, names_secret, tokens_hidden
 from kvbm_cli.profile.import_yaml import options_in
 from kvbm_cli.profile.text import scalar
@@ -211,8 +211,8 @@ class _Draft:
         """Set a key. Its comment is the text and the line."""
         text = "" if key.endswith(f".{text}") else text  # a key of the file has the same name
         names = key.split(".")
-        if len(names) > MAX_DEPTH:
-            self.leave(text or key, f"more than {MAX_DEPTH} levels of keys", line)
+        if len(names) > MAX_DEPTH or len(key) > MAX_KEY or not is_writable(value):
+            self.leave(text or key, f"more than {MAX_DEPTH} levels, or more than {MAX_KEY} characters of a key", line)
             return
         for depth in range(1, len(names)):
             holder = entry_at(self.document, names[:depth])
@@ -407,7 +407,7 @@ def _parsed(word: Word) -> Any:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        return text if is_too_deep(value) else value
+        return value if is_writable(value) else text
     if re.fullmatch(r"0|-?[1-9]\d{0,17}", text):
         return int(text)
     if re.fullmatch(r"-?(?:0|[1-9]\d{0,8})\.\d{0,8}[1-9]", text):

@@ -146,7 +146,7 @@ class _Script:
         """Return what stands for a piece of a word, and its text if that is unknown."""
         given = piece.groupdict()
         if given["braces"] or given["name"]:
-            return self._variable((given["braces"] or "")[2:-1] or given["name"], piece[0])
+            return self._variable(given["name"] or given["braces"][2:-1], piece[0])
         if given["escaped"] is not None:
             return [given["escaped"].replace("\n", "")], ""
         if given.get("double") is None:
