@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvbm_cli.doctor.machine import Machine, PhaseCallback
+from kvbm_cli.doctor.machine import Machine, PhaseCallback, ProbeFailed
 from kvbm_cli.system.answering import ANSWER_LIMIT_S
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import DiskTierSection, SharedTierSection, Tiers
     from kvbm.sizing import Sizing
-
-import enum
-from collections.abc import Mapping
-from dataclasses import field
 
 Fact = str | int | float | bool | None
 
@@ -95,3 +93,14 @@ class DoctorContext:
     @property
     def shared(self) -> SharedTierSection | None:
         return self.tiers.shared if self.tiers is not None else None
+
+    def answer_of(
+        self, name: str, python: str, program: str, arguments: Sequence[str], *, timeout_s: float, remedy: str
+    ) -> dict[str, Any] | Check:
+        """Run a probe with an engine's interpreter. Return its answer, or a check `name` with the reason for none."""
+        try:
+            return self.machine.run_probe(python, program, arguments, timeout_s=timeout_s)
+        except ProbeFailed as error:
+            if self.is_quick:
+                return skipped(name, str(error), "run `kvbm doctor` without `--quick`, which waits longer")
+            return failure(name, f"`{python}`: {error}", remedy)

@@ -20,7 +20,7 @@ from kvbm.errors import ProfileError, UsageError
 from kvbm.shared.settings import directory_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.cache.store_selection import checked_url
-from kvbm_cli.doctor import disk, engine, environment, memory, ports, self_test, store, tiers
+from kvbm_cli.doctor import disk, engine, environment, memory, self_test, store
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, skipped
 from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner, as_data, summary
 from kvbm_cli.doctor.environment import with_variables
@@ -105,8 +105,8 @@ def _run_groups(runner: CheckRunner, context: DoctorContext, unsized: Sequence[C
     if context.url is not None:
         runner.group("store", store.checks(context), about=context.url)
     runner.group("memory", memory.checks(context))
-    runner.group("tiers", iter([*unsized, *tiers.checks(context)]))
-    runner.group("ports", ports.checks(context))
+    runner.group("tiers", iter([*unsized, *memory.order_checks(context)]))
+    runner.group("ports", engine.port_checks(context))
     runner.group("self test", self_test.checks(context, settings))
     runner.group("engine", engine.checks(context))
     return settings

@@ -30,9 +30,8 @@ from kvbm_cli.doctor.check import (
     skipped,
     warning,
 )
-from kvbm_cli.doctor.machine import ProbeFailed
+from kvbm_cli.doctor.machine import SCRATCH_PREFIX, ProbeFailed, scratch_directory
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
-from kvbm_cli.doctor.scratch_directory import PREFIX, scratch_directory
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
@@ -256,7 +255,7 @@ def _leftovers(context: DoctorContext, directory: Path) -> Iterator[Check]:
     doctor."""
     for where in dict.fromkeys((directory, context.machine.nvidia_directory)):
         yield from _left(where, NVIDIA_FILES, "NVIDIA's block manager")
-    yield from _left(directory, f"{PREFIX}*", "a killed or running `kvbm doctor`")
+    yield from _left(directory, f"{SCRATCH_PREFIX}*", "a killed or running `kvbm doctor`")
 
 
 def _left(directory: Path, pattern: str, whose: str) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Checks of the engine's interpreter: engine version, connector, CUDA, NIXL, and NVIDIA's package `kvbm`."""
+"""Checks of the engine: version, connector, CUDA and NIXL of its interpreter, NVIDIA's `kvbm`, and its ports."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.installation import shown
+from kvbm.errors import EnvironmentProblem
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import RUN as VLLM_RUN
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
-from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.engine.engines import engine_problem, installation_of
+from kvbm_cli.engine.process import choose_port
+from kvbm_cli.profile.machine_problems import require_metrics_ports
+from kvbm_cli.runs.reservations import living_runs, require_port
 
 if TYPE_CHECKING:
+    from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
 
 IMPORT_TIMEOUT_S = 120.0
@@ -88,16 +92,12 @@ def _connector(context: DoctorContext, python: str, kind: str) -> Check:
 
 
 def _run_probe(
-    context: DoctorContext, python: str, program: str, arguments: list[str], *, timeout_s: float
+    context: DoctorContext, python: str, probe: str, arguments: list[str], *, timeout_s: float
 ) -> dict[str, Any] | Check:
     """Return the answer, or a check with the reason why there is none."""
     timeout_s = min(timeout_s, QUICK_TIMEOUT_S) if context.is_quick else timeout_s
-    try:
-        return context.machine.run_probe(python, program, arguments, timeout_s=timeout_s)
-    except ProbeFailed as error:
-        if context.is_quick:
-            return skipped(_NAMES[program], str(error), "run `kvbm doctor` without `--quick`, which waits longer")
-        return failure(_NAMES[program], f"`{python}`: {error}", "check the value of `engine.python`")
+    remedy = "check the value of `engine.python`"
+    return context.answer_of(_NAMES[probe], python, "engine", [probe, *arguments], timeout_s=timeout_s, remedy=remedy)
 
 
 _NAMES = {"connector": "connector", "cuda": "CUDA", "nixl": "NIXL"}
@@ -151,3 +151,32 @@ def _nixl(context: DoctorContext, python: str) -> Iterator[Check]:
     absent = {name: error for name, error in plugins.items() if error is not None}
     if absent:
         yield Check("NIXL", CheckState.SKIPPED, f"plugins that do not load: {', '.join(absent)}", None, absent)
+
+
+def port_checks(context: DoctorContext) -> Iterator[Check]:
+    """Yield the checks of ports. The block manager itself needs no port: results travel through shared memory."""
+    if context.resolved is None:
+        yield skipped("server", "the address is unknown without a profile", "add `--profile PROFILE`")
+        return
+    server = context.resolved.profile.server
+    try:
+        require_port(server.host, server.port, living_runs())
+        choose_port(server.host, server.port)
+    except EnvironmentProblem as error:
+        yield failure("server", error.message, f"set `server.port: 0`, or {error.hint}")
+    else:
+        port = f"port {server.port} is free" if server.port else "a free port is chosen at start-up"
+        yield ok("server", f"{server.host}, {port}", host=server.host, port=server.port)
+    yield from _metrics(context.resolved)
+
+
+def _metrics(resolved: ResolvedProfile) -> Iterator[Check]:
+    metrics = resolved.profile.metrics
+    if not metrics.serve:
+        return
+    try:
+        require_metrics_ports(resolved)
+    except EnvironmentProblem as error:
+        yield failure("metrics", error.message.splitlines()[0], error.hint or "set `metrics.port: 0`")
+    else:
+        yield ok("metrics", f"port {metrics.port} is free" if metrics.port else "a free port is chosen at start-up")

@@ -10,25 +10,31 @@ import contextlib
 import json
 import os
 import resource
+import secrets
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kvbm.errors import reason_of
+from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm_cli.system import die_with_parent
+from kvbm_cli.system.guard_process import GuardProcess
+from kvbm_cli.system.leftovers import Leftovers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
 NVIDIA_DIRECTORY = Path("/tmp")  # NVIDIA's block manager keeps blocks there by default
 END_TIMEOUT_S = 1.0
+SCRATCH_PREFIX = ".kvbm-doctor-"
+REMOVAL_TIMEOUT_S = 5.0
 
 PhaseCallback = Callable[[str], None]
 
@@ -125,6 +131,25 @@ def prefault_rate(byte_count: int) -> float:
     taken_s = time.monotonic() - started
     memory.close()
     return byte_count / taken_s
+
+
+@contextlib.contextmanager
+def scratch_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty private directory in `directory`, which is created too if it is missing. Raises OSError.
+
+    A guard process starts before anything is made and removes everything: after a normal end, an interrupt, or a kill.
+    """
+    directory = directory.absolute()
+    place = directory / f"{SCRATCH_PREFIX}{secrets.token_hex(8)}"
+    missing = [str(path) for path in (directory, *directory.parents) if not path.exists()]
+    guard = GuardProcess(Leftovers(str(place), parents=missing), log=subprocess.DEVNULL)
+    try:
+        guard.scan()  # once it answers, it survives every signal to the doctor
+        make_private_directories(directory)
+        os.mkdir(place, 0o700)
+        yield place
+    finally:
+        guard.remove(REMOVAL_TIMEOUT_S)  # the doctor does not wait longer for a disk that hangs
 
 
 def lockable_bytes() -> int | None:

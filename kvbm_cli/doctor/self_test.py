@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm.config.sizes import format_size
 from kvbm.errors import reason_of
 from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
-from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.scratch_directory import scratch_directory
+from kvbm_cli.doctor.machine import scratch_directory
 from kvbm_cli.engine.engines import runs_on_cpu
 
 if TYPE_CHECKING:
@@ -70,18 +69,17 @@ def _legs(context: DoctorContext, disk: dict[str, Any] | None, room: int) -> Ite
         return
     request = {"block_bytes": block_bytes, "block_count": block_count, "device": _device(context), "disk": disk}
     python = (context.resolved and context.resolved.profile.engine.python) or sys.executable
-    try:
-        timeout_s = QUICK_TIMEOUT_S if context.is_quick else TIMEOUT_S
-        answer = context.machine.run_probe(python, "round_trip", [json.dumps(request)], timeout_s=timeout_s)
-    except ProbeFailed as error:
-        if context.is_quick:
-            yield skipped("pattern", str(error), "run `kvbm doctor` without `--quick`, which waits longer")
-        else:
-            yield failure("pattern", f"`{python}`: {error}", "see the group `engine` below")
+    timeout_s = QUICK_TIMEOUT_S if context.is_quick else TIMEOUT_S
+    remedy = "see the group `engine` below"
+    answer = context.answer_of(
+        "pattern", python, "round_trip", [json.dumps(request)], timeout_s=timeout_s, remedy=remedy
+    )
+    if isinstance(answer, Check):
+        yield answer
         return
     for leg in answer["legs"]:
         if leg["error"] is not None:
-            yield failure(leg["name"], leg["error"], leg["hint"] or "see the group `engine` below")
+            yield failure(leg["name"], leg["error"], leg["hint"] or remedy)
         else:
             by = f" (io: {answer['io']})" if "disk" in leg["name"] else ""
             what = f"{block_count} blocks of {format_size(block_bytes)} came back unchanged{by}"

@@ -16,7 +16,7 @@ from kvbm.shared.keys import extent_blocks
 from kvbm.shared.settings import directory_of
 from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, rate, skipped, warning
 from kvbm_cli.doctor.machine import ProbeFailed
-from kvbm_cli.doctor.probes.store_report import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
+from kvbm_cli.doctor.probes.store import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
 from kvbm_cli.system.answering import answers
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _library(context: DoctorContext, url: str) -> Iterator[Check]:
     extra = MOONCAKE_EXTRA if is_pool else EXTRA
     timeout_s = QUICK_IMPORT_TIMEOUT_S if context.is_quick else IMPORT_TIMEOUT_S
     try:
-        answer = context.machine.run_probe(python, "connector", modules, timeout_s=timeout_s)
+        answer = context.machine.run_probe(python, "engine", ["connector", *modules], timeout_s=timeout_s)
     except ProbeFailed as error:
         yield failure("library", f"`{python}`: {error}", "check the value of `engine.python`")
         return

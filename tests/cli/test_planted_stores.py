@@ -20,8 +20,7 @@ from kvbm.disk.directory import InstanceLock, remove_instance
 from kvbm.disk.superblock import Superblock, write_superblock
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
-from kvbm_cli.doctor.probes.store import probe
-from kvbm_cli.doctor.probes.store_report import PREFIX
+from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
 from kvbm_cli.store.open import open_inventory
 from kvbm_cli.system import leftovers

@@ -20,8 +20,7 @@ from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.stores.mooncake import MooncakeStore
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
-from kvbm_cli.doctor.probes.store import probe
-from kvbm_cli.doctor.probes.store_report import PREFIX, StoreReport
+from kvbm_cli.doctor.probes.store import PREFIX, StoreReport, probe
 
 PROFILE = """\
 engine:

@@ -16,31 +16,52 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
 from kvbm.shared.orders import Outcome
 from kvbm.shared.settings import directory_of
-from kvbm_cli.doctor.probes.store_report import (
-    IN_FLIGHT,
-    OBJECT_BYTES,
-    PREFIX,
-    SMALL_GETS,
-    PhaseCallback,
-    StepFailed,
-    StoreReport,
-)
 
 if TYPE_CHECKING:
     from kvbm.shared.stores.mooncake import MooncakeStore
     from kvbm_cli.store.access import LeftOut, StoreAccess
 
+PREFIX = "kvbm-doctor"
+OBJECT_BYTES = 4 << 20
+IN_FLIGHT = 16
+SMALL_GETS = 15
 MAX_OBJECTS = 128  # in the store at a time
 LIMIT_S = 10.0  # of one request
 LEFT_AFTER_S = 3600.0  # no doctor runs so long
 SMALL_BYTES = 64
+
+PhaseCallback = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What the probe found. `failed` is the step that failed, with the `reason`; later steps did not run.
+
+    `creates_once`: whether a second creation of an object is refused. `clock_s`: how far the clock of the store is
+    ahead of this machine's. `small_get_s` is the median of small GETs, `object_get_s` of GETs of one object at a time;
+    rates are in bytes per second with IN_FLIGHT requests in flight. Unknown values are None.
+    """
+
+    failed: str | None = None
+    reason: str | None = None
+    creates_once: bool | None = None
+    clock_s: float | None = None
+    small_get_s: float | None = None
+    object_get_s: float | None = None
+    put_rate: float | None = None
+    get_rate: float | None = None
+    left_objects: int = 0
+
+
+class StepFailed(Exception):
+    """A step that failed, and why."""
 
 
 def probe(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback = lambda text: None) -> StoreReport:

@@ -1,7 +1,12 @@
-"""Reports which NIXL plugins can create a backend: `{"version": ..., "plugins": {name: null or the error}}`.
+"""What an engine's interpreter holds. The first argument names the probe:
 
-The arguments name the plugins; without arguments it tries all that NIXL lists. Most of them need special hardware or
-libraries. Each plugin is tried in a process of its own with a timeout: creating a backend can hang forever (GDS without
+`connector`: imports the modules in the other arguments: `{"seconds": ..., "error": null or its first line}`.
+
+`cuda`: versions of torch, its CUDA and the driver, and the number of usable devices.
+
+`nixl`: which NIXL plugins can create a backend: `{"version": ..., "plugins": {name: null or the error}}`. The other
+arguments name the plugins; without them it tries all that NIXL lists. Most of them need special hardware or libraries.
+Each plugin is tried in a process of its own with a timeout: creating a backend can hang forever (GDS without
 /proc/modules), and a process that loaded UCX may crash at exit. It starts new processes instead of forking, because a
 fork of a process with threads may hang too.
 """
@@ -11,12 +16,17 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+DRIVER = Path("/proc/driver/nvidia/version")
 TRY = "--try"
 TRY_TIMEOUT_S = 15.0
 DISTRIBUTIONS = {"nixl": "nixl", "nixl-cu13": "nixl_cu13", "nixl-cu12": "nixl_cu12"}
@@ -25,18 +35,51 @@ VARIANTS = {"POSIX": {"POSIX (io_uring)": {"use_uring": "true"}, "POSIX (aio)": 
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
-def main() -> None:
-    if sys.argv[1:2] == [TRY]:
-        _answer(*_try(sys.argv[2]))
+def connector(modules: Sequence[str]) -> dict[str, object]:
+    started = time.monotonic()
+    error = None
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as caught:
+        error = _first_line(caught)
+    return {"seconds": time.monotonic() - started, "error": error}
+
+
+def cuda(ignored: Sequence[str]) -> dict[str, object]:
+    answer: dict[str, object] = {"torch": None, "cuda": None, "driver": _driver(), "devices": 0, "error": None}
+    try:
+        import torch
+    except Exception as error:
+        return {**answer, "error": _first_line(error)}
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {**answer, "torch": torch.__version__, "cuda": torch.version.cuda, "devices": devices}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _driver() -> str | None:
+    try:
+        found = re.search(r"Kernel Module\D*([\d.]+)", DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def nixl(names: Sequence[str]) -> dict[str, object]:
+    if names[:1] == [TRY]:
+        _exit(*_try(names[1]))
     held = next((found for name in DISTRIBUTIONS if (found := _version(name)) is not None), None)
     plugins: dict[str, str | None] = {}
     if held is not None:
-        for name in sys.argv[1:] or _in_a_process([TRY, ""]):
+        for name in names or _in_a_process([TRY, ""]):
             plugins |= _tried(name)
-    _answer({"version": held, "plugins": plugins})
+    return {"version": held, "plugins": plugins}
 
 
-def _answer(*lines: Any) -> None:
+def _exit(*lines: Any) -> None:
     """Print the lines and exits without running the libraries' cleanup, in which UCX can crash."""
     for line in lines:
         print(json.dumps(line), flush=True)
@@ -64,7 +107,7 @@ def _in_a_process(arguments: list[str]) -> list[Any]:
     """Run this program with other arguments and return the objects that it prints; none if it crashes or hangs."""
     try:
         done = subprocess.run(
-            [sys.executable, "-P", __file__, *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
+            [sys.executable, "-P", __file__, "nixl", *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
         return []
@@ -84,7 +127,7 @@ def _try(shown: str) -> list[Any]:
             return sorted(agent.get_plugin_list())
         agent.create_backend(name, VARIANTS.get(name, {}).get(shown, {}))
     except Exception as error:
-        return [] if not name else [f"{type(error).__name__}: {error}".splitlines()[0]]
+        return [] if not name else [_first_line(error)]
     return [None]
 
 
@@ -97,5 +140,7 @@ def _api() -> Any:
     raise ImportError("NIXL is installed but cannot be imported")
 
 
+PROBES = {"connector": connector, "cuda": cuda, "nixl": nixl}
+
 if __name__ == "__main__":
-    main()
+    _exit(PROBES[sys.argv[1]](sys.argv[2:]))
