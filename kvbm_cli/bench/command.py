@@ -24,8 +24,8 @@ from kvbm_cli.bench.exports.lmbenchmark_csv import file_name, lmbenchmark_csv
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
-from kvbm_cli.bench.result.measured import Measured, measured_in
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
 from kvbm_cli.bench.show.page import build_report
@@ -257,18 +257,18 @@ def write_exports(directory: Path, results: Results) -> list[Path]:
     `directory` is the directory of the experiment that `results` were read from. EnvironmentProblem if a file cannot be
     written.
     """
-    return [path for measured in measured_in(results) for path in _write_files(directory / "exports", measured)]
+    return [path for result in arm_results(results) for path in _write_files(directory / "exports", result)]
 
 
-def _write_files(exports: Path, measured: Measured) -> list[Path]:
-    folder = exports / measured.arm / measured.cell.name
+def _write_files(exports: Path, result: ArmResult) -> list[Path]:
+    folder = exports / result.arm / result.cell.name
     texts = {
-        "vllm-bench.json": json.dumps(vllm_bench_result(measured), allow_nan=False) + "\n",
-        "profile_export_aiperf.json": json.dumps(aiperf_summary(measured), indent=2, allow_nan=False) + "\n",
+        "vllm-bench.json": json.dumps(vllm_bench_result(result), allow_nan=False) + "\n",
+        "profile_export_aiperf.json": json.dumps(aiperf_summary(result), indent=2, allow_nan=False) + "\n",
         "profile_export.jsonl": "".join(
-            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in aiperf_records(measured)
+            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in aiperf_records(result)
         ),
-        **_csv_files(measured),
+        **_csv_files(result),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -279,9 +279,9 @@ def _write_files(exports: Path, measured: Measured) -> list[Path]:
     return [folder / name for name in texts]
 
 
-def _csv_files(measured: Measured) -> dict[str, str]:
+def _csv_files(result: ArmResult) -> dict[str, str]:
     """Return the CSV files. A faithful run of LMBenchmark has a CSV of its own, equal to LMBenchmark's to the byte."""
-    workload = measured.cell.definition["workload"]
+    workload = result.cell.definition["workload"]
     if workload.get("kind") == "lmbenchmark" and workload.get("mode") == "faithful":
         return {}
-    return {file_name(measured, run): lmbenchmark_csv(measured, run) for run in measured.runs}
+    return {file_name(result, run): lmbenchmark_csv(result, run) for run in result.runs}

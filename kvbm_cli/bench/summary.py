@@ -15,8 +15,8 @@ from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of
 from kvbm_cli.bench.judge.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
+from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.directory import FORMAT
-from kvbm_cli.bench.result.measured import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2

@@ -20,8 +20,8 @@ from kvbm_cli.bench import command
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.result.arm_result import ArmResult, Slo
 from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.bench.result.measured import Measured, Slo
 from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.workload.plan import Launches, Plan
 
@@ -42,11 +42,11 @@ def record(**changes: Any) -> RequestRecord:
     return RequestRecord(**(place | changes))
 
 
-def measured(records: list[RequestRecord], duration_s: float, concurrency: int | None = None) -> Measured:
+def measured(records: list[RequestRecord], duration_s: float, concurrency: int | None = None) -> ArmResult:
     facts = {"started_unix_s": 1795397950.0, "duration_s": duration_s}
     run = Measurement(RUN, "kvbm", 1, facts, tuple(records))
     cell = CellResult(CELL, plan(concurrency), "digest", (run,))
-    return Measured("kvbm", cell, (run,), 1, Slo.parse("ttft:100"))
+    return ArmResult("kvbm", cell, (run,), 1, Slo.parse("ttft:100"))
 
 
 def timings(launch: float, intended: float, ttft: float, latency: float, gaps: list[float]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def vllm_file() -> dict[str, Any]:
     return result
 
 
-def from_vllm(file: dict[str, Any]) -> Measured:
+def from_vllm(file: dict[str, Any]) -> ArmResult:
     records = []
     for index in range(file["num_prompts"]):
         launch = (file["start_times"][index] - file["start_times"][0]) * 1e3
@@ -122,7 +122,7 @@ def aiperf_file() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((DATA / "aiperf-0.13.0-summary.json").read_text()), [json.loads(line) for line in lines]
 
 
-def from_aiperf() -> Measured:
+def from_aiperf() -> ArmResult:
     summary, lines = aiperf_file()
     start, end = (datetime.fromisoformat(summary[name]) for name in ("start_time", "end_time"))
     origin = min(line["metadata"]["credit_issued_ns"] for line in lines)

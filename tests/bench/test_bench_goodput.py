@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.measured import RequestTimes, Slo, goodput
+from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvbm_cli.bench.judge.paired import (
     spread,
     student_t,
 )
-from kvbm_cli.bench.result.measured import wilson_interval
+from kvbm_cli.bench.result.arm_result import wilson_interval
 
 
 @pytest.mark.parametrize(

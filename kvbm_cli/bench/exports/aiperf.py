@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from kvbm_cli.bench.result.measured import Measured, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
+from kvbm_cli.bench.result.arm_result import ArmResult, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
 from kvbm_cli.bench.result.results import TIERS, RequestRecord
 
 SCHEMA_VERSION = "1.4"
@@ -28,27 +28,27 @@ ADJUSTED = ("time_to_first_token", "request_latency", "decode_duration", "inter_
 Value = dict[str, Any]
 
 
-def aiperf_summary(measured: Measured) -> dict[str, Any]:
+def aiperf_summary(result: ArmResult) -> dict[str, Any]:
     """profile_export_aiperf.json."""
-    values = [request_metrics(record, measured.slo) for record in measured.succeeded]
+    values = [request_metrics(record, result.slo) for record in result.succeeded]
     return {
         "schema_version": SCHEMA_VERSION,
         "aiperf_version": AIPERF_VERSION,
-        "benchmark_id": _identifier(measured),
+        "benchmark_id": _identifier(result),
         **_distributions(values),
-        **_totals(measured, values),
-        **_adjusted(values, len(measured.failed)),
-        **_waiting(measured),
-        **_run(measured),
+        **_totals(result, values),
+        **_adjusted(values, len(result.failed)),
+        **_waiting(result),
+        **_run(result),
     }
 
 
-def aiperf_records(measured: Measured) -> Iterator[dict[str, Any]]:
+def aiperf_records(result: ArmResult) -> Iterator[dict[str, Any]]:
     """Yield the lines of profile_export.jsonl."""
-    for record in measured.requests:
-        line = {"metadata": _metadata(measured, record), "metrics": {}}
+    for record in result.requests:
+        line = {"metadata": _metadata(result, record), "metrics": {}}
         if record.is_ok:
-            line["metrics"] = request_metrics(record, measured.slo)
+            line["metrics"] = request_metrics(record, result.slo)
         else:
             line["error"] = _error(record)
         yield line
@@ -135,9 +135,9 @@ def _describe(numbers: list[float], unit: str) -> Value:
     }
 
 
-def _totals(measured: Measured, values: Sequence[dict[str, Value]]) -> dict[str, Value]:
+def _totals(result: ArmResult, values: Sequence[dict[str, Value]]) -> dict[str, Value]:
     """Metrics with one value for the whole file."""
-    duration_s, succeeded, failed = measured.duration_s, len(values), len(measured.failed)
+    duration_s, succeeded, failed = result.duration_s, len(values), len(result.failed)
     isl, osl = _sum(values, "input_sequence_length"), _sum(values, "output_sequence_length")
     prompt, cached = _sum(values, "usage_prompt_tokens"), _sum(values, "usage_prompt_cache_read_tokens")
     good = _sum(values, "good_request_count")
@@ -151,7 +151,7 @@ def _totals(measured: Measured, values: Sequence[dict[str, Value]]) -> dict[str,
         "good_request_count": (good, "requests"),
         "good_request_fraction": (_divided(good, succeeded + failed), "ratio"),
         "total_output_tokens": (_sum(values, "output_token_count"), "tokens"),
-        "benchmark_duration": (_observed_s(measured), "sec"),
+        "benchmark_duration": (_observed_s(result), "sec"),
         "total_isl": (isl, "tokens"),
         "total_osl": (osl, "tokens"),
         "error_request_count": (failed or None, "requests"),
@@ -175,10 +175,10 @@ def _divided(value: float | None, by: float) -> float | None:
     return None if value is None or not by else value / by
 
 
-def _observed_s(measured: Measured) -> float | None:
+def _observed_s(result: ArmResult) -> float | None:
     """From the first launch to the last token of a successful request, summed over the runs."""
     total = None
-    for run in measured.runs:
+    for run in result.runs:
         answered = [record for record in run.records if record.is_ok]
         ends = [record.last_token_ms for record in answered if record.last_token_ms is not None]
         if ends:
@@ -202,9 +202,9 @@ def _adjusted(values: Sequence[dict[str, Value]], failed: int) -> dict[str, Valu
     return adjusted
 
 
-def _waiting(measured: Measured) -> dict[str, Value]:
+def _waiting(result: ArmResult) -> dict[str, Value]:
     """Metrics from the intended launch, failed requests included."""
-    due = [record for record in measured.requests if record.intended_ms is not None]
+    due = [record for record in result.requests if record.intended_ms is not None]
     waited = [wait_ms(record) for record in due]
     effective = [record.end_ms - (record.intended_ms or 0.0) for record in due if record.end_ms is not None]
     if not effective:
@@ -212,12 +212,12 @@ def _waiting(measured: Measured) -> dict[str, Value]:
     return {"credit_to_start_latency": _describe(waited, "ms"), "effective_latency": _describe(effective, "ms")}
 
 
-def _run(measured: Measured) -> dict[str, Any]:
-    start_s = measured.started_unix_s
-    last = measured.runs[-1]
-    counts = Counter(json.dumps(_error(record)) for record in measured.failed)
-    identifier = _identifier(measured)
-    seed = {} if measured.seed is None else {"random_seed": measured.seed}
+def _run(result: ArmResult) -> dict[str, Any]:
+    start_s = result.started_unix_s
+    last = result.runs[-1]
+    counts = Counter(json.dumps(_error(record)) for record in result.failed)
+    identifier = _identifier(result)
+    seed = {} if result.seed is None else {"random_seed": result.seed}
     return {
         "run_info": {"benchmark_id": identifier, **seed, "trial": 0},
         "was_cancelled": False,
@@ -225,16 +225,13 @@ def _run(measured: Measured) -> dict[str, Any]:
         "error_summary": [{"error_details": json.loads(error), "count": count} for error, count in counts.items()],
         "start_time": _time(start_s),
         "end_time": _time(started_unix_s(last) + last.facts["duration_s"]),
-        "metadata": {"model": measured.model, "variation_label": f"{measured.cell.name}/{measured.arm}"}
-        | measured.facts(),
+        "metadata": {"model": result.model, "variation_label": f"{result.cell.name}/{result.arm}"} | result.facts(),
     }
 
 
-def _identifier(measured: Measured) -> str:
+def _identifier(result: ArmResult) -> str:
     """Return an identifier, the same for the same runs."""
-    return hashlib.sha256(json.dumps([measured.arm, measured.cell.name, measured.started_unix_s]).encode()).hexdigest()[
-        :12
-    ]
+    return hashlib.sha256(json.dumps([result.arm, result.cell.name, result.started_unix_s]).encode()).hexdigest()[:12]
 
 
 def _time(unix_s: float) -> str:
@@ -249,9 +246,9 @@ def _error(record: RequestRecord) -> dict[str, Any]:
     return {"code": code, "type": kind, "message": message}
 
 
-def _metadata(measured: Measured, record: RequestRecord) -> dict[str, Any]:
+def _metadata(result: ArmResult, record: RequestRecord) -> dict[str, Any]:
     correlation = f"{record.run}.session-{record.session}"
-    issued = {} if record.intended_ms is None else {"credit_issued_ns": _ns(measured, record, record.intended_ms)}
+    issued = {} if record.intended_ms is None else {"credit_issued_ns": _ns(result, record, record.intended_ms)}
     return {
         "session_num": record.session,
         "x_request_id": f"{record.run}.{record.index}",
@@ -259,8 +256,8 @@ def _metadata(measured: Measured, record: RequestRecord) -> dict[str, Any]:
         "conversation_id": f"session_{record.session:06d}",
         "turn_index": record.turn - 1,
         **issued,
-        "request_start_ns": _ns(measured, record, launch_ms(record)),
-        "request_end_ns": _ns(measured, record, launch_ms(record) if record.end_ms is None else record.end_ms),
+        "request_start_ns": _ns(result, record, launch_ms(record)),
+        "request_end_ns": _ns(result, record, launch_ms(record) if record.end_ms is None else record.end_ms),
         "worker_id": "kvbm",
         "record_processor_id": "kvbm",
         "benchmark_phase": "profiling",
@@ -277,5 +274,5 @@ def _metadata(measured: Measured, record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def _ns(measured: Measured, record: RequestRecord, stamp_ms: float) -> int:
-    return int(measured.unix_s(record, 0.0) * 1e9) + int(stamp_ms * 1e6)
+def _ns(result: ArmResult, record: RequestRecord, stamp_ms: float) -> int:
+    return int(result.unix_s(record, 0.0) * 1e9) + int(stamp_ms * 1e6)

@@ -14,7 +14,7 @@ import io
 from collections import Counter
 from typing import Any
 
-from kvbm_cli.bench.result.measured import Measured, launch_ms, output_tokens
+from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms, output_tokens
 from kvbm_cli.bench.result.results import Measurement, RequestRecord
 
 LMBENCHMARK_COLUMNS = (
@@ -25,12 +25,12 @@ TIER_COLUMNS = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_toke
 OUR_COLUMNS = ("request_id", "status", "turn", "phase", "intended_launch", *TIER_COLUMNS, "itl_p50", "tpot")
 
 
-def file_name(measured: Measured, run: Measurement) -> str:
+def file_name(result: ArmResult, run: Measurement) -> str:
     """KEY_output_Q.csv: the key is the name of the run, Q the offered requests per second."""
-    return f"{run.run}_output_{measured.offered_rate or 0:.4g}.csv"
+    return f"{run.run}_output_{result.offered_rate or 0:.4g}.csv"
 
 
-def lmbenchmark_csv(measured: Measured, run: Measurement) -> str:
+def lmbenchmark_csv(result: ArmResult, run: Measurement) -> str:
     """Return the text of the file of one run. Times of several runs on one axis would make LMBenchmark's throughput
     wrong."""
     text = io.StringIO()
@@ -40,11 +40,11 @@ def lmbenchmark_csv(measured: Measured, run: Measurement) -> str:
     for record in sorted(run.records, key=lambda record: (record.session, record.end_ms or 0.0)):
         if record.is_ok:
             seen[record.session] += 1
-            writer.writerow(_row(measured, record, seen[record.session]))
+            writer.writerow(_row(result, record, seen[record.session]))
     return text.getvalue()
 
 
-def _row(measured: Measured, record: RequestRecord, question: int) -> tuple[Any, ...]:
+def _row(result: ArmResult, record: RequestRecord, question: int) -> tuple[Any, ...]:
     launch, text, end = launch_ms(record), record.first_text_ms, record.end_ms
     assert end is not None, "a request that succeeded has ended"
     return (
@@ -54,13 +54,13 @@ def _row(measured: Measured, record: RequestRecord, question: int) -> tuple[Any,
         0.0 if text is None else (end - text) / 1e3,
         record.session,
         question,
-        measured.unix_s(record, launch),
-        measured.unix_s(record, end),
+        result.unix_s(record, launch),
+        result.unix_s(record, end),
         record.index,
         "ok",
         record.turn,
         record.phase,
-        None if record.intended_ms is None else measured.unix_s(record, record.intended_ms),
+        None if record.intended_ms is None else result.unix_s(record, record.intended_ms),
         *(getattr(record, name) for name in TIER_COLUMNS),
         _seconds(_median(record.token_gaps_ms)),
         _seconds(record.tpot_ms),

@@ -13,56 +13,56 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvbm_cli.bench.result.measured import Measured, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
+from kvbm_cli.bench.result.arm_result import ArmResult, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
 from kvbm_cli.bench.result.results import RequestRecord
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
-def vllm_bench_result(measured: Measured, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
+def vllm_bench_result(result: ArmResult, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
     """Return the whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
-    requests, succeeded, duration_s = measured.requests, measured.succeeded, measured.duration_s
+    requests, succeeded, duration_s = result.requests, result.succeeded, result.duration_s
     input_tokens = total_of(succeeded, "prompt_tokens")
     tokens = sum(output_tokens(record) for record in succeeded)
     return {
-        **_head(measured),
+        **_head(result),
         "duration": duration_s,
         "completed": len(succeeded),
         "failed": len(requests) - len(succeeded),
         "total_input_tokens": input_tokens,
         "total_output_tokens": tokens,
         "request_throughput": len(succeeded) / duration_s,
-        "request_goodput": _good(measured) / duration_s if measured.slo else None,
+        "request_goodput": _good(result) / duration_s if result.slo else None,
         "output_throughput": tokens / duration_s,
         "total_token_throughput": None if input_tokens is None else (input_tokens + tokens) / duration_s,
-        **_lists(measured),
-        "max_output_tokens_per_s": max((_most_tokens_per_s(records) for records in _runs(measured)), default=0.0),
-        "max_concurrent_requests": max((_most_in_flight(records) for records in _runs(measured)), default=0),
+        **_lists(result),
+        "max_output_tokens_per_s": max((_most_tokens_per_s(records) for records in _runs(result)), default=0.0),
+        "max_concurrent_requests": max((_most_in_flight(records) for records in _runs(result)), default=0),
         "rtfx": 0.0,
         **_statistics(succeeded, percentiles),
-        **measured.facts(),
+        **result.facts(),
     }
 
 
-def _head(measured: Measured) -> dict[str, Any]:
-    concurrency = measured.concurrency
+def _head(result: ArmResult) -> dict[str, Any]:
+    concurrency = result.concurrency
     return {
-        "date": datetime.fromtimestamp(measured.started_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
+        "date": datetime.fromtimestamp(result.started_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
         "backend": "openai",
-        "label": measured.arm,
-        "model_id": measured.model,
-        "tokenizer_id": measured.model,
-        "num_prompts": len(measured.requests),
-        "request_rate": "inf" if concurrency else measured.offered_rate or "inf",
+        "label": result.arm,
+        "model_id": result.model,
+        "tokenizer_id": result.model,
+        "num_prompts": len(result.requests),
+        "request_rate": "inf" if concurrency else result.offered_rate or "inf",
         "burstiness": None,  # of vLLM's random arrivals; ours have fixed times
         "max_concurrency": concurrency,
     }
 
 
-def _lists(measured: Measured) -> dict[str, list[Any]]:
-    requests = measured.requests
-    origin = measured.started_unix_s
+def _lists(result: ArmResult) -> dict[str, list[Any]]:
+    requests = result.requests
+    origin = result.started_unix_s
     tokens = ("cached_tokens", "g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens")
     names = {"run": "runs_of_requests", "pair": "pairs", "session": "sessions", "turn": "turns", "phase": "phases"}
     return {
@@ -71,7 +71,7 @@ def _lists(measured: Measured) -> dict[str, list[Any]]:
         "ttfts": [ttft_s(record) if record.is_ok else 0.0 for record in requests],
         "itls": [gaps_s(record) if record.is_ok else [] for record in requests],
         "latencies": [latency_s(record) if record.is_ok else 0.0 for record in requests],
-        "start_times": [measured.unix_s(record, launch_ms(record)) - origin for record in requests],
+        "start_times": [result.unix_s(record, launch_ms(record)) - origin for record in requests],
         "queue_times": [wait_ms(record) / 1e3 for record in requests],
         "generated_texts": [record.text for record in requests],
         "errors": [record.error or "" for record in requests],
@@ -99,21 +99,21 @@ def tpot_s(record: RequestRecord) -> float | None:
     return (latency_s(record) - ttft_s(record)) / later if later > 0 else None
 
 
-def _runs(measured: Measured) -> list[list[RequestRecord]]:
+def _runs(result: ArmResult) -> list[list[RequestRecord]]:
     """Return the successful requests of each run that has any."""
-    runs = ([record for record in run.records if record.is_ok] for run in measured.runs)
+    runs = ([record for record in run.records if record.is_ok] for run in result.runs)
     return [records for records in runs if records]
 
 
-def _good(measured: Measured) -> int:
+def _good(result: ArmResult) -> int:
     """Return the requests within the limits. Times count from the launch, as in vLLM."""
-    assert measured.slo is not None
-    tpots = ((record, tpot_s(record)) for record in measured.succeeded)
+    assert result.slo is not None
+    tpots = ((record, tpot_s(record)) for record in result.succeeded)
     times = (
         RequestTimes(ttft_s(record) * 1e3, None if tpot is None else tpot * 1e3, latency_s(record) * 1e3)
         for record, tpot in tpots
     )
-    return sum(map(measured.slo.is_met, times))
+    return sum(map(result.slo.is_met, times))
 
 
 def _statistics(succeeded: list[RequestRecord], percentiles: Sequence[float]) -> dict[str, float]:

@@ -24,7 +24,7 @@ KEYS = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ArmResult:
     """`runs` is not empty and in order of time. `slo` is `None` if the workload sets no limits."""
 
     arm: str
@@ -94,15 +94,15 @@ class Measured:
         return {f"kvbm_{name}": value for name, value in given.items() if value is not None}
 
 
-def measured_in(results: Results) -> list[Measured]:
+def arm_results(results: Results) -> list[ArmResult]:
     """One value per arm and cell that has a run."""
-    return [_measured(arm, cell, results) for cell in results.cells for arm in cell.arms]
+    return [_arm_result(arm, cell, results) for cell in results.cells for arm in cell.arms]
 
 
-def _measured(arm: str, cell: CellResult, results: Results) -> Measured:
+def _arm_result(arm: str, cell: CellResult, results: Results) -> ArmResult:
     slo = cell.definition["workload"].get("slo")
     runs = tuple(sorted(cell.of_arm(arm), key=started_unix_s))
-    return Measured(arm, cell, runs, results.plan.get("seed"), None if slo is None else Slo.parse(slo))
+    return ArmResult(arm, cell, runs, results.plan.get("seed"), None if slo is None else Slo.parse(slo))
 
 
 def started_unix_s(run: Measurement) -> float:
