@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -82,25 +83,27 @@ class Rig:
         return self.session.post(self.url + path, json=body, **more)
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+def in_a_loop(test):
+    @functools.wraps(test)
+    def run(**arguments):
+        asyncio.run(asyncio.wait_for(test(**arguments), 30))
+
+    return run
 
 
-def test_request_is_prefilled_for_one_token_and_decoded_with_the_address_of_its_blocks():
-    async def scenario():
-        prefill, decode = Recorder("prefill"), Recorder("decode")
-        async with Rig([prefill], [decode]) as rig:
-            body = {"prompt": "a", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}, "min_tokens": 3}
-            async with rig.post(body, headers={"Authorization": "Bearer key"}) as answer:
-                assert (answer.status, await answer.json()) == (200, {"choices": [{"text": "answer"}]})
-        (asked,), (decoded,) = prefill.requests, decode.requests
-        assert (asked["prompt"], asked["max_tokens"]) == ("a", 1)
-        assert asked.keys().isdisjoint({"stream", "stream_options", "min_tokens"})
-        assert (asked["kv_transfer_params"]["do_remote_decode"], decoded["kv_transfer_params"]) == (True, BLOCKS)
-        assert {**decoded, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
-        assert [engine.headers[0]["Authorization"] for engine in (prefill, decode)] == ["Bearer key"] * 2
-
-    run(scenario)
+@in_a_loop
+async def test_request_is_prefilled_for_one_token_and_decoded_with_the_address_of_its_blocks():
+    prefill, decode = Recorder("prefill"), Recorder("decode")
+    async with Rig([prefill], [decode]) as rig:
+        body = {"prompt": "a", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}, "min_tokens": 3}
+        async with rig.post(body, headers={"Authorization": "Bearer key"}) as answer:
+            assert (answer.status, await answer.json()) == (200, {"choices": [{"text": "answer"}]})
+    (asked,), (decoded,) = prefill.requests, decode.requests
+    assert (asked["prompt"], asked["max_tokens"]) == ("a", 1)
+    assert asked.keys().isdisjoint({"stream", "stream_options", "min_tokens"})
+    assert (asked["kv_transfer_params"]["do_remote_decode"], decoded["kv_transfer_params"]) == (True, BLOCKS)
+    assert {**decoded, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
+    assert [engine.headers[0]["Authorization"] for engine in (prefill, decode)] == ["Bearer key"] * 2
 
 
 def test_chat_request_asks_for_one_token_under_either_name():
@@ -111,94 +114,80 @@ def test_chat_request_asks_for_one_token_under_either_name():
     assert asked["kv_transfer_params"]["max_load_tokens"] == 0
 
 
-def test_engines_of_a_kind_take_turns():
-    async def scenario():
-        engines = [[Recorder("prefill") for _ in range(2)], [Recorder("decode") for _ in range(3)]]
-        async with Rig(*engines) as rig:
-            for _ in range(6):
-                async with rig.post({"prompt": "a"}) as answer:
-                    assert answer.status == 200
-        assert [[len(engine.requests) for engine in kind] for kind in engines] == [[3, 3], [2, 2, 2]]
-
-    run(scenario)
+@in_a_loop
+async def test_engines_of_a_kind_take_turns():
+    engines = [[Recorder("prefill") for _ in range(2)], [Recorder("decode") for _ in range(3)]]
+    async with Rig(*engines) as rig:
+        for _ in range(6):
+            async with rig.post({"prompt": "a"}) as answer:
+                assert answer.status == 200
+    assert [[len(engine.requests) for engine in kind] for kind in engines] == [[3, 3], [2, 2, 2]]
 
 
-def test_pieces_arrive_before_the_answer_is_whole():
-    async def scenario():
-        decode = Recorder("decode", pieces=[b"data: 1\n\n", b"data: 2\n\n"])
-        decode.go_on.clear()
-        async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
-            assert await answer.content.readany() == b"data: 1\n\n"
-            decode.go_on.set()
-            assert await answer.content.read() == b"data: 2\n\n"
-
-    run(scenario)
+@in_a_loop
+async def test_pieces_arrive_before_the_answer_is_whole():
+    decode = Recorder("decode", pieces=[b"data: 1\n\n", b"data: 2\n\n"])
+    decode.go_on.clear()
+    async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
+        assert await answer.content.readany() == b"data: 1\n\n"
+        decode.go_on.set()
+        assert await answer.content.read() == b"data: 2\n\n"
 
 
 @pytest.mark.parametrize("refusing", ["prefill", "decode"])
-def test_refusal_of_an_engine_is_passed_on_as_it_is(refusing):
-    async def scenario():
-        engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-        engines[refusing] = Recorder(refusing, status=400, pieces=[b'{"error": {"message": "too long"}}'])
-        async with Rig([engines["prefill"]], [engines["decode"]]) as rig, rig.post({"prompt": "a"}) as answer:
-            assert (answer.status, await answer.json()) == (400, {"error": {"message": "too long"}})
-        assert len(engines["decode"].requests) == (refusing == "decode")
-
-    run(scenario)
+@in_a_loop
+async def test_refusal_of_an_engine_is_passed_on_as_it_is(refusing):
+    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
+    engines[refusing] = Recorder(refusing, status=400, pieces=[b'{"error": {"message": "too long"}}'])
+    async with Rig([engines["prefill"]], [engines["decode"]]) as rig, rig.post({"prompt": "a"}) as answer:
+        assert (answer.status, await answer.json()) == (400, {"error": {"message": "too long"}})
+    assert len(engines["decode"].requests) == (refusing == "decode")
 
 
 @pytest.mark.parametrize("answer", [b'{"choices": []}', b'{"kv_transfer_params": null}'])
-def test_prefill_without_an_address_is_a_bad_gateway(answer):
-    async def scenario():
-        decode = Recorder("decode")
-        async with Rig([Recorder("prefill", pieces=[answer])], [decode]) as rig, rig.post({"prompt": "a"}) as got:
-            assert got.status == 502
-            assert "returned no `kv_transfer_params`" in (await got.json())["error"]["message"]
-        assert decode.requests == []
-
-    run(scenario)
+@in_a_loop
+async def test_prefill_without_an_address_is_a_bad_gateway(answer):
+    decode = Recorder("decode")
+    async with Rig([Recorder("prefill", pieces=[answer])], [decode]) as rig, rig.post({"prompt": "a"}) as got:
+        assert got.status == 502
+        assert "returned no `kv_transfer_params`" in (await got.json())["error"]["message"]
+    assert decode.requests == []
 
 
-def test_engine_that_does_not_answer_is_a_bad_gateway():
-    async def scenario():
-        async with contextlib.AsyncExitStack() as stack:
-            server = TestServer(make_app(["http://127.0.0.1:9"], ["http://127.0.0.1:9"]))
-            await server.start_server()
-            stack.push_async_callback(server.close)
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            async with session.post(server.make_url("/v1/completions"), json={"prompt": "a"}) as answer:
-                assert answer.status == 502
-                assert "127.0.0.1:9" in (await answer.json())["error"]["message"]
-
-    run(scenario)
+@in_a_loop
+async def test_engine_that_does_not_answer_is_a_bad_gateway():
+    async with contextlib.AsyncExitStack() as stack:
+        server = TestServer(make_app(["http://127.0.0.1:9"], ["http://127.0.0.1:9"]))
+        await server.start_server()
+        stack.push_async_callback(server.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        async with session.post(server.make_url("/v1/completions"), json={"prompt": "a"}) as answer:
+            assert answer.status == 502
+            assert "127.0.0.1:9" in (await answer.json())["error"]["message"]
 
 
-def test_answer_that_breaks_off_breaks_off_for_the_client_too():
-    async def scenario():
-        decode = Recorder("decode", pieces=[b"data: 1\n\n"], breaks=True)
-        async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
-            with pytest.raises(aiohttp.ClientError):
-                await answer.read()
-
-    run(scenario)
+@in_a_loop
+async def test_answer_that_breaks_off_breaks_off_for_the_client_too():
+    decode = Recorder("decode", pieces=[b"data: 1\n\n"], breaks=True)
+    async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
 
 
 @pytest.mark.parametrize("during", ["prefill", "decode"])
-def test_client_that_leaves_ends_its_request_at_the_engine(during):
-    async def scenario():
-        engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-        engines[during].pieces, engines[during].content_type = [b"data: 1\n\n"] * 1000, "text/event-stream"
-        engines[during].go_on.clear()
-        async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
-            request = asyncio.create_task(rig.post({"prompt": "a", "stream": True}).__aenter__())
-            while not engines[during].requests:
-                await asyncio.sleep(0.01)
-            if during == "decode":
-                (await request).close()
-            request.cancel()
-            await engines[during].gone.wait()
-
-    run(scenario)
+@in_a_loop
+async def test_client_that_leaves_ends_its_request_at_the_engine(during):
+    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
+    engines[during].pieces, engines[during].content_type = [b"data: 1\n\n"] * 1000, "text/event-stream"
+    engines[during].go_on.clear()
+    async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
+        request = asyncio.create_task(rig.post({"prompt": "a", "stream": True}).__aenter__())
+        while not engines[during].requests:
+            await asyncio.sleep(0.01)
+        if during == "decode":
+            (await request).close()
+        request.cancel()
+        await engines[during].gone.wait()
 
 
 @pytest.mark.parametrize(
@@ -215,16 +204,14 @@ def test_client_that_leaves_ends_its_request_at_the_engine(during):
         ({"prompt": "text", "use_beam_search": True}, False),
     ],
 )
-def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decodes(request_body, is_one):
-    async def scenario():
-        prefill, decode = Recorder("prefill"), Recorder("decode")
-        async with Rig([prefill], [decode]) as rig, rig.post(request_body) as answer:
-            assert answer.status == 200
-        assert len(prefill.requests) == int(is_one)
-        assert ("kv_transfer_params" in decode.requests[0]) == is_one
-
+@in_a_loop
+async def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decodes(request_body, is_one):
     assert is_one_answer(request_body) == is_one
-    run(scenario)
+    prefill, decode = Recorder("prefill"), Recorder("decode")
+    async with Rig([prefill], [decode]) as rig, rig.post(request_body) as answer:
+        assert answer.status == 200
+    assert len(prefill.requests) == int(is_one)
+    assert ("kv_transfer_params" in decode.requests[0]) == is_one
 
 
 @pytest.mark.parametrize(
@@ -236,40 +223,34 @@ def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decode
         (b'{"prompt": "a", "kv_transfer_params": "b"}', "`kv_transfer_params` is not an object"),
     ],
 )
-def test_what_is_no_request_is_refused(body, complaint):
-    async def scenario():
-        prefill = Recorder("prefill")
-        rig = Rig([prefill], [Recorder("decode")])
-        async with rig, rig.session.post(rig.url + "/v1/chat/completions", data=body) as answer:
-            assert answer.status == 400
-            assert (await answer.json())["error"]["message"] == complaint
-        assert prefill.requests == []
-
-    run(scenario)
+@in_a_loop
+async def test_what_is_no_request_is_refused(body, complaint):
+    prefill = Recorder("prefill")
+    rig = Rig([prefill], [Recorder("decode")])
+    async with rig, rig.session.post(rig.url + "/v1/chat/completions", data=body) as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["message"] == complaint
+    assert prefill.requests == []
 
 
-def test_models_are_those_of_an_engine_and_health_names_the_process():
-    async def scenario():
-        async with Rig([Recorder("prefill")], [Recorder("decode", pieces=[b'{"data": []}'])]) as rig:
-            async with rig.session.get(rig.url + "/v1/models") as answer:
-                assert await answer.json() == {"data": []}
-            async with rig.session.get(rig.url + "/health") as answer:
-                assert (answer.status, "pid" in await answer.json()) == (200, True)
-
-    run(scenario)
+@in_a_loop
+async def test_models_are_those_of_an_engine_and_health_names_the_process():
+    async with Rig([Recorder("prefill")], [Recorder("decode", pieces=[b'{"data": []}'])]) as rig:
+        async with rig.session.get(rig.url + "/v1/models") as answer:
+            assert await answer.json() == {"data": []}
+        async with rig.session.get(rig.url + "/health") as answer:
+            assert (answer.status, "pid" in await answer.json()) == (200, True)
 
 
-def test_long_prompt_passes():
-    async def scenario():
-        prefill, decode = Recorder("prefill"), Recorder("decode")
-        prompt = list(range(400_000))  # more than aiohttp takes by default
-        body = io.BytesIO(json.dumps({"prompt": prompt}).encode())
-        rig = Rig([prefill], [decode])
-        async with rig, rig.session.post(rig.url + "/v1/completions", data=body) as answer:
-            assert answer.status == 200
-        assert prefill.requests[0]["prompt"] == decode.requests[0]["prompt"] == prompt
-
-    run(scenario)
+@in_a_loop
+async def test_long_prompt_passes():
+    prefill, decode = Recorder("prefill"), Recorder("decode")
+    prompt = list(range(400_000))  # more than aiohttp takes by default
+    body = io.BytesIO(json.dumps({"prompt": prompt}).encode())
+    rig = Rig([prefill], [decode])
+    async with rig, rig.session.post(rig.url + "/v1/completions", data=body) as answer:
+        assert answer.status == 200
+    assert prefill.requests[0]["prompt"] == decode.requests[0]["prompt"] == prompt
 
 
 SECRET = {"do_remote_prefill": True, "remote_host": "attacker.example", "remote_port": 1, "remote_block_ids": [[9]]}
@@ -280,33 +261,29 @@ LIMITS = {"max_load_tokens": 16, "max_offload_tokens": 0}
     "more", [{}, {"n": 2}, {"prompt": ["a", "b"]}, {"best_of": 3}], ids=["one", "n", "prompts", "best_of"]
 )
 @pytest.mark.parametrize("place", ["kv_transfer_params", "vllm_xargs"])
-def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(more, place):
-    async def scenario():
-        prefill, decode = Recorder("prefill"), Recorder("decode")
-        given = {"kv_transfer_params": {**SECRET, **LIMITS, "unknown": 1}, "ec_transfer_params": {"peer": "x"}}
-        body = {"prompt": "a", **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
-        async with Rig([prefill], [decode]) as rig, rig.post(body) as answer:
-            assert answer.status == 200
-        expected = LIMITS if place == "kv_transfer_params" else {}
-        for engine, added in ((prefill, client_request._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
-            for request in engine.requests:
-                assert request.get("kv_transfer_params", {}) == {**expected, **added}
-                assert "ec_transfer_params" not in request
-                assert request.get("vllm_xargs", {"own": 1}) == {"own": 1}
-
-    run(scenario)
+@in_a_loop
+async def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(more, place):
+    prefill, decode = Recorder("prefill"), Recorder("decode")
+    given = {"kv_transfer_params": {**SECRET, **LIMITS, "unknown": 1}, "ec_transfer_params": {"peer": "x"}}
+    body = {"prompt": "a", **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
+    async with Rig([prefill], [decode]) as rig, rig.post(body) as answer:
+        assert answer.status == 200
+    expected = LIMITS if place == "kv_transfer_params" else {}
+    for engine, added in ((prefill, client_request._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
+        for request in engine.requests:
+            assert request.get("kv_transfer_params", {}) == {**expected, **added}
+            assert "ec_transfer_params" not in request
+            assert request.get("vllm_xargs", {"own": 1}) == {"own": 1}
 
 
-def test_only_the_address_of_blocks_passes_from_one_engine_to_the_other():
-    async def scenario():
-        address = {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2, "max_load_tokens": 0, "command": "run"}
-        prefill = Recorder("prefill", pieces=[json.dumps({"kv_transfer_params": address}).encode()])
-        decode = Recorder("decode")
-        async with Rig([prefill], [decode]) as rig, rig.post({"prompt": "a"}) as answer:
-            assert answer.status == 200
-        assert decode.requests[0]["kv_transfer_params"] == {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2}
-
-    run(scenario)
+@in_a_loop
+async def test_only_the_address_of_blocks_passes_from_one_engine_to_the_other():
+    address = {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2, "max_load_tokens": 0, "command": "run"}
+    prefill = Recorder("prefill", pieces=[json.dumps({"kv_transfer_params": address}).encode()])
+    decode = Recorder("decode")
+    async with Rig([prefill], [decode]) as rig, rig.post({"prompt": "a"}) as answer:
+        assert answer.status == 200
+    assert decode.requests[0]["kv_transfer_params"] == {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2}
 
 
 NOT_SERVED = [
@@ -337,178 +314,153 @@ async def exchange(rig, *parts):
 
 
 @pytest.mark.parametrize("target", NOT_SERVED)
-def test_no_other_endpoint_of_an_engine_is_reachable(target):
-    async def scenario():
-        engines = Recorder("prefill"), Recorder("decode")
-        async with Rig(*([engine] for engine in engines)) as rig:
-            for method in ("GET", "POST"):
-                head = f"{method} {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}"
-                answer = await exchange(rig, head.encode())
-                assert answer.split()[1] in (b"404", b"405", b"400"), answer
-        assert engines[0].paths == engines[1].paths == []
-
-    run(scenario)
+@in_a_loop
+async def test_no_other_endpoint_of_an_engine_is_reachable(target):
+    engines = Recorder("prefill"), Recorder("decode")
+    async with Rig(*([engine] for engine in engines)) as rig:
+        for method in ("GET", "POST"):
+            head = f"{method} {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}"
+            answer = await exchange(rig, head.encode())
+            assert answer.split()[1] in (b"404", b"405", b"400"), answer
+    assert engines[0].paths == engines[1].paths == []
 
 
-def test_absolute_target_reaches_our_engine_and_no_other_host():
-    async def scenario():
-        engines = Recorder("prefill"), Recorder("decode")
-        async with Rig(*([engine] for engine in engines)) as rig:
-            body = b'{"prompt": "a"}'
-            head = b"POST http://attacker.example/v1/completions HTTP/1.1\r\nHost: attacker.example\r\n"
-            answer = await exchange(rig, head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            assert answer.split()[1] == b"200"
-        assert engines[0].paths == engines[1].paths == ["/v1/completions"]
-        assert all("attacker" not in engine.headers[0]["Host"] for engine in engines)
-
-    run(scenario)
+@in_a_loop
+async def test_absolute_target_reaches_our_engine_and_no_other_host():
+    engines = Recorder("prefill"), Recorder("decode")
+    async with Rig(*([engine] for engine in engines)) as rig:
+        body = b'{"prompt": "a"}'
+        head = b"POST http://attacker.example/v1/completions HTTP/1.1\r\nHost: attacker.example\r\n"
+        answer = await exchange(rig, head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert answer.split()[1] == b"200"
+    assert engines[0].paths == engines[1].paths == ["/v1/completions"]
+    assert all("attacker" not in engine.headers[0]["Host"] for engine in engines)
 
 
-def test_headers_of_one_connection_do_not_reach_an_engine():
-    async def scenario():
-        engines = Recorder("prefill"), Recorder("decode")
-        headers = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-End": "2", "Proxy-Authorization": "secret"}
-        rig = Rig(*([engine] for engine in engines))
-        async with rig, rig.post({"prompt": "a"}, headers={**headers, "TE": "trailers"}) as answer:
-            assert answer.status == 200
-        for engine in engines:
-            assert engine.headers[0]["X-End"] == "2"
-            assert not {"X-Hop", "Proxy-Authorization", "TE"} & set(engine.headers[0])
-
-    run(scenario)
+@in_a_loop
+async def test_headers_of_one_connection_do_not_reach_an_engine():
+    engines = Recorder("prefill"), Recorder("decode")
+    headers = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-End": "2", "Proxy-Authorization": "secret"}
+    rig = Rig(*([engine] for engine in engines))
+    async with rig, rig.post({"prompt": "a"}, headers={**headers, "TE": "trailers"}) as answer:
+        assert answer.status == 200
+    for engine in engines:
+        assert engine.headers[0]["X-End"] == "2"
+        assert not {"X-Hop", "Proxy-Authorization", "TE"} & set(engine.headers[0])
 
 
-def test_compressed_body_is_refused_and_not_decompressed():
-    async def scenario():
-        bomb = gzip.compress(b'{"prompt": "' + b"a" * 2**26 + b'"}')
-        prefill = Recorder("prefill")
-        rig = Rig([prefill], [Recorder("decode")])
-        headers = {"Content-Encoding": "gzip"}
-        async with rig, rig.session.post(rig.url + "/v1/completions", data=bomb, headers=headers) as answer:
-            assert answer.status == 415
-        assert prefill.requests == []
-
-    run(scenario)
+@in_a_loop
+async def test_compressed_body_is_refused_and_not_decompressed():
+    bomb = gzip.compress(b'{"prompt": "' + b"a" * 2**26 + b'"}')
+    prefill = Recorder("prefill")
+    rig = Rig([prefill], [Recorder("decode")])
+    headers = {"Content-Encoding": "gzip"}
+    async with rig, rig.session.post(rig.url + "/v1/completions", data=bomb, headers=headers) as answer:
+        assert answer.status == 415
+    assert prefill.requests == []
 
 
 @pytest.mark.parametrize(("module", "limit"), [(proxy, "MAX_BODY_BYTES"), (client_request, "MAX_VALUES")])
-def test_body_that_is_too_long_is_refused(monkeypatch, module, limit):
-    async def scenario():
-        monkeypatch.setattr(module, limit, 1000)
-        rig = Rig([Recorder("prefill")], [Recorder("decode")])
-        async with rig, rig.post({"prompt": [1] * 1100}) as answer:
-            assert answer.status == 413
-            assert "1000" in (await answer.json())["error"]["message"]
-        async with rig, rig.post({"prompt": "a", "metadata": [[[[[[[[]]]]]]]] * 200}) as answer:
-            assert answer.status == 413
-
-    run(scenario)
+@in_a_loop
+async def test_body_that_is_too_long_is_refused(monkeypatch, module, limit):
+    monkeypatch.setattr(module, limit, 1000)
+    rig = Rig([Recorder("prefill")], [Recorder("decode")])
+    async with rig, rig.post({"prompt": [1] * 1100}) as answer:
+        assert answer.status == 413
+        assert "1000" in (await answer.json())["error"]["message"]
+    async with rig, rig.post({"prompt": "a", "metadata": [[[[[[[[]]]]]]]] * 200}) as answer:
+        assert answer.status == 413
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"1e400", b"-Infinity", b"9" * 5000, b"9" * 500])
-def test_number_that_is_not_json_is_refused(number):
-    async def scenario():
-        rig = Rig([Recorder("prefill")], [Recorder("decode")])
-        async with rig, rig.session.post(rig.url + "/v1/completions", data=b'{"prompt": %s}' % number) as answer:
-            assert answer.status == 400
-
-    run(scenario)
+@in_a_loop
+async def test_number_that_is_not_json_is_refused(number):
+    rig = Rig([Recorder("prefill")], [Recorder("decode")])
+    async with rig, rig.session.post(rig.url + "/v1/completions", data=b'{"prompt": %s}' % number) as answer:
+        assert answer.status == 400
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"prompt": "\xff"}'])
-def test_body_that_no_parser_takes_is_a_400(body):
-    async def scenario():
-        rig = Rig([Recorder("prefill")], [Recorder("decode")])
-        headers = {"Content-Type": "application/json; charset=unknown"}
-        async with rig, rig.session.post(rig.url + "/v1/completions", data=body, headers=headers) as answer:
-            assert answer.status == 400
-
-    run(scenario)
+@in_a_loop
+async def test_body_that_no_parser_takes_is_a_400(body):
+    rig = Rig([Recorder("prefill")], [Recorder("decode")])
+    headers = {"Content-Type": "application/json; charset=unknown"}
+    async with rig, rig.session.post(rig.url + "/v1/completions", data=body, headers=headers) as answer:
+        assert answer.status == 400
 
 
-def test_body_that_does_not_arrive_is_given_up(monkeypatch):
-    async def scenario():
-        monkeypatch.setattr(proxy, "BODY_TIMEOUT_S", 0.1)
-        async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 99\r\n\r\n{"
-            assert (await exchange(rig, head)).split()[1] == b"408"
-
-    run(scenario)
+@in_a_loop
+async def test_body_that_does_not_arrive_is_given_up(monkeypatch):
+    monkeypatch.setattr(proxy, "BODY_TIMEOUT_S", 0.1)
+    async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 99\r\n\r\n{"
+        assert (await exchange(rig, head)).split()[1] == b"408"
 
 
-def test_request_whose_headers_do_not_arrive_is_closed():
-    async def scenario():
-        async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_s=0.2) as rig:
-            assert await exchange(rig, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
-
-    run(scenario)
+@in_a_loop
+async def test_request_whose_headers_do_not_arrive_is_closed():
+    async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_s=0.2) as rig:
+        assert await exchange(rig, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
 
 
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
-def test_engine_that_accepts_and_never_answers_is_a_bad_gateway(monkeypatch, silent):
-    async def scenario():
-        monkeypatch.setattr(proxy, "ENGINE_TIMEOUT_S", 0.2)
-        engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-        engines[silent].pieces = [b" "]
-        engines[silent].go_on.clear()
-        async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
-            try:
-                async with rig.post({"prompt": "a"}) as answer:
-                    await answer.read()
-                    assert (silent, answer.status) == ("prefill", 502)
-            except aiohttp.ClientError:
-                assert silent == "decode"  # the status was already sent
-        await asyncio.wait_for(engines[silent].gone.wait(), 10)
-
-    run(scenario)
+@in_a_loop
+async def test_engine_that_accepts_and_never_answers_is_a_bad_gateway(monkeypatch, silent):
+    monkeypatch.setattr(proxy, "ENGINE_TIMEOUT_S", 0.2)
+    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
+    engines[silent].pieces = [b" "]
+    engines[silent].go_on.clear()
+    async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
+        try:
+            async with rig.post({"prompt": "a"}) as answer:
+                await answer.read()
+                assert (silent, answer.status) == ("prefill", 502)
+        except aiohttp.ClientError:
+            assert silent == "decode"  # the status was already sent
+    await asyncio.wait_for(engines[silent].gone.wait(), 10)
 
 
-def test_client_that_does_not_read_ends_its_request(monkeypatch):
-    async def scenario():
-        monkeypatch.setattr(proxy, "CLIENT_TIMEOUT_S", 0.2)
-        decode = Recorder("decode", pieces=[b"x" * 2**20] * 1000)
-        async with Rig([Recorder("prefill")], [decode]) as rig:
-            _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]), limit=1)
-            body = b'{"prompt": "a"}'
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n" + body)
-            await asyncio.wait_for(decode.gone.wait(), 10)
-            writer.close()
-
-    run(scenario)
+@in_a_loop
+async def test_client_that_does_not_read_ends_its_request(monkeypatch):
+    monkeypatch.setattr(proxy, "CLIENT_TIMEOUT_S", 0.2)
+    decode = Recorder("decode", pieces=[b"x" * 2**20] * 1000)
+    async with Rig([Recorder("prefill")], [decode]) as rig:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]), limit=1)
+        body = b'{"prompt": "a"}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n" + body)
+        await asyncio.wait_for(decode.gone.wait(), 10)
+        writer.close()
 
 
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])
 @pytest.mark.parametrize("value", ["5", -1, True, 1.5, {"a": 1}, [1], 10**30])
-def test_limit_that_is_no_number_of_tokens_is_refused_with_its_beginning(name, value):
-    async def scenario():
-        decode = Recorder("decode")
-        async with Rig([Recorder("prefill")], [decode]) as rig:
-            async with rig.post({"prompt": "a", "kv_transfer_params": {name: value}}) as answer:
-                assert (answer.status, name in (await answer.json())["error"]["message"]) == (400, True)
-            async with rig.post({"prompt": "a", "kv_transfer_params": {name: "\n" * 50_000}}) as answer:
-                assert (answer.status, len(await answer.read()) < 600) == (400, True)
-        assert decode.requests == []
-
-    run(scenario)
+@in_a_loop
+async def test_limit_that_is_no_number_of_tokens_is_refused_with_its_beginning(name, value):
+    decode = Recorder("decode")
+    async with Rig([Recorder("prefill")], [decode]) as rig:
+        async with rig.post({"prompt": "a", "kv_transfer_params": {name: value}}) as answer:
+            assert (answer.status, name in (await answer.json())["error"]["message"]) == (400, True)
+        async with rig.post({"prompt": "a", "kv_transfer_params": {name: "\n" * 50_000}}) as answer:
+            assert (answer.status, len(await answer.read()) < 600) == (400, True)
+    assert decode.requests == []
 
 
-def test_large_body_is_parsed_in_another_process(monkeypatch):
+@in_a_loop
+async def test_large_body_is_parsed_in_another_process(monkeypatch):
     monkeypatch.setattr(proxy, "engine_requests", lambda content: pytest.fail("it was parsed here"))
     metadata = dict.fromkeys(map(str, range(50_000)), 1)
 
-    async def scenario():
-        prefill, decode = Recorder("prefill"), Recorder("decode")
-        async with Rig([prefill], [decode]) as rig:
-            for _ in range(2):
-                async with rig.post({"prompt": "a", "metadata": metadata}) as answer:
-                    assert answer.status == 200
-        assert prefill.requests[1]["metadata"] == decode.requests[1]["metadata"] == metadata
-
-    run(scenario)
+    prefill, decode = Recorder("prefill"), Recorder("decode")
+    async with Rig([prefill], [decode]) as rig:
+        for _ in range(2):
+            async with rig.post({"prompt": "a", "metadata": metadata}) as answer:
+                assert answer.status == 200
+    assert prefill.requests[1]["metadata"] == decode.requests[1]["metadata"] == metadata
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_long_bodies_of_all_clients_have_a_common_limit(monkeypatch, is_chunked):
+@in_a_loop
+async def test_long_bodies_of_all_clients_have_a_common_limit(monkeypatch, is_chunked):
     monkeypatch.setattr(proxy, "MAX_BODIES_BYTES", 300_000)
     body = json.dumps({"prompt": "a" * 200_000}).encode()
 
@@ -516,94 +468,85 @@ def test_long_bodies_of_all_clients_have_a_common_limit(monkeypatch, is_chunked)
         for start in range(0, len(body), 50_000):
             yield body[start : start + 50_000]
 
-    async def scenario():
-        decode = Recorder("decode", pieces=[b"{}", b" "])
-        decode.go_on.clear()
-        async with Rig([Recorder("prefill")], [decode]) as rig:
+    decode = Recorder("decode", pieces=[b"{}", b" "])
+    decode.go_on.clear()
+    async with Rig([Recorder("prefill")], [decode]) as rig:
 
-            def send():
-                return rig.session.post(f"{rig.url}/v1/completions", data=pieces() if is_chunked else body)
+        def send():
+            return rig.session.post(f"{rig.url}/v1/completions", data=pieces() if is_chunked else body)
 
-            async with send() as first:
-                async with send() as refused:
-                    error = (await refused.json())["error"]
-                assert (refused.status, error["type"]) == (503, "server_error")
-                assert "it would be more than 300000: send the request again later" in error["message"]
-                async with rig.post({"prompt": "a"}) as short:
-                    assert short.status == 200
-                decode.go_on.set()
-                assert await first.json() == {}
-            async with send() as again:
-                assert again.status == 200
-        assert [len(request["prompt"]) for request in decode.requests] == [200_000, 1, 200_000]
-
-    run(scenario)
+        async with send() as first:
+            async with send() as refused:
+                error = (await refused.json())["error"]
+            assert (refused.status, error["type"]) == (503, "server_error")
+            assert "it would be more than 300000: send the request again later" in error["message"]
+            async with rig.post({"prompt": "a"}) as short:
+                assert short.status == 200
+            decode.go_on.set()
+            assert await first.json() == {}
+        async with send() as again:
+            assert again.status == 200
+    assert [len(request["prompt"]) for request in decode.requests] == [200_000, 1, 200_000]
 
 
-def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_nothing():
-    async def scenario():
-        decode = Recorder("decode")
-        async with Rig([Recorder("prefill")], [decode]) as rig:
-            body = json.dumps({"prompt": [1] * 1_000_000}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-            writer.write(head + body)
-            await writer.drain()
-            writer.transport.abort()
-            prompt = "b" * 200_000
-            async with rig.post({"prompt": prompt}) as answer:
-                assert answer.status == 200
-        assert decode.requests[-1]["prompt"] == prompt
-
-    run(scenario)
+@in_a_loop
+async def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_nothing():
+    decode = Recorder("decode")
+    async with Rig([Recorder("prefill")], [decode]) as rig:
+        body = json.dumps({"prompt": [1] * 1_000_000}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(head + body)
+        await writer.drain()
+        writer.transport.abort()
+        prompt = "b" * 200_000
+        async with rig.post({"prompt": prompt}) as answer:
+            assert answer.status == 200
+    assert decode.requests[-1]["prompt"] == prompt
 
 
-def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
+@in_a_loop
+async def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
     """The process for the longest bodies is stopped, so that the test waits for no time."""
-
-    async def scenario():
-        decode = Recorder("decode")
-        async with Rig([Recorder("prefill")], [decode]) as rig:
-            assert await asked(rig, 2 * SHORT_BODY_BYTES) == 200
-            (process,) = [child for child in psutil.Process().children() if "body_process" in str(child.cmdline())]
-            process.suspend()
-            sent = [asyncio.create_task(asked(rig, 2 * SHORT_BODY_BYTES)) for _ in range(3)]
-            assert await asked(rig, 200_000) == 200
-            assert not any(task.done() for task in sent)
-            process.resume()
-            assert await asyncio.gather(*sent) == [200] * 3
 
     async def asked(rig, characters):
         body = io.BytesIO(json.dumps({"prompt": "b" * characters}).encode())
         async with rig.session.post(rig.url + "/v1/completions", data=body) as answer:
             return answer.status
 
-    run(scenario)
+    decode = Recorder("decode")
+    async with Rig([Recorder("prefill")], [decode]) as rig:
+        assert await asked(rig, 2 * SHORT_BODY_BYTES) == 200
+        (process,) = [child for child in psutil.Process().children() if "body_process" in str(child.cmdline())]
+        process.suspend()
+        sent = [asyncio.create_task(asked(rig, 2 * SHORT_BODY_BYTES)) for _ in range(3)]
+        assert await asked(rig, 200_000) == 200
+        assert not any(task.done() for task in sent)
+        process.resume()
+        assert await asyncio.gather(*sent) == [200] * 3
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("length", [10, 100_000], ids=["short", "long"])
-def test_client_that_ends_its_side_gets_its_answer(version, length):
-    async def scenario():
-        body = json.dumps({"prompt": "a" * length}).encode()
-        head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        decode = Recorder("decode")
-        async with Rig([Recorder("prefill")], [decode]) as rig:
-            decode.go_on.clear()
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-            writer.write(head + body)
-            writer.write_eof()
-            while not decode.requests:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
-            decode.go_on.set()
-            answer = await reader.read()
-            writer.close()
-        assert answer.count(b"100 Continue") == (0 if version == "1.0" else answer.count(b"HTTP/1.1") - 1)
-        assert b"200 OK" in answer
-        assert b'{"text": "answer"}]}' in answer
-
-    run(scenario)
+@in_a_loop
+async def test_client_that_ends_its_side_gets_its_answer(version, length):
+    body = json.dumps({"prompt": "a" * length}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    decode = Recorder("decode")
+    async with Rig([Recorder("prefill")], [decode]) as rig:
+        decode.go_on.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+        writer.write(head + body)
+        writer.write_eof()
+        while not decode.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        decode.go_on.set()
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"100 Continue") == (0 if version == "1.0" else answer.count(b"HTTP/1.1") - 1)
+    assert b"200 OK" in answer
+    assert b'{"text": "answer"}]}' in answer
 
 
 @pytest.mark.parametrize(
@@ -618,15 +561,13 @@ def test_client_that_ends_its_side_gets_its_answer(version, length):
         b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
     ],
 )
-def test_odd_request_is_no_error_of_the_server_and_no_line_of_log(caplog, request_bytes):
-    async def scenario():
-        async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
-            for _ in range(3):
-                reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-                writer.write(request_bytes)
-                answer = await reader.read()
-                writer.close()
-                assert int(answer.split()[1]) < 500
-
-    run(scenario)
+@in_a_loop
+async def test_odd_request_is_no_error_of_the_server_and_no_line_of_log(caplog, request_bytes):
+    async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
+            writer.write(request_bytes)
+            answer = await reader.read()
+            writer.close()
+            assert int(answer.split()[1]) < 500
     assert caplog.text == ""
