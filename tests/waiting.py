@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+LIMIT_S = 240  # nothing on a busy machine takes as long
+Found = TypeVar("Found")
+
+
+def eventually(condition: Callable[[], Found], what: str = "") -> Found:
+    """Wait until a condition is true, and return what it returned."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"did not come true within {LIMIT_S} s {what}"
+        time.sleep(0.01)
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def slept_s() -> float:

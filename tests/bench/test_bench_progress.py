@@ -3,10 +3,9 @@ from __future__ import annotations
 import io
 import re
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
+from waiting import eventually
 
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.show.terminal import BenchProgress, duration
@@ -16,13 +15,6 @@ def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
     return RequestRecord(
         "cell.1.kvbm", "kvbm", "cell", 1, 0, 0, 1, "steady", intended_ms=0.0, first_token_ms=ttft_ms, error=error
     )
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline, "did not become true"
-        time.sleep(0.01)
 
 
 class Terminal(io.StringIO):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from metrics_server import MetricsServerForTests
+from waiting import eventually, is_gone
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.metrics.sampler import Sampler
@@ -48,13 +49,6 @@ def server():
 
 def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_until(condition, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timeout"
-        time.sleep(0.01)
 
 
 def test_first_sample_is_written_before_the_run_and_the_last_one_after_it(server, path):
@@ -94,7 +88,7 @@ def test_a_page_that_takes_longer_than_the_interval_does_not_pile_up(server, pat
 def test_one_slow_page_is_not_followed_by_a_burst(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
         server.pages.delay_s = 8 * INTERVAL_S
-        wait_until(lambda: server.pages.requests >= 2)
+        eventually(lambda: server.pages.requests >= 2)
         server.pages.delay_s = 0
         time.sleep(13 * INTERVAL_S)
     assert len(lines(path)) <= 10  # 8 missed samples are not made up for
@@ -103,7 +97,7 @@ def test_one_slow_page_is_not_followed_by_a_burst(server, path):
 def test_an_answer_to_an_earlier_sample_is_ignored(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
         server.pages.text, server.pages.delay_s = page(2), 0.6
-        wait_until(lambda: server.pages.requests >= 2)
+        eventually(lambda: server.pages.requests >= 2)
         time.sleep(0.3)
         server.pages.text = page(5)
     assert lines(path)[-1]["prompt_tokens"]["g1"] == 5
@@ -111,9 +105,9 @@ def test_an_answer_to_an_earlier_sample_is_ignored(server, path):
 
 def test_a_server_that_dies_leaves_lines_with_an_error(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S) as sampler:
-        wait_until(lambda: len(lines(path)) >= 2)
+        eventually(lambda: len(lines(path)) >= 2)
         server.close()
-        wait_until(lambda: sum("error" in line for line in lines(path)) >= 2)
+        eventually(lambda: sum("error" in line for line in lines(path)) >= 2)
     assert sampler.failure is None
     last = lines(path)[-1]
     assert "refused" in last["error"]
@@ -125,9 +119,9 @@ def test_a_server_that_dies_leaves_lines_with_an_error(server, path):
 def test_a_server_that_comes_back_is_sampled_again(path):
     with MetricsServerForTests(page(1)) as server, Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
         server.pages.status = 503
-        wait_until(lambda: "error" in lines(path)[-1])
+        eventually(lambda: "error" in lines(path)[-1])
         server.pages.status = 200
-        wait_until(lambda: "error" not in lines(path)[-1])
+        eventually(lambda: "error" not in lines(path)[-1])
     assert summarise(path).prompt_tokens is not None
 
 
@@ -151,7 +145,7 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
 def test_a_sample_that_waits_does_not_delay_the_end(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=1.5) as sampler:
         server.pages.hangs = True
-        wait_until(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
+        eventually(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
         stopping = time.monotonic()
     assert time.monotonic() - stopping < 2.4
     assert sampler.failure is None
@@ -217,10 +211,10 @@ def test_the_sampler_ends_with_its_parent(server, path, has_heir):
     assert parent.stdout is not None
     pid, heir = map(int, parent.stdout.readline().split())
     try:
-        assert is_alive(pid)
+        assert not is_gone(pid)
         parent.kill()
-        wait_until(lambda: not is_alive(pid))
-        assert not has_heir or is_alive(heir)
+        eventually(lambda: is_gone(pid))
+        assert not has_heir or not is_gone(heir)
     finally:
         if has_heir:
             os.kill(heir, signal.SIGKILL)
@@ -229,17 +223,10 @@ def test_the_sampler_ends_with_its_parent(server, path, has_heir):
     assert all("error" not in line for line in lines(path))
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
 def test_a_sampler_that_was_killed_is_reported(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=60) as sampler:
         os.kill(sampler.pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(sampler.pid))
+        eventually(lambda: is_gone(sampler.pid))
     assert sampler.failure is not None
     assert "exit code -9" in sampler.failure
     assert "the server reported metrics only once" in summarise(path).caveats[0]

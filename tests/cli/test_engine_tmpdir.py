@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import FAKE_ENGINE
-from test_process import eventually, fake_plan, is_gone
+from test_process import fake_plan
+from waiting import eventually, is_gone
 
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.system.engine_tmpdir import PREFIX, SETTLED_S, EngineTmpdir, sweep

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from terminal import PROGRAM, environment
 from test_hanging_directories import mounted_and_obeying
-from test_process import eventually
 from test_serve import home as home  # the fixture
+from waiting import eventually
 
 LIMIT_S = 10.0
 CHILD = """

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import PROGRAM, environment, kvbm
-from test_process import eventually, is_gone
+from waiting import eventually, is_gone
 
 from kvbm.disk.directory import InstanceLock
 from kvbm_cli.engine.process import choose_port

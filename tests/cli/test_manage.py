@@ -18,10 +18,10 @@ import psutil
 import pytest
 from recorded_runs import NOBODY, facts
 from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm
-from test_process import eventually, is_gone
 from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
+from waiting import eventually, is_gone
 
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.runs.log_tail import start_of_last_lines

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_process import DEADLINE_S, eventually, fake_plan, is_gone
+from test_process import DEADLINE_S, fake_plan
+from waiting import eventually, is_gone
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError

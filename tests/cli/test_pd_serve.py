@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import assert_snapshot, filtered, kvbm
-from test_process import eventually, is_gone
 from test_serve import serving
 from test_serve_vllm import PROFILE, QWEN3
+from waiting import eventually, is_gone
 
 DISAGGREGATED = "disaggregated: {prefill: 2, decode: 1}\n"
 NAMES = ["prefill 0", "prefill 1", "decode 0"]

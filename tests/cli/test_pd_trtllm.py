@@ -12,10 +12,10 @@ import pytest
 import yaml
 from terminal import kvbm
 from test_manage import status
-from test_process import is_gone
 from test_serve import RUNS, serving
 from test_serve_trtllm import PROFILE
 from test_serve_trtllm import home as home  # the fixture
+from waiting import is_gone
 
 from kvbm.config.load import load
 from kvbm.config.schema import Profile

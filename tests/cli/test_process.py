@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from fake_server import FakeServer
 from terminal import FAKE_ENGINE, HANGS_S
+from waiting import eventually, is_gone
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
@@ -40,20 +40,6 @@ def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:
     url = f"http://127.0.0.1:{port}"
     argv = (sys.executable, str(FAKE_ENGINE), "--port", str(port))
     return LaunchPlan(argv, {"FAKE": mode}, url, f"{url}/health", "m")
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from test_process import DEADLINE_S, eventually, fake_plan, is_gone
+from test_process import DEADLINE_S, fake_plan
+from waiting import eventually, is_gone
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.process import LONGEST_TMPDIR, EngineProcess

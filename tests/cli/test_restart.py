@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import PROGRAM, environment
-from test_process import eventually
 from test_runs import states
 from test_serve import home as home  # the fixture
 from test_serve import serving
+from waiting import eventually
 
 from kvbm_cli.engine.process import choose_port
 

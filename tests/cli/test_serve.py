@@ -17,7 +17,7 @@ from typing import IO
 import psutil
 import pytest
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm, kvbm_here
-from test_process import eventually, is_gone
+from waiting import eventually, is_gone
 
 RUNS = ".local/state/kvbm/runs"
 MODEL = {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from terminal import assert_snapshot, kvbm, kvbm_here
 from test_manage import status
-from test_process import eventually
 from test_serve import home as home  # the fixture
 from test_serve import serving
 from test_serve_vllm import PROFILE as VLLM_PROFILE
 from test_serve_vllm import QWEN3
+from waiting import eventually
 
 from kvbm_cli.bench import engines as arms
 from kvbm_cli.bench.arms import comparison_of

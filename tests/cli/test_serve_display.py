@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from terminal import PROGRAM, environment, kvbm
-from test_process import eventually
 from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
+from waiting import eventually
 
 from kvbm_cli.runs.log_tail import CHUNK_BYTES, LogTail, shown_line, start_of_last_lines
 from kvbm_cli.serve.display import ServeDisplay

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from terminal import PROGRAM, environment, kvbm
-from test_process import eventually, is_gone
+from waiting import eventually, is_gone
 
 from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm_cli.system.http_client import request

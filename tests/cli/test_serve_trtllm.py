@@ -13,9 +13,9 @@ import yaml
 from fake_trtllm import installation, wrapper
 from terminal import Kvbm, assert_snapshot, kvbm, ways
 from test_manage import status
-from test_process import eventually, is_gone
 from test_serve import RUNS, serving
 from test_serve_vllm import QWEN3
+from waiting import eventually, is_gone
 
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.engine.python_probe import TRTLLM, _probe

@@ -13,10 +13,10 @@ import psutil
 import pytest
 from terminal import PROGRAM, environment, kvbm
 from test_manage import status
-from test_process import eventually, is_gone
 from test_runs import states
 from test_serve import RUNS, Serving, serving
 from test_serve import home as home  # the fixture
+from waiting import eventually, is_gone
 
 CHILDREN = ("--set", "engine.environment.FAKE=children")
 

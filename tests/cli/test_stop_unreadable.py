@@ -15,9 +15,9 @@ import pytest
 from recorded_runs import facts
 from terminal import kvbm
 from test_manage import status
-from test_process import is_gone
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
+from waiting import is_gone
 
 from kvbm_cli.app import run
 from kvbm_cli.runs.run_directory import FACTS, LOCK, MOST_BYTES, Runs

@@ -20,6 +20,7 @@ import pytest
 from doctor_machine import PATIENT
 from filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
+from waiting import eventually
 
 from kvbm_cli.doctor.check import OTHER_DIRECTORY
 from kvbm_cli.doctor.disk import _remedy_for
@@ -91,20 +92,13 @@ def test_nothing_is_left_by_one_that_is_ended(
     child.send_signal(number)
     code = child.wait(60)
     assert code in (130, -number, 0, 1)
-    _wait_until(lambda: not (tmp_path / "a" / "cache").exists())
+    eventually(lambda: not (tmp_path / "a" / "cache").exists())
     assert list((tmp_path / "a").iterdir()) == []
-    _wait_until(lambda: not _helpers_of(tmp_path))
+    eventually(lambda: not _helpers_of(tmp_path))
 
 
 def _wait_for_work(directory: Path, child: subprocess.Popen[bytes]) -> None:
-    _wait_until(lambda: directory.exists() or child.poll() is not None)
-
-
-def _wait_until(is_so: object, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: directory.exists() or child.poll() is not None)
 
 
 def _helpers_of(home: Path) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
+from waiting import eventually
 
 import kvbm
 from kvbm.types import Tier
@@ -87,13 +88,6 @@ def engine_on(directory):
     )
 
 
-def wait_until(condition):
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     "offsets",
     [(YEAR_S, -YEAR_S), *(pytest.param(one, marks=pytest.mark.soak) for one in ((YEAR_S, 0), (-YEAR_S, 0)))],
@@ -113,7 +107,7 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, clock, offsets):
         counters = engine.counters
         assert counters.disk_times_off == counters.onboard_failed_blocks == counters.overdue_transfers == 0
         os.kill(tier_of(engine.leader, Tier.DISK)._disk.pid, signal.SIGKILL)
-        wait_until(
+        eventually(
             lambda: engine.ask(prompt(99, 20), max_tokens=1) and counters.disk_restarts and not counters.disk_off
         )
         check_leader(engine.leader)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from waiting import eventually
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.errors import EnvironmentProblem
@@ -40,13 +41,6 @@ def opened(tmp_path, segments, *names, identity):
     return open_tiers(config, engine, LeaderSettings.of(config, segments, engine.traits, g1_blocks=8))
 
 
-def until(is_so):
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("doubt", ["", "why"])
 def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, caplog):
     identity: Future = Future()
@@ -56,7 +50,7 @@ def test_the_disk_opens_when_the_identity_is_known(tmp_path, segments, doubt, ca
     assert (disk.is_on, disk.is_unnamed, disk.is_silent) == (False, True, False)
     identity.set_result((FACTS, doubt))
     assert not disk.is_unnamed
-    until(lambda: disk.poll() or disk.is_on)
+    eventually(lambda: disk.poll() or disk.is_on)
     assert not disk.is_silent
     name = namespace_of(segments, (FACTS, ""))[0].digest.hex()
     assert (tmp_path / "disk" / name).exists() == (doubt == "")
@@ -79,7 +73,7 @@ def test_the_shared_tier_opens_when_the_identity_is_known_and_not_in_doubt(tmp_p
         assert not shared.is_on
         assert "does not use the shared tier: why" in caplog.text
     else:
-        until(lambda: shared.poll() or shared.is_on)
+        eventually(lambda: shared.poll() or shared.is_on)
     shared.close(1.0)
 
 
@@ -121,7 +115,7 @@ def test_two_tiers_that_hang_delay_a_start_as_long_as_one(tmp_path, segments, ch
     assert (disk.is_silent, shared.is_silent) == (True, True)
     for child in children:
         os.kill(child.pid, signal.SIGCONT)
-    until(lambda: disk.poll() or shared.poll() or (disk.is_on and shared.is_on))
+    eventually(lambda: disk.poll() or shared.poll() or (disk.is_on and shared.is_on))
     assert (disk.is_silent, shared.is_silent) == (False, False)
     disk.close(1.0)
     shared.close(1.0)
@@ -133,4 +127,4 @@ def test_no_process_remains_if_one_of_the_tiers_cannot_be_used(tmp_path, segment
     with pytest.raises(EnvironmentProblem, match=str(tmp_path / wrong)):
         opened(tmp_path, segments, "disk", "shared", identity=identified())
     assert len(children) == 2
-    until(lambda: all(child.poll() is not None for child in children))
+    eventually(lambda: all(child.poll() is not None for child in children))

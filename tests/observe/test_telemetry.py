@@ -15,6 +15,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Rig, chain
+from waiting import eventually
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
@@ -31,13 +32,6 @@ from kvbm_cli.engine.process import choose_port
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def eventually(is_true, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- the window of the hit rates ---------------------------------------------------------------------------------------

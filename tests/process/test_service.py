@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,14 +44,6 @@ def started(problem=None):
     return process
 
 
-def until(condition):
-    limit_s = time.monotonic() + HANGS_S
-    while not (found := condition()):
-        assert time.monotonic() < limit_s, "it does not happen"
-        time.sleep(0.005)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def fake_module_of_children(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
@@ -70,7 +62,7 @@ def service():
     named.set_result("name")
     service = FakeService(FakeProcess(FakeCounters()), named, "here")
     service.await_opening()
-    until(lambda: service.poll() or service.is_on)
+    eventually(lambda: service.poll() or service.is_on)
     yield service
     service.close(0)
 
@@ -81,30 +73,30 @@ def ask(process, what="answer", ticket=1):
 
 def test_an_order_is_answered(process):
     ask(process)
-    assert until(process.poll) == [Answer(1, True)]
+    assert eventually(process.poll) == [Answer(1, True)]
     assert (process.is_on, process.counters.answers) == (True, 1)
 
 
 def test_a_silent_process_is_off_until_it_answers(process, monkeypatch):
     monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 0.2)
     ask(process, "stop")
-    until(lambda: process.poll() or process.is_silent)
+    eventually(lambda: process.poll() or process.is_silent)
     assert (process.is_on, process.is_alive, process.counters.times_off) == (False, True, 1)
     os.kill(process.pid, signal.SIGCONT)
-    assert until(process.poll) == [Answer(1, True)]
-    until(lambda: process.poll() or process.is_on)
+    assert eventually(process.poll) == [Answer(1, True)]
+    eventually(lambda: process.poll() or process.is_on)
 
 
 def test_a_process_that_stays_silent_is_killed_and_its_orders_fail(process, monkeypatch):
     monkeypatch.setattr(deadlines, "REPLACE_AFTER_S", 0.2)
     ask(process, "stop")
-    assert until(process.poll) == [Answer(1, False)]
+    assert eventually(process.poll) == [Answer(1, False)]
     assert (process.is_alive, process.wait_for_end()) == (False, -signal.SIGKILL)
 
 
 def test_the_orders_of_a_process_that_dies_fail_also_later_ones(process):
     ask(process, "die")
-    assert until(process.poll) == [Answer(1, False)]
+    assert eventually(process.poll) == [Answer(1, False)]
     assert (process.is_on, process.off_because) == (False, "the fake process has exited")
     ask(process, ticket=2)
     assert process.poll() == [Answer(2, False)]
@@ -112,7 +104,7 @@ def test_the_orders_of_a_process_that_dies_fail_also_later_ones(process):
 
 def test_a_process_that_sends_garbage_is_killed(process):
     ask(process, "garbage")
-    assert until(process.poll) == [Answer(1, False)]
+    assert eventually(process.poll) == [Answer(1, False)]
     assert process.wait_for_end() == -signal.SIGKILL
 
 
@@ -129,14 +121,14 @@ def test_a_closed_process_exits_by_itself(process):
 @pytest.mark.parametrize("what", ["die", "garbage"])
 def test_a_process_that_has_ended_is_replaced(service, what):
     ask(service)
-    assert until(service.poll) == [Answer(1, True)]
+    assert eventually(service.poll) == [Answer(1, True)]
     first = service.pid
     ask(service, what, ticket=2)
-    assert until(service.poll) == [Answer(2, False)]
-    until(lambda: service.poll() or service.restarts)
+    assert eventually(service.poll) == [Answer(2, False)]
+    eventually(lambda: service.poll() or service.restarts)
     assert (service.losses, service.restarts, service.pid == first) == (1, 1, False)
     ask(service, ticket=3)
-    assert until(service.poll) == [Answer(3, True)]
+    assert eventually(service.poll) == [Answer(3, True)]
     assert service.counters.answers >= 2
 
 
