@@ -15,7 +15,6 @@ import pytest
 import yaml
 from bench_rig import (
     COMPUTED_TOKEN_MS,
-    PATIENT,
     SLOW_G2_TOKEN_MS,
     SMALL_G1_BLOCKS,
     STEADY_WORKLOAD,
@@ -62,37 +61,6 @@ def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, 
     assert printed["machine"]["cpu_count"] >= 1
     assert printed["versions"]["kvbm-cli"]
     assert printed["profile"]["name"] == "demo"
-
-
-@fast
-def test_a_gain_below_the_margin_is_the_same_and_ends_with_0(tmp_path, capsys):
-    assert measure(tmp_path, MockEngines(), limits=replace(PATIENT, margin=1000.0)) == 0
-    assert json.loads(capsys.readouterr().out)["verdict"] == "same"
-
-
-@fast
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [
-        (replace(PATIENT, lateness_ms=-1.0, lateness_share=0.0), "the client launched requests late in small.1."),
-        (replace(PATIENT, client_cpu_share=0.0), "the client used "),
-        (replace(PATIENT, collapse_utilisation=0.001), "arm baseline was overloaded: busy "),
-    ],
-)
-def test_a_late_client_or_an_overloaded_reference_is_invalid(tmp_path, capsys, limits, reason):
-    assert measure(tmp_path, MockEngines(), limits=limits) == 11
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["verdict"] == "invalid"
-    assert any(one.startswith(reason) for one in printed["reasons"])
-    assert printed["hint"].startswith("repeat the run on an idle machine")
-
-
-@timed
-@fast
-def test_a_gain_that_no_loaded_block_explains_is_invalid(tmp_path, capsys):
-    engines = MockEngines.steady().changed("kvbm", g2_blocks=0, g1_blocks=10_000)
-    assert measure(tmp_path, engines, STEADY_WORKLOAD) == 11
-    assert "loaded no block" in json.loads(capsys.readouterr().out)["explanation"]
 
 
 @timed
@@ -208,8 +176,10 @@ def test_an_output_directory_in_use_is_refused_before_anything_starts(tmp_path):
 
 @fast
 def test_an_engine_that_refuses_the_recording_marks_the_run_and_is_an_error(tmp_path):
-    with pytest.raises(EngineError, match="HTTP 400"):
-        measure(tmp_path, MockEngines().changed("recording", faults={0: "http_400"}))
+    engines = MockEngines().changed("recording", faults={1: "http_400"})
+    with pytest.raises(EngineError, match="recording turn 1 of session 1 failed: HTTP 400"):
+        measure(tmp_path, engines)
+    assert engines.started == ["recording"]
     assert summary_of(tmp_path)["complete"] is False
 
 

@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 from bench_rig import (
     REQUESTS,
-    SLOW_G2_TOKEN_MS,
     STEADY_WORKLOAD,
     WORKLOAD,
     MockEngines,
@@ -179,40 +178,6 @@ def test_several_references_are_compared_one_by_one(tmp_path):
 
 
 @fast
-@pytest.mark.parametrize(("fault", "different"), [("wrong", [[1, 2]]), ("improbable", [])])
-def test_an_answer_or_a_probability_that_differs_only_with_kvbm_is_wrong(tmp_path, fault, different):
-    summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
-    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert summary["cells"][0]["comparisons"][0]["outputs"]["requests_that_differ"] == different
-
-
-@fast
-@pytest.mark.parametrize("fault", ["wrong", "improbable"])
-def test_an_engine_that_differs_without_kvbm_too_is_not_called_wrong(tmp_path, fault):
-    engines = MockEngines().changed("kvbm", faults={4: fault}).changed("baseline", faults={3: fault})
-    summary, _ = run(tmp_path, engines)
-    assert summary["verdict"] != "wrong", summary["explanation"]
-
-
-@timed
-@fast
-def test_a_cache_slower_than_computing_is_slower(tmp_path):
-    summary, _ = run(tmp_path, MockEngines.steady().changed("kvbm", g2_token_ms=SLOW_G2_TOKEN_MS), STEADY_WORKLOAD)
-    assert summary["verdict"] == "slower", summary["explanation"]
-    assert summary["ttft_speedup"] < 0.9
-
-
-@fast
-@pytest.mark.parametrize("fault", ["http_500", "break_off", "error_event"])
-def test_failed_requests_are_records_and_make_the_run_invalid(tmp_path, fault):
-    summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={4: fault}))
-    assert summary["verdict"] == "invalid"
-    assert summary["cells"][0]["arms"]["kvbm"]["errors"] == 1
-    failed = [record for record in lines_of(tmp_path) if record["status"] == "error"]
-    assert [(record["arm"], record["session"], record["turn"]) for record in failed] == [("kvbm", 1, 2)]
-
-
-@fast
 def test_an_engine_that_ends_makes_the_run_invalid_and_the_other_arms_go_on(tmp_path):
     summary, _ = run(tmp_path, MockEngines().changed("kvbm", faults={2: "end"}))
     assert summary["verdict"] == "invalid"
@@ -228,14 +193,6 @@ def test_an_engine_that_answers_no_warm_up_is_an_error_that_names_it(tmp_path):
     with pytest.raises(EngineError, match="the warm-up request failed: HTTP 500"):
         run(tmp_path, MockEngines().changed("baseline", faults={0: "http_500"}))
     assert lines_of(tmp_path) == []
-
-
-@fast
-def test_a_recording_that_fails_names_the_request(tmp_path):
-    engines = MockEngines().changed("recording", faults={1: "http_400"})
-    with pytest.raises(EngineError, match="recording turn 1 of session 1 failed: HTTP 400"):
-        run(tmp_path, engines)
-    assert engines.started == ["recording"]
 
 
 def stopped(tmp_path, *, is_tight, pairs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from copy import deepcopy
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 from experiments import BASELINE, CONVERSATIONS, KVBM, PROFILE, UNIQUE, plan_of, summary_of_arms
+from rich.console import Console
 
+from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.why.facts import Reuse, reuse_of
 from kvbm_cli.bench.workload.plan import Launches, Plan
 from kvbm_cli.bench.workload.schema import Conversations, SharedPrefix
@@ -97,6 +100,9 @@ def test_g2_that_evicts_what_it_got_names_a_capacity_that_would_do():
     assert "It evicted 2,488 of the 3,000 blocks that it got" in why["text"]  # in two runs
     assert "`tiers.host.capacity: 35MiB` would hold them" in why["text"]  # 16 MiB / 4096 * 6976 * 1.25
     assert not any("G2 holds" in caveat for caveat in summary["cells"][0]["caveats"])
+    console = Console(file=io.StringIO(), width=80)
+    show(summary, console, directory=Path("run"))
+    assert "\nwhy kvbm was not faster than baseline:\n  1. G2 is too small: it holds 4,096" in console.file.getvalue()
 
 
 def test_g2_set_in_blocks_gets_blocks():
