@@ -1,7 +1,5 @@
 """Which answers are compared with which: sources, controls, and the arms that are judged."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

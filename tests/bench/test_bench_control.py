@@ -1,7 +1,5 @@
 """Control requests to an engine, and its counters."""
 
-from __future__ import annotations
-
 import json
 import random
 

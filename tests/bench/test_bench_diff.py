@@ -1,7 +1,5 @@
 """`kvbm bench diff A B`: what it prints, what it refuses, and its exit code."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Whole experiments against mock engines: real HTTP, real files, modelled times."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 

@@ -4,8 +4,6 @@ The fast test replaces only the load client: a simulated one writes records whos
 between runs and between requests. The soak test sends real requests to mock engines.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -4,8 +4,6 @@ The raw timings of a tool's own file become our records; the aggregates that our
 aggregates in that file. tests/bench/data/README.md says how the files were made.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import datetime
@@ -81,7 +79,7 @@ VLLM_CONFIGURATION = {
 }
 
 
-def test_every_key_of_vllm_is_in_our_file_in_the_same_type() -> None:
+def test_every_key_of_vllm_is_in_our_file_in_the_same_type():
     theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
     metadata = {"workload", "pressure"}  # free keys that the command line named
     assert [key for key in theirs if key not in ours] == sorted(metadata, reverse=True)
@@ -92,7 +90,7 @@ def test_every_key_of_vllm_is_in_our_file_in_the_same_type() -> None:
     assert all(not isinstance(ours[key], dict) for key in ours)  # vLLM's plots make a table of the keys
 
 
-def test_aggregates_are_those_that_vllm_computes_from_the_same_timings() -> None:
+def test_aggregates_are_those_that_vllm_computes_from_the_same_timings():
     theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
     compared = theirs.keys() - VLLM_CONFIGURATION - {"generated_texts", "start_times"}
     assert len(compared) > 60
@@ -106,7 +104,7 @@ def test_aggregates_are_those_that_vllm_computes_from_the_same_timings() -> None
     assert ours["start_times"] == pytest.approx(starts, abs=1e-6)
 
 
-def test_percentiles_of_the_vllm_file_can_be_chosen() -> None:
+def test_percentiles_of_the_vllm_file_can_be_chosen():
     result = vllm_bench_result(from_vllm(vllm_file()), percentiles=(25.0, 99.9))
     assert {key for key in result if key.startswith("p") and key.endswith("_ttft_ms")} == {
         "p25_ttft_ms",
@@ -157,7 +155,7 @@ def is_written(name: str) -> bool:
     return name == "effective_latency" or not name.startswith(NOT_WRITTEN)
 
 
-def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit() -> None:
+def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit():
     theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
     for key in filter(is_written, theirs):
         assert type(ours[key]) is type(theirs[key]), key
@@ -170,7 +168,7 @@ def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit() -> No
     assert ours["error_summary"][0]["error_details"]["type"] == "Service Unavailable"  # the mock's reason is "x"
 
 
-def test_metrics_are_those_that_aiperf_computes_from_the_same_timings() -> None:
+def test_metrics_are_those_that_aiperf_computes_from_the_same_timings():
     theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
     metrics = [key for key in filter(is_written, theirs) if isinstance(theirs[key], dict) and "unit" in theirs[key]]
     assert len(metrics) > 40
@@ -182,7 +180,7 @@ def test_metrics_are_those_that_aiperf_computes_from_the_same_timings() -> None:
             assert ours[key][statistic] == expected, (key, statistic)
 
 
-def test_lines_have_the_fields_of_aiperf() -> None:
+def test_lines_have_the_fields_of_aiperf():
     theirs, ours = aiperf_file()[1], [json.loads(json.dumps(line)) for line in aiperf_records(from_aiperf())]
     for their, our in zip(theirs, ours, strict=True):
         metadata = their["metadata"].keys() - {"request_ack_ns"}  # the time of the response's head is not recorded
@@ -245,7 +243,7 @@ def write_exports(directory: Path) -> list[Path]:
     return command.write_exports(directory, Results.read(BenchDirectory.open(directory)))
 
 
-def test_exports_are_written_per_arm_and_cell(tmp_path: Path) -> None:
+def test_exports_are_written_per_arm_and_cell(tmp_path):
     directory = run_directory(tmp_path)
     files = write_exports(directory)
     assert sorted(str(file.relative_to(directory)) for file in files) == sorted(
@@ -262,7 +260,7 @@ def test_exports_are_written_per_arm_and_cell(tmp_path: Path) -> None:
     assert "/data/models" not in "".join(file.read_text() for file in files)
 
 
-def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path: Path) -> None:
+def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path):
     write_exports(run_directory(tmp_path))
     result = json.loads((tmp_path / "exports/kvbm/chat-x1.2/vllm-bench.json").read_text())
     assert (result["completed"], result["failed"], result["duration"]) == (8, 1, 8.0)
@@ -279,7 +277,7 @@ def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path: Path) -> None:
     assert result["request_rate"] == pytest.approx(1.0)
 
 
-def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path: Path) -> None:
+def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path):
     write_exports(run_directory(tmp_path))
     folder = tmp_path / "exports/kvbm/chat-x1.2"
     summary = json.loads((folder / "profile_export_aiperf.json").read_text())
@@ -291,7 +289,7 @@ def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path: Path) -> None:
     assert lines[5]["metadata"]["request_start_ns"] - lines[0]["metadata"]["request_start_ns"] == 100_000_000_000
 
 
-def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path: Path) -> None:
+def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     write_exports(run_directory(tmp_path))
     file = tmp_path / "exports/kvbm/chat-x1.2/chat-x1.2.1.kvbm_output_1.csv"
     head, *rows = (line.split(",") for line in file.read_text().splitlines())
@@ -309,7 +307,7 @@ def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path: Path) -> None:
     assert [row[5] for row in rows] == ["1", "2", "1", "2"]
 
 
-def test_unknown_token_counts_stay_unknown(tmp_path: Path) -> None:
+def test_unknown_token_counts_stay_unknown(tmp_path):
     unknown = {"prompt_tokens": None, "output_tokens": None, "cached_tokens": None, "g1_tokens": None}
     records = [our_record(RUN, index, **unknown) for index in range(2)]
     one = measured(records, 2.0)
@@ -320,7 +318,7 @@ def test_unknown_token_counts_stay_unknown(tmp_path: Path) -> None:
     assert "total_isl" not in aiperf_summary(one)
 
 
-def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
+def test_an_arm_without_a_successful_request_has_files(tmp_path):
     directory = run_directory(tmp_path)
     write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **FAILED)])
     write_exports(directory)
@@ -332,7 +330,7 @@ def test_an_arm_without_a_successful_request_has_files(tmp_path: Path) -> None:
     assert all(math.isfinite(value) for value in summary["effective_latency"].values() if isinstance(value, float))
 
 
-def test_a_request_that_was_never_due_is_a_failed_one(tmp_path: Path) -> None:
+def test_a_request_that_was_never_due_is_a_failed_one(tmp_path):
     """The engine ended before the requests that it waited for."""
     directory = run_directory(tmp_path)
     lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
@@ -347,7 +345,7 @@ def test_a_request_that_was_never_due_is_a_failed_one(tmp_path: Path) -> None:
     assert "credit_issued_ns" not in line["metadata"]
 
 
-def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_path: Path) -> None:
+def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_path):
     directory = run_directory(tmp_path)
     one = {"token_gaps_ms": [], "output_tokens": 1, "last_token_ms": 52.0}
     write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **one)])
@@ -357,14 +355,14 @@ def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_pat
     assert json.loads((folder / "profile_export_aiperf.json").read_text())["good_request_count"]["avg"] == 0.0
 
 
-def test_answers_with_reasoning_have_no_output_token_count() -> None:
+def test_answers_with_reasoning_have_no_output_token_count():
     one = measured([our_record(RUN, 0, first_text_ms=56.0)], 1.0)
     summary = aiperf_summary(one)
     assert "output_token_count" not in summary
     assert summary["time_to_first_output_token"]["avg"] - summary["time_to_first_token"]["avg"] == pytest.approx(4.0)
 
 
-def test_a_run_without_failures_has_no_metrics_of_failures() -> None:
+def test_a_run_without_failures_has_no_metrics_of_failures():
     summary = aiperf_summary(measured([our_record(RUN, 0)], 1.0))
     assert "error_request_count" not in summary
     assert [name for name in summary if name.startswith("adj_")] == []
@@ -372,12 +370,12 @@ def test_a_run_without_failures_has_no_metrics_of_failures() -> None:
     assert summary["error_summary"] == []
 
 
-def test_turns_count_from_zero_in_aiperfs_lines() -> None:
+def test_turns_count_from_zero_in_aiperfs_lines():
     lines = list(aiperf_records(measured([our_record(RUN, 0), our_record(RUN, 2)], 1.0)))
     assert [line["metadata"]["turn_index"] for line in lines] == [0, 1]
 
 
-def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path: Path) -> None:
+def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path):
     directory = run_directory(tmp_path)
     workload = {"name": "chat", "kind": "lmbenchmark", "mode": "faithful"}
     cell = CELL | {"workload": workload}
@@ -385,12 +383,12 @@ def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path: Path) -> None
     assert [file for file in write_exports(directory) if file.suffix == ".csv"] == []
 
 
-def test_a_directory_without_a_plan_is_an_error(tmp_path: Path) -> None:
+def test_a_directory_without_a_plan_is_an_error(tmp_path):
     with pytest.raises(UsageError, match=r"is not the directory of a run"):
         write_exports(tmp_path)
 
 
-def test_every_key_of_ours_and_every_omission_is_documented(tmp_path: Path) -> None:
+def test_every_key_of_ours_and_every_omission_is_documented(tmp_path):
     page = (Path(__file__).parents[2] / "docs/reference/bench-files.md").read_text()
     write_exports(run_directory(tmp_path))
     folder = tmp_path / "exports/kvbm/chat-x1.2"

@@ -3,8 +3,6 @@
 The simulations are those of bench/micro/bench_statistics.py, with its first seeds.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Content, scripts and plans: exact lengths, fixed launch times, and equal bytes for equal seeds."""
 
-from __future__ import annotations
-
 import json
 import random
 import zlib

@@ -1,7 +1,5 @@
 """Every cause of a missing gain, from numbers that show it, and from numbers just below its limit."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """`kvbm bench report DIR`: computes the result again from the records, also of an interrupted experiment."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

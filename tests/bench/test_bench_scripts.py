@@ -1,7 +1,5 @@
 """Scripts of every kind: lengths, what prompts share, phases, order, and the seed."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """docs/reference/statistics.md shows the numbers of bench/results/bench-statistics.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

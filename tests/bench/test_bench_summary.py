@@ -1,7 +1,5 @@
 """The summary from records that were made up, so that every number is known exactly."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -1,7 +1,5 @@
 """The verdict from made-up evidence, so that every threshold is known exactly."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -232,7 +230,7 @@ def test_exit_codes_are_the_documented_ones():
 
 
 @pytest.mark.parametrize(("users", "turns"), [(1, 2), (1, 4), (2, 4), (6, 4)])
-def test_noise_alone_is_hardly_ever_called_faster(users: int, turns: int) -> None:
+def test_noise_alone_is_hardly_ever_called_faster(users, turns):
     said = 0
     for seed in range(300):
         noise = random.Random(seed).gauss
@@ -246,6 +244,6 @@ def test_noise_alone_is_hardly_ever_called_faster(users: int, turns: int) -> Non
     assert said <= 0.05 * 300
 
 
-def test_slower_by_its_median_is_never_faster() -> None:
+def test_slower_by_its_median_is_never_faster():
     found = paired_ratio({1: {user: [(100.0, 110.0), (100.0, 110.0), (3000.0, 100.0)] for user in range(6)}})
     assert judge(replace(GOOD, ratio=found, reference_ttft_ms=100.0, measured_ttft_ms=110.0)).verdict is Verdict.SAME

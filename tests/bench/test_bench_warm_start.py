@@ -1,7 +1,5 @@
 """A cache that was not empty at the start of a run is noticed, in whatever order an engine ran the requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Workload files: every kind, its limits, and what a mistake shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

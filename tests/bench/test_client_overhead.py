@@ -1,7 +1,5 @@
 """Limits of the client's own cost, with margins for a busy machine; bench/client/overhead.py measures exactly."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from pathlib import Path

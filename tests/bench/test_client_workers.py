@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -21,7 +19,7 @@ earlier: set[int] = set()  # processes that other tests left, such as a resource
 
 
 @pytest.fixture(autouse=True)
-def _earlier() -> None:
+def _earlier():
     earlier.clear()
     earlier.update(children())
 

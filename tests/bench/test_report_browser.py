@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def absent(what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     path = os.environ.get("KVBM_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         absent("no Chromium: install the package `chromium`, or set KVBM_CHROMIUM to its path")
@@ -60,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     write_sample(directory)
     return build(directory)
@@ -110,7 +109,7 @@ class Shown:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, (768, 1024), DESKTOP], ids=lambda size: str(size[0]))
-def test_page_is_drawn_without_errors_or_requests(browser: Any, report: Path, size: Any, scheme: str) -> None:
+def test_page_is_drawn_without_errors_or_requests(browser, report, size, scheme):
     with Shown(browser, report, size, color_scheme=scheme).ready() as shown:
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
         assert not shown.page.get_by_text("require scripts").is_visible()
@@ -122,7 +121,7 @@ def test_page_is_drawn_without_errors_or_requests(browser: Any, report: Path, si
         assert shown.complaints == []
 
 
-def test_verdict_is_on_the_first_screen_of_a_phone(browser: Any, report: Path) -> None:
+def test_verdict_is_on_the_first_screen_of_a_phone(browser, report):
     with Shown(browser, report, PHONE).ready() as shown:
         box = shown.page.locator("h1").bounding_box()
         assert box["y"] + box["height"] < PHONE[1] / 2
@@ -133,7 +132,7 @@ def test_verdict_is_on_the_first_screen_of_a_phone(browser: Any, report: Path) -
         assert len(set(sizes)) == 1  # a caveat is as large as a gain
 
 
-def test_selector_and_links_show_one_workload(browser: Any, report: Path) -> None:
+def test_selector_and_links_show_one_workload(browser, report):
     with Shown(browser, report, DESKTOP).ready() as shown:
         shown.page.select_option("#workload", "cell-3")
         assert shown.page.locator(".cell:visible h2").all_text_contents() == ["conversations-x2.0"]
@@ -143,7 +142,7 @@ def test_selector_and_links_show_one_workload(browser: Any, report: Path) -> Non
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
-def test_charts_follow_a_change_of_the_colour_scheme(browser: Any, report: Path) -> None:
+def test_charts_follow_a_change_of_the_colour_scheme(browser, report):
     script = """() => [getComputedStyle(document.body).backgroundColor,
       document.querySelector('.chart svg text').getAttribute('fill')]"""
     with Shown(browser, report, DESKTOP, color_scheme="light").ready() as shown:
@@ -155,7 +154,7 @@ def test_charts_follow_a_change_of_the_colour_scheme(browser: Any, report: Path)
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
-def test_charts_follow_the_width_of_the_window(browser: Any, report: Path) -> None:
+def test_charts_follow_the_width_of_the_window(browser, report):
     with Shown(browser, report, DESKTOP).ready() as shown:
         shown.page.set_viewport_size({"width": 390, "height": 844})
         shown.page.wait_for_timeout(400)
@@ -163,7 +162,7 @@ def test_charts_follow_the_width_of_the_window(browser: Any, report: Path) -> No
         assert not shown.is_too_wide()
 
 
-def test_tooltip_shows_values_and_follows_the_policy(browser: Any, report: Path) -> None:
+def test_tooltip_shows_values_and_follows_the_policy(browser, report):
     with Shown(browser, report, DESKTOP).ready() as shown:
         bar = shown.page.locator("figure.parts:visible .chart")
         box = bar.bounding_box()
@@ -173,7 +172,7 @@ def test_tooltip_shows_values_and_follows_the_policy(browser: Any, report: Path)
         assert shown.complaints == []
 
 
-def test_print_shows_every_chart_in_light_colours(browser: Any, report: Path) -> None:
+def test_print_shows_every_chart_in_light_colours(browser, report):
     with Shown(browser, report, DESKTOP, color_scheme="dark").ready() as shown:
         shown.page.emulate_media(media="print")
         shown.page.wait_for_timeout(300)
@@ -189,7 +188,7 @@ def test_print_shows_every_chart_in_light_colours(browser: Any, report: Path) ->
         assert shown.complaints == []
 
 
-def test_charts_are_light_before_the_browser_takes_the_picture_to_print(browser: Any, report: Path) -> None:
+def test_charts_are_light_before_the_browser_takes_the_picture_to_print(browser, report):
     """Without the change of the medium that a test can emulate, and without waiting for a frame."""
     script = (
         "event => (dispatchEvent(new Event(event)), document.querySelector('.chart svg text').getAttribute('fill'))"
@@ -200,7 +199,7 @@ def test_charts_are_light_before_the_browser_takes_the_picture_to_print(browser:
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
-def test_everything_is_readable_without_scripts(browser: Any, report: Path) -> None:
+def test_everything_is_readable_without_scripts(browser, report):
     with Shown(browser, report, PHONE, java_script_enabled=False) as shown:
         page = shown.page
         assert page.locator("h1").is_visible()
@@ -213,7 +212,7 @@ def test_everything_is_readable_without_scripts(browser: Any, report: Path) -> N
         assert page.locator(".chart:visible").count() == 0
 
 
-def test_keyboard_reaches_links_with_a_visible_focus(browser: Any, report: Path) -> None:
+def test_keyboard_reaches_links_with_a_visible_focus(browser, report):
     with Shown(browser, report, DESKTOP).ready() as shown:
         shown.page.keyboard.press("Tab")
         shown.page.keyboard.press("Tab")
@@ -224,7 +223,7 @@ def test_keyboard_reaches_links_with_a_visible_focus(browser: Any, report: Path)
 
 
 @pytest.mark.soak
-def test_twenty_thousand_requests_are_drawn_in_seconds(browser: Any, tmp_path: Path) -> None:
+def test_twenty_thousand_requests_are_drawn_in_seconds(browser, tmp_path):
     write_sample(tmp_path, sessions=278, turns=8, pressures=(2.0,))
     file = build(tmp_path)
     start = time.monotonic()

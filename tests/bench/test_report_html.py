@@ -1,7 +1,5 @@
 """report.html without a browser: its content, that data cannot become markup, and which directories are refused."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -61,14 +59,14 @@ class Document(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run")
     write_sample(directory, sessions=6, turns=4, pairs=2)
     return directory
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small(tmp_path):
     """One cell, which the test may damage."""
     write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,))
     return tmp_path
@@ -92,13 +90,13 @@ def view_of(directory: Path) -> CellView:
     return CellView.of(report, report.cells()[0])
 
 
-def test_chart_library_is_the_released_file() -> None:
+def test_chart_library_is_the_released_file():
     assert hashlib.sha256(LIBRARY.read_bytes()).hexdigest() == ECHARTS_6_1_0
     assert (LIBRARY.parent / "NOTICE").read_text().startswith("Apache ECharts\n")
     assert "Apache License" in (LIBRARY.parent / "LICENSE").read_text()
 
 
-def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(sample: Path) -> None:
+def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(sample):
     page = built(sample)
     [policy] = [a["content"] or "" for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split("; ")}
@@ -113,7 +111,7 @@ def test_policy_allows_exactly_the_scripts_and_the_style_of_the_page(sample: Pat
     assert "connect-src" not in rules
 
 
-def test_page_loads_nothing(sample: Path) -> None:
+def test_page_loads_nothing(sample):
     page = built(sample)
     assert not [tag for tag, _ in page.elements if tag in ("link", "img", "iframe", "object", "base", "form")]
     addresses = [
@@ -123,7 +121,7 @@ def test_page_loads_nothing(sample: Path) -> None:
     assert all((address or "").startswith("#cell-") for address in addresses)
 
 
-def test_names_from_data_are_text_everywhere(small: Path) -> None:
+def test_names_from_data_are_text_everywhere(small):
     for file in ("plan.json", "summary.json", "requests.jsonl", "runs.jsonl"):
         content = (small / file).read_text().replace('"kvbm"', json.dumps(HOSTILE))
         (small / file).write_text(content.replace('"conversations"', json.dumps(HOSTILE)))
@@ -137,23 +135,23 @@ def test_names_from_data_are_text_everywhere(small: Path) -> None:
     assert "</script><img src=x onerror='alert(1)'>\"&\\u2028\\u202e\\x1b[31m{{}}${x}\\ud800" in page.shown
 
 
-def test_equal_directories_give_equal_bytes(small: Path) -> None:
+def test_equal_directories_give_equal_bytes(small):
     first = build(small).read_bytes()
     assert build(small).read_bytes() == first
 
 
-def test_report_has_no_path_of_the_machine(small: Path) -> None:
+def test_report_has_no_path_of_the_machine(small):
     assert str(small) not in build(small).read_text(encoding="utf-8")
     assert [path.name for path in small.iterdir() if path.name.startswith(".")] == []
 
 
 @pytest.mark.soak
-def test_twenty_thousand_requests_fit_into_the_limit(tmp_path: Path) -> None:
+def test_twenty_thousand_requests_fit_into_the_limit(tmp_path):
     write_sample(tmp_path, sessions=278, turns=8, pairs=3, pressures=(2.0,))
     assert build(tmp_path).stat().st_size < MOST_BYTES
 
 
-def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
+def test_verdict_caveats_and_numbers_are_text(sample):
     summary = json.loads((sample / "summary.json").read_text())
     shown = built(sample).shown
     order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
@@ -168,7 +166,7 @@ def test_verdict_caveats_and_numbers_are_text(sample: Path) -> None:
         assert cell["comparisons"][0]["explanation"][1:] in shown
 
 
-def test_every_chart_has_words_and_a_table(sample: Path) -> None:
+def test_every_chart_has_words_and_a_table(sample):
     page = built(sample)
     boxes = [attributes for tag, attributes in page.elements if attributes.get("class") == "chart"]
     kinds = [chart["kind"] for chart in page.charts["charts"]]
@@ -178,7 +176,7 @@ def test_every_chart_has_words_and_a_table(sample: Path) -> None:
     assert [tag for tag, _ in page.elements].count("details") == len(kinds)
 
 
-def test_turns_chart_has_the_quartiles_of_the_requests(small: Path) -> None:
+def test_turns_chart_has_the_quartiles_of_the_requests(small):
     figure = by_turn(view_of(small))
     assert figure is not None
     rows = [row for row in requests_of(small) if row["arm"] == "kvbm" and row["turn"] == 2]
@@ -186,7 +184,7 @@ def test_turns_chart_has_the_quartiles_of_the_requests(small: Path) -> None:
     assert figure.data["arms"][1]["points"][1] == [2, round(low, 2), round(middle, 2), round(high, 2)]
 
 
-def test_requests_count_for_the_source_of_most_of_their_tokens(small: Path) -> None:
+def test_requests_count_for_the_source_of_most_of_their_tokens(small):
     figure = by_source(view_of(small))
     assert figure is not None
     assert figure.data["sources"] == ["G1", "G2", "G3", "computed"]
@@ -195,7 +193,7 @@ def test_requests_count_for_the_source_of_most_of_their_tokens(small: Path) -> N
     assert figure.data["arms"][0]["boxes"][1] is None
 
 
-def test_distribution_is_over_the_steady_requests(small: Path) -> None:
+def test_distribution_is_over_the_steady_requests(small):
     figure = ecdf(view_of(small))
     assert figure is not None
     steady = [r["ttft_ms"] for r in requests_of(small) if r["arm"] == "floor" and r["phase"] == "steady"]
@@ -204,14 +202,14 @@ def test_distribution_is_over_the_steady_requests(small: Path) -> None:
     assert [y for _, y in points] == [round((rank + 1) / len(steady), 4) for rank in range(len(steady))]
 
 
-def test_parts_of_the_time_add_up_to_the_whole(small: Path) -> None:
+def test_parts_of_the_time_add_up_to_the_whole(small):
     figure = parts_of_time(view_of(small))
     assert figure is not None
     whole = statistics.fmean(row["end_to_end_ms"] for row in requests_of(small) if row["arm"] == "kvbm")
     assert sum(figure.data["rows"][1]) == pytest.approx(whole, abs=0.05)
 
 
-def test_timeline_shows_the_counters_of_the_tested_arm(small: Path) -> None:
+def test_timeline_shows_the_counters_of_the_tested_arm(small):
     figure = timeline(view_of(small))
     assert figure is not None
     file = small / "runs" / "conversations.1.kvbm" / "server-metrics.jsonl"
@@ -221,7 +219,7 @@ def test_timeline_shows_the_counters_of_the_tested_arm(small: Path) -> None:
     assert "arm kvbm" in figure.note
 
 
-def test_without_server_metrics_the_timeline_has_requests_only(tmp_path: Path) -> None:
+def test_without_server_metrics_the_timeline_has_requests_only(tmp_path):
     write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), server_metrics=False)
     charts = {chart["kind"]: chart for chart in built(tmp_path).charts["charts"]}
     assert charts["timeline"]["server"] is None
@@ -229,7 +227,7 @@ def test_without_server_metrics_the_timeline_has_requests_only(tmp_path: Path) -
     assert "Cost of the engine" not in built(tmp_path).shown
 
 
-def test_cached_tokens_of_an_unknown_tier_are_a_source(small: Path) -> None:
+def test_cached_tokens_of_an_unknown_tier_are_a_source(small):
     unknown = dict.fromkeys(("g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens"))
     rows = [{**row, **unknown} for row in requests_of(small)]
     (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -238,7 +236,7 @@ def test_cached_tokens_of_an_unknown_tier_are_a_source(small: Path) -> None:
     assert figure.data["sources"] == ["cached", "computed"]
 
 
-def test_a_server_that_reports_no_source_has_no_chart_of_sources(small: Path) -> None:
+def test_a_server_that_reports_no_source_has_no_chart_of_sources(small):
     tiers = (f"{tier}_tokens" for tier in ("g1", "g2", "g3", "g4", "computed", "cached"))
     unknown = dict.fromkeys(tiers)
     (small / "requests.jsonl").write_text("".join(json.dumps({**row, **unknown}) + "\n" for row in requests_of(small)))
@@ -246,14 +244,14 @@ def test_a_server_that_reports_no_source_has_no_chart_of_sources(small: Path) ->
     built(small)
 
 
-def test_one_arm_alone_has_charts_and_no_comparison(tmp_path: Path) -> None:
+def test_one_arm_alone_has_charts_and_no_comparison(tmp_path):
     write_sample(tmp_path, arms=("kvbm",), sessions=6, turns=3, pairs=1, pressures=(None,))
     page = built(tmp_path)
     assert "Measured, nothing to compare with" in page.shown
     assert [chart["kind"] for chart in page.charts["charts"]] == ["turns", "sources", "ecdf", "parts", "timeline"]
 
 
-def test_files_that_are_missing_or_cut_off_are_noted(small: Path) -> None:
+def test_files_that_are_missing_or_cut_off_are_noted(small):
     content = (small / "requests.jsonl").read_text()
     (small / "requests.jsonl").write_text(content[:-20])
     assert "last line of requests.jsonl is incomplete and was ignored" in built(small).shown
@@ -270,7 +268,7 @@ def test_files_that_are_missing_or_cut_off_are_noted(small: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "badge"), [("wrong", "Wrong answers"), ("invalid", "Invalid"), ("slower", "Slower")]
 )
-def test_reasons_of_a_bad_verdict_come_first(small: Path, verdict: str, badge: str) -> None:
+def test_reasons_of_a_bad_verdict_come_first(small, verdict, badge):
     change_summary(small, verdict=verdict, reasons=["arm kvbm answered 3 requests differently"], hint="run `x`")
     shown = built(small).shown
     assert badge in shown
@@ -282,7 +280,7 @@ def test_reasons_of_a_bad_verdict_come_first(small: Path, verdict: str, badge: s
     )
 
 
-def test_failed_requests_are_counted_and_not_drawn(small: Path) -> None:
+def test_failed_requests_are_counted_and_not_drawn(small):
     rows = requests_of(small)
     rows[0] |= {"error": "broken off", "first_token_ms": None, "end_ms": None}
     (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -290,26 +288,26 @@ def test_failed_requests_are_counted_and_not_drawn(small: Path) -> None:
     built(small)
 
 
-def test_a_run_without_any_answer_has_a_report(small: Path) -> None:
+def test_a_run_without_any_answer_has_a_report(small):
     rows = [row | {"error": "broken off", "first_token_ms": None} for row in requests_of(small)]
     (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "No request was answered." in built(small).shown
 
 
-def test_name_of_a_run_cannot_leave_the_directory(small: Path) -> None:
+def test_name_of_a_run_cannot_leave_the_directory(small):
     content = (small / "runs.jsonl").read_text().replace("conversations.1.kvbm", "../../elsewhere")
     (small / "runs.jsonl").write_text(content)
     with pytest.raises(UsageError, match=r"runs.jsonl, line 2: '../../elsewhere' is not the name of a run"):
         build(small)
 
 
-def test_unwritable_directory_is_an_environment_problem(small: Path) -> None:
+def test_unwritable_directory_is_an_environment_problem(small):
     (small / "report.html").mkdir()
     with pytest.raises(EnvironmentProblem, match=r"cannot write `.*report.html`: is a directory"):
         build(small)
 
 
-def test_ladder_has_the_paired_ratios_of_the_summary(sample: Path) -> None:
+def test_ladder_has_the_paired_ratios_of_the_summary(sample):
     [chart] = [chart for chart in built(sample).charts["charts"] if chart["kind"] == "ladder"]
     cells = json.loads((sample / "summary.json").read_text())["cells"]
     paired = [cell["comparisons"][0]["ttft_speedup_paired"] for cell in cells]
@@ -320,7 +318,7 @@ def test_ladder_has_the_paired_ratios_of_the_summary(sample: Path) -> None:
     assert chart["lines"] == [{"arm": 1, "points": points}]
 
 
-def test_unusable_points_of_the_ladder_are_named(tmp_path: Path) -> None:
+def test_unusable_points_of_the_ladder_are_named(tmp_path):
     summary = write_sample(tmp_path, sessions=6, turns=3, pairs=1)
     summary["cells"][1]["comparisons"][0]["verdict"] = "invalid"
     change_summary(tmp_path, **summary)
@@ -329,13 +327,13 @@ def test_unusable_points_of_the_ladder_are_named(tmp_path: Path) -> None:
     assert "conversations-x1.2, kvbm against baseline (invalid): speed-up" in shown
 
 
-def test_interval_of_one_pair_of_runs_does_not_claim_to_cover_runs(small: Path, sample: Path) -> None:
+def test_interval_of_one_pair_of_runs_does_not_claim_to_cover_runs(small, sample):
     note = "it does not cover differences between runs"
     assert note in built(small).shown
     assert note not in built(sample).shown
 
 
-def test_gain_beyond_the_possible_is_noise(small: Path) -> None:
+def test_gain_beyond_the_possible_is_noise(small):
     change_summary(small, share_of_possible_gain={"value": 1.4, "interval_95": None, "is_noise": True})
     shown = built(small).shown
     assert "All of the possible gain, within the noise of this run" in shown
@@ -351,16 +349,16 @@ def test_gain_beyond_the_possible_is_noise(small: Path) -> None:
         ("`dtype` differs", "`dtype` differs."),
     ],
 )
-def test_sentences_begin_with_a_capital_unless_they_begin_with_a_name(sentence: str, shown: str) -> None:
+def test_sentences_begin_with_a_capital_unless_they_begin_with_a_name(sentence, shown):
     assert sentence_case(sentence) == shown
 
 
-def test_code_in_backticks_is_escaped_too() -> None:
+def test_code_in_backticks_is_escaped_too():
     assert prose("run `a<b`") == "run <code>a&lt;b</code>"
     assert prose("one ` alone") == "one ` alone"
 
 
-def test_password_of_an_address_is_not_shown(small: Path) -> None:
+def test_password_of_an_address_is_not_shown(small):
     arms = {
         "a": {"kind": "url", "url": "http://me:secret@127.0.0.1:1/v1"},
         "b": {"kind": "url", "url": "http://127.0.0.1:2"},
@@ -371,12 +369,12 @@ def test_password_of_an_address_is_not_shown(small: Path) -> None:
     assert "kvbm bench --compare a=http://127.0.0.1:1/v1 --compare b=http://127.0.0.1:2 --workload conv" in shown
 
 
-def test_quantiles_are_linear_between_values() -> None:
+def test_quantiles_are_linear_between_values():
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 3, 4]
     assert quantile([7.0], 0.9) == 7
 
 
-def test_long_distribution_keeps_its_ends() -> None:
+def test_long_distribution_keeps_its_ends():
     points = distribution([float(value) for value in range(1000)], limit=50)
     assert len(points) == 50
     assert points[0] == (0.0, 0.001)
@@ -384,7 +382,7 @@ def test_long_distribution_keeps_its_ends() -> None:
     assert all(share == (value + 1) / 1000 for value, share in points)
 
 
-def test_thinned_points_keep_the_ends_and_a_spike() -> None:
+def test_thinned_points_keep_the_ends_and_a_spike():
     points = [(float(x), 500.0 if x == 433 else x % 3) for x in range(1000)]
     kept = thinned(points, 40)
     assert len(kept) == 40
@@ -392,7 +390,7 @@ def test_thinned_points_keep_the_ends_and_a_spike() -> None:
     assert {points[0], points[433], points[-1]} <= set(kept)
 
 
-def test_rates_of_counters_that_appear_late_or_restart() -> None:
+def test_rates_of_counters_that_appear_late_or_restart():
     values = [None, None, 10, 30, 5]
     samples = [{"t_ms": 2000.0 * i, "n": value} for i, value in enumerate(values)]
     assert rates(samples, "n") == [(2.0, 0.0), (4.0, 5.0), (6.0, 10.0), (8.0, 0.0)]

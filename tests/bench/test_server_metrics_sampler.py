@@ -1,7 +1,5 @@
 """The sampler against a server whose page the test controls: rate, faults, and its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -37,7 +35,7 @@ def page(number: int) -> str:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "server-metrics.jsonl"
 
 

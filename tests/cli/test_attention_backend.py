@@ -24,7 +24,7 @@ tiers:
 
 
 @pytest.fixture(params=["amx_tile", "avx2"])
-def block_tokens(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def block_tokens(request, tmp_path, monkeypatch):
     """The tokens in a block on a CPU with this flag."""
     monkeypatch.setattr(machine, "CPU_FACTS", tmp_path / "cpuinfo")
     machine.CPU_FACTS.write_text(f"processor\t: 0\nflags\t\t: fpu {request.param}\n")
@@ -42,7 +42,7 @@ def data(home: Path, *arguments: str) -> Any:
     return json.loads(outcome.stdout)
 
 
-def test_the_commands_name_the_backend_and_its_block(tmp_path: Path, block_tokens: int) -> None:
+def test_the_commands_name_the_backend_and_its_block(tmp_path, block_tokens):
     backend = "AMX_MLA" if block_tokens == 128 else "CPU_MLA"
     said = "this CPU has AMX, so vLLM" if block_tokens == 128 else "on this CPU, which has no AMX"
     found = data(tmp_path, "size", "--profile", "p.yaml")
@@ -57,9 +57,7 @@ def test_the_commands_name_the_backend_and_its_block(tmp_path: Path, block_token
     assert data(tmp_path, "serve", "--profile", "p.yaml", "--dry-run")["attention_backend"] == backend
 
 
-def test_weights_of_32_bits_are_refused_before_the_start_where_vllm_refuses_them(
-    tmp_path: Path, block_tokens: int
-) -> None:
+def test_weights_of_32_bits_are_refused_before_the_start_where_vllm_refuses_them(tmp_path, block_tokens):
     outcome = told(tmp_path, "serve", "--profile", "p.yaml", "--dry-run", more="dtype: float32")
     assert outcome.exit_code == (2 if block_tokens == 128 else 0)
     if block_tokens == 128:

@@ -1,7 +1,5 @@
 """`kvbm bench` on a stand-in for TensorRT-LLM that streams tokens and has a cache: from the profile to the verdict."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ UNREPORTED = "not tested, because the server of TensorRT-LLM does not report it:
 
 
 @pytest.fixture
-def bench_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def bench_home(home, monkeypatch):  # noqa: F811
     """With a workload, and with a tokenizer in which each letter is a token. A busy machine makes no run invalid."""
     monkeypatch.setattr(command, "DEFAULT_LIMITS", PATIENT)
     (home / "small.yaml").write_text(yaml.safe_dump(CONVERSATIONS))
@@ -69,7 +67,7 @@ def records_of(home: Path) -> list[dict[str, Any]]:  # noqa: F811
     return [json.loads(line) for line in (home / "out" / "requests.jsonl").read_text().splitlines()]
 
 
-def test_arms_run_in_turn_with_token_ids_and_end_with_a_verdict(bench_home: Path) -> None:
+def test_arms_run_in_turn_with_token_ids_and_end_with_a_verdict(bench_home):
     outcome, summary = bench(bench_home)
     assert outcome.exit_code == 0, outcome
     assert summary["verdict"] == "faster", summary["explanation"]
@@ -96,13 +94,13 @@ def test_arms_run_in_turn_with_token_ids_and_end_with_a_verdict(bench_home: Path
     assert "Not tested, because the server of TensorRT-LLM does not report it" in report
 
 
-def test_a_wrong_answer_of_the_engine_with_kvbm_is_found(bench_home: Path) -> None:
+def test_a_wrong_answer_of_the_engine_with_kvbm_is_found(bench_home):
     outcome, summary = bench(bench_home, "--pairs", "1", with_kvbm={"faults": {"7": "wrong"}})
     assert outcome.exit_code == 12
     assert summary["verdict"] == "wrong"
 
 
-def test_without_a_tokenizer_prompts_are_text(bench_home: Path) -> None:
+def test_without_a_tokenizer_prompts_are_text(bench_home):
     (bench_home / "qwen" / "tokenizer.json").unlink()
     outcome, summary = bench(bench_home, "--pairs", "1")
     assert (outcome.exit_code, summary["verdict"]) == (0, "faster"), summary["explanation"]
@@ -113,7 +111,7 @@ def test_without_a_tokenizer_prompts_are_text(bench_home: Path) -> None:
     assert {record["text"] == "" for record in records_of(bench_home)} == {False}
 
 
-def test_every_plan_is_made_with_an_empty_cache(bench_home: Path) -> None:
+def test_every_plan_is_made_with_an_empty_cache(bench_home):
     """A second workload with the same prompts would find them in the engine that recorded the first."""
     small = {**CONVERSATIONS, "turns": 2, "history": "canned", "schedule": {"pairs": 1}}
     (bench_home / "small.yaml").write_text(yaml.safe_dump(small))
@@ -127,14 +125,14 @@ def test_every_plan_is_made_with_an_empty_cache(bench_home: Path) -> None:
     assert log.count("options ") == 2
 
 
-def test_the_dry_run_counts_the_starts(bench_home: Path) -> None:
+def test_the_dry_run_counts_the_starts(bench_home):
     outcome, plan = bench(bench_home, "--dry-run")
     assert outcome.exit_code == 0, outcome.stderr
     assert plan["starts"] == 1 + 5
     assert [len(group["arms"]) for group in plan["cells"][0]["order"]] == [1] * 5
 
 
-def test_the_tokenizer_of_the_model_counts_without_special_tokens(bench_home: Path) -> None:
+def test_the_tokenizer_of_the_model_counts_without_special_tokens(bench_home):
     tokenize = model_tokenizer(str(bench_home / "qwen"))
     assert tokenize is not None
     assert tokenize("a b") == [97, 32, 98]

@@ -1,7 +1,5 @@
 """`kvbm cache` on real caches: made by the disk tier, then damaged, held, or of another time."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -11,7 +9,6 @@ import pty
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +72,7 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "caches").mkdir()
     disk = f"disk: {{capacity: 1GiB, directory: {tmp_path}/caches}}"
     for name, tiers in (("disk", f"{{host: {{capacity: 1GiB}}, {disk}}}"), ("host", "{host: {capacity: 1GiB}}")):
@@ -84,7 +81,7 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def caches(home: Path) -> tuple[Path, Path]:
+def caches(home):
     directory = home / "caches"
     older = make_cache(directory, OLD, model="Qwen3-8B", salts=[None, ALICE, BOB, ALICE], age_s=20 * 24 * HOUR + 60)
     newer = make_cache(directory, NEW, model="Llama-3.1-8B", salts=[ALICE] * 3, age_s=5 * HOUR + 60)
@@ -92,7 +89,7 @@ def caches(home: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def held(caches: tuple[Path, Path]) -> Iterator[Path]:
+def held(caches):
     lock = InstanceLock.take(caches[0])
     os.utime(caches[0] / LOCK, (time.time() - 240 * HOUR - 60,) * 2)
     yield caches[0]
@@ -147,25 +144,23 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home: Path, caches: tuple[Path, Path], name: str, way: Kvbm) -> None:
+def test_output(home, caches, name, way):
     assert_snapshot(f"cache_{name}", text(run(home, OUTPUTS[name], way=way), OUTPUTS[name]))
 
 
 @pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
-def test_mistake(home: Path, caches: tuple[Path, Path], name: str, way: Kvbm) -> None:
+def test_mistake(home, caches, name, way):
     outcome = run(home, MISTAKES[name], way=way)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert_entry("mistakes/cache", name, text(outcome, MISTAKES[name]), names=MISTAKES)
 
 
-def test_stored_mistakes_are_these() -> None:
+def test_stored_mistakes_are_these():
     assert list(stored_entries("mistakes/cache")) == list(MISTAKES)
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clear --yes", "export-stats"])
-def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(
-    home: Path, caches: tuple[Path, Path], command: str
-) -> None:
+def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(home, caches, command):
     for inside in (caches[0], caches[0].parent):
         outcome = run(home, f"{command} --dir {inside}")
         assert (outcome.exit_code, outcome.stdout) == (2, "")
@@ -179,13 +174,13 @@ def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clear"])
-def test_empty_directory_is_no_mistake(home: Path, command: str) -> None:
+def test_empty_directory_is_no_mistake(home, command):
     assert run(home, f"{command} --dir caches") == Outcome(0, "no caches in caches\n", "")
     assert run(home, command) == Outcome(0, f"no caches in {home}/.cache/kvbm\n", "")
     assert run(home, "export-stats") == Outcome(0, "[]\n", "")
 
 
-def test_json_says_all_that_the_table_says(home: Path, held: Path) -> None:
+def test_json_says_all_that_the_table_says(home, held):
     newer, older = json.loads(run_elsewhere(home, "ls --dir caches --json").stdout)
     assert (newer["cache"], newer["blocks"], newer["bytes"], newer["slots"]) == (NEW, 3, 3 * BLOCK, 16)
     assert (newer["is_in_use"], newer["pid"], newer["facts"]) == (False, None, {"model": "Llama-3.1-8B"})
@@ -197,19 +192,19 @@ def test_json_says_all_that_the_table_says(home: Path, held: Path) -> None:
     assert abs(time.time() - older["created"] - 20 * 24 * HOUR - 60) < 60
 
 
-def test_cache_in_use_is_listed_with_its_process(home: Path, held: Path) -> None:
+def test_cache_in_use_is_listed_with_its_process(home, held):
     newer, older = run_elsewhere(home, "ls --dir caches").stdout.splitlines()[1:3]
     assert newer.split()[-2:] == ["-", "Llama-3.1-8B"]
     assert older.endswith(f"10 d  process {os.getpid()}  Qwen3-8B")
 
 
-def test_damaged_cache_is_listed_with_what_is_wrong(home: Path, caches: tuple[Path, Path]) -> None:
+def test_damaged_cache_is_listed_with_what_is_wrong(home, caches):
     flip(caches[0] / SUPERBLOCK, 60)
     (caches[1] / INDEX).write_bytes(b"no database" * 1000)
     assert_snapshot("cache_ls_damaged", text(run(home, "ls --dir caches"), "ls --dir caches"))
 
 
-def test_a_cache_without_its_files_has_no_age(home: Path, caches: tuple[Path, Path]) -> None:
+def test_a_cache_without_its_files_has_no_age(home, caches):
     """As one whose creation was cut short."""
     for file in caches[0].iterdir():
         file.unlink()
@@ -220,7 +215,7 @@ def test_a_cache_without_its_files_has_no_age(home: Path, caches: tuple[Path, Pa
     assert row.split()[1:] == ["-", "-", "0", "B", "-", "-", "-", "-"]
 
 
-def test_damaged_blocks_are_dropped_once(home: Path, caches: tuple[Path, Path]) -> None:
+def test_damaged_blocks_are_dropped_once(home, caches):
     flip(caches[0] / ARENA, BLOCK + 17)
     flip(caches[0] / ARENA, 3 * BLOCK)
     first = run(home, "verify --dir caches")
@@ -229,21 +224,21 @@ def test_damaged_blocks_are_dropped_once(home: Path, caches: tuple[Path, Path]) 
     assert run(home, "verify --dir caches").exit_code == 0
 
 
-def test_blocks_behind_the_end_of_a_cut_arena_are_dropped(home: Path, caches: tuple[Path, Path]) -> None:
+def test_blocks_behind_the_end_of_a_cut_arena_are_dropped(home, caches):
     os.truncate(caches[1] / ARENA, BLOCK + BLOCK // 2)
     verdicts = json.loads(run(home, "verify --dir caches --json").stdout)
     assert [(verdict["good"], verdict["bad"], verdict["dropped"]) for verdict in verdicts] == [(1, 2, 2), (4, 0, 0)]
     assert [slot for slot, _ in rows(caches[1])] == [0]
 
 
-def test_cache_in_use_is_verified_without_a_change(home: Path, held: Path) -> None:
+def test_cache_in_use_is_verified_without_a_change(home, held):
     flip(held / ARENA, 0)
     before = rows(held)
     assert_snapshot("cache_verify_in_use", text(run_elsewhere(home, "verify --dir caches"), "verify --dir caches"))
     assert rows(held) == before
 
 
-def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches: tuple[Path, Path]) -> None:
+def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches):
     """The row goes while the bytes are being read, as it does when the engine uses the slot for another block."""
     from kvbm_cli.cache.disk_verification import verify
 
@@ -260,7 +255,7 @@ def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches: t
     assert (found.good_count, found.bad, found.replaced_count) == (2, (1,), 1)
 
 
-def test_what_is_damaged_as_a_whole_is_reported(home: Path, caches: tuple[Path, Path]) -> None:
+def test_what_is_damaged_as_a_whole_is_reported(home, caches):
     (caches[1] / SUPERBLOCK).unlink()
     (caches[0] / ARENA).unlink()
     outcome = run(home, "verify --dir caches")
@@ -268,13 +263,13 @@ def test_what_is_damaged_as_a_whole_is_reported(home: Path, caches: tuple[Path, 
     assert_snapshot("cache_verify_without_files", text(outcome, "verify --dir caches"))
 
 
-def test_clear_removes_every_file(home: Path, caches: tuple[Path, Path]) -> None:
+def test_clear_removes_every_file(home, caches):
     flip(caches[0] / SUPERBLOCK, 60)
     assert run(home, "clear --dir caches --yes").exit_code == 0
     assert os.listdir(home / "caches") == []
 
 
-def test_clear_is_refused_as_a_whole_while_one_cache_is_in_use(home: Path, held: Path) -> None:
+def test_clear_is_refused_as_a_whole_while_one_cache_is_in_use(home, held):
     outcome = run_elsewhere(home, "clear --dir caches --yes")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert_snapshot("cache_clear_in_use", text(outcome, "clear --dir caches --yes"))
@@ -283,7 +278,7 @@ def test_clear_is_refused_as_a_whole_while_one_cache_is_in_use(home: Path, held:
     assert len(list((home / "caches").rglob(ARENA))) == 2
 
 
-def test_one_tenant_is_removed_with_the_bytes_and_nobody_else(home: Path, caches: tuple[Path, Path]) -> None:
+def test_one_tenant_is_removed_with_the_bytes_and_nobody_else(home, caches):
     before = (caches[0] / ARENA).read_bytes()
     run(home, "clear --dir caches --salt alice --yes")
     after = (caches[0] / ARENA).read_bytes()
@@ -296,9 +291,7 @@ def test_one_tenant_is_removed_with_the_bytes_and_nobody_else(home: Path, caches
     assert run(home, "verify --dir caches").exit_code == 0
 
 
-def test_bytes_of_a_tenant_are_overwritten_where_the_file_system_cannot_erase(
-    caches: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_a_tenant_are_overwritten_where_the_file_system_cannot_erase(caches, monkeypatch):
     from kvbm_cli.cache import tenant_clearing as clear
 
     def refuse(*_: object) -> None:
@@ -309,7 +302,7 @@ def test_bytes_of_a_tenant_are_overwritten_where_the_file_system_cannot_erase(
     assert not any((caches[1] / ARENA).read_bytes()[: 3 * BLOCK])
 
 
-def test_tenant_of_a_cache_without_an_index_cannot_be_told(home: Path, caches: tuple[Path, Path]) -> None:
+def test_tenant_of_a_cache_without_an_index_cannot_be_told(home, caches):
     (caches[0] / INDEX).write_bytes(b"no database" * 1000)
     outcome = run(home, "clear --dir caches --salt alice --yes")
     assert outcome.exit_code == 1
@@ -317,7 +310,7 @@ def test_tenant_of_a_cache_without_an_index_cannot_be_told(home: Path, caches: t
     assert len(rows(caches[1])) == 3
 
 
-def test_cache_of_another_format_is_left_alone(home: Path, caches: tuple[Path, Path]) -> None:
+def test_cache_of_another_format_is_left_alone(home, caches):
     import xxhash
 
     title = "kvbm disk cache format 2"
@@ -328,9 +321,7 @@ def test_cache_of_another_format_is_left_alone(home: Path, caches: tuple[Path, P
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("n\n", 1, 2), ("\n", 1, 2), ("y\n", 0, 0)])
-def test_question_is_asked_on_a_terminal(
-    home: Path, caches: tuple[Path, Path], answer: str, code: int, left: int
-) -> None:
+def test_question_is_asked_on_a_terminal(home, caches, answer, code, left):
     leader, follower = pty.openpty()
     os.write(leader, answer.encode())
     done = subprocess.run(
@@ -349,7 +340,7 @@ def test_question_is_asked_on_a_terminal(
     assert len(list((home / "caches").rglob(ARENA))) == left
 
 
-def test_stats_are_exported_for_other_programs(home: Path, caches: tuple[Path, Path]) -> None:
+def test_stats_are_exported_for_other_programs(home, caches):
     listed = json.loads(run(home, "ls --dir caches --json").stdout)
     assert json.loads(run(home, "export-stats --dir caches").stdout) == listed
     found = list(csv.DictReader(io.StringIO(run(home, "export-stats --dir caches --format csv").stdout)))
@@ -360,14 +351,14 @@ def test_stats_are_exported_for_other_programs(home: Path, caches: tuple[Path, P
     assert list(found[0]) == list(listed[0])
 
 
-def test_stats_go_to_a_file(home: Path, caches: tuple[Path, Path]) -> None:
+def test_stats_go_to_a_file(home, caches):
     assert run(home, "export-stats --dir caches --output stats.json") == Outcome(0, "", "")
     assert len(json.loads((home / "stats.json").read_text())) == 2
     outcome = run(home, "export-stats --dir caches --output no/stats.json")
     assert outcome == Outcome(1, "", "error: cannot write `no/stats.json`: no such file or directory\n")
 
 
-def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_rate_and_time_left(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = ReadProgress("0123")

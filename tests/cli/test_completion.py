@@ -1,7 +1,5 @@
 """Completion as the shells do it: bash, zsh and fish are asked what they would offer."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -42,7 +40,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 
 @pytest.fixture(scope="module")
-def bin_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bin_directory(tmp_path_factory):
     """A directory with `kvbm`, whatever is installed where."""
     directory = tmp_path_factory.mktemp("bin")
     program = directory / "kvbm"
@@ -70,12 +68,12 @@ def asked_by(shell: str, line: str, home: Path, bin_directory: Path) -> set[str]
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("line", ASKED)
-def test_bash_offers(line: str, tmp_path: Path, bin_directory: Path) -> None:
+def test_bash_offers(line, tmp_path, bin_directory):
     assert asked_by("bash", line, tmp_path, bin_directory) == ASKED[line]
 
 
 @pytest.mark.parametrize("line", ASKED)
-def test_fish_offers(line: str, tmp_path: Path, bin_directory: Path) -> None:
+def test_fish_offers(line, tmp_path, bin_directory):
     assert asked_by("fish", line, tmp_path, bin_directory) == ASKED[line]
 
 
@@ -99,7 +97,7 @@ TYPED = {  # the words that there are when an `X` is typed behind what Tab makes
 
 
 @pytest.mark.parametrize("shell", STARTS)
-def test_shell_completes_at_a_terminal(shell: str, tmp_path: Path, bin_directory: Path) -> None:
+def test_shell_completes_at_a_terminal(shell, tmp_path, bin_directory):
     """Tab is pressed in a real shell, on a terminal of its own."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
@@ -141,7 +139,7 @@ def _read_until(terminal: int, text: str) -> str:
     return shown
 
 
-def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) -> None:
+def test_runs_are_offered_by_their_names(tmp_path, bin_directory):
     from recorded_runs import facts
 
     from kvbm_cli.runs.run_directory import Runs
@@ -156,7 +154,7 @@ def test_runs_are_offered_by_their_names(tmp_path: Path, bin_directory: Path) ->
     assert asked_by("bash", "kvbm logs d", tmp_path, bin_directory) == {"demo-1"}
 
 
-def test_a_shell_does_not_wait(tmp_path: Path, bin_directory: Path) -> None:
+def test_a_shell_does_not_wait(tmp_path, bin_directory):
     """The least of several: children of earlier tests that end meanwhile are counted too."""
     variables = {"_KVBM_COMPLETE": "complete_bash", "_TYPER_COMPLETE_ARGS": "kvbm serve -p demo", "_KVBM_WORD": "demo"}
 

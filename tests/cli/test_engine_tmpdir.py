@@ -1,7 +1,5 @@
 """The temporary directory of an engine whose launcher and guard were killed together is removed by the next start."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,7 +9,6 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 from terminal import FAKE_ENGINE
 from test_process import fake_plan
 from waiting import eventually, is_gone
@@ -40,9 +37,7 @@ def directories(parent: Path) -> list[str]:
     return [path.name for path in parent.iterdir() if path.name.startswith(PREFIX)]
 
 
-def test_directory_of_a_launcher_killed_with_its_guard_is_removed_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_directory_of_a_launcher_killed_with_its_guard_is_removed_by_the_next_start(tmp_path, monkeypatch, request):
     holder = tempfile.TemporaryDirectory(prefix="t-", dir="/tmp")  # a longer name would not be used
     request.addfinalizer(holder.cleanup)
     temporary = Path(holder.name)
@@ -69,7 +64,7 @@ def test_directory_of_a_launcher_killed_with_its_guard_is_removed_by_the_next_st
     assert directories(temporary) == []
 
 
-def test_directory_in_use_or_new_or_of_something_else_is_kept(tmp_path: Path) -> None:
+def test_directory_in_use_or_new_or_of_something_else_is_kept(tmp_path):
     used, new, full, public = (EngineTmpdir(str(tmp_path)) for _ in range(4))
     abandoned = EngineTmpdir(str(tmp_path))
     for one in (new, full, public, abandoned):
@@ -87,5 +82,5 @@ def test_directory_in_use_or_new_or_of_something_else_is_kept(tmp_path: Path) ->
     used.release()
 
 
-def test_directory_that_cannot_be_listed_is_no_error() -> None:
+def test_directory_that_cannot_be_listed_is_no_error():
     sweep("/nonexistent")

@@ -1,9 +1,5 @@
 """Why an engine ended, read from its last words, its exit code and the kernel's counter."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from kvbm_cli.engine import failure_reason
@@ -39,7 +35,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("line", WORDS)
-def test_last_words_tell(line: str) -> None:
+def test_last_words_tell(line):
     lines = ["loading the weights", line, "RuntimeError: Engine core initialization failed. See root cause above."]
     reason = failure_reason_of(lines, 1)
     assert reason is not None
@@ -119,7 +115,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refused_flag_is_named_and_the_usage_is_not_shown(case: str, tmp_path: Path) -> None:
+def test_a_refused_flag_is_named_and_the_usage_is_not_shown(case, tmp_path):
     text, reason, hint = REFUSALS[case]
     log = tmp_path / "engine.log"
     log.write_text(f"INFO loading\n{text}\n")
@@ -131,7 +127,7 @@ def test_a_refused_flag_is_named_and_the_usage_is_not_shown(case: str, tmp_path:
     assert text.splitlines()[-1] in tail
 
 
-def test_the_first_exception_before_the_last_lines_is_shown_rather_than_its_announcement(tmp_path: Path) -> None:
+def test_the_first_exception_before_the_last_lines_is_shown_rather_than_its_announcement(tmp_path):
     log = tmp_path / "engine.log"
     prefix = "(VllmWorker-0 pid=7) ERROR 11-26 15:21:32 [multiproc_executor.py:953]"
     later = "\n".join(f"  File {number}" for number in range(20))
@@ -139,12 +135,12 @@ def test_the_first_exception_before_the_last_lines_is_shown_rather_than_its_anno
     assert EngineLog(log, 0).tail().endswith(f"{prefix} ValueError: no head of 17")
 
 
-def test_own_error_comes_with_its_hint() -> None:
+def test_own_error_comes_with_its_hint():
     reason = failure_reason_of(["error: no room: 3 of 5 GiB", "  caused by: x", "", "hint: lower it"], 1)
     assert reason == failure_reason.FailureReason("no room: 3 of 5 GiB", "lower it")
 
 
-def test_the_latest_word_counts() -> None:
+def test_the_latest_word_counts():
     reason = failure_reason_of(["MemoryError", "OSError: [Errno 28] No space left on device"], 1)
     assert reason is not None
     assert reason.text == "a disk is full"
@@ -154,20 +150,18 @@ def test_the_latest_word_counts() -> None:
     ("code", "text"),
     [(137, "killed by SIGKILL, by a user or by the kernel's OOM killer"), (139, "killed by SIGSEGV")],
 )
-def test_signal_is_a_reason(code: int, text: str) -> None:
+def test_signal_is_a_reason(code, text):
     reason = failure_reason_of(["loading"], code)
     assert reason is not None
     assert reason.text == text
 
 
 @pytest.mark.parametrize("code", [0, 1, 9, 128, 255])
-def test_nothing_is_made_up(code: int) -> None:
+def test_nothing_is_made_up(code):
     assert failure_reason_of(["loading the weights", "ImportError may be ignored here"], code) is None
 
 
-def test_kill_for_want_of_memory_is_known_by_the_kernels_counter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_for_want_of_memory_is_known_by_the_kernels_counter(tmp_path, monkeypatch):
     monkeypatch.setattr(failure_reason, "VMSTAT", tmp_path / "vmstat")
     assert oom_kills() == 0
     (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 3\n")

@@ -4,8 +4,6 @@ The cases and their judge are in `fuzz.py`. Five hundred of them run here, all 2
 KVBM_WRITE_RESULTS=1 what came of them is written to bench/results/<machine>-fuzz.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -25,7 +23,7 @@ TEXT = "engine: {model: 'synthetic:tiny', arguments: {num-blocks: 99}}\ntiers: {
 
 
 @pytest.mark.slow
-def test_a_few_cases() -> None:
+def test_a_few_cases():
     tally = run_cases(range(FEW))
     assert tally.wrong == {}
     assert {0, 1, 2} <= set(tally.exit_codes), "cases that pass and cases that fail"
@@ -34,7 +32,7 @@ def test_a_few_cases() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("part", range(PARTS))
-def test_all_cases(part: int) -> None:
+def test_all_cases(part):
     size = CASES // PARTS
     begin = time.monotonic()
     tally = run_cases(range(part * size, (part + 1) * size))
@@ -53,7 +51,7 @@ def record(name: str, tally: Tally, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("number", [3, 14, 15, 92, 65])
-def test_a_process_of_its_own_says_the_same(tmp_path: Path, number: int) -> None:
+def test_a_process_of_its_own_says_the_same(tmp_path, number):
     case = make_case(number)
     (tmp_path / fuzz.NAME).write_bytes(case.contents)
     variables = {**fuzz.OUTSIDE, **case.variables}
@@ -83,18 +81,18 @@ def verdict(case: Case, every: object) -> list[str]:
     return list(fuzz._nothing_ignored(case, Said(0, json.dumps(every), "", 0.0)))
 
 
-def test_judge_finds_nothing_wrong_with_what_is_right(tmp_path: Path) -> None:
+def test_judge_finds_nothing_wrong_with_what_is_right(tmp_path):
     case = case_of("server.port=auto", DYN_KVBM_MAX_TRANSFER_BATCH_SIZE="7")
     assert verdict(case, shown(tmp_path, case)) == []
 
 
-def test_judge_notices_a_key_that_is_not_shown(tmp_path: Path) -> None:
+def test_judge_notices_a_key_that_is_not_shown(tmp_path):
     every = shown(tmp_path, case_of())
     del every["engine.arguments.num_blocks"]
     assert verdict(case_of(), every) == ["engine.arguments.num_blocks is not shown"]
 
 
-def test_judge_notices_another_value_and_another_origin(tmp_path: Path) -> None:
+def test_judge_notices_another_value_and_another_origin(tmp_path):
     every = shown(tmp_path, case_of())
     every["engine.arguments.num_blocks"]["value"] = 2048
     every["tiers.host.capacity"]["origin"] = "default"
@@ -104,7 +102,7 @@ def test_judge_notices_another_value_and_another_origin(tmp_path: Path) -> None:
     ]
 
 
-def test_judge_notices_an_override_and_a_variable_that_are_ignored(tmp_path: Path) -> None:
+def test_judge_notices_an_override_and_a_variable_that_are_ignored(tmp_path):
     case = case_of("transfer.max_concurrent=9", DYN_KVBM_MAX_TRANSFER_BATCH_SIZE="7")
     assert verdict(case, shown(tmp_path, case_of())) == [
         "--set transfer.max_concurrent is ignored for default",
@@ -124,7 +122,7 @@ BAD_MANNERS = {
 
 
 @pytest.mark.parametrize("name", BAD_MANNERS)
-def test_judge_notices_bad_manners(name: str) -> None:
+def test_judge_notices_bad_manners(name):
     outcome, wrong = BAD_MANNERS[name]
     case = Case(0, b"", {}, ["profile", "show"])
     assert list(fuzz._manners(case, outcome)) == wrong

@@ -1,13 +1,10 @@
 """`kvbm serve` whose run directory is on a file system that hangs while the engine runs: a signal still ends it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -46,7 +43,7 @@ def program():
         program.kill()
 
 
-def test_a_launcher_that_hangs_is_given_up_after_a_signal_with_its_engine(program: subprocess.Popen[str]) -> None:
+def test_a_launcher_that_hangs_is_given_up_after_a_signal_with_its_engine(program):
     engine, guard = (psutil.Process(int(program.stdout.readline())) for _ in range(2))
     assert program.stdout.readline() == "ready\n"
     try:
@@ -67,7 +64,7 @@ def test_a_launcher_that_hangs_is_given_up_after_a_signal_with_its_engine(progra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["hang", "hang-stat", "hang-writes"])
-def test_ctrl_c_ends_a_serve_whose_run_directory_hangs(home: Path, tmp_path: Path, what: str) -> None:
+def test_ctrl_c_ends_a_serve_whose_run_directory_hangs(home, tmp_path, what):
     with mounted_and_obeying(tmp_path) as (point, order):
         variables = {**environment(home), "XDG_STATE_HOME": str(point)}
         command = [*PROGRAM, "serve", "-p", "./mine.yaml"]
@@ -89,7 +86,7 @@ def test_ctrl_c_ends_a_serve_whose_run_directory_hangs(home: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_serve_that_may_hang_stops_as_any_other(home: Path, tmp_path: Path) -> None:
+def test_a_serve_that_may_hang_stops_as_any_other(home, tmp_path):
     with mounted_and_obeying(tmp_path) as (point, _):
         variables = {**environment(home), "XDG_STATE_HOME": str(point)}
         command = [*PROGRAM, "serve", "-p", "./mine.yaml"]

@@ -1,7 +1,5 @@
 """Full disks, closed streams, hangups, noise: what surrounds the command must not make it lie, hang or crash."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -17,7 +15,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.process import _open_log
 
 
-def test_hangup_that_the_parent_ignores_does_not_stop_serve(home: Path) -> None:  # noqa: F811
+def test_hangup_that_the_parent_ignores_does_not_stop_serve(home):  # noqa: F811
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with serving(home) as program:
@@ -28,7 +26,7 @@ def test_hangup_that_the_parent_ignores_does_not_stop_serve(home: Path) -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
-def test_closed_stderr_and_a_poor_encoding_are_no_bug(home: Path) -> None:  # noqa: F811
+def test_closed_stderr_and_a_poor_encoding_are_no_bug(home):  # noqa: F811
     command = [*PROGRAM, "profile", "show", "demo", "--set", "description=日本"]
     ascii_only = {**environment(home), "PYTHONIOENCODING": "ascii"}
     assert subprocess.run(command, env=ascii_only, capture_output=True).returncode == 0
@@ -38,7 +36,7 @@ def test_closed_stderr_and_a_poor_encoding_are_no_bug(home: Path) -> None:  # no
     assert closed.returncode == 2
 
 
-def test_a_log_must_be_a_file(tmp_path: Path) -> None:
+def test_a_log_must_be_a_file(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (Path("/dev/full"), tmp_path / "fifo", tmp_path):
         with pytest.raises(EnvironmentProblem):
@@ -47,7 +45,7 @@ def test_a_log_must_be_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"a: " + b"[" * 5000])
-def test_a_workload_that_cannot_be_read_is_the_users_mistake(tmp_path: Path, content: bytes) -> None:
+def test_a_workload_that_cannot_be_read_is_the_users_mistake(tmp_path, content):
     (tmp_path / "w.yaml").write_bytes(content)
     command = [*PROGRAM, "bench", "--profile", "demo", "--workload", str(tmp_path / "w.yaml")]
     outcome = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
@@ -55,7 +53,7 @@ def test_a_workload_that_cannot_be_read_is_the_users_mistake(tmp_path: Path, con
     assert "bug" not in outcome.stderr
 
 
-def test_a_server_whose_log_is_full_goes_on(monkeypatch) -> None:
+def test_a_server_whose_log_is_full_goes_on(monkeypatch):
     class Full:
         def write(self, text: str) -> int:
             raise OSError(28, "No space left on device")

@@ -1,7 +1,5 @@
 """Commands in messages can be pasted: every value inserted into one is quoted for the shell."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -41,7 +39,7 @@ def is_option_of_a_message(line: str) -> bool:
     return 'raise UsageError(f"`--' in line or line.lstrip().startswith('f"`--')
 
 
-def test_every_value_in_a_command_of_a_message_is_quoted() -> None:
+def test_every_value_in_a_command_of_a_message_is_quoted():
     bare = []
     for package in ("kvbm", "kvbm_cli"):
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -53,7 +51,7 @@ def test_every_value_in_a_command_of_a_message_is_quoted() -> None:
     assert bare == []
 
 
-def test_the_check_finds_a_value_that_is_not_quoted() -> None:
+def test_the_check_finds_a_value_that_is_not_quoted():
     found = list(commands_with_values(ast.parse('f"run `ls -ld {path}`, not {other} or `{word}`"')))
     assert found == [(1, "path")]
 
@@ -66,7 +64,7 @@ def test_the_check_finds_a_value_that_is_not_quoted() -> None:
         (("bench", "--profile", "demo", "--output", "my run"), "`--resume 'my run'` continues it"),
     ],
 )
-def test_a_path_with_a_space_is_quoted_in_a_hint(command: tuple[str, ...], hint: str, tmp_path: Path) -> None:
+def test_a_path_with_a_space_is_quoted_in_a_hint(command, hint, tmp_path):
     (tmp_path / "my run").mkdir()
     (tmp_path / "my run" / "plan.json").write_text("{}")
     assert hint in kvbm_here(*command, home=tmp_path).stderr

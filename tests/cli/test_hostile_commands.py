@@ -1,9 +1,6 @@
 """Hostile command lines for serve, status, stop, logs and bench: each is refused or harmless, quickly, and no bug."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from recorded_runs import facts
@@ -71,7 +68,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     (home / "model").mkdir()
     (home / "model" / "config.json").write_text(json.dumps(MODEL))
@@ -89,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_hostile_command_line_is_no_bug(home: Path, name: str) -> None:
+def test_hostile_command_line_is_no_bug(home, name):
     command, exit_code, text = ROWS[name]
     before = (home / "mine.yaml").read_text()
     outcome = kvbm_here(*command, home=home)

@@ -1,13 +1,10 @@
 """The HTTP client never raises for what a server sends: another program may listen at the port of an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import socket
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -57,14 +54,14 @@ def get_from(payload: bytes, ask=get, sent=None):
 
 
 @pytest.mark.parametrize("payload", FAILURES.values(), ids=FAILURES)
-def test_a_wrong_answer_is_a_failure_with_a_reason(payload: bytes) -> None:
+def test_a_wrong_answer_is_a_failure_with_a_reason(payload):
     answer = get_from(payload)
     assert answer.status == 0
     assert answer.failure
 
 
 @pytest.mark.parametrize("body", NO_OBJECT.values(), ids=NO_OBJECT)
-def test_a_body_that_is_no_json_object_has_no_fields(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_has_no_fields(body):
     answer = get_from(UNTIL_CLOSE + body)
     assert answer.is_ok
     assert answer.fields() == {}
@@ -85,7 +82,7 @@ SLOW = {
 @pytest.mark.parametrize(
     "trickle", [b"a", b"1\r\na\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["byte", "chunk", "100"]
 )
-def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start: bytes, trickle: bytes) -> None:
+def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start, trickle):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -107,31 +104,31 @@ def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start: b
         thread.join()
 
 
-def test_server_that_never_answers_is_named_with_the_time() -> None:
+def test_server_that_never_answers_is_named_with_the_time():
     with socket.create_server(("127.0.0.1", 0)) as server:
         answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.1)
     assert answer.failure == "no complete answer within 0.1 s"
 
 
 @pytest.mark.parametrize("head", [UNTIL_CLOSE, OK + b"Content-Length: 5000\r\n\r\n", CHUNKED + b"1388\r\n"])
-def test_answer_without_end_is_not_kept_in_memory(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+def test_answer_without_end_is_not_kept_in_memory(monkeypatch, head):
     monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 1000)
     assert get_from(head + b"a" * 5000).failure == "the answer is longer than 1000 bytes"
 
 
-def test_page_of_metrics_has_a_lower_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_metrics_has_a_lower_limit(monkeypatch):
     monkeypatch.setattr(http_client, "MAX_METRICS_BYTES", 1000)
     answer = get_from(OK + b"Content-Length: 5000\r\n\r\n" + b"a" * 5000, ask=http_client.get_metrics)
     assert answer.failure == "the answer is longer than 1000 bytes"
 
 
 @pytest.mark.parametrize("body", [b"", b"{}" * 500_000])
-def test_whole_answer_is_returned(body: bytes) -> None:
+def test_whole_answer_is_returned(body):
     assert get_from(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body).body == body
     assert get_from(UNTIL_CLOSE + body).body == body
 
 
-def test_redirect_is_an_answer_and_is_not_followed() -> None:
+def test_redirect_is_an_answer_and_is_not_followed():
     with socket.create_server(("127.0.0.1", 0)) as other:
         other.settimeout(0.2)
         location = b"Location: http://127.0.0.1:%d/\r\n" % other.getsockname()[1]
@@ -141,7 +138,7 @@ def test_redirect_is_an_answer_and_is_not_followed() -> None:
     assert answer.status == 307
 
 
-def test_compressed_body_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_body_is_not_decoded(monkeypatch):
     """A small body may decode to gigabytes."""
     monkeypatch.setattr(http_client, "MAX_BODY_BYTES", 10_000)
     body = gzip.compress(bytes(1_000_000))
@@ -150,14 +147,14 @@ def test_compressed_body_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"])
-def test_environment_names_no_proxy(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_environment_names_no_proxy(monkeypatch, variable):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "http://127.0.0.1:1")
     assert get_from(OK + b"Content-Length: 2\r\n\r\n{}").is_ok
 
 
-def test_netrc_of_the_user_is_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_netrc_of_the_user_is_not_sent(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     sent: list[bytes] = []
@@ -165,7 +162,7 @@ def test_netrc_of_the_user_is_not_sent(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert b"authorization" not in sent[0].lower()
 
 
-def test_secret_in_a_header_is_not_in_the_reason() -> None:
+def test_secret_in_a_header_is_not_in_the_reason():
     headers = {"Authorization": "Bearer secret\nkey"}
     answer = http_client.request("GET", "http://127.0.0.1:1/", headers=headers, timeout_s=1)
     assert answer.failure
@@ -186,7 +183,7 @@ WRONG_ADDRESSES = [
 
 
 @pytest.mark.parametrize("url", WRONG_ADDRESSES)
-def test_address_that_is_none_is_a_failure_with_a_reason(url: str) -> None:
+def test_address_that_is_none_is_a_failure_with_a_reason(url):
     answer = get(url, timeout_s=1)
     assert answer.status == 0
     assert answer.failure

@@ -1,7 +1,5 @@
 """`kvbm profile import-env`: for any environment a profile that means the same, or the mistakes of the variables."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
+from terminal import PROGRAM, assert_snapshot, environment, kvbm_here, ways
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.load import load
@@ -55,7 +53,7 @@ ENVIRONMENTS = st.fixed_dictionaries({}, optional=VALUES)
 
 
 @given(ENVIRONMENTS)
-def test_the_profile_means_what_the_variables_do(tmp_path_factory: pytest.TempPathFactory, variables) -> None:
+def test_the_profile_means_what_the_variables_do(tmp_path_factory, variables):
     expected: ConnectorConfig | ProfileError
     try:
         expected = resolve_connector({}, variables, engine="vllm", warns=False)
@@ -77,7 +75,7 @@ def test_the_profile_means_what_the_variables_do(tmp_path_factory: pytest.TempPa
 
 
 @given(ENVIRONMENTS, st.dictionaries(st.sampled_from(list(VALUES)), st.text("0123456789.GBx- $", max_size=6)))
-def test_any_environment_gives_a_profile_or_its_mistakes(variables, wrong) -> None:
+def test_any_environment_gives_a_profile_or_its_mistakes(variables, wrong):
     said = ""
     try:
         assert profile_text({**variables, **wrong})
@@ -101,13 +99,13 @@ ENVIRONMENT = {
 
 
 @pytest.mark.parametrize(("command", "way"), ways(["profile import-env"]))
-def test_output(tmp_path: Path, command: str, way: Kvbm) -> None:
+def test_output(tmp_path, command, way):
     outcome = way(*command.split(), home=tmp_path, **ENVIRONMENT)
     assert_snapshot("import_env", outcome.text(f"kvbm {command}"))
     assert outcome.exit_code == 0
 
 
-def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
+def test_file_is_new_and_can_be_checked(tmp_path):
     outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
     assert (outcome.exit_code, outcome.stdout) == (0, "")
     written = (tmp_path / "mine.yaml").read_text()
@@ -120,7 +118,7 @@ def test_file_is_new_and_can_be_checked(tmp_path: Path) -> None:
     assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
 
 
-def test_file_says_which_variables_would_win_over_it(tmp_path: Path) -> None:
+def test_file_says_which_variables_would_win_over_it(tmp_path):
     variables = {"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_DISK_CACHE_GB": "2"}
     outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **variables)
     assert "`unset DYN_KVBM_CPU_CACHE_GB DYN_KVBM_DISK_CACHE_GB`" in outcome.stderr
@@ -135,7 +133,7 @@ def test_file_says_which_variables_would_win_over_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model", "kind"), [("synthetic:tiny", "embedded"), ("synthetic:vllm-25m", "vllm")])
-def test_synthetic_model_is_given_to_the_engine_that_has_it(model: str, kind: str) -> None:
+def test_synthetic_model_is_given_to_the_engine_that_has_it(model, kind):
     assert f"kind: {kind}\n" in profile_text({"DYN_KVBM_CPU_CACHE_GB": "1"}, model=model)
 
 
@@ -151,11 +149,11 @@ def on_a_full_disk(*command: str, directory: Path) -> tuple[int, str]:
     return done.returncode, done.stderr.partition("\n")[0]
 
 
-def test_profile_is_printed_on_a_full_disk(tmp_path: Path) -> None:
+def test_profile_is_printed_on_a_full_disk(tmp_path):
     assert on_a_full_disk(*PROGRAM, "profile", "import-env", directory=tmp_path) == (0, "")
 
 
-def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_whole_is_not_there(tmp_path):
     script = (
         "from pathlib import Path; from kvbm_cli.system.filesystem import write_new; "
         "write_new(Path('mine.yaml'), 'a: 1')"
@@ -168,7 +166,7 @@ def test_file_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
 TRTLLM = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_TRTLLM_ZMQ_PORT": "20081"}
 
 
-def test_variables_of_tensorrt_llm_give_a_profile_for_it(tmp_path: Path) -> None:
+def test_variables_of_tensorrt_llm_give_a_profile_for_it(tmp_path):
     """NVIDIA documents them for TensorRT-LLM. The port has no effect, which the profile says."""
     text = profile_text(TRTLLM)
     assert "  kind: tensorrt-llm  # DYN_KVBM_TRTLLM_ZMQ_PORT is a variable for TensorRT-LLM\n" in text
@@ -177,7 +175,7 @@ def test_variables_of_tensorrt_llm_give_a_profile_for_it(tmp_path: Path) -> None
     assert load(str(tmp_path / "made.yaml"), directories=[]).profile.engine.kind == "tensorrt-llm"
 
 
-def test_priorities_require_the_engine_that_sends_them(tmp_path: Path) -> None:
+def test_priorities_require_the_engine_that_sends_them(tmp_path):
     variables = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "35"}
     refused = kvbm_here("profile", "import-env", home=tmp_path, **variables)
     assert (refused.exit_code, "but `vllm` sends none" in refused.stderr) == (2, True)
@@ -185,7 +183,7 @@ def test_priorities_require_the_engine_that_sends_them(tmp_path: Path) -> None:
     assert "  min_priority: 35  # DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=35\n" in made.stdout
 
 
-def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path: Path) -> None:
+def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path):
     variables = {"DYN_KVBM_DISK_CACHE_GB": "4"}
     assert kvbm_here("profile", "import-env", home=tmp_path, **variables).exit_code == 0
     refused = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
@@ -193,6 +191,6 @@ def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path: Path) ->
     assert "only from host memory, but the variables set only a disk tier" in refused.stderr
 
 
-def test_unknown_engine_is_a_usage_error(tmp_path: Path) -> None:
+def test_unknown_engine_is_a_usage_error(tmp_path):
     refused = kvbm_here("profile", "import-env", "--engine", "trt", home=tmp_path, **TRTLLM)
     assert (refused.exit_code, refused.stderr.splitlines()[0]) == (2, "error: `--engine trt` is not a kind of engines")

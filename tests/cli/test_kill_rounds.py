@@ -55,7 +55,7 @@ server: {{port: {port}}}
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
+def home(tmp_path):
     (tmp_path / "kill.yaml").write_text(PROFILE.format(disk=tmp_path / "disk", port=choose_port("127.0.0.1", 0)))
     yield tmp_path
     kvbm("stop", "--all", "-t", "0", home=tmp_path)
@@ -202,14 +202,14 @@ def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_whoever_is_killed_nothing_is_left_and_the_next_start_works(home: Path) -> None:
+def test_whoever_is_killed_nothing_is_left_and_the_next_start_works(home):
     """Three engines one after the other: each shows that the one before left nothing. The long form kills the rest."""
     for number, victim in enumerate(("launcher", "engine", "disk")):
         kill(home, victim, MODES[number % 2])
 
 
 @pytest.mark.soak
-def test_many_rounds(home: Path) -> None:
+def test_many_rounds(home):
     kills = [kill(home, victim, MODES[number % 2]) for number in range(ROUNDS) for victim in VICTIMS]
     with serving(home, "foreground") as (_, _, url):
         assert ask(url, PROMPT) == ask(url, PROMPT)

@@ -1,7 +1,5 @@
 """`kvbm serve --detach`, `status`, `stop` and `logs` around the stand-in engine, as a user sees them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +32,7 @@ SERVE = ("serve", "-p", "./mine.yaml", "--detach")
 
 
 @pytest.fixture
-def detached(home: Path) -> Iterator[Path]:
+def detached(home):
     """A home where `mine-1` runs in the background; nothing runs there afterwards."""
     outcome = kvbm(*SERVE, home=home)
     assert outcome.exit_code == 0, outcome.stderr
@@ -65,7 +62,7 @@ def shown(outcome: Outcome, command: str) -> str:
     return re.sub(r" {2,}", "  ", text)
 
 
-def test_detached_engine_is_seen_read_and_stopped(home: Path) -> None:
+def test_detached_engine_is_seen_read_and_stopped(home):
     command = "serve -p ./mine.yaml --detach"
     text = shown(kvbm(*command.split(), home=home), f"kvbm {command}")
     processes = processes_of(home)
@@ -86,7 +83,7 @@ def test_detached_engine_is_seen_read_and_stopped(home: Path) -> None:
     assert all(is_gone(process.pid) for process in processes)
 
 
-def test_detached_engine_outlives_its_terminal(detached: Path) -> None:
+def test_detached_engine_outlives_its_terminal(detached):
     launcher, *_ = processes_of(detached)
     assert launcher.ppid() != os.getpid()
     assert os.getsid(launcher.pid) == launcher.pid
@@ -96,7 +93,7 @@ def test_detached_engine_outlives_its_terminal(detached: Path) -> None:
     assert urllib.request.urlopen(f"{seen['url']}/health").status == 200
 
 
-def test_json_of_a_detached_start_can_be_captured(home: Path) -> None:
+def test_json_of_a_detached_start_can_be_captured(home):
     """Nobody keeps the pipe open: whoever captures the output gets its end."""
     outcome = kvbm(*SERVE, "--json", home=home)
     ready = json.loads(outcome.stdout)
@@ -106,7 +103,7 @@ def test_json_of_a_detached_start_can_be_captured(home: Path) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["crash", "full_disk"])
-def test_failed_detached_start_says_what_one_in_the_foreground_says(home: Path, mode: str) -> None:
+def test_failed_detached_start_says_what_one_in_the_foreground_says(home, mode):
     override = ("--set", f"engine.environment.FAKE={mode}")
     before = kvbm("serve", "-p", "./mine.yaml", *override, home=home)
     after = kvbm(*SERVE, *override, home=home)
@@ -121,7 +118,7 @@ def test_failed_detached_start_says_what_one_in_the_foreground_says(home: Path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_of_a_detached_start_stops_it(home: Path, number: signal.Signals) -> None:
+def test_interrupt_of_a_detached_start_stops_it(home, number):
     command = [*PROGRAM, *SERVE, "--set", "engine.environment.FAKE=hang"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
         eventually(lambda: any(b"loading" in log.read_bytes() for log in home.glob(f"{RUNS}/*/engine.log")))
@@ -131,7 +128,7 @@ def test_interrupt_of_a_detached_start_stops_it(home: Path, number: signal.Signa
     assert all(is_gone(process.pid) for process in family)
 
 
-def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> None:
+def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home):
     with serving(home) as program:
         assert [run["state"] for run in status(home)] == ["healthy"]
         outcome = kvbm("stop", "mine", "--json", home=home)
@@ -146,7 +143,7 @@ def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home: Path) -> N
     }
 
 
-def test_stops_at_the_same_time_do_not_kill(home: Path) -> None:
+def test_stops_at_the_same_time_do_not_kill(home):
     """The second signal does, but nobody has asked for that."""
     with serving(home) as program:
         command = [*PROGRAM, "stop"]
@@ -158,7 +155,7 @@ def test_stops_at_the_same_time_do_not_kill(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "how", "code"), [("", "stopped", 0), ("stubborn", "was killed", 137)])
-def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: str, how: str, code: int) -> None:
+def test_interrupt_in_the_foreground_ends_with_what_stop_says(home, mode, how, code):
     override = ("--set", f"engine.environment.FAKE={mode}") if mode else ()
     with serving(home, *override) as program:
         for _ in range(1 + bool(mode)):
@@ -170,7 +167,7 @@ def test_interrupt_in_the_foreground_ends_with_what_stop_says(home: Path, mode: 
     assert re.fullmatch(rf"mine-1 {how} after \d+\.\d s", told[-1])
 
 
-def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Path) -> None:
+def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home):
     kvbm(*SERVE, "--set", "engine.environment.FAKE=stubborn", home=home)
     processes = processes_of(home)
     began = time.monotonic()
@@ -182,7 +179,7 @@ def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home: Pat
 
 
 @pytest.mark.soak
-def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
+def test_launcher_that_does_not_react_is_killed(home):
     kvbm(*SERVE, home=home)
     processes = processes_of(home)
     processes[0].suspend()
@@ -198,7 +195,7 @@ def test_launcher_that_does_not_react_is_killed(home: Path) -> None:
 
 
 @pytest.mark.soak
-def test_several_engines_keep_apart(home: Path) -> None:
+def test_several_engines_keep_apart(home):
     for _ in range(2):
         assert kvbm(*SERVE, home=home).exit_code == 0
     seen = status(home)
@@ -216,7 +213,7 @@ def test_several_engines_keep_apart(home: Path) -> None:
 
 
 @pytest.mark.soak
-def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(home: Path) -> None:
+def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(home):
     command = [*PROGRAM, *SERVE]
     starts = [subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) for _ in range(4)]
     assert [start.wait(timeout=60) for start in starts] == [0] * 4
@@ -226,7 +223,7 @@ def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(ho
 
 
 @pytest.mark.soak
-def test_engine_that_hangs_is_told_from_a_healthy_one(detached: Path) -> None:
+def test_engine_that_hangs_is_told_from_a_healthy_one(detached):
     engine = next(one for one in processes_of(detached) if "kvbm.embedded" in one.cmdline())
     engine.suspend()
     assert status(detached)[0]["state"] == "no answer"
@@ -234,7 +231,7 @@ def test_engine_that_hangs_is_told_from_a_healthy_one(detached: Path) -> None:
     assert status(detached)[0]["state"] == "healthy"
 
 
-def test_logs_are_followed_until_the_engine_ends(detached: Path) -> None:
+def test_logs_are_followed_until_the_engine_ends(detached):
     command = [*PROGRAM, "logs", "-f", "-n", "1"]
     log = detached / RUNS / "mine-1" / "engine.log"
     with subprocess.Popen(command, cwd=detached, env=environment(detached), stdout=subprocess.PIPE) as following:
@@ -252,14 +249,14 @@ def test_logs_are_followed_until_the_engine_ends(detached: Path) -> None:
     ("count", "text"), [(0, ""), (1, "d\n"), (2, "c\nd\n"), (4, "a\nb\nc\nd\n"), (9, "a\nb\nc\nd\n")]
 )
 @pytest.mark.parametrize("end", ["\n", ""])
-def test_last_lines_of_a_file(tmp_path: Path, count: int, text: str, end: str) -> None:
+def test_last_lines_of_a_file(tmp_path, count, text, end):
     (tmp_path / "log").write_text(f"a\nb\nc\nd{end}")
     with (tmp_path / "log").open("rb") as file:
         file.seek(start_of_last_lines(file, count))
         assert file.read().decode() == (text if end else text.removesuffix("\n"))
 
 
-def test_runs_of_another_boot_are_ended_and_never_signalled(home: Path) -> None:
+def test_runs_of_another_boot_are_ended_and_never_signalled(home):
     """As after a restart of the machine: our own process id stands in the file of a run of before."""
     (home / RUNS).mkdir(parents=True)
     runs = Runs(home / ".local/state/kvbm")
@@ -277,7 +274,7 @@ def test_runs_of_another_boot_are_ended_and_never_signalled(home: Path) -> None:
     assert (outcome.exit_code, outcome.stderr) == (0, "old-1 has already ended\n")
 
 
-def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(detached: Path) -> None:
+def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(detached):
     before = kvbm(
         "doctor",
         "-p",
@@ -301,7 +298,7 @@ def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(
 
 
 @pytest.mark.soak
-def test_profile_of_a_run_serves_again(detached: Path) -> None:
+def test_profile_of_a_run_serves_again(detached):
     again = kvbm("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
     before = kvbm("profile", "show", "./mine.yaml", "--json", home=detached)
 
@@ -311,7 +308,7 @@ def test_profile_of_a_run_serves_again(detached: Path) -> None:
     assert values(again) == values(before)
 
 
-def test_pasted_command_of_a_dry_run_starts_the_same_engine(home: Path) -> None:
+def test_pasted_command_of_a_dry_run_starts_the_same_engine(home):
     variables = {"DYN_KVBM_CPU_CACHE_GB": "0.05", "ABC": "1"}
     plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "0", home=home, **variables).stdout
     port = choose_port("127.0.0.1", 0)
@@ -339,7 +336,7 @@ def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
     return words, variables, engine.cwd()
 
 
-def test_port_of_a_starting_engine_is_taken_before_it_listens(home: Path) -> None:
+def test_port_of_a_starting_engine_is_taken_before_it_listens(home):
     port = choose_port("127.0.0.1", 0)
     command = [*PROGRAM, *SERVE, "--port", str(port), "--set", "engine.environment.FAKE=hang"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
@@ -354,11 +351,11 @@ def test_port_of_a_starting_engine_is_taken_before_it_listens(home: Path) -> Non
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2e5, "2 d")])
-def test_durations_are_short(seconds: float, text: str) -> None:
+def test_durations_are_short(seconds, text):
     assert duration(seconds) == text
 
 
-def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("kvbm_cli.terminal.progress.time.monotonic", lambda: now[0])
     pace = Pace()
@@ -369,7 +366,7 @@ def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.Monke
     assert pace.of("taking memory, 200 of 1000 MiB") == "taking memory, 200 of 1000 MiB"
 
 
-def test_a_url_that_nobody_serves_any_more_is_gone(detached: Path) -> None:
+def test_a_url_that_nobody_serves_any_more_is_gone(detached):
     url = str(status(detached)[0]["url"])
     kvbm("stop", home=detached)
     with pytest.raises(urllib.error.URLError):

@@ -1,7 +1,5 @@
 """Every mistake of `mistakes.py`: what is said, the exit code, how long it takes, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import resource
 import shlex
 import time
@@ -16,7 +14,7 @@ AS_PROCESSES = sorted(ROWS)[::8]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_mistake(name: str, tmp_path: Path) -> None:
+def test_mistake(name, tmp_path):
     row = ROWS[name]
     make_files(row, tmp_path)
     here, children = what_lies_in(tmp_path), child_processes()
@@ -34,7 +32,7 @@ def test_mistake(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", AS_PROCESSES)
-def test_mistake_in_a_process_of_its_own_says_the_same(name: str, tmp_path: Path) -> None:
+def test_mistake_in_a_process_of_its_own_says_the_same(name, tmp_path):
     row = ROWS[name]
     make_files(row, tmp_path)
     begin = time.monotonic()
@@ -49,18 +47,18 @@ def compare(name: str, outcome: Outcome) -> None:
     assert_entry(f"mistakes/{area}", name, outcome.text(f"kvbm {ROWS[name].command}"), names=AREAS[area])
 
 
-def test_there_are_many_and_no_two_say_the_same() -> None:
+def test_there_are_many_and_no_two_say_the_same():
     assert len(ROWS) >= 60
     commands = [(row.command, str(row.files), str(row.variables)) for row in ROWS.values()]
     assert len(set(commands)) == len(ROWS)
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_snapshots_are_those_of_the_rows_in_their_order(area: str) -> None:
+def test_snapshots_are_those_of_the_rows_in_their_order(area):
     assert list(stored_entries(f"mistakes/{area}")) == list(AREAS[area])
 
 
-def test_no_file_of_snapshots_is_left_over() -> None:
+def test_no_file_of_snapshots_is_left_over():
     elsewhere = {"cache", "doctor", "store"}  # test_cache.py, test_doctor.py, test_shared_store.py
     assert {path.stem for path in (SNAPSHOTS / "mistakes").iterdir()} == {*AREAS, *elsewhere}
     assert sum(map(len, AREAS.values())) == len(ROWS), "a name stands in two areas"

@@ -1,7 +1,5 @@
 """Files and directories have their modes under every umask, and parents of a cache that others can change are named."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess
@@ -43,7 +41,7 @@ def run(home: Path, umask: int, *arguments: str, **extra: str) -> subprocess.Com
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_run_is_private_under_every_umask(tmp_path: Path, umask: int) -> None:
+def test_run_is_private_under_every_umask(tmp_path, umask):
     (tmp_path / "model").mkdir()
     model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
     (tmp_path / "model/config.json").write_text(str(model).replace("'", '"'))
@@ -64,7 +62,7 @@ def test_run_is_private_under_every_umask(tmp_path: Path, umask: int) -> None:
 
 
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
-def test_no_other_user_can_change_what_a_command_writes(tmp_path: Path, umask: int) -> None:
+def test_no_other_user_can_change_what_a_command_writes(tmp_path, umask):
     """A profile names the interpreter of the engine."""
     new = run(
         tmp_path,
@@ -90,19 +88,19 @@ def test_no_other_user_can_change_what_a_command_writes(tmp_path: Path, umask: i
 
 
 @pytest.fixture(params=UMASKS, ids=oct)
-def umask(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+def umask(request):  # type: ignore[no-untyped-def]
     previous = os.umask(request.param)
     yield request.param
     os.umask(previous)
 
 
-def test_cache_directory_and_its_parents_are_private(tmp_path: Path, umask: int) -> None:
+def test_cache_directory_and_its_parents_are_private(tmp_path, umask):
     directory = tmp_path / "a/b/cache"
     require_usable_parent(directory)
     assert {mode(path) for path in (directory, *directory.parents[:2])} == {0o700}
 
 
-def test_digest_cache_and_its_parents_are_private(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_cache_and_its_parents_are_private(tmp_path, umask, monkeypatch):
     """An engine writes it, with the umask of its user."""
     monkeypatch.setattr(digest_cache, "shows_changes", lambda *facts: True)  # whatever file system this machine has
     path = tmp_path / "a/kvbm" / NAME
@@ -112,7 +110,7 @@ def test_digest_cache_and_its_parents_are_private(tmp_path: Path, umask: int, mo
     assert (mode(path), mode(path.parent), mode(path.parent.parent)) == (0o600, 0o700, 0o700)
 
 
-def test_crash_report_is_private(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_report_is_private(tmp_path, umask, monkeypatch):
     from kvbm_cli.terminal.crash_report import save_report
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a"))
@@ -122,9 +120,7 @@ def test_crash_report_is_private(tmp_path: Path, umask: int, monkeypatch: pytest
     assert {mode(path) for path in saved.parents[:3]} == {0o700}
 
 
-def test_state_directory_that_others_could_change_is_made_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_directory_that_others_could_change_is_made_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for path in (tmp_path / "kvbm", tmp_path / "kvbm/runs"):
         path.mkdir()
@@ -137,13 +133,13 @@ def test_state_directory_that_others_could_change_is_made_private(
     run.close()
 
 
-def test_file_in_place_of_a_parent_is_an_error(tmp_path: Path) -> None:
+def test_file_in_place_of_a_parent_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         make_private_directories(tmp_path / "file/a")
 
 
-def test_parents_that_others_can_change_are_found_through_links(tmp_path: Path) -> None:
+def test_parents_that_others_can_change_are_found_through_links(tmp_path):
     safe, group, everyone, sticky = (tmp_path / name for name in ("safe", "group", "everyone", "sticky"))
     for path, bits in ((safe, 0o755), (group, 0o775), (everyone, 0o777), (sticky, 0o1777)):
         (path / "cache").mkdir(parents=True)
@@ -164,7 +160,7 @@ def test_parents_that_others_can_change_are_found_through_links(tmp_path: Path) 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program as another user")
-def test_host_memory_is_closed_to_other_users() -> None:
+def test_host_memory_is_closed_to_other_users():
     memory = SharedMemory.allocate("kvbm-test", 4096, who="test", memory=THIS_MACHINE, progress=None)
     try:
         memory.mapping[:7] = b"KV data"

@@ -1,7 +1,5 @@
 """DisaggregatedEngines around stand-in engines and a real proxy: all serve, or none does and the report says why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -35,7 +33,7 @@ def pids_of(engines: DisaggregatedEngines) -> list[int]:
     return [member.process.pid for member in engines._members]
 
 
-def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_path: Path) -> None:
+def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_path):
     seen: list[str] = []
     with DisaggregatedEngines.start(plan_of("", "", ""), log_path=tmp_path / "serve.log") as engines:
         engines.wait_healthy(DEADLINE_S, seen.append)
@@ -52,7 +50,7 @@ def test_all_are_healthy_before_the_proxy_serves_and_all_end_when_stopped(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_reaches_every_one_and_is_no_mishap(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_reaches_every_one_and_is_no_mishap(tmp_path, number):
     with DisaggregatedEngines.start(plan_of("", ""), log_path=tmp_path / "log") as engines:
         engines.wait_healthy(DEADLINE_S)
         engines.signal(number)
@@ -61,7 +59,7 @@ def test_a_signal_reaches_every_one_and_is_no_mishap(tmp_path: Path, number: sig
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) -> None:
+def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path, index):
     with DisaggregatedEngines.start(plan_of("", ""), log_path=tmp_path / "log") as engines:
         engines.wait_healthy(DEADLINE_S)
         pids = pids_of(engines)
@@ -77,9 +75,7 @@ def test_the_end_of_one_ends_the_whole_and_names_it(tmp_path: Path, index: int) 
 
 
 @pytest.mark.parametrize(("modes", "culprit"), [(("crash", "hang"), "prefill 0"), (("hang", "crash"), "decode 0")])
-def test_a_crash_at_the_start_is_reported_while_another_still_starts(
-    tmp_path: Path, modes: tuple[str, str], culprit: str
-) -> None:
+def test_a_crash_at_the_start_is_reported_while_another_still_starts(tmp_path, modes, culprit):
     engines = DisaggregatedEngines.start(plan_of(*modes), log_path=tmp_path / "log")
     with pytest.raises(EngineError) as caught:
         engines.wait_healthy(DEADLINE_S)
@@ -96,7 +92,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path):
     plan = plan_of("", "hang")
     engines = DisaggregatedEngines.start(plan, log_path=tmp_path / "log")
     eventually(lambda: answers(plan.engines[0][1].health_url))
@@ -105,7 +101,7 @@ def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path: Path
     assert all(map(is_gone, pids_of(engines)))
 
 
-def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path):
     started = fake_plan("children")
     missing = LaunchPlan(("/no/such/python",), {}, started.base_url, started.health_url, "m")
     plan = DisaggregatedPlan((("prefill 0", started), ("decode 0", missing)), started)
@@ -114,19 +110,19 @@ def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path: Path) ->
     assert [process for process in psutil.Process().children() if started.argv[-1] in process.cmdline()] == []
 
 
-def test_stubborn_engines_are_killed(tmp_path: Path) -> None:
+def test_stubborn_engines_are_killed(tmp_path):
     with DisaggregatedEngines.start(plan_of("stubborn", ""), log_path=tmp_path / "log") as engines:
         engines.wait_healthy(DEADLINE_S)
         assert engines.stop(timeout_s=0.5) == 137
         assert all(map(is_gone, pids_of(engines)))
 
 
-def test_logs_of_engines_lie_beside_that_of_the_proxy() -> None:
+def test_logs_of_engines_lie_beside_that_of_the_proxy():
     assert log_of(Path("/x/serve.log"), "prefill 0") == Path("/x/serve-prefill-0.log")
     assert log_of(Path("/dev/null"), "prefill 0") == Path("/dev/null")
 
 
-def test_ports_are_handed_out_once() -> None:
+def test_ports_are_handed_out_once():
     ports = free_ports()
     taken = [next(ports) for _ in range(50)]
     assert len(set(taken)) == 50

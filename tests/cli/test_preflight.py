@@ -4,8 +4,6 @@ A mistake in the profile ends all four with 2. A problem of the machine is a war
 others with 1 before anything is started.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -96,7 +94,7 @@ BAD = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BAD)
-def test_all_commands_find_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_commands_find_the_same(name, tmp_path, monkeypatch):
     bad = BAD[name]
     (tmp_path / "mnt").mkdir()
     monkeypatch.setattr("kvbm_cli.system.filesystem._FOR_MOUNTS", (tmp_path / "mnt",))
@@ -125,7 +123,7 @@ def messages(outcome: Outcome, home: Path) -> list[str]:
     return [block.partition("\n\n")[0].rstrip("\n") for block in blocks]
 
 
-def test_a_good_profile_has_no_findings(tmp_path: Path) -> None:
+def test_a_good_profile_has_no_findings(tmp_path):
     (tmp_path / "mine.yaml").write_text(FREE)
     for command in COMMANDS[:2]:
         outcome = kvbm_here(*command.split(), home=tmp_path)
@@ -150,12 +148,12 @@ FSTAB = (
         ("/usr/kvbm-absent/a", None),
     ],
 )
-def test_missing_mount(tmp_path: Path, directory: str, reason: str | None) -> None:
+def test_missing_mount(tmp_path, directory, reason):
     (tmp_path / "fstab").write_text(FSTAB.format(home=tmp_path))
     (tmp_path / "data drive").mkdir()
     found = missing_mount(Path(directory.format(home=tmp_path)), fstab=tmp_path / "fstab")
     assert found == (None if reason is None else reason.format(home=tmp_path))
 
 
-def test_no_fstab_is_no_problem(tmp_path: Path) -> None:
+def test_no_fstab_is_no_problem(tmp_path):
     assert missing_mount(tmp_path / "a", fstab=tmp_path / "none") is None

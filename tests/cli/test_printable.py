@@ -1,7 +1,5 @@
 """No text of a profile, log, server or file name gives commands to the terminal."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -32,7 +30,7 @@ def assert_safe(text: str) -> None:
     assert OBEYED.search(text) is None, ascii(text)
 
 
-def test_every_unsafe_character_is_escaped_and_every_other_kept() -> None:
+def test_every_unsafe_character_is_escaped_and_every_other_kept():
     for code in (*range(0x300), *range(0x2000, 0x2100)):
         character = chr(code)
         kept = not OBEYED.match(character)
@@ -41,7 +39,7 @@ def test_every_unsafe_character_is_escaped_and_every_other_kept() -> None:
     assert printable("\x1b\x9b\u202e") == r"\x1b\x9b\u202e"
 
 
-def test_own_commands_pass_the_streams_and_others_do_not() -> None:
+def test_own_commands_pass_the_streams_and_others_do_not():
     own = "\r\x1b[K\x1b[1;31merror:\x1b[0m text\r\n"
     assert without_commands(own) == own
     assert_safe(without_commands(own + EVIL).removeprefix(own))
@@ -63,14 +61,14 @@ def write_run(home: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["status", "status --all", "status demo-1"])
-def test_run_with_commands_in_every_text_is_shown_without_them(tmp_path: Path, command: str) -> None:
+def test_run_with_commands_in_every_text_is_shown_without_them(tmp_path, command):
     write_run(tmp_path)
     shown = kvbm_here(*command.split(), home=tmp_path)
     assert_safe(shown.stdout + shown.stderr)
     assert "demo-1" in shown.stdout + shown.stderr
 
 
-def test_log_on_a_terminal_is_shown_without_commands(tmp_path: Path) -> None:
+def test_log_on_a_terminal_is_shown_without_commands(tmp_path):
     log = write_run(tmp_path)
     lines = on_a_terminal("logs", "demo-1", home=tmp_path, columns=80)
     assert_safe("".join(lines))
@@ -79,7 +77,7 @@ def test_log_on_a_terminal_is_shown_without_commands(tmp_path: Path) -> None:
     assert in_a_pipe.stdout == log.read_bytes()
 
 
-def test_json_has_the_text_unchanged(tmp_path: Path) -> None:
+def test_json_has_the_text_unchanged(tmp_path):
     write_run(tmp_path)
     shown = kvbm_here("status", "--all", "--json", home=tmp_path)
     assert_safe(shown.stdout)
@@ -96,7 +94,7 @@ PROFILES = {
 
 @pytest.mark.parametrize("content", PROFILES.values(), ids=PROFILES)
 @pytest.mark.parametrize("command", ["profile show", "profile check", "size", "profile diff demo"])
-def test_profile_with_commands_is_shown_without_them(tmp_path: Path, content: str, command: str) -> None:
+def test_profile_with_commands_is_shown_without_them(tmp_path, content, command):
     path = tmp_path / "evil\x1b[2J.yaml"
     path.write_text(content)
     shown = kvbm_here(*command.split(), f"./{path.name}", home=tmp_path)
@@ -105,7 +103,7 @@ def test_profile_with_commands_is_shown_without_them(tmp_path: Path, content: st
 
 
 @pytest.mark.parametrize("flags", [[], ["--debug"]])
-def test_file_name_with_commands_is_reported_without_them(tmp_path: Path, flags: list[str]) -> None:
+def test_file_name_with_commands_is_reported_without_them(tmp_path, flags):
     """With --debug, Python itself prints the error."""
     name = f"./{EVIL}.yaml".replace("\0", "")
     program = [sys.executable, "-c", "from kvbm_cli.app import main; main()"]
@@ -117,7 +115,7 @@ def test_file_name_with_commands_is_reported_without_them(tmp_path: Path, flags:
     assert_safe(done.stdout + done.stderr)
 
 
-def test_phase_of_a_server_is_one_safe_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phase_of_a_server_is_one_safe_line(capsys):
     with ProgressDisplay("starting", interval_s=0) as display:
         display.report(f"loading\nerror: spoofed{EVIL}")
     shown = capsys.readouterr().err
@@ -125,18 +123,18 @@ def test_phase_of_a_server_is_one_safe_line(capsys: pytest.CaptureFixture[str]) 
     assert_safe(shown)
 
 
-def test_cell_of_a_table_stays_in_its_row() -> None:
+def test_cell_of_a_table_stays_in_its_row():
     shown = table([("run", "state"), (f"demo\nother  healthy{EVIL}", "ended")])
     assert len(shown.splitlines()) == 2
     assert_safe(shown)
 
 
-def test_tail_of_a_log_has_no_colours(tmp_path: Path) -> None:
+def test_tail_of_a_log_has_no_colours(tmp_path):
     log = write_run(tmp_path)
     assert EngineLog(log, 0).lines()[-1] == "INFO green"
 
 
-def test_texts_of_a_bench_summary_are_safe() -> None:
+def test_texts_of_a_bench_summary_are_safe():
     assert_safe(report._printable({"hint": EVIL, "arms": [{"name": EVIL}]})["arms"][0]["name"])
 
 
@@ -151,7 +149,7 @@ PRINTING = {
 }
 
 
-def test_only_the_terminal_prints() -> None:
+def test_only_the_terminal_prints():
     found = set()
     for path in (ROOT / "kvbm_cli").rglob("*.py"):
         names = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}

@@ -1,7 +1,5 @@
 """EngineProcess around a stand-in engine: starts, failures, signals, and that nothing outlives its parent."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -42,7 +40,7 @@ def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:
     return LaunchPlan(argv, {"FAKE": mode}, url, f"{url}/health", "m")
 
 
-def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
+def test_healthy_engine_is_stopped_by_sigterm(tmp_path):
     seen: list[str] = []
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S, seen.append)
@@ -52,7 +50,7 @@ def test_healthy_engine_is_stopped_by_sigterm(tmp_path: Path) -> None:
     assert set(seen) <= {"starting", "loading the weights"}
 
 
-def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> None:
+def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path):
     with FakeServer() as stranger:
         plan = fake_plan("hang", port=stranger.port)
         with EngineProcess.start(plan, log_path=tmp_path / "log") as engine:
@@ -61,13 +59,13 @@ def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path: Path) -> N
             assert urllib.request.urlopen(plan.health_url).status == 200
 
 
-def test_leaving_the_context_stops_the_engine(tmp_path: Path) -> None:
+def test_leaving_the_context_stops_the_engine(tmp_path):
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
     assert engine.poll() == 0
 
 
-def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
+def test_crash_during_the_start_reports_the_log_at_once(tmp_path):
     log_path = tmp_path / "logs" / "log"
     with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
@@ -81,7 +79,7 @@ def test_crash_during_the_start_reports_the_log_at_once(tmp_path: Path) -> None:
     assert caught.value.exit_code == 1
 
 
-def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path, monkeypatch):
     def start_guard_late(*arguments: Any, **options: Any) -> None:
         eventually(lambda: "MemoryError" in (tmp_path / "log").read_text())
         start_guard(*arguments, **options)
@@ -94,7 +92,7 @@ def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path: Path, mo
     assert "MemoryError: not enough of it" in caught.value.message
 
 
-def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path: Path) -> None:
+def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path):
     plan = fake_plan("long_farewell")
     with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
         engine.wait_healthy(DEADLINE_S)
@@ -105,14 +103,14 @@ def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path
     ]
 
 
-def test_engine_that_never_gets_healthy_is_killed_in_time(tmp_path: Path) -> None:
+def test_engine_that_never_gets_healthy_is_killed_in_time(tmp_path):
     with EngineProcess.start(fake_plan("hang"), log_path=tmp_path / "log") as engine:
         with pytest.raises(EngineError, match=r"the engine was not healthy after 0\.5 s"):
             engine.wait_healthy(0.5)
         assert is_gone(engine.pid)
 
 
-def test_log_of_an_earlier_run_in_the_same_file_is_not_shown(tmp_path: Path) -> None:
+def test_log_of_an_earlier_run_in_the_same_file_is_not_shown(tmp_path):
     (tmp_path / "log").write_text("an old story\n")
     with EngineProcess.start(fake_plan("crash"), log_path=tmp_path / "log") as engine:
         with pytest.raises(EngineError) as caught:
@@ -120,14 +118,14 @@ def test_log_of_an_earlier_run_in_the_same_file_is_not_shown(tmp_path: Path) -> 
         assert "an old story" not in caught.value.message
 
 
-def test_stubborn_engine_is_killed_when_patience_ends(tmp_path: Path) -> None:
+def test_stubborn_engine_is_killed_when_patience_ends(tmp_path):
     with EngineProcess.start(fake_plan("stubborn"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         assert engine.stop(timeout_s=0.2) == 128 + signal.SIGKILL
 
 
 @pytest.mark.parametrize("end", ["stop", "kill", "dies"])
-def test_processes_of_the_engine_end_with_it(tmp_path: Path, end: str) -> None:
+def test_processes_of_the_engine_end_with_it(tmp_path, end):
     with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         child = psutil.Process(engine.pid).children()[0]
@@ -152,7 +150,7 @@ time.sleep(600)
 """
 
 
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
     folders = map(str, Path(__file__).parents[:2])
     command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -165,7 +163,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert parent.wait() == -signal.SIGKILL
 
 
-def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
+def test_engine_stops_as_usual_without_its_guard(tmp_path):
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
@@ -174,7 +172,7 @@ def test_engine_stops_as_usual_without_its_guard(tmp_path: Path) -> None:
     assert is_gone(guard.pid)
 
 
-def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
+def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path):
     marker = tmp_path / "ran"
     nobody = 2**22 + 1  # above the largest process id there can be
     command = command_line(["touch", str(marker)])
@@ -183,33 +181,33 @@ def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path):
     plan = LaunchPlan(("/no/such/python",), {}, "http://h", "http://h/health", "m")
     with pytest.raises(EnvironmentProblem, match="`/no/such/python` is not a program"):
         EngineProcess.start(plan, log_path=tmp_path / "log")
 
 
-def test_missing_library_is_named_with_the_command_that_brings_it(tmp_path: Path) -> None:
+def test_missing_library_is_named_with_the_command_that_brings_it(tmp_path):
     plan = replace(fake_plan(), libraries=("os", "no_such_library"), install="pip install it")
     with pytest.raises(EnvironmentProblem) as caught:
         EngineProcess.start(plan, log_path=tmp_path / "log")
     assert (caught.value.message, caught.value.hint) == ("the engine needs no_such_library", "`pip install it`")
 
 
-def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentProblem, match="cannot write the engine's log"):
         EngineProcess.start(fake_plan(), log_path=tmp_path / "file" / "log")
 
 
-def test_engine_gets_the_profile_and_none_of_our_variables() -> None:
+def test_engine_gets_the_profile_and_none_of_our_variables():
     caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
     plan = LaunchPlan((), {"A": "profile"}, "", "", "")
     seen: Mapping[str, str] = engine_environment(plan, caller)
     assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
 
-def test_engine_keeps_the_credentials_of_its_store() -> None:
+def test_engine_keeps_the_credentials_of_its_store():
     caller = {"DYN_KVBM_OBJECT_SECRET_KEY": "hunter2", "DYN_KVBM_OBJECT_BUCKET": "kv", "DYN_KVBM_METRICS": "1"}
     seen = engine_environment(fake_plan(), caller)
     assert {name: value for name, value in seen.items() if name.startswith("DYN_")} == {
@@ -217,7 +215,7 @@ def test_engine_keeps_the_credentials_of_its_store() -> None:
     }
 
 
-def test_taken_port_is_named() -> None:
+def test_taken_port_is_named():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
         port = holder.getsockname()[1]
         with pytest.raises(EnvironmentProblem) as caught:
@@ -226,12 +224,12 @@ def test_taken_port_is_named() -> None:
     assert choose_port("127.0.0.1", port) == port
 
 
-def test_chosen_port_is_none_that_a_connection_may_get_before_the_engine_listens() -> None:
+def test_chosen_port_is_none_that_a_connection_may_get_before_the_engine_listens():
     first, last = map(int, EPHEMERAL_PORTS.read_text().split())
     assert not {choose_port("127.0.0.1", 0) for _ in range(100)} & set(range(first, last + 1))
 
 
-def test_address_of_another_machine_is_named() -> None:
+def test_address_of_another_machine_is_named():
     with pytest.raises(EnvironmentProblem, match="cannot assign requested address") as caught:
         choose_port("192.0.2.1", 8000)
     assert caught.value.hint is not None
@@ -239,7 +237,7 @@ def test_address_of_another_machine_is_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 70, "..", "[::1]"])
-def test_host_that_is_none_is_named(host: str) -> None:
+def test_host_that_is_none_is_named(host):
     with pytest.raises(EnvironmentProblem) as caught:
         choose_port(host, 0)
     assert caught.value.message.startswith(f"cannot listen on {host}: ")
@@ -270,11 +268,11 @@ def test_host_that_is_none_is_named(host: str) -> None:
         ("W1121 18:03:32.942000 8688 torch/_library/triton.py:53] Triton not available, none", None),
     ],
 )
-def test_last_log_line_is_shown_in_words(line: str, phase: str | None) -> None:
+def test_last_log_line_is_shown_in_words(line, phase):
     assert readable_phase(line) == phase
 
 
-def test_a_guard_that_was_killed_is_replaced(tmp_path: Path) -> None:
+def test_a_guard_that_was_killed_is_replaced(tmp_path):
     with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         first, child = engine.guard_pid, psutil.Process(engine.pid).children()[0]

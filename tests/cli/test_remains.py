@@ -74,7 +74,7 @@ def _mapped_inodes(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill", "dies", "group_dies", "guard_dies"])
-def test_nothing_of_an_engine_is_left(tmp_path: Path, end: str) -> None:
+def test_nothing_of_an_engine_is_left(tmp_path, end):
     with EngineProcess.start(fake_plan("litters"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         litter = Litter.of(engine.pid)
@@ -96,7 +96,7 @@ def _guard() -> psutil.Process:
     return next(child for child in children if str(GUARD) in child.cmdline())
 
 
-def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
     folders = map(str, Path(__file__).parents[:2])
     command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -106,9 +106,7 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
         eventually(lambda: not litter.left())
 
 
-def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_away_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_away_too(tmp_path, monkeypatch):
     def start_guard_late(*arguments: Any, **options: Any) -> None:
         eventually(lambda: "made 4 things" in (tmp_path / "log").read_text())
         start_guard(*arguments, **options)
@@ -123,7 +121,7 @@ def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_awa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_to_everybody_do_not_end_the_guard(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_to_everybody_do_not_end_the_guard(tmp_path, number):
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         guard = _guard()
@@ -133,7 +131,7 @@ def test_signals_to_everybody_do_not_end_the_guard(tmp_path: Path, number: signa
             guard.wait(0.3)
 
 
-def test_temporary_directory_of_an_engine_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_directory_of_an_engine_has_a_short_name(tmp_path, monkeypatch):
     long = tmp_path / ("x" * LONGEST_TMPDIR)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -145,7 +143,7 @@ def test_temporary_directory_of_an_engine_has_a_short_name(tmp_path: Path, monke
     assert not list(long.iterdir())
 
 
-def test_temporary_directory_lies_in_that_of_the_profile(tmp_path: Path) -> None:
+def test_temporary_directory_lies_in_that_of_the_profile(tmp_path):
     with tempfile.TemporaryDirectory(prefix="k") as wanted:
         plan = fake_plan("litters")
         plan = replace(plan, environment={**plan.environment, "TMPDIR": wanted})
@@ -155,7 +153,7 @@ def test_temporary_directory_lies_in_that_of_the_profile(tmp_path: Path) -> None
         assert not list(Path(wanted).iterdir())
 
 
-def test_a_place_without_room_for_temporary_files_is_a_problem_of_the_environment(tmp_path: Path) -> None:
+def test_a_place_without_room_for_temporary_files_is_a_problem_of_the_environment(tmp_path):
     plan = replace(fake_plan(), environment={"TMPDIR": "/no/such/place"})
     with pytest.raises(
         EnvironmentProblem, match="cannot create a temporary directory in `/no/such/place`: no such file"
@@ -183,7 +181,7 @@ def segment() -> Iterator[shared_memory.SharedMemory]:
             made.unlink()
 
 
-def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
+def test_files_of_others_stay_whenever_they_were_made(tmp_path):
     with segment() as older, sleeping_group() as leader:
         remains = Leftovers(str(tmp_path / "none"), process_group=leader.pid, existing_files=set(shared_files()))
         with segment() as younger:
@@ -193,7 +191,7 @@ def test_files_of_others_stay_whenever_they_were_made(tmp_path: Path) -> None:
             assert (SHARED_MEMORY / younger.name).exists()
 
 
-def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) -> None:
+def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path):
     """Made in the engine's time, mapped by its process, and by this one."""
     script = "import sys, time; f = open(sys.argv[1]); print(flush=True); time.sleep(600)"
     remains_of: list[Leftovers] = []
@@ -213,7 +211,7 @@ def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path: Path) ->
         assert not path.exists()
 
 
-def test_file_is_not_looked_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_not_looked_for_for_ever(tmp_path, monkeypatch):
     searches: list[object] = []
     monkeypatch.setattr(leftovers, "_held_files", lambda pids: searches.append(pids) or set())
     with sleeping_group() as leader:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 from model_configs import QWEN3
@@ -32,7 +31,7 @@ DIFFERENT = (
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "mine.yaml").write_text(PROFILE)
@@ -40,7 +39,7 @@ def home(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("says", "expected"), [("", ""), (AS_COMPUTED, ""), (OTHERS, DIFFERENT)])
-def test_a_difference_is_one_line(home: Path, says: str, expected: str) -> None:
+def test_a_difference_is_one_line(home, says, expected):
     with serving(home, "--set", f"engine.environment.FAKE_SAYS={json.dumps(says)}") as program:
         program.send_signal(signal.SIGTERM)
         program.wait(timeout=20)
@@ -48,17 +47,17 @@ def test_a_difference_is_one_line(home: Path, says: str, expected: str) -> None:
     assert [line for line in lines if "the engine reports sizes" in line] == ([expected] if expected else [])
 
 
-def test_the_last_engine_in_a_log_counts() -> None:
+def test_the_last_engine_in_a_log_counts():
     assert ReportedSizes.of(f"{OTHERS}\n{AS_COMPUTED}") == ReportedSizes(18_874_368, 113, 5120)
     assert ReportedSizes.of("") == ReportedSizes(None, None, None)
 
 
-def test_the_largest_block_and_the_fewest_blocks_of_all_ranks_count() -> None:
+def test_the_largest_block_and_the_fewest_blocks_of_all_ranks_count():
     ranks = (CONNECTOR.format(100, 4096), CONNECTOR.format(90, 8192).replace("rank 0", "rank 1"))
     assert ReportedSizes.of("\n".join(ranks)) == ReportedSizes(8192, 90, None)
 
 
-def test_unknown_sizes_are_not_compared(tmp_path: Path) -> None:
+def test_unknown_sizes_are_not_compared(tmp_path):
     log = tmp_path / "log"
     log.write_text(OTHERS)
     assert difference_text(ValueError("unknown"), [log]) is None

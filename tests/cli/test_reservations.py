@@ -1,7 +1,5 @@
 """Engines on one machine: what one that still starts has not taken yet counts too."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -37,17 +35,17 @@ def require_memory(
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> HostMemory:
+def memory(tmp_path):
     (tmp_path / "meminfo").write_text("MemAvailable: 1048576 kB\n")
     return HostMemory(proc=tmp_path, sys=tmp_path)
 
 
 @pytest.fixture
-def resolved() -> ResolvedProfile:
+def resolved():
     return load("demo", directories=[profiles_directory()])
 
 
-def test_an_engine_that_starts_owes_what_it_has_not_taken() -> None:
+def test_an_engine_that_starts_owes_what_it_has_not_taken():
     assert pending_bytes(run("a-1", state=RunState.HEALTHY, memory_bytes=99 * MIB)) == 0
     elsewhere = run("a-1", NOBODY, state=RunState.STARTING, memory_bytes=99 * MIB)
     assert pending_bytes(elsewhere) == 99 * MIB
@@ -59,7 +57,7 @@ def test_an_engine_that_starts_owes_what_it_has_not_taken() -> None:
         child.kill()
 
 
-def test_engines_that_do_not_fit_together_are_refused(memory: HostMemory, resolved: ResolvedProfile) -> None:
+def test_engines_that_do_not_fit_together_are_refused(memory, resolved):
     starting = run("other-1", NOBODY, state=RunState.STARTING, memory_bytes=700 * MIB)
     require_memory(resolved, 300 * MIB, [starting], memory=memory)
     with pytest.raises(EnvironmentProblem) as caught:
@@ -71,9 +69,7 @@ def test_engines_that_do_not_fit_together_are_refused(memory: HostMemory, resolv
     ]
 
 
-def test_the_sum_is_over_what_living_processes_have_recorded(
-    tmp_path: Path, memory: HostMemory, resolved: ResolvedProfile
-) -> None:
+def test_the_sum_is_over_what_living_processes_have_recorded(tmp_path, memory, resolved):
     """Each launcher is a process of its own. One of them is killed: what it has recorded counts no longer."""
     (tmp_path / "runs").mkdir()
     runs = Runs(tmp_path)
@@ -103,14 +99,14 @@ def test_the_sum_is_over_what_living_processes_have_recorded(
                 begun.pop().close()
 
 
-def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory: HostMemory, resolved: ResolvedProfile) -> None:
+def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory, resolved):
     healthy = run("other-1", state=RunState.HEALTHY, memory_bytes=700 * MIB)
     require_memory(resolved, 1000 * MIB, [healthy], memory=memory)
     with pytest.raises(EnvironmentProblem):
         require_memory(resolved, 1025 * MIB, [healthy], memory=memory)
 
 
-def test_one_without_reservations_is_refused_at_its_key(memory: HostMemory, resolved: ResolvedProfile) -> None:
+def test_one_without_reservations_is_refused_at_its_key(memory, resolved):
     require_memory(resolved, 1024 * MIB, [], memory=memory)
     with pytest.raises(EnvironmentProblem) as caught:
         require_memory(resolved, 1025 * MIB, [], memory=memory)
@@ -119,7 +115,7 @@ def test_one_without_reservations_is_refused_at_its_key(memory: HostMemory, reso
     assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it anyway"
 
 
-def test_a_port_is_that_of_an_address() -> None:
+def test_a_port_is_that_of_an_address():
     other = run("other-1", ports=(8000, 9000))
     for host in ("127.0.0.1", "0.0.0.0"):
         with pytest.raises(EnvironmentProblem, match=r"port 8000 is used by `other-1` \(starting\)"):

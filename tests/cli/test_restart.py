@@ -1,7 +1,5 @@
 """`kvbm serve` right after its predecessor: it waits for a port and a disk cache that an ending engine still holds."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ HELD = ("--set", "engine.environment.FAKE=held_stop")
 
 
 @pytest.fixture(params=["port", "disk cache"])
-def shared(home: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, list[str]]]:
+def shared(home, request):
     """What two engines share, and the options for it."""
     if request.param == "port":
         port = choose_port("127.0.0.1", 0)
@@ -32,7 +30,7 @@ def shared(home: Path, request: pytest.FixtureRequest) -> Iterator[tuple[str, li
         yield "disk cache", ["--set", DISK % home]
 
 
-def test_start_waits_for_an_engine_that_is_stopping(home: Path, shared: tuple[str, list[str]]) -> None:
+def test_start_waits_for_an_engine_that_is_stopping(home, shared):
     resource, options = shared
     with serving(home, "--set", DISK % home, *options, *HELD) as first:
         first.send_signal(signal.SIGTERM)
@@ -46,14 +44,14 @@ def test_start_waits_for_an_engine_that_is_stopping(home: Path, shared: tuple[st
             eventually(lambda: states(home) == ["healthy"])
 
 
-def test_start_does_not_wait_for_an_engine_that_runs(home: Path) -> None:
+def test_start_does_not_wait_for_an_engine_that_runs(home):
     options = ["--set", DISK % home]
     with serving(home, *options), serving(home, *options) as second:
         second.send_signal(signal.SIGTERM)
         assert "waiting for" not in second.stderr.read()
 
 
-def test_start_waits_for_what_a_killed_launcher_has_left(home: Path) -> None:
+def test_start_waits_for_what_a_killed_launcher_has_left(home):
     """The guard is stopped, so nobody removes the engine's child until it continues."""
     options = ["--set", DISK % home]
     with serving(home, *options) as first:

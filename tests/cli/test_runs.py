@@ -1,7 +1,5 @@
 """Run directories: what is written, who is believed to live, which run is meant, and what is pruned."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -10,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +27,7 @@ def states(home: Path, *, with_ended: bool = False) -> list[str]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
+def runs(tmp_path):
     (tmp_path / "runs").mkdir()
     yield Runs(tmp_path)
     while begun:
@@ -47,35 +44,35 @@ def begin(runs: Runs, profile: str, launcher: ProcessIdentity | None = None, **c
     return run
 
 
-def test_facts_survive_the_way_through_the_file() -> None:
+def test_facts_survive_the_way_through_the_file():
     written = facts("demo-1", processes={"engine": own()}, state=RunState.HEALTHY, exit_code=3, ended_s=1.5)
     assert RunFacts.from_json(written.to_json()) == written
 
 
-def test_what_a_later_version_adds_is_passed_over() -> None:
+def test_what_a_later_version_adds_is_passed_over():
     content = {**json.loads(facts("demo-1").to_json()), "colour": "red"}
     assert RunFacts.from_json(json.dumps(content)).name == "demo-1"
 
 
-def test_what_an_earlier_version_lacks_has_its_default() -> None:
+def test_what_an_earlier_version_lacks_has_its_default():
     content = json.loads(facts("demo-1", is_baseline=True).to_json())
     del content["is_baseline"], content["format"]
     assert not RunFacts.from_json(json.dumps(content)).is_baseline
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
-def test_a_directory_that_cannot_be_read_is_no_run(runs: Runs, tmp_path: Path, text: str) -> None:
+def test_a_directory_that_cannot_be_read_is_no_run(runs, tmp_path, text):
     begin(runs, "demo")
     (tmp_path / "runs" / "demo-1" / FACTS).write_text(text)
     assert runs.all() == []
 
 
-def test_numbers_go_up_and_are_those_of_a_profile(runs: Runs) -> None:
+def test_numbers_go_up_and_are_those_of_a_profile(runs):
     names = [begin(runs, profile).name for profile in ("demo", "demo", "demo-disk", "demo", "my own/ü profile", "..")]
     assert names == ["demo-1", "demo-2", "demo-disk-1", "demo-3", "my-own-profile-1", "run-1"]
 
 
-def test_a_run_is_for_its_user_alone(runs: Runs) -> None:
+def test_a_run_is_for_its_user_alone(runs):
     run = begin(runs, "demo")
     run.write_profile({"a": 1}, "# head")
     modes = {path.name: path.stat().st_mode & 0o777 for path in run.path.iterdir()}
@@ -83,7 +80,7 @@ def test_a_run_is_for_its_user_alone(runs: Runs) -> None:
     assert modes[FACTS] == modes[module.PROFILE] == 0o600
 
 
-def test_states_as_others_see_them(runs: Runs) -> None:
+def test_states_as_others_see_them(runs):
     run, lost = begin(runs, "demo"), begin(runs, "lost", NOBODY, state=RunState.HEALTHY)
     lost.close()  # as the kernel does for a launcher that is killed
     assert [seen.state for seen in runs.all()] == [RunState.STARTING, RunState.DEAD]
@@ -93,7 +90,7 @@ def test_states_as_others_see_them(runs: Runs) -> None:
     assert [seen.state for seen in runs.all()] == [RunState.ENDED, RunState.DEAD]
 
 
-def test_a_reused_process_id_is_another_process() -> None:
+def test_a_reused_process_id_is_another_process():
     """The same id, and a start time that is not its own: it lives, and nobody takes it for the launcher."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
         found = ProcessIdentity.of(child.pid)
@@ -111,7 +108,7 @@ def test_a_reused_process_id_is_another_process() -> None:
     assert not found.signal(signal.SIGKILL)
 
 
-def test_a_launcher_that_cannot_be_seen_lives_as_long_as_it_holds_its_lock(runs: Runs) -> None:
+def test_a_launcher_that_cannot_be_seen_lives_as_long_as_it_holds_its_lock(runs):
     run = begin(runs, "demo", NOBODY)
     (seen,) = runs.all()
     assert seen.is_living
@@ -120,7 +117,7 @@ def test_a_launcher_that_cannot_be_seen_lives_as_long_as_it_holds_its_lock(runs:
     assert not seen.again().is_living
 
 
-def test_which_run_is_meant(runs: Runs) -> None:
+def test_which_run_is_meant(runs):
     def names(reference: str | None, *, ended: bool) -> list[str]:
         return [run.facts.name for run in runs.find(reference, ended=ended)]
 
@@ -142,7 +139,7 @@ def test_which_run_is_meant(runs: Runs) -> None:
     assert caught.value.hint == "did you mean `demo`?"
 
 
-def test_old_runs_are_pruned_and_living_ones_never(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_runs_are_pruned_and_living_ones_never(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "KEPT_RUNS", 3)
     living = begin(runs, "living")
     for _ in range(6):
@@ -156,7 +153,7 @@ def test_old_runs_are_pruned_and_living_ones_never(runs: Runs, tmp_path: Path, m
     assert not abandoned.exists()
 
 
-def test_a_run_directory_that_vanishes_is_created_again(runs: Runs) -> None:
+def test_a_run_directory_that_vanishes_is_created_again(runs):
     run = begin(runs, "demo")
     shutil.rmtree(run.path)
     run.enter(RunState.HEALTHY)
@@ -167,7 +164,7 @@ def test_a_run_directory_that_vanishes_is_created_again(runs: Runs) -> None:
     assert run.path.stat().st_mode & 0o777 == 0o700
 
 
-def test_facts_that_could_not_be_written_are_written_later(runs: Runs) -> None:
+def test_facts_that_could_not_be_written_are_written_later(runs):
     run = begin(runs, "demo")
     shutil.rmtree(run.path)
     run.path.touch()
@@ -179,7 +176,7 @@ def test_facts_that_could_not_be_written_are_written_later(runs: Runs) -> None:
     assert runs.one("demo").facts.state is RunState.HEALTHY
 
 
-def test_a_full_disk_has_room_for_the_last_state(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_room_for_the_last_state(runs, monkeypatch):
     def refuse(path: Path, text: str, *, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -194,7 +191,7 @@ def test_a_full_disk_has_room_for_the_last_state(runs: Runs, monkeypatch: pytest
         run.begin(facts("demo-1"))
 
 
-def test_a_run_directory_without_room_for_its_lock_is_removed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_without_room_for_its_lock_is_removed(runs, monkeypatch):
     def refuse(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -206,13 +203,13 @@ def test_a_run_directory_without_room_for_its_lock_is_removed(runs: Runs, monkey
 
 
 @pytest.mark.parametrize("profile", ["x" * 300, "-" * 300, "ü" * 300, "a\nb\0c", ". ."])
-def test_any_name_of_a_profile_makes_a_name_of_a_run(runs: Runs, profile: str) -> None:
+def test_any_name_of_a_profile_makes_a_name_of_a_run(runs, profile):
     name = begin(runs, profile).name
     assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,110}", name)
     assert runs.one(name).facts.name == name
 
 
-def test_what_stop_asks_for_wins_over_the_profile(runs: Runs) -> None:
+def test_what_stop_asks_for_wins_over_the_profile(runs):
     run = begin(runs, "demo")
     assert run.stop_timeout_s() == 30.0
     module.write_stop_timeout(run.path, 2.5)

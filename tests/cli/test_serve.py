@@ -1,7 +1,5 @@
 """`kvbm serve` in front of a stand-in engine: the plan, the start, signals, exit codes, and failures in seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -30,7 +28,7 @@ MODEL = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A working directory with a model and a profile whose engine is the stand-in."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
@@ -61,7 +59,7 @@ def serving(home: Path, *arguments: str) -> Iterator[Serving]:
             program.kill()
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(home: Path) -> None:
+def test_dry_run_prints_the_plan_and_starts_nothing(home):
     command = "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1"
     assert_snapshot("serve_dry_run", kvbm(*command.split(), home=home).text(f"kvbm {command}"))
     assert not (home / ".local").exists()
@@ -69,13 +67,13 @@ def test_dry_run_prints_the_plan_and_starts_nothing(home: Path) -> None:
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 @pytest.mark.parametrize("command", [["serve", "--dry-run", "--profile"], ["profile", "show"]], ids=["serve", "show"])
-def test_what_is_shown_of_a_profile_has_no_secret(home: Path, command: list[str], form: list[str]) -> None:
+def test_what_is_shown_of_a_profile_has_no_secret(home, command, form):
     outcome = kvbm(*command, "./mine.yaml", "--set", "engine.environment.HF_TOKEN=hf_abc", *form, home=home)
     assert "hf_abc" not in outcome.stdout + outcome.stderr
     assert "HF_TOKEN" in outcome.stdout
 
 
-def test_dry_run_as_json_has_everything(home: Path) -> None:
+def test_dry_run_as_json_has_everything(home):
     outcome = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
     plan = json.loads(outcome.stdout)
     assert outcome.stderr == ""
@@ -92,7 +90,7 @@ def test_dry_run_as_json_has_everything(home: Path) -> None:
     assert plan["argv"][1:3] == ["-m", "kvbm.embedded"]
 
 
-def test_healthy_engine_is_announced_with_a_line_to_try(home: Path) -> None:
+def test_healthy_engine_is_announced_with_a_line_to_try(home):
     with serving(home) as program:
         assert urllib.request.urlopen(f"{program.url}/health").status == 200
         program.send_signal(signal.SIGTERM)
@@ -102,7 +100,7 @@ def test_healthy_engine_is_announced_with_a_line_to_try(home: Path) -> None:
     assert_snapshot("serve", text)
 
 
-def test_ready_as_json(home: Path) -> None:
+def test_ready_as_json(home):
     with serving(home, "--json") as program:
         program.send_signal(signal.SIGTERM)
         program.wait(timeout=60)
@@ -112,13 +110,13 @@ def test_ready_as_json(home: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_reaches_the_engine_and_its_exit_code_is_ours(home: Path, number: signal.Signals) -> None:
+def test_signal_reaches_the_engine_and_its_exit_code_is_ours(home, number):
     with serving(home) as program:
         program.send_signal(number)
         assert program.wait(timeout=60) == 0
 
 
-def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None:
+def test_second_interrupt_kills_an_engine_that_does_not_stop(home):
     with serving(home, "--set", "engine.environment.FAKE=stubborn") as program:
         family = psutil.Process(program.pid).children()
         program.send_signal(signal.SIGINT)
@@ -132,7 +130,7 @@ def test_second_interrupt_kills_an_engine_that_does_not_stop(home: Path) -> None
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["hang", "unhealthy", "mute"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str, number: signal.Signals) -> None:
+def test_interrupt_during_the_start_is_not_a_failed_start(home, mode, number):
     command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--set", f"engine.environment.FAKE={mode}"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.PIPE, text=True) as program:
         eventually(
@@ -146,7 +144,7 @@ def test_interrupt_during_the_start_is_not_a_failed_start(home: Path, mode: str,
         assert "error:" not in program.stderr.read()
 
 
-def test_killed_parent_leaves_no_process(home: Path) -> None:
+def test_killed_parent_leaves_no_process(home):
     with serving(home, "--set", "engine.environment.FAKE=children") as program:
         family = psutil.Process(program.pid).children(recursive=True)
         assert len(family) == 3, "the engine, what it started, and the guard"
@@ -155,7 +153,7 @@ def test_killed_parent_leaves_no_process(home: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["busy", "keyed"])
-def test_engine_is_ready_when_it_has_given_a_first_token(home: Path, mode: str) -> None:
+def test_engine_is_ready_when_it_has_given_a_first_token(home, mode):
     """It answers 503 at first; it wants the key that its environment has."""
     variables = ["--set", f"engine.environment.FAKE={mode}", "--set", "engine.environment.VLLM_API_KEY=secret"]
     with serving(home, *variables) as program:
@@ -164,7 +162,7 @@ def test_engine_is_ready_when_it_has_given_a_first_token(home: Path, mode: str) 
         assert "refused" not in program.stderr.read()
 
 
-def test_engine_that_takes_no_such_request_is_served_with_a_warning(home: Path) -> None:
+def test_engine_that_takes_no_such_request_is_served_with_a_warning(home):
     with serving(home, "--set", "engine.environment.FAKE=refuses") as program:
         program.send_signal(signal.SIGTERM)
         assert program.wait(timeout=60) == 0
@@ -195,20 +193,20 @@ FAILURES = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAILURES)
-def test_failed_serve(home: Path, name: str) -> None:
+def test_failed_serve(home, name):
     command = f"serve --profile ./mine.yaml {' '.join(FAILURES[name])}"
     text = kvbm(*command.split(), home=home).text(f"kvbm {command}")
     assert_snapshot(f"serve_{name}", re.sub(r"^starting .*\n", "", text, flags=re.MULTILINE))
 
 
-def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home: Path) -> None:
+def test_log_goes_to_a_temporary_directory_where_there_is_no_home(home):
     command = ["serve", "-p", "./mine.yaml", "--set", "engine.environment.FAKE=crash"]
     outcome = kvbm(*command, home=home, XDG_STATE_HOME="/dev/null", TMPDIR=str(home))
     (log,) = home.glob("kvbm-*/runs/mine-1/engine.log")
     assert f"  {log}, last lines:" in outcome.stderr
 
 
-def test_log_never_goes_into_the_profile(home: Path) -> None:
+def test_log_never_goes_into_the_profile(home):
     before = (home / "mine.yaml").read_text()
     (home / "link").symlink_to("mine.yaml")
     for name in ("mine.yaml", "link"):
@@ -218,7 +216,7 @@ def test_log_never_goes_into_the_profile(home: Path) -> None:
     assert (home / "mine.yaml").read_text() == before
 
 
-def test_taken_port_is_an_error_before_anything_starts(home: Path) -> None:
+def test_taken_port_is_an_error_before_anything_starts(home):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as holder:
         port = holder.getsockname()[1]
         outcome = kvbm("serve", "-p", "./mine.yaml", "--port", str(port), home=home)

@@ -1,7 +1,5 @@
 """What `kvbm serve` prints while its engine runs: the log of the engine, which never waits for the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty
@@ -36,7 +34,7 @@ def log_of(home: Path, run: str = "mine-1") -> str:
     return (home / RUNS / run / "engine.log").read_text(errors="replace")
 
 
-def test_log_is_printed_with_escapes_and_completely(home: Path) -> None:
+def test_log_is_printed_with_escapes_and_completely(home):
     """Stderr is a pipe here, as under systemd and in a container."""
     with serving(home, *NOISY) as program:
         stop(program)
@@ -51,7 +49,7 @@ def test_log_is_printed_with_escapes_and_completely(home: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--quiet", "-q"])
-def test_quiet_prints_only_our_own_lines(home: Path, option: str) -> None:
+def test_quiet_prints_only_our_own_lines(home, option):
     with serving(home, *NOISY, option) as program:
         stop(program)
         shown = program.stderr.read()
@@ -59,7 +57,7 @@ def test_quiet_prints_only_our_own_lines(home: Path, option: str) -> None:
     assert "mine-1 is ready after" in shown
 
 
-def test_lines_of_an_earlier_engine_are_not_printed_again(home: Path) -> None:
+def test_lines_of_an_earlier_engine_are_not_printed_again(home):
     (home / "log").write_text("of yesterday\n")
     with serving(home, "--log", "log") as program:
         stop(program)
@@ -68,7 +66,7 @@ def test_lines_of_an_earlier_engine_are_not_printed_again(home: Path) -> None:
     assert "of yesterday" not in shown
 
 
-def test_reader_that_goes_away_does_not_end_the_engine(home: Path) -> None:
+def test_reader_that_goes_away_does_not_end_the_engine(home):
     with serving(home, *NOISY) as program:
         program.stderr.close()
         last = LINE.findall(log_of(home))[-1]
@@ -93,7 +91,7 @@ def on_a_terminal(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("stopped_while", ["starting", "healthy"])
-def test_stopped_terminal_delays_neither_engine_nor_stop(home: Path, stopped_while: str) -> None:
+def test_stopped_terminal_delays_neither_engine_nor_stop(home, stopped_while):
     """As after Ctrl-S. Only the shown part of the log is late."""
     with on_a_terminal(home, *NOISY) as (program, _, follower):
         eventually(lambda: states(home) in (["healthy"], [stopped_while]))
@@ -110,7 +108,7 @@ def test_stopped_terminal_delays_neither_engine_nor_stop(home: Path, stopped_whi
 ERASE = "\r\x1b[K"
 
 
-def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_line_and_log_do_not_garble_each_other(tmp_path, monkeypatch):
     """Whatever follows the live line erases it first; afterwards only log lines and notes are on the screen."""
     leader, follower = pty.openpty()
     log = tmp_path / "log"
@@ -133,7 +131,7 @@ def test_live_line_and_log_do_not_garble_each_other(tmp_path: Path, monkeypatch:
     assert screen == ["heading", "line 0", "note 0", "line 1", "note 1", "line 2", "note 2", ""]
 
 
-def test_tail_of_a_log_that_is_emptied_or_long(tmp_path: Path) -> None:
+def test_tail_of_a_log_that_is_emptied_or_long(tmp_path):
     path = tmp_path / "log"
     tail = LogTail(path)
     assert tail.read() == []
@@ -149,7 +147,7 @@ def test_tail_of_a_log_that_is_emptied_or_long(tmp_path: Path) -> None:
     assert sum(map(len, tail.finish())) < 2 * CHUNK_BYTES
 
 
-def test_snapshot_of_a_growing_log_ends(tmp_path: Path) -> None:
+def test_snapshot_of_a_growing_log_ends(tmp_path):
     path = tmp_path / "log"
     path.write_text("a\n")
     tail = LogTail(path, follows=False)
@@ -163,7 +161,7 @@ def test_snapshot_of_a_growing_log_ends(tmp_path: Path) -> None:
     ("text", "count", "start"),
     [("a\nb\nc\n", 2, 2), ("a\nb", 5, 0), ("\n\n", 1, 0), ("x" * 200_000 + "\nb\n\n", 1, 200_001), ("", 1, 0)],
 )
-def test_last_lines_are_found(tmp_path: Path, text: str, count: int, start: int) -> None:
+def test_last_lines_are_found(tmp_path, text, count, start):
     (tmp_path / "log").write_text(text)
     with (tmp_path / "log").open("rb") as file:
         assert start_of_last_lines(file, count) == start
@@ -179,11 +177,11 @@ def test_last_lines_are_found(tmp_path: Path, text: str, count: int, start: int)
         (b"\xe2\x80\xae", "\\u202e"),
     ],
 )
-def test_line_cannot_control_the_terminal(line: bytes, text: str) -> None:
+def test_line_cannot_control_the_terminal(line, text):
     assert shown_line(line) == text
 
 
-def test_logs_escapes_on_a_terminal_and_copies_bytes_elsewhere(home: Path) -> None:
+def test_logs_escapes_on_a_terminal_and_copies_bytes_elsewhere(home):
     from terminal import on_a_terminal as shown_on_a_terminal
 
     with serving(home, *NOISY, "-q") as program:

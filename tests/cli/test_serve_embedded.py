@@ -1,7 +1,5 @@
 """`kvbm serve` in front of the real embedded engine: it serves, stops, and leaves nothing behind, whoever is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -33,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "tiny.yaml").write_text(PROFILE)
     return tmp_path
 
@@ -70,7 +68,7 @@ def ask(url: str, prompt: str) -> dict[str, object]:
         return json.load(answer)
 
 
-def test_engine_serves_and_sigterm_ends_it_with_zero(home: Path) -> None:
+def test_engine_serves_and_sigterm_ends_it_with_zero(home):
     with serving(home) as (program, url):
         prompt = "once upon a time " * 12
         first, second = ask(url, prompt), ask(url, prompt)
@@ -84,7 +82,7 @@ def test_engine_serves_and_sigterm_ends_it_with_zero(home: Path) -> None:
 
 
 @pytest.mark.soak
-def test_interrupt_twice_ends_it_at_once(home: Path) -> None:
+def test_interrupt_twice_ends_it_at_once(home):
     with serving(home) as (program, _):
         children = descendants(program)
         program.send_signal(signal.SIGINT)
@@ -94,7 +92,7 @@ def test_interrupt_twice_ends_it_at_once(home: Path) -> None:
 
 
 @pytest.mark.parametrize("worker_process", ["false", pytest.param("true", marks=pytest.mark.soak)])
-def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_process: str) -> None:
+def test_killed_parent_leaves_no_process_and_no_memory(home, worker_process):
     """The short form of one with a worker process is the killed launcher of test_kill_rounds.py."""
     with serving(home, f"engine.arguments.worker_process={worker_process}") as (program, url):
         ask(url, "hello " * 30)
@@ -108,7 +106,7 @@ def test_killed_parent_leaves_no_process_and_no_memory(home: Path, worker_proces
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak)])
-def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: signal.Signals) -> None:
+def test_killed_engine_is_reported_and_leaves_no_process(home, number):
     """Other numbers are reported alike; test_failure_reason.py says what of each."""
     with serving(home, "engine.arguments.worker_process=true") as (program, _):
         children = descendants(program)
@@ -119,7 +117,7 @@ def test_killed_engine_is_reported_and_leaves_no_process(home: Path, number: sig
     assert f"the engine exited unexpectedly, with exit code {128 + number}" in (home / "stderr").read_text()
 
 
-def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> None:
+def test_parent_killed_while_the_engine_loads_leaves_no_process(home):
     command = [*PROGRAM, "serve", "-p", "./tiny.yaml"]
     with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
         eventually(lambda: len(descendants(program)) == 2)
@@ -129,7 +127,7 @@ def test_parent_killed_while_the_engine_loads_leaves_no_process(home: Path) -> N
 
 
 @pytest.mark.soak
-def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -> None:
+def test_too_little_memory_is_an_error_that_says_how_much_there_is(home):
     """By the engine itself, where `--force` has started it all the same."""
     too_much = ("--set", "tiers.host.capacity=900TB", "--force")
     outcome = kvbm("serve", "-p", "./tiny.yaml", *too_much, home=home, timeout_s=120)
@@ -139,13 +137,13 @@ def test_too_little_memory_is_an_error_that_says_how_much_there_is(home: Path) -
     assert "899,999," in outcome.stderr or "818" in outcome.stderr, outcome.stderr
 
 
-def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home: Path) -> None:
+def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home):
     outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
     assert outcome.exit_code == 2
     assert "max_model_len" in outcome.stderr
 
 
-def test_token_of_a_run_empties_the_cache_and_only_its_user_reads_it(home: Path) -> None:
+def test_token_of_a_run_empties_the_cache_and_only_its_user_reads_it(home):
     with serving(home) as (_, url):
         file = home / ".local/state/kvbm/runs/tiny-1/admin-token"
         assert file.stat().st_mode & 0o777 == 0o600

@@ -1,7 +1,5 @@
 """TensorRT-LLM in front of the command: the plan, what its interpreter must hold, and a start of a stand-in."""
 
-from __future__ import annotations
-
 import json
 import stat
 import subprocess
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_trtllm import installation, wrapper
-from terminal import Kvbm, assert_snapshot, kvbm, ways
+from terminal import assert_snapshot, kvbm, ways
 from test_manage import status
 from test_serve import RUNS, serving
 from test_serve_vllm import QWEN3
@@ -50,7 +48,7 @@ OUTPUTS = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A working directory with a model, an interpreter and a profile of TensorRT-LLM."""
     (tmp_path / "qwen").mkdir()
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN3))
@@ -65,7 +63,7 @@ def held(home: Path, **changed: object) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home: Path, name: str, way: Kvbm) -> None:
+def test_output(home, name, way):
     command = OUTPUTS[name]
     assert_snapshot(name, way(*command.split(), home=home, **held(home)).text(f"kvbm {command}"))
 
@@ -97,7 +95,7 @@ HELD = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("found", HELD)
-def test_serve_and_doctor_say_what_the_interpreter_lacks(home: Path, found: str) -> None:
+def test_serve_and_doctor_say_what_the_interpreter_lacks(home, found):
     changed, message, hint = HELD[found]
     message, hint = (text.replace("[PYTHON]", str(home / "bin" / "python")) for text in (message, hint))
     variables = {"FAKE_TRTLLM": "null"} if changed is None else held(home, **changed)
@@ -111,13 +109,13 @@ def test_serve_and_doctor_say_what_the_interpreter_lacks(home: Path, found: str)
     assert (version["state"], version["finding"]) == ("failure", message)
 
 
-def test_baseline_needs_no_connector_in_the_interpreter(home: Path) -> None:
+def test_baseline_needs_no_connector_in_the_interpreter(home):
     variables = held(home, has_kvbm=False, has_interface=False, version="1.0.0")
     outcome = kvbm("serve", "-p", "./mine.yaml", "--baseline", "--dry-run", home=home, **variables)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
 
 
-def test_doctor_names_the_version_and_the_command(home: Path) -> None:
+def test_doctor_names_the_version_and_the_command(home):
     examined = kvbm("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **held(home))
     found = {one["name"]: one for one in json.loads(examined.stdout)["checks"]}
     assert found["version"]["state"] == "ok"
@@ -126,7 +124,7 @@ def test_doctor_names_the_version_and_the_command(home: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--baseline",)])
-def test_serve_starts_it_and_stop_stops_it(home: Path, arguments: tuple[str, ...]) -> None:
+def test_serve_starts_it_and_stop_stops_it(home, arguments):
     with serving(home, *arguments) as program:
         eventually(lambda: status(home)[0]["state"] == "healthy")
         (run,) = status(home)
@@ -149,19 +147,19 @@ def test_serve_starts_it_and_stop_stops_it(home: Path, arguments: tuple[str, ...
         eventually(lambda: is_gone(pid))
 
 
-def test_status_reads_the_metrics_of_the_connector(home: Path) -> None:
+def test_status_reads_the_metrics_of_the_connector(home):
     """The server of TensorRT-LLM has none of kvbm's."""
     with serving(home, "--set", "metrics.serve=true", "--set", f"metrics.port={choose_port('127.0.0.1', 0)}"):
         eventually(lambda: status(home)[0]["state"] == "healthy")
         assert status(home)[0]["blocks"] == {"host": {"free": 3, "evictable": 7}}
 
 
-def test_start_without_a_command_uses_the_module(home: Path) -> None:
+def test_start_without_a_command_uses_the_module(home):
     plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home, **held(home, script=None))
     assert json.loads(plan.stdout)["argv"][:3] == [str(home / "bin" / "python"), "-m", "tensorrt_llm.commands.serve"]
 
 
-def test_printed_commands_start_the_same_engine(home: Path) -> None:
+def test_printed_commands_start_the_same_engine(home):
     """The dry run is a script: it writes the file and starts the command."""
     text = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "1", home=home).stdout
     script = text[text.index("cat > ") :].replace(str(home / "bin" / "trtllm-serve"), "echo")
@@ -170,16 +168,14 @@ def test_printed_commands_start_the_same_engine(home: Path) -> None:
     assert yaml.safe_load((home / "trtllm.yaml").read_text())["max_seq_len"] == 4096
 
 
-def test_failed_start_shows_what_the_engine_said(home: Path) -> None:
+def test_failed_start_shows_what_the_engine_said(home):
     outcome = kvbm("serve", "-p", "./mine.yaml", "--set", "engine.arguments.max_sequence_length=7", home=home)
     assert outcome.exit_code == 1
     assert "extra inputs are not permitted: ['max_sequence_length']" in outcome.stderr
 
 
 @pytest.mark.parametrize("interface", ["connectors/kv_cache_connector.py", "kv_cache_connector.py", None])
-def test_interpreter_is_asked_without_importing_tensorrt_llm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str | None
-) -> None:
+def test_interpreter_is_asked_without_importing_tensorrt_llm(tmp_path, monkeypatch, interface):
     package = tmp_path / "tensorrt_llm"
     executor = package / "_torch" / "pyexecutor"
     (executor / "connectors").mkdir(parents=True)

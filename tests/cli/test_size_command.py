@@ -19,12 +19,12 @@ LLAMA_3_8B: dict[str, Any] = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     return tmp_path
 
 
 @pytest.fixture
-def model(home: Path) -> Path:
+def model(home):
     directory = home / "llama"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
@@ -43,12 +43,12 @@ def refused(home: Path, *arguments: object) -> Outcome:
     return outcome
 
 
-def test_a_block_of_llama_3_8b_is_2_mib(home: Path, model: Path) -> None:
+def test_a_block_of_llama_3_8b_is_2_mib(home, model):
     for name in (model, model / "config.json", "meta-llama/Meta-Llama-3-8B"):
         assert size(home, name, "--block-size", 16)["block"] == {"tokens": 16, "bytes": 2 * 2**20, "ranks": 1}
 
 
-def test_a_configuration_in_a_file_of_another_name(home: Path) -> None:
+def test_a_configuration_in_a_file_of_another_name(home):
     file = home / "llama.json"
     file.write_text(json.dumps(LLAMA_3_8B))
     assert size(home, file)["token_bytes"] == 131_072
@@ -56,7 +56,7 @@ def test_a_configuration_in_a_file_of_another_name(home: Path) -> None:
     assert "is not a model configuration" in refused(home, file).stderr
 
 
-def test_quantization_in_a_file_of_its_own(home: Path, model: Path) -> None:
+def test_quantization_in_a_file_of_its_own(home, model):
     quantization = {
         "producer": {"name": "modelopt"},
         "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
@@ -67,7 +67,7 @@ def test_quantization_in_a_file_of_its_own(home: Path, model: Path) -> None:
     assert size(home, model)["token_bytes"] == 131_072
 
 
-def test_each_engine_has_its_own_block(home: Path, model: Path) -> None:
+def test_each_engine_has_its_own_block(home, model):
     assert size(home, model, "--engine", "vllm")["block"]["tokens"] == 16
     assert size(home, model, "--engine", "sglang", "--tp", 4)["block"] == {"tokens": 1, "bytes": 32_768, "ranks": 4}
     page = size(home, model, "--engine", "sglang", "--block-size", 64, "--kv-cache-dtype", "fp8_e4m3")
@@ -75,7 +75,7 @@ def test_each_engine_has_its_own_block(home: Path, model: Path) -> None:
     assert "`--engine` must be one of" in refused(home, model, "--engine", "llama.cpp").stderr
 
 
-def test_a_block_of_tensorrt_llm_has_32_tokens(home: Path, model: Path) -> None:
+def test_a_block_of_tensorrt_llm_has_32_tokens(home, model):
     command = (model, "--engine", "tensorrt-llm")
     assert size(home, *command, "--tp", 2)["block"] == {"tokens": 32, "bytes": 2 * 2**20, "ranks": 2}
     given = size(home, *command, "--block-size", 64, "--kv-cache-dtype", "fp8")
@@ -86,7 +86,7 @@ def test_a_block_of_tensorrt_llm_has_32_tokens(home: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
-def test_a_quantized_checkpoint_of_another_engine_is_refused(home: Path, model: Path, engine: str) -> None:
+def test_a_quantized_checkpoint_of_another_engine_is_refused(home, model, engine):
     quantized = {"quantization_config": {"quant_method": "fp8"}}
     for facts in ({**LLAMA_3_8B, **quantized}, {"text_config": quantized, **LLAMA_3_8B}):
         (model / "config.json").write_text(json.dumps(facts))
@@ -104,11 +104,11 @@ def test_a_quantized_checkpoint_of_another_engine_is_refused(home: Path, model: 
         ("Qwen/Qwen3-8B", ["--kv-cache-dtype", "int8"], "kv_cache_dtype: int8"),
     ],
 )
-def test_what_only_sglang_knows_is_refused(home: Path, name: str, options: list[str], reason: str) -> None:
+def test_what_only_sglang_knows_is_refused(home, name, options, reason):
     assert reason in refused(home, name, "--engine", "sglang", *options).stderr
 
 
-def test_sequences_of_a_given_and_of_the_maximum_length(home: Path, model: Path) -> None:
+def test_sequences_of_a_given_and_of_the_maximum_length(home, model):
     text = kvbm_here("size", str(model), "--host", "100GB", "--length", "1000", home=home).stdout
     assert "a sequence of 32,768 tokens is 2,048 blocks, 4.0 GiB\nsequences that fit: G2 23\n" in text
     assert "a sequence of 1,000 tokens is 63 blocks, 126.0 MiB\nsequences that fit: G2 756\n" in text
@@ -117,13 +117,13 @@ def test_sequences_of_a_given_and_of_the_maximum_length(home: Path, model: Path)
     assert found["longest_sequence"] == {"tokens": 32768, "blocks": 2048}
 
 
-def test_the_layout_changes_the_groups(home: Path) -> None:
+def test_the_layout_changes_the_groups(home):
     assert size(home, "XiaomiMiMo/MiMo-V2-Flash")["block"]["bytes"] == 737_280
     assert size(home, "XiaomiMiMo/MiMo-V2-Flash", "--layout", "blhnc")["block"]["bytes"] == 368_640
     assert "`--layout` must be one of" in refused(home, "Qwen/Qwen3-8B", "--layout", "NHD").stderr
 
 
-def test_the_estimate_of_g1_is_said_to_be_one(home: Path) -> None:
+def test_the_estimate_of_g1_is_said_to_be_one(home):
     found = size(home, "Qwen/Qwen3-8B", "--gpu-memory", "80GiB", "--weights", "16GiB", "--tp", 2)
     left = int(80 * 2**30 * 0.92) - 8 * 2**30 - 2 * 2**30
     rank_block = 16 * 147_456 // 2
@@ -137,7 +137,7 @@ def test_the_estimate_of_g1_is_said_to_be_one(home: Path) -> None:
     ]
 
 
-def test_weights_are_read_from_the_files_of_the_model(home: Path, model: Path) -> None:
+def test_weights_are_read_from_the_files_of_the_model(home, model):
     assert "`--gpu` requires the size of the weights" in refused(home, model, "--gpu", "h100").stderr
     (model / "model.safetensors").write_bytes(bytes(1000))
     assert "1000 B of weights" in size(home, model, "--gpu", "h100")["notes"][0]
@@ -148,18 +148,18 @@ def test_weights_are_read_from_the_files_of_the_model(home: Path, model: Path) -
     assert "only with vLLM" in refused(home, model, "--gpu", "h100", "--engine", "sglang").stderr
 
 
-def test_a_set_number_of_blocks_is_no_estimate(home: Path, model: Path) -> None:
+def test_a_set_number_of_blocks_is_no_estimate(home, model):
     options = ("--gpu", "h100", "--weights", "16GB", "--set", "engine.arguments.num_gpu_blocks_override=100")
     found = size(home, model, *options)
     assert (found["tiers"]["G1"]["blocks"], found["tiers"]["G1"]["is_estimate"]) == (100, False)
 
 
-def test_a_gpu_that_changes_the_cache(home: Path) -> None:
+def test_a_gpu_that_changes_the_cache(home):
     assert "8 bits by default" in refused(home, "zai-org/GLM-5", "--gpu", "b200", "--weights", "90GB").stderr
     assert len(size(home, "zai-org/GLM-5", "--gpu", "h200", "--weights", "90GB")["notes"]) == 2
 
 
-def test_times_come_from_the_measurements_of_doctor(home: Path) -> None:
+def test_times_come_from_the_measurements_of_doctor(home):
     checks = [
         {"name": "allocation rate", "facts": {"bytes_per_s": 2e9}},
         {"name": "sequential", "facts": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 3e9}},
@@ -182,7 +182,7 @@ def test_times_come_from_the_measurements_of_doctor(home: Path) -> None:
 QWEN3_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
 
 
-def test_the_cost_of_a_snapshot_and_sequences_with_one_each(home: Path) -> None:
+def test_the_cost_of_a_snapshot_and_sequences_with_one_each(home):
     found = size(home, QWEN3_NEXT, "--host", "100GB", "--length", 32_768)
     slot = 13_369_344  # bytes of a block: 12 layers with 544 tokens of 2 KiB
     assert found["snapshot"] == {"state_bytes": 39_518_208, "as_tokens": 1608, "blocks": 3, "bytes": 3 * slot}
@@ -198,7 +198,7 @@ def test_the_cost_of_a_snapshot_and_sequences_with_one_each(home: Path) -> None:
     assert size(home, "Qwen/Qwen3-8B")["snapshot"] is None
 
 
-def test_g1_keeps_two_states_of_a_running_sequence_and_g2_one(home: Path) -> None:
+def test_g1_keeps_two_states_of_a_running_sequence_and_g2_one(home):
     found = size(home, QWEN3_NEXT, "--set", "engine.arguments.num_gpu_blocks_override=67", "--host", "900MB")
     assert found["tiers"]["G1"]["sequences"] == 1  # 61 + 2 x 3
     assert found["tiers"]["G1"]["tokens"] == 32_768
@@ -206,7 +206,7 @@ def test_g1_keeps_two_states_of_a_running_sequence_and_g2_one(home: Path) -> Non
     assert found["warnings"] == []
 
 
-def test_host_memory_below_one_sequence_with_states_is_a_warning(home: Path) -> None:
+def test_host_memory_below_one_sequence_with_states_is_a_warning(home):
     options = ("--host", "840MB", "--set", "engine.arguments.block_size=544")
     [warning] = size(home, QWEN3_NEXT, *options)["warnings"]
     assert warning == (
@@ -218,7 +218,7 @@ def test_host_memory_below_one_sequence_with_states_is_a_warning(home: Path) -> 
     assert size(home, "Qwen/Qwen3-8B", "--host", "840MB")["warnings"] == []  # a part of a sequence is of use
 
 
-def test_host_memory_for_a_short_length_only_is_a_warning_too(home: Path) -> None:
+def test_host_memory_for_a_short_length_only_is_a_warning_too(home):
     found = size(home, QWEN3_NEXT, "--host", "840MB", "--length", 2000, "--set", "engine.arguments.block_size=544")
     [warning] = found["warnings"]
     assert "of a sequence of 32,768 tokens, so no prompt of this length has a hit" in warning
@@ -226,7 +226,7 @@ def test_host_memory_for_a_short_length_only_is_a_warning_too(home: Path) -> Non
     assert [one[:27] for one in longest] == ["G2 holds 1 block, fewer tha"]
 
 
-def test_notes_about_snapshots(home: Path) -> None:
+def test_notes_about_snapshots(home):
     none = "a sequence of at most one block (544 tokens) has no snapshot and is never cached"
     assert none in size(home, QWEN3_NEXT, "--length", 544)["notes"]
     assert none not in size(home, QWEN3_NEXT, "--length", 545)["notes"]
@@ -237,7 +237,7 @@ def test_notes_about_snapshots(home: Path) -> None:
     assert "a block is 1,056 tokens" in kvbm_here("size", "Qwen/Qwen3.5-35B-A3B", home=home).stdout
 
 
-def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home: Path) -> None:
+def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home):
     users = ("--users", 10, "--turns", 8, "--turn-tokens", 1000)
     found = size(home, QWEN3_NEXT, "--host", "2GB", *users)
     assert found["needed"] == {"sequences": 10, "tokens": 80_000, "blocks": 10 * (15 + 3), "bytes": 180 * 13_369_344}
@@ -245,7 +245,7 @@ def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home: Path) -> 
     assert size(home, QWEN3_NEXT, "--host", "3GB", *users)["warnings"] == []
 
 
-def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(home: Path) -> None:
+def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(home):
     for setting in ("enable_prefix_caching=false", 'speculative_config={"method": "mtp"}', "mamba_cache_mode=all"):
         stderr = refused(home, QWEN3_NEXT, "--set", f"engine.arguments.{setting}").stderr
         assert "error: kvbm is disabled with these settings, so there is no size: " in stderr
@@ -253,7 +253,7 @@ def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(ho
     assert "kvbm is disabled for models with KDA states" in size(home, "moonshotai/Kimi-K3")["notes"][0]
 
 
-def test_settings_of_states_in_check_and_serve(home: Path) -> None:
+def test_settings_of_states_in_check_and_serve(home):
     key = "engine.arguments.prefix_cache_retention_interval"
     for command in (("profile", "check"), ("serve", "--dry-run", "--force", "-p")):
         plain = kvbm_here(*command, "vllm-hybrid-cpu-demo", home=home, VLLM_CPU_KVCACHE_SPACE="1")
@@ -271,7 +271,7 @@ def test_settings_of_states_in_check_and_serve(home: Path) -> None:
     assert json.loads(checked.stdout)["notes"] == []
 
 
-def test_strict_check_fails_if_kvbm_is_disabled(home: Path) -> None:
+def test_strict_check_fails_if_kvbm_is_disabled(home):
     disabled = ("--set", "engine.arguments.enable_prefix_caching=false")
     for options, exit_code in ((("--strict",), 0), (disabled, 0), ((*disabled, "--strict"), 1)):
         check = ("profile", "check", "vllm-hybrid-cpu-demo", *options)
@@ -279,9 +279,7 @@ def test_strict_check_fails_if_kvbm_is_disabled(home: Path) -> None:
             assert kvbm_here(*check, *form, home=home, VLLM_CPU_KVCACHE_SPACE="1").exit_code == exit_code
 
 
-def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(home, monkeypatch):
     monkeypatch.setattr("kvbm_cli.profile.state_check.installation_of", lambda profile: object())
     setting = "engine.arguments.prefix_cache_retention_interval=300"
     outcome = kvbm_here("profile", "check", "vllm-hybrid-cpu-demo", "--set", setting, home=home)
@@ -299,9 +297,7 @@ WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, so it adds litt
     [("size", "-p", "demo"), ("profile", "check", "demo"), ("serve", "-p", "demo", "--dry-run")],
     ids=["size", "check", "serve"],
 )
-def test_a_tier_smaller_than_the_one_above_it_is_a_warning_and_an_error_if_strict(
-    home: Path, command: tuple[str, ...]
-) -> None:
+def test_a_tier_smaller_than_the_one_above_it_is_a_warning_and_an_error_if_strict(home, command):
     warned = kvbm_here(*command, *SMALL, home=home)
     assert (warned.exit_code, WARNING in warned.stderr) == (0, True)
     strict = kvbm_here(*command, *SMALL, "--strict", home=home)
@@ -310,13 +306,13 @@ def test_a_tier_smaller_than_the_one_above_it_is_a_warning_and_an_error_if_stric
     assert (enough.exit_code, "adds little" in enough.stderr) == (0, False)
 
 
-def test_serve_refuses_with_strict_before_it_starts_anything(home: Path) -> None:
+def test_serve_refuses_with_strict_before_it_starts_anything(home):
     refusal = kvbm_here("serve", "-p", "demo", *SMALL, "--strict", home=home)
     assert refusal.exit_code == 1
     assert refusal.stderr.startswith(f"error: {WARNING}")
 
 
-def test_the_buffer_of_a_disk_tier_without_a_host_tier_is_no_tier(home: Path) -> None:
+def test_the_buffer_of_a_disk_tier_without_a_host_tier_is_no_tier(home):
     profile = home / "disk.yaml"
     profile.write_text(
         "engine: {model: 'synthetic:tiny', arguments: {num_blocks: 8192}}\n"

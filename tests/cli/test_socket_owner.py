@@ -1,7 +1,5 @@
 """Who listens at an address is read from the kernel; a socket of somebody else never passes for the engine's."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`kvbm stop` where a process of the run was stopped, killed or hangs, or its directory was removed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -30,7 +28,7 @@ def members(program: Serving) -> dict[str, psutil.Process]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("who", ["launcher", "guard", "engine", "child"])
-def test_stop_continues_a_stopped_process(home: Path, who: str) -> None:
+def test_stop_continues_a_stopped_process(home, who):
     with serving(home, *CHILDREN) as program:
         processes = members(program)
         processes[who].suspend()
@@ -43,7 +41,7 @@ def test_stop_continues_a_stopped_process(home: Path, who: str) -> None:
         assert all(is_gone(process.pid) for process in processes.values())
 
 
-def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home: Path) -> None:
+def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home):
     with serving(home, *CHILDREN) as program:
         processes = members(program)
         processes["guard"].suspend()
@@ -59,7 +57,7 @@ def test_stop_removes_what_a_killed_launcher_and_a_stopped_guard_have_left(home:
     assert "has already ended" in kvbm("stop", "mine", home=home).stderr
 
 
-def test_run_whose_directory_is_removed_is_found_again(home: Path) -> None:
+def test_run_whose_directory_is_removed_is_found_again(home):
     with serving(home) as program:
         shutil.move(home / RUNS, home / "removed")  # all at once: the launcher may write while a tree is removed
         eventually(lambda: states(home) == ["healthy"])
@@ -67,7 +65,7 @@ def test_run_whose_directory_is_removed_is_found_again(home: Path) -> None:
         assert program.wait(timeout=60) == 0
 
 
-def test_guard_is_replaced_although_the_log_cannot_be_written(home: Path) -> None:
+def test_guard_is_replaced_although_the_log_cannot_be_written(home):
     with serving(home) as program:
         guard = recorded_guard(home)
         log = home / RUNS / "mine-1" / "engine.log"
@@ -79,7 +77,7 @@ def test_guard_is_replaced_although_the_log_cannot_be_written(home: Path) -> Non
         assert program.wait(timeout=60) == 0
 
 
-def test_detached_engine_is_ready_although_its_own_log_cannot_be_written(home: Path) -> None:
+def test_detached_engine_is_ready_although_its_own_log_cannot_be_written(home):
     command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--detach"]
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]

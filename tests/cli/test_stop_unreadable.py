@@ -1,12 +1,9 @@
 """`kvbm stop`, `status` and `logs` where the description of a run cannot be read, or names another process."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,7 +33,7 @@ DAMAGED = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", DAMAGED)
 @pytest.mark.parametrize("options", [("--all",), ("mine",)], ids=" ".join)
-def test_engine_whose_description_is_damaged_is_stopped(home: Path, what: str, options: tuple[str, ...]) -> None:
+def test_engine_whose_description_is_damaged_is_stopped(home, what, options):
     with serving(home) as program:
         (engine,) = [one["processes"]["engine"] for one in status(home)]  # type: ignore[index]
         (home / RUNS / "mine-1" / FACTS).write_bytes(DAMAGED[what])
@@ -49,14 +46,14 @@ def test_engine_whose_description_is_damaged_is_stopped(home: Path, what: str, o
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "kvbm" / "runs").mkdir(parents=True)
     return Runs(tmp_path / "kvbm")
 
 
 @pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+def processes():
     """Processes that end at SIGTERM, as launchers."""
     with ExitStack() as stack:
         started = [stack.enter_context(subprocess.Popen(["sleep", "600"])) for _ in range(2)]
@@ -80,9 +77,7 @@ def written(runs: Runs, launcher: ProcessIdentity) -> Path:
     return made.path
 
 
-def test_all_others_are_stopped_when_one_cannot_be_found(
-    runs: Runs, processes: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_others_are_stopped_when_one_cannot_be_found(runs, processes, capsys):
     unknown, known = (written(runs, identity(process)) for process in processes)
     (unknown / FACTS).write_text("half")
     with open(unknown / LOCK, "w") as lock:  # of an earlier version: held, and without the name of its holder
@@ -98,9 +93,7 @@ def test_all_others_are_stopped_when_one_cannot_be_found(
 
 
 @pytest.mark.parametrize("command", ["stop --all", "stop demo-1"])
-def test_process_that_has_the_pid_of_a_launcher_is_not_signalled(
-    runs: Runs, processes: list[subprocess.Popen[bytes]], command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_process_that_has_the_pid_of_a_launcher_is_not_signalled(runs, processes, command, capsys):
     own = identity(processes[0])
     path = written(runs, replace(own, started=own.started - 1))
     assert run(command.split()) == 0
@@ -114,11 +107,8 @@ def test_process_that_has_the_pid_of_a_launcher_is_not_signalled(
 
 
 def test_all_others_are_stopped_when_one_runs_elsewhere_or_belongs_to_another_user(
-    runs: Runs,
-    processes: list[subprocess.Popen[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    runs, processes, monkeypatch, capsys
+):
     foreign, known = (identity(process) for process in processes)
     elsewhere = written(runs, replace(known, host="other-machine"))
     written(runs, foreign)
@@ -141,7 +131,7 @@ def test_all_others_are_stopped_when_one_runs_elsewhere_or_belongs_to_another_us
     assert processes[1].wait(timeout=60) == -15
 
 
-def test_lock_that_cannot_be_opened_is_not_taken_for_free(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lock_that_cannot_be_opened_is_not_taken_for_free(runs, capsys):
     path = written(runs, identity_of_this_process())
     (path / FACTS).write_text("half")
     (path / LOCK).unlink()
@@ -152,7 +142,7 @@ def test_lock_that_cannot_be_opened_is_not_taken_for_free(runs: Runs, capsys: py
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": "x"}', "[" * 100_000, "\x00"])
-def test_lock_that_names_nothing_stops_no_command(runs: Runs, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lock_that_names_nothing_stops_no_command(runs, content, capsys):
     path = written(runs, identity_of_this_process())
     (path / FACTS).write_text("half")
     (path / LOCK).write_text(content)

@@ -5,8 +5,6 @@ A row is what a shell does before the command, the command, its exit code, and w
 command's own; where this user may not have one, their rows are skipped.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -128,7 +126,7 @@ def may_mount() -> bool:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     for name in ("model", "work", "caches", "temporary", ".local/state/kvbm/runs"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / ".local/state/kvbm/runs/lock").touch()
@@ -144,7 +142,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.surroundings}: {row.command}")
-def test_refusal_is_told_as_one(row: Row, home: Path) -> None:
+def test_refusal_is_told_as_one(row, home):
     if row.needs_mounts and not may_mount():
         pytest.skip("needs a mount namespace, which this user may not have")
     shell = ["unshare", "-rm", "sh", "-c"] if row.needs_mounts else ["bash", "-c"]
@@ -179,7 +177,7 @@ def left_in(home: Path) -> list[str]:
 KNOWN = {*MADE, "work/old.yaml", *(str(path) for path in Path(".local/state/kvbm/runs/lock").parents)}
 
 
-def test_names_that_are_no_text_are_used_or_refused(home: Path) -> None:
+def test_names_that_are_no_text_are_used_or_refused(home):
     odd = os.fsdecode(b"\xff\n")
     for name in ("mine.yaml", "caches"):
         (home / name).rename(home / f"{odd}{name}")
@@ -197,7 +195,7 @@ def test_names_that_are_no_text_are_used_or_refused(home: Path) -> None:
     assert run(["profile", "check", str(kept)]) == 0
 
 
-def test_output_that_nobody_reads_stops_the_engine_and_is_no_bug(home: Path) -> None:
+def test_output_that_nobody_reads_stops_the_engine_and_is_no_bug(home):
     (home / "mine.yaml").write_text((home / "mine.yaml").read_text().replace("own_words", "none"))
     closed = f"exec {shlex.join(PROGRAM)} {SERVE} > >(exec <&-; sleep 1)"
     done = subprocess.run(["bash", "-c", closed], cwd=home, env=environment(home), capture_output=True, timeout=60)
@@ -206,7 +204,7 @@ def test_output_that_nobody_reads_stops_the_engine_and_is_no_bug(home: Path) -> 
     assert (written["state"], written["exit_code"]) == ("ended", BROKEN_PIPE)
 
 
-def test_no_home_is_no_bug(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_home_is_no_bug(home, monkeypatch, capsys):
     def nobody(uid: int) -> None:
         raise KeyError(uid)
 
@@ -236,7 +234,7 @@ CLOSED = (
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("command", "exit_code", "said"), CLOSED)
-def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int, said: str, home: Path) -> None:
+def test_a_directory_that_may_not_be_read_is_named(command, exit_code, said, home):
     if shutil.which("setpriv") is None:
         pytest.skip("needs setpriv")
     (home / "closed").mkdir()
@@ -262,32 +260,32 @@ def test_a_directory_that_may_not_be_read_is_named(command: str, exit_code: int,
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("command", ["profile list", "profile show demo", "size -p demo", "cache ls --dir caches"])
-def test_a_narrow_terminal_is_no_bug(command: str, home: Path) -> None:
+def test_a_narrow_terminal_is_no_bug(command, home):
     assert on_a_terminal(*command.split(), home=home, columns=20)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", ["", "here", "."])
 @pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
-def test_a_home_that_is_no_absolute_path_is_refused(home: Path, command: str, value: str) -> None:
+def test_a_home_that_is_no_absolute_path_is_refused(home, command, value):
     outcome = kvbm(*command.split(), home=home, HOME=value)
     expected = f"error: no home directory: `HOME` is `{value}`\n\nhint: set `HOME` to an absolute path\n"
     assert (outcome.exit_code, outcome.stderr.endswith(expected)) == (1, True), outcome.stderr
     assert not (home / "here").exists()
 
 
-def test_a_directory_of_an_unknown_user_is_named(home: Path) -> None:
+def test_a_directory_of_an_unknown_user_is_named(home):
     outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home)
     assert (outcome.exit_code, outcome.stderr) == (1, "error: cannot use `~nobody-here/x`: no user `nobody-here`\n")
 
 
-def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_nobody_writes_holds_nobody_up(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.yaml")
     assert run(["profile", "check", f"{tmp_path}/pipe.yaml"]) == 2
     assert "pipe.yaml`: no process writes to this pipe\n" in capsys.readouterr().err
 
 
-def test_a_profile_that_is_half_written_holds_nobody_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_is_half_written_holds_nobody_up(tmp_path, capsys):
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
     with subprocess.Popen(["sh", "-c", f"exec > {pipe}; echo engine:; exec sleep 60"]) as writer:
@@ -296,14 +294,14 @@ def test_a_profile_that_is_half_written_holds_nobody_up(tmp_path: Path, capsys: 
     assert "pipe.yaml`: the process that writes this pipe is too slow\n" in capsys.readouterr().err
 
 
-def test_a_profile_of_a_slow_shell_pipe_is_read(home: Path) -> None:
+def test_a_profile_of_a_slow_shell_pipe_is_read(home):
     command = f"{shlex.join(PROGRAM)} profile check <(sleep 1.5; cat mine.yaml)"
     done = subprocess.run(["bash", "-c", command], cwd=home, env=environment(home), capture_output=True, text=True)
     assert "no mistakes found" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", ["fifo", "nested", "huge"])
-def test_a_model_whose_configuration_is_odd_is_refused(name: str, home: Path) -> None:
+def test_a_model_whose_configuration_is_odd_is_refused(name, home):
     config = home / "model" / "config.json"
     config.unlink()
     if name == "fifo":
@@ -316,7 +314,7 @@ def test_a_model_whose_configuration_is_odd_is_refused(name: str, home: Path) ->
     assert "config.json" in outcome.stderr
 
 
-def test_no_process_no_thread_and_no_memory_are_no_bugs() -> None:
+def test_no_process_no_thread_and_no_memory_are_no_bugs():
     for error in (
         BlockingIOError(11, "x"),
         RuntimeError("can't start new thread"),
@@ -351,9 +349,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_run_that_cannot_be_read_is_told_of(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_read_is_told_of(what, tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     damaged = DAMAGED[what](json.loads(file.read_text()))
     file.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
@@ -365,9 +361,7 @@ def test_a_run_that_cannot_be_read_is_told_of(
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_a_run_that_cannot_be_read_is_listed(
-    is_alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_cannot_be_read_is_listed(is_alive, tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     file.write_text("half of it")
     launcher = RunDirectory(file.parent) if is_alive else None
@@ -387,9 +381,7 @@ def test_a_run_that_cannot_be_read_is_listed(
 
 
 @pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
-def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(
-    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(jump_s, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "kvbm" / "runs").mkdir(parents=True)
     with subprocess.Popen(["sleep", "60"]) as launcher:
@@ -402,7 +394,7 @@ def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(
 
 
 @pytest.mark.parametrize("count", ["NaN", "1e999", "-1", "9" * 400, "many"])
-def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
+def test_metrics_that_are_no_counts_are_ignored(count):
     line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
     assert _BLOCKS.findall(line % ("free", count)) == []
     assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
@@ -433,15 +425,7 @@ def test_metrics_that_are_no_counts_are_ignored(count: str) -> None:
         ({"disk_unnamed": 1, "disk_silent": 1}, {}, "G2 0%, G3 0%", ""),
     ],
 )
-def test_status_says_which_tiers_of_an_engine_are_off_and_why(
-    metrics: dict[str, int],
-    off: dict[str, str],
-    shown: str,
-    note: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_status_says_which_tiers_of_an_engine_are_off_and_why(metrics, off, shown, note, tmp_path, monkeypatch, capsys):
     written_run(tmp_path, monkeypatch)
     blocks = {tier: {"free": 8} for tier in ("host", "disk")}
     text = "\n".join(f'kvbm_{name}{{engine="0"}} {value}.0' for name, value in metrics.items())
@@ -456,9 +440,7 @@ def test_status_says_which_tiers_of_an_engine_are_off_and_why(
     assert (data["off"], data["is_shared_off"]) == (off, "shared" in off)
 
 
-def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     file.unlink()
     os.mkfifo(file)
@@ -466,9 +448,7 @@ def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(
     assert "cannot be read (not a regular file)" in capsys.readouterr().err
 
 
-def test_a_clock_that_went_back_is_no_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_clock_that_went_back_is_no_bug(tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     file.write_text(json.dumps({**json.loads(file.read_text()), "started_s": 5e9, "ended_s": 4e9}))
     for command in ("status --all", "status demo-1"):

@@ -1,11 +1,9 @@
 """Parts of the probe that need no mount: what follows from what, and files that have no name."""
 
-from __future__ import annotations
-
 import errno
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,7 @@ MOUNTS = """\
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_what_is_recommended(name: str) -> None:
+def test_what_is_recommended(name):
     found, needed = NEEDS[name]
     assert recommend(*found) == needed
 
@@ -62,7 +60,7 @@ def test_what_is_recommended(name: str) -> None:
         ("/database", "btrfs"),
     ],
 )
-def test_mount_of_a_path(path: str, kind: str, tmp_path: Path) -> None:
+def test_mount_of_a_path(path, kind, tmp_path):
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert mount_of(Path(path), tmp_path / "mountinfo").kind == kind
 
@@ -70,11 +68,11 @@ def test_mount_of_a_path(path: str, kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hard", "soft", "expected"), [(0, 0, None), (2048, 1024, (2 << 20, 4096)), (0, 1024, (1 << 20, 4096))]
 )
-def test_limit_of_a_user(hard: int, soft: int, expected: tuple[int, int] | None) -> None:
+def test_limit_of_a_user(hard, soft, expected):
     assert limit_of(struct.pack("=8QI4x", hard, soft, 4096, 0, 0, 0, 0, 0, 0)) == expected
 
 
-def test_everything_is_found_about_a_directory(tmp_path: Path) -> None:
+def test_everything_is_found_about_a_directory(tmp_path):
     phases: list[str] = []
     report = probe(tmp_path, block_bytes=65536, seconds=0.02, on_phase=phases.append)
     assert report.settings is not None
@@ -86,9 +84,7 @@ def test_everything_is_found_about_a_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EISDIR])
-def test_file_loses_its_name_where_it_must_have_one(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_loses_its_name_where_it_must_have_one(number, tmp_path, monkeypatch):
     real = os.open
 
     def without_unnamed_files(path: Any, flags: int, mode: int = 0o777) -> int:
@@ -110,9 +106,7 @@ def test_file_loses_its_name_where_it_must_have_one(
         (lambda buffer, done: done - 1, f"{module.AREA_BYTES - 1} of {module.AREA_BYTES} bytes read"),
     ],
 )
-def test_wrong_bytes_and_short_reads_are_noticed(
-    reads: Callable[[Any, int], int | None], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_and_short_reads_are_noticed(reads, reason, tmp_path, monkeypatch):
     real = os.preadv
 
     def wrong(fd: int, buffers: Any, offset: int) -> int:
@@ -124,7 +118,7 @@ def test_wrong_bytes_and_short_reads_are_noticed(
     assert probe(tmp_path).write == ProbeOutcome(False, reason)
 
 
-def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_that_takes_no_file_is_an_outcome(tmp_path, monkeypatch):
     def refuse(path: Any, flags: int, mode: int = 0o777) -> int:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -134,7 +128,7 @@ def test_directory_that_takes_no_file_is_an_outcome(tmp_path: Path, monkeypatch:
     assert report.settings is None
 
 
-def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenth_of_the_free_space_bounds_what_is_written(tmp_path, monkeypatch):
     free, block = 64 << 20, 65536
     most = 0
     real = ThreadsIO.write

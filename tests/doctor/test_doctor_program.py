@@ -1,7 +1,5 @@
 """The real command on this machine: what it takes, how long, and that nothing stays behind, however it ends."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -38,7 +36,7 @@ server:
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
+def profile(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(PROFILE % (tmp_path / "a" / "cache"))
     return path
@@ -54,7 +52,7 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_quick_examination_is_quick_and_leaves_nothing(tmp_path: Path, profile: Path) -> None:
+def test_quick_examination_is_quick_and_leaves_nothing(tmp_path, profile):
     before_s = processor_s()
     outcome = patiently("doctor", "-p", str(profile), "--quick", "--json", home=tmp_path)
     assert processor_s() - before_s < QUICK_S, "on a busy machine, it takes longer by the clock"
@@ -68,7 +66,7 @@ def test_quick_examination_is_quick_and_leaves_nothing(tmp_path: Path, profile: 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def test_what_is_written_is_a_right_profile(tmp_path: Path, profile: Path) -> None:
+def test_what_is_written_is_a_right_profile(tmp_path, profile):
     patiently("doctor", "-p", str(profile), "--quick", "--write", "./new.yaml", home=tmp_path)
     assert kvbm("profile", "check", "./new.yaml", home=tmp_path).stdout == "new.yaml: no mistakes found\n"
     assert (
@@ -81,9 +79,7 @@ ENDS = [(signal.SIGINT, 0.7), (signal.SIGTERM, 1.6), *((signal.SIGKILL, delay_s)
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "delay_s"), ENDS, ids=lambda value: getattr(value, "name", value))
-def test_nothing_is_left_by_one_that_is_ended(
-    number: signal.Signals, delay_s: float, tmp_path: Path, profile: Path
-) -> None:
+def test_nothing_is_left_by_one_that_is_ended(number, delay_s, tmp_path, profile):
     (tmp_path / "a").mkdir()
     command = [*PROGRAM, "doctor", "-p", str(profile), "--quick"]
     child = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL)
@@ -115,7 +111,7 @@ def _helpers_of(home: Path) -> list[int]:
     return found
 
 
-def test_doctor_needs_no_torch_itself(tmp_path: Path) -> None:
+def test_doctor_needs_no_torch_itself(tmp_path):
     program = (
         "import sys; from kvbm_cli.app import run; run(['doctor', '--quick', '--dir', '.']); "
         "print(*sys.modules, file=sys.stderr)"
@@ -124,7 +120,7 @@ def test_doctor_needs_no_torch_itself(tmp_path: Path) -> None:
     assert not {"torch", "transformers", "nixl"} & set(done.stderr.split())
 
 
-def test_file_system_that_is_read_only(tmp_path: Path) -> None:
+def test_file_system_that_is_read_only(tmp_path):
     try:
         with mounted("tmpfs", tmp_path) as point:
             subprocess.run(["mount", "-o", "remount,ro", point], check=True)
@@ -150,7 +146,7 @@ REFUSED = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
-def test_remedy_changes_no_other_directory_than_the_given_one(name: str, tmp_path: Path) -> None:
+def test_remedy_changes_no_other_directory_than_the_given_one(name, tmp_path):
     """Root gives up its privileges for this."""
     owner, mode, below, remedy = REFUSED[name]
     if shutil.which("setpriv") is None or os.geteuid() != 0:
@@ -165,7 +161,7 @@ def test_remedy_changes_no_other_directory_than_the_given_one(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("directory", ["/", "/kvbm-missing/cache", "/usr", "/usr/kvbm-missing", "/etc/kvbm-missing/a"])
-def test_remedy_never_changes_a_system_directory(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedy_never_changes_a_system_directory(directory, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert _remedy_for(Path(directory), PermissionError(errno.EACCES, "no")) == OTHER_DIRECTORY
