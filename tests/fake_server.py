@@ -139,22 +139,22 @@ class Connection(asyncio.Protocol):
         text = content if isinstance(content, bytes | str) else json.dumps(content)
         data = text if isinstance(text, bytes) else text.encode()
         assert self._request is not None
-        self._write(
+        self.write(
             _head(status, {**headers, "Content-Length": str(len(data))})
             + (b"" if self._request.method == "HEAD" else data)
         )
 
     def start_stream(self) -> None:
-        self._write(_head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}))
+        self.write(_head(200, {"Content-Type": "text/event-stream", "Transfer-Encoding": "chunked"}))
 
     def event(self, content: bytes) -> None:
         self.chunk(b"data: " + content + b"\n\n")
 
     def chunk(self, data: bytes) -> None:
-        self._write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def end_stream(self) -> None:
-        self._write(b"0\r\n\r\n")
+        self.write(b"0\r\n\r\n")
 
     def close(self) -> None:
         """After what was written."""
@@ -169,7 +169,7 @@ class Connection(asyncio.Protocol):
             self._task.cancel()
         return self._task
 
-    def _write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         assert self._transport is not None
         self._transport.write(data)
 

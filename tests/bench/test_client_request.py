@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
+from fake_server import FakeServer
 from openai_mock import Answer, OpenAIMock, answer_tokens
 
 from kvbm_cli.bench.load.control import error_text
@@ -184,47 +185,42 @@ def test_a_prompt_that_the_engine_counts_differently_is_an_error():
     assert record_of(Answer(), prompt_tokens=21).error == "the engine counted 20 prompt tokens instead of 21"
 
 
-def raw_record(body: bytes, *, timeout_s: float = 5.0) -> RequestRecord:
+class RawServer(FakeServer):
+    body = b""
+
+    async def answer(self, request, connection):
+        connection.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + self.body)
+
+
+def raw_record(body: bytes) -> RequestRecord:
     """The record of an answer of exactly these bytes, after which the connection stays open."""
 
     async def once() -> RequestRecord:
-        has_ended = asyncio.Event()
+        async with open_session() as session:
+            return await send(session, target_of(server.url), planned(), timeout_s=0.2)
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"}")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body)
-            await reader.read()
-            writer.close()
-            await writer.wait_closed()
-            has_ended.set()
-
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            target = target_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            async with open_session() as session:
-                record = await send(session, target, planned(), timeout_s=timeout_s)
-            await has_ended.wait()
-        return record
-
-    return asyncio.run(once())
+    with RawServer() as server:
+        server.body = body
+        return asyncio.run(once())
 
 
 def test_a_server_that_ignores_the_wish_for_token_ids_is_named():
     events = b'data: {"choices": [{"text": "a"}]}\n\n' * TOKENS
-    record = raw_record(events + b"data: [DONE]\n\n", timeout_s=0.2)
+    record = raw_record(events + b"data: [DONE]\n\n")
     assert record.error == "the engine sent no token ids (it must support `return_token_ids`)"
 
 
 def test_a_connection_that_stays_open_after_the_end_mark_is_no_failure():
     events = b"".join(b'data: {"choices": [{"text": "a", "token_ids": [%d]}]}\n\n' % token for token in range(TOKENS))
-    record = raw_record(events + b"data: [DONE]\n\n", timeout_s=0.2)
+    record = raw_record(events + b"data: [DONE]\n\n")
     assert record.error is None
     assert record.end_ms < 200
 
 
 def test_an_answer_that_is_not_json_is_an_error():
-    assert raw_record(b"data: <html>\n\n", timeout_s=0.2).error == "no complete answer within 0.2 s"
-    assert raw_record(b"data: <html>\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: JSON")
-    assert raw_record(b"data: [1]\n\ndata: [DONE]\n\n", timeout_s=0.2).error.startswith("unreadable answer: ")
+    assert raw_record(b"data: <html>\n\n").error == "no complete answer within 0.2 s"
+    assert raw_record(b"data: <html>\n\ndata: [DONE]\n\n").error.startswith("unreadable answer: JSON")
+    assert raw_record(b"data: [1]\n\ndata: [DONE]\n\n").error.startswith("unreadable answer: ")
 
 
 @pytest.mark.parametrize("answer", [{"error": "bad key: Bearer {key}"}, {"detail": "x" * 290 + "{key}"}])

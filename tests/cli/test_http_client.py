@@ -1,12 +1,12 @@
 """The HTTP client never raises for what a server sends: another program may listen at the port of an engine."""
 
-import contextlib
+import asyncio
 import gzip
 import socket
-import threading
 import time
 
 import pytest
+from fake_server import Connection, FakeServer, Request
 
 from kvbm_cli.system import http_client
 from kvbm_cli.system.http_client import get
@@ -34,23 +34,25 @@ NO_OBJECT = {
 }
 
 
-def get_from(payload: bytes, ask=get, sent=None):
-    """The answer of `ask` to a server that sends this once and closes. Appends the request to `sent`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+class Raw(FakeServer):
+    """Sends this to every request and closes, or goes on with `trickle`."""
 
-        def serve() -> None:
-            with contextlib.suppress(OSError):  # nobody connects, or the client ends it because the answer is too long
-                connection, _ = server.accept()
-                with connection:
-                    ([] if sent is None else sent).append(connection.recv(65536))
-                    connection.sendall(payload)
+    def __init__(self, payload: bytes, trickle: bytes = b"") -> None:
+        super().__init__()
+        self.payload, self.trickle, self.headers = payload, trickle, {}
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        answer = ask(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=60)
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        return answer
+    async def answer(self, request: Request, connection: Connection) -> None:
+        self.headers = request.headers
+        connection.write(self.payload)
+        while self.trickle:
+            await asyncio.sleep(0.02)
+            connection.write(self.trickle)
+        connection.close()
+
+
+def get_from(payload: bytes, ask=get):
+    with Raw(payload) as server:
+        return ask(f"{server.url}/health", timeout_s=60)
 
 
 @pytest.mark.parametrize("payload", FAILURES.values(), ids=FAILURES)
@@ -83,25 +85,12 @@ SLOW = {
     "trickle", [b"a", b"1\r\na\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["byte", "chunk", "100"]
 )
 def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start, trickle):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection, contextlib.suppress(OSError):  # the client has gone
-                connection.recv(65536)
-                connection.sendall(start)
-                while True:
-                    time.sleep(0.02)
-                    connection.sendall(trickle)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+    with Raw(start, trickle) as server:
         started = time.monotonic()
-        answer = get(f"http://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.3)
-        assert time.monotonic() - started < 30
-        assert answer.status == 0
-        assert answer.failure
-        thread.join()
+        answer = get(f"{server.url}/health", timeout_s=0.3)
+    assert time.monotonic() - started < 30
+    assert answer.status == 0
+    assert answer.failure
 
 
 def test_server_that_never_answers_is_named_with_the_time():
@@ -157,9 +146,10 @@ def test_environment_names_no_proxy(monkeypatch, variable):
 def test_netrc_of_the_user_is_not_sent(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    sent: list[bytes] = []
-    get_from(OK + b"Content-Length: 2\r\n\r\n{}", sent=sent)
-    assert b"authorization" not in sent[0].lower()
+    with Raw(OK + b"Content-Length: 2\r\n\r\n{}") as server:
+        assert get(server.url, timeout_s=60).is_ok
+    assert "host" in server.headers
+    assert "authorization" not in server.headers
 
 
 def test_secret_in_a_header_is_not_in_the_reason():
@@ -189,7 +179,7 @@ def test_address_that_is_none_is_a_failure_with_a_reason(url):
     assert answer.failure
 
 
-def test_a_port_above_65535_is_none_although_the_system_would_use_its_lower_bits() -> None:
+def test_a_port_above_65535_is_none_although_the_system_would_use_its_lower_bits():
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
         answer = get(f"http://127.0.0.1:{server.getsockname()[1] + 65536}/", timeout_s=0.2)
