@@ -243,13 +243,29 @@ def write_exports(directory: Path) -> list[Path]:
     return command.write_exports(directory, Results.read(BenchDirectory.open(directory)))
 
 
+FOLDER = "exports/kvbm/chat-x1.2"
+
+
+def exported(path: Path, *records: RequestRecord) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """The file of vLLM, and summary and lines of aiperf, of the run directory or of these requests in it."""
+    directory = run_directory(path)
+    if records:
+        write_requests(directory, list(records))
+    write_exports(directory)
+    vllm, summary, lines = (
+        (directory / FOLDER / name).read_text()
+        for name in ("vllm-bench.json", "profile_export_aiperf.json", "profile_export.jsonl")
+    )
+    return json.loads(vllm), json.loads(summary), [json.loads(line) for line in lines.splitlines()]
+
+
 def test_exports_are_written_per_arm_and_cell(tmp_path):
     directory = run_directory(tmp_path)
     files = write_exports(directory)
     assert sorted(str(file.relative_to(directory)) for file in files) == sorted(
         str(file.relative_to(directory)) for file in directory.rglob("exports/**/*") if file.is_file()
     )
-    folder = directory / "exports/kvbm/chat-x1.2"
+    folder = directory / FOLDER
     assert sorted(file.name for file in folder.iterdir()) == [
         "chat-x1.2.1.kvbm_output_1.csv",
         "chat-x1.2.2.kvbm_output_1.csv",
@@ -261,8 +277,7 @@ def test_exports_are_written_per_arm_and_cell(tmp_path):
 
 
 def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path):
-    write_exports(run_directory(tmp_path))
-    result = json.loads((tmp_path / "exports/kvbm/chat-x1.2/vllm-bench.json").read_text())
+    result, _, _ = exported(tmp_path)
     assert (result["completed"], result["failed"], result["duration"]) == (8, 1, 8.0)
     assert result["request_throughput"] == 1.0
     assert result["total_input_tokens"] == 8 * 100
@@ -278,20 +293,17 @@ def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path):
 
 
 def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path):
-    write_exports(run_directory(tmp_path))
-    folder = tmp_path / "exports/kvbm/chat-x1.2"
-    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
+    _, summary, lines = exported(tmp_path)
     assert summary["kvbm_g2_tokens"]["sum"] == 8 * 48
     assert summary["good_request_fraction"]["avg"] == pytest.approx(8 / 9)
     assert summary["metadata"]["variation_label"] == "chat-x1.2/kvbm"
-    lines = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
     assert lines[0]["metrics"]["kvbm_g1_tokens"] == {"value": 16, "unit": "tokens"}
     assert lines[5]["metadata"]["request_start_ns"] - lines[0]["metadata"]["request_start_ns"] == 100_000_000_000
 
 
 def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     write_exports(run_directory(tmp_path))
-    file = tmp_path / "exports/kvbm/chat-x1.2/chat-x1.2.1.kvbm_output_1.csv"
+    file = tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv"
     head, *rows = (line.split(",") for line in file.read_text().splitlines())
     assert tuple(head[:8]) == LMBENCHMARK_COLUMNS
     assert len(rows) == 4  # the failed request has no row
@@ -319,40 +331,26 @@ def test_unknown_token_counts_stay_unknown(tmp_path):
 
 
 def test_an_arm_without_a_successful_request_has_files(tmp_path):
-    directory = run_directory(tmp_path)
-    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **FAILED)])
-    write_exports(directory)
-    folder = directory / "exports/kvbm/chat-x1.2"
-    result = json.loads((folder / "vllm-bench.json").read_text())
+    result, summary, _ = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0, **FAILED))
     assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 1, 0.0)
-    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
     assert summary["request_error_rate"]["avg"] == 100.0
     assert all(math.isfinite(value) for value in summary["effective_latency"].values() if isinstance(value, float))
 
 
 def test_a_request_that_was_never_due_is_a_failed_one(tmp_path):
     """The engine ended before the requests that it waited for."""
-    directory = run_directory(tmp_path)
     lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
-    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0), lost])
-    write_exports(directory)
-    folder = directory / "exports/kvbm/chat-x1.2"
-    result = json.loads((folder / "vllm-bench.json").read_text())
+    result, summary, lines = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0), lost)
     assert (result["completed"], result["failed"], result["queue_times"]) == (1, 1, [0.002, 0.0])
-    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
     assert summary["effective_latency"]["count"] == 1
-    line = json.loads((folder / "profile_export.jsonl").read_text().splitlines()[1])
-    assert "credit_issued_ns" not in line["metadata"]
+    assert "credit_issued_ns" not in lines[1]["metadata"]
 
 
 def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_path):
-    directory = run_directory(tmp_path)
     one = {"token_gaps_ms": [], "output_tokens": 1, "last_token_ms": 52.0}
-    write_requests(directory, [our_record("chat-x1.2.1.kvbm", 0, **one)])
-    write_exports(directory)
-    folder = directory / "exports/kvbm/chat-x1.2"
-    assert json.loads((folder / "vllm-bench.json").read_text())["request_goodput"] == 1 / 8.0
-    assert json.loads((folder / "profile_export_aiperf.json").read_text())["good_request_count"]["avg"] == 0.0
+    result, summary, _ = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0, **one))
+    assert result["request_goodput"] == 1 / 8.0
+    assert summary["good_request_count"]["avg"] == 0.0
 
 
 def test_answers_with_reasoning_have_no_output_token_count():
@@ -390,12 +388,8 @@ def test_a_directory_without_a_plan_is_an_error(tmp_path):
 
 def test_every_key_of_ours_and_every_omission_is_documented(tmp_path):
     page = (Path(__file__).parents[2] / "docs/reference/bench-files.md").read_text()
-    write_exports(run_directory(tmp_path))
-    folder = tmp_path / "exports/kvbm/chat-x1.2"
-    result = json.loads((folder / "vllm-bench.json").read_text())
-    summary = json.loads((folder / "profile_export_aiperf.json").read_text())
-    line = json.loads((folder / "profile_export.jsonl").read_text().splitlines()[0])
+    result, summary, [line, *_] = exported(tmp_path)
     ours = [key for key in (*result, *summary, *summary["metadata"], *line["metadata"]) if key.startswith("kvbm_")]
-    head = (folder / "chat-x1.2.1.kvbm_output_1.csv").read_text().splitlines()[0].split(",")
+    head = (tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv").read_text().splitlines()[0].split(",")
     named = {*ours, *head, *NOT_WRITTEN, "request_ack_ns", "input_config"}
     assert sorted(name for name in named if f"`{name}" not in page) == []

@@ -177,22 +177,6 @@ def test_an_exception_of_the_receiver_ends_the_drive():
         asyncio.run(drive(open_loop(3, 0.1), [target_of(mock.url)], on_record=fail))
 
 
-def test_a_cancelled_drive_ends_its_requests():
-    async def cancelled(base_url: str) -> None:
-        task = asyncio.create_task(drive(open_loop(3, 0.1), [target_of(base_url)], on_record=seen.append))
-        while not mock.arrivals:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    seen: list[object] = []
-    with OpenAIMock(Answer(stall_after=1)) as mock:
-        asyncio.run(cancelled(mock.url))
-    assert seen == []
-
-
 def test_bodies_of_simultaneous_requests_are_encoded_one_after_the_other_before_their_time():
     requests = [planned(index, intended_s=1.0, prompt_tokens=100_000) for index in range(10)]
     starts = [encoding_starts(requests)[index] for index in range(10)]

@@ -91,21 +91,23 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_reason(monkeypatch):
         asyncio.run(drive(open_loop(4, 0.01), [target_of("http://127.0.0.1:1")], on_record=print, workers=2))
 
 
-def test_cancelling_ends_the_workers():
-    async def cancelled(base_url: str) -> None:
-        task = asyncio.create_task(
-            drive(open_loop(4, 0.01), [target_of(base_url)], on_record=lambda record: None, workers=2)
-        )
+@pytest.mark.parametrize("workers", [1, 2])
+def test_cancelling_ends_requests_and_workers(workers):
+    async def cancelled() -> None:
+        plan, targets = open_loop(4, 0.01), [target_of(mock.url)]
+        task = asyncio.create_task(drive(plan, targets, on_record=seen.append, workers=workers))
         while not mock.arrivals:
             await asyncio.sleep(0.01)
-        assert len(children()) == 2
+        assert len(children()) == (0 if workers == 1 else 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
+    seen: list[object] = []
     with OpenAIMock(Answer(stall_after=1)) as mock:
-        asyncio.run(cancelled(mock.url))
-    assert children() == []
+        asyncio.run(cancelled())
+    assert (seen, children()) == ([], [])
 
 
 def test_an_engine_that_ends_fails_the_requests_of_all_workers():
