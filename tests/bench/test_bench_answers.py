@@ -187,8 +187,7 @@ def test_three_runs_are_three_comparisons_of_one_control():
 
 
 @pytest.mark.parametrize(
-    ("kvbm", "baseline", "verdict"),
-    [(0, 0, "equal"), (1, 0, "wrong"), (1, 1, "not distinguishable"), (0, 2, "equal")],
+    ("kvbm", "baseline", "verdict"), [(0, 0, "equal"), (1, 0, "wrong"), (1, 1, "not distinguishable"), (0, 2, "equal")]
 )
 def test_more_differences_than_the_control_are_wrong(kvbm, baseline, verdict):
     runs = [made_run("baseline", 1, SAME, differing=baseline), made_run("kvbm", 1, SAME, differing=kvbm)]

@@ -309,7 +309,7 @@ def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     assert len(rows) == 4  # the failed request has no row
     first = dict(zip(head, rows[0], strict=True))
     assert [first[name] for name in ("prompt_tokens", "generation_tokens", "user_id", "question_id")] == [
-        *("100", "3", "0", "1"),
+        *("100", "3", "0", "1")
     ]
     assert float(first["ttft"]) == pytest.approx(0.050)
     assert float(first["generation_time"]) == pytest.approx(0.011)

@@ -251,10 +251,7 @@ def test_a_floor_with_something_to_gain_is_no_reason():
     assert list(causes(summary_of_arms(kvbm=replace(KVBM, load_ms=530.0), floor=floor))) == ["host-slower"]
 
 
-@pytest.mark.parametrize(
-    "client",
-    [{"lateness_p99_ms": 120.0}, {"cpu_share": 0.9}, {"loop_lag_p99_ms": 150.0}],
-)
+@pytest.mark.parametrize("client", [{"lateness_p99_ms": 120.0}, {"cpu_share": 0.9}, {"loop_lag_p99_ms": 150.0}])
 def test_a_client_that_is_the_limit_comes_first(client):
     summary = summary_of_arms(kvbm=replace(IDLE, client=client))
     assert next(iter(causes(summary))) == "client-limited"

@@ -1,15 +1,12 @@
 """Scripts of every kind: lengths, what prompts share, phases, order, and the seed."""
 
-import dataclasses
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from test_bench_workload import SMALLEST, parsed
 
 from kvbm_cli.bench.cells import script_of
-from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.bench.workload.script import (
     AnswerOf,
     Phase,
@@ -21,14 +18,7 @@ from kvbm_cli.bench.workload.script import (
 )
 
 WRITER = TokenWriter(lambda text: list(text.encode()), seed=0)
-USERS = {
-    "users": 4,
-    "turns": 3,
-    "system_tokens": 20,
-    "history_tokens": 100,
-    "question_tokens": 7,
-    "answer_tokens": 5,
-}
+USERS = {"users": 4, "turns": 3, "system_tokens": 20, "history_tokens": 100, "question_tokens": 7, "answer_tokens": 5}
 GROUPS = {"groups": 3, "requests_per_group": 4, "prefix_tokens": 90, "question_tokens": 10, "answer_tokens": 5}
 DOCUMENTS = {
     "documents": 8,
@@ -52,13 +42,7 @@ AGENTS = {
     "tool_s": 0.25,
 }
 ALONE = {"requests": 5, "prompt_tokens": 40, "answer_tokens": 3}
-BUILT = {
-    "conversations": USERS,
-    "shared-prefix": GROUPS,
-    "unique": ALONE,
-    "rag": DOCUMENTS,
-    "agentic-coding": AGENTS,
-}
+BUILT = {"conversations": USERS, "shared-prefix": GROUPS, "unique": ALONE, "rag": DOCUMENTS, "agentic-coding": AGENTS}
 
 
 def script(kind: str, *, seed: int = 0, **changes: object) -> Script:
@@ -310,30 +294,6 @@ def test_a_script_takes_little_memory_because_prompts_share_their_parts():
     whole = script("conversations", users=2, turns=50)
     parts = {id(part) for one in whole.requests for part in one.parts}
     assert len(parts) < 3 * len(whole.requests) + 10
-
-
-def test_a_trace_and_a_scenario_of_lmbenchmark_have_scripts(tmp_path):
-    lines = [
-        f'{{"timestamp": {1000 * n}, "input_length": 20, "output_length": 2, "hash_ids": [1, {n}]}}' for n in (2, 3)
-    ]
-    (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
-    trace = parsed("trace", file=str(tmp_path / "t.jsonl"), block_tokens=10)
-    found = script_of(trace, WRITER, seed=0)
-    prompts = [tokens(found, one) for one in found.requests]
-    assert [len(prompt) for prompt in prompts] == [20, 20]
-    assert 10 <= common(*prompts) < 14
-    assert [one.at_s for one in found.requests] == [0.0, 1.0]
-
-
-def test_every_kind_is_tested_here_or_elsewhere():
-    others = {"trace", "lmbenchmark"}
-    assert set(BUILT) | others == set(SMALLEST)
-    assert Path(__file__).with_name("test_trace_script.py").exists()
-
-
-def test_workloads_are_plain_data():
-    assert all(isinstance(parsed(kind), Workload) for kind in SMALLEST)
-    assert dataclasses.is_dataclass(ScriptedRequest)
 
 
 def test_canned_answers_take_the_place_of_recorded_ones():

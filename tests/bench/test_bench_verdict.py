@@ -149,11 +149,7 @@ INVALID = [
         "the client launched requests late in small.1.kvbm: 101 ms at p99, the limit is 100 ms",
         True,
     ),
-    (
-        {"clients": (client(cpu_share=0.71),)},
-        "the client used 71% of a core in small.1.kvbm, the limit is 70%",
-        True,
-    ),
+    ({"clients": (client(cpu_share=0.71),)}, "the client used 71% of a core in small.1.kvbm, the limit is 70%", True),
     ({"utilisation": 0.96}, "arm baseline was overloaded: busy 96% of the time", True),
     ({"queue_share": 0.51}, "arm baseline was overloaded: 51% of its TTFT was spent in its queue", True),
     ({"has_loads": False}, "kvbm was faster although it loaded no block", True),

@@ -2,13 +2,7 @@
 
 import pytest
 
-from kvbm_cli.bench.lmbenchmark.exchange import (
-    AgentAnswer,
-    MeasuredAnswer,
-    agentic_csv,
-    multi_round_csv,
-    sharegpt_csv,
-)
+from kvbm_cli.bench.lmbenchmark.exchange import AgentAnswer, MeasuredAnswer, agentic_csv, multi_round_csv, sharegpt_csv
 
 HEADER = "prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time\n"
 FIRST = MeasuredAnswer(21028, 100, 0.25, 1.5, 1700000000.25, 1700000002.0)
@@ -26,10 +20,7 @@ NO_TEXT = MeasuredAnswer(3, 0, 0, 0, 1700000003.0, 1700000004.0)
             "21145,7,1e-05,2.3e-07,9,2,1700000100.125,1700000100.5\n"
             "3,0,0.0,0.0,3,1,1700000003.0,1700000004.0\n",
         ),
-        (
-            [(2, []), (3, [FIRST])],
-            "21028.0,100.0,0.25,1.5,3,1,1700000000.25,1700000002.0\n",
-        ),
+        ([(2, []), (3, [FIRST])], "21028.0,100.0,0.25,1.5,3,1,1700000000.25,1700000002.0\n"),
         ([(3, [NO_TEXT])], "3,0,0,0,3,1,1700000003.0,1700000004.0\n"),
         ([(2, []), (3, [NO_TEXT])], "3.0,0.0,0.0,0.0,3,1,1700000003.0,1700000004.0\n"),
     ],

@@ -154,12 +154,7 @@ def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
         behaviour,
     )
     parameters = replace(
-        *(preset("lmbenchmark-long"),),
-        users=3,
-        rounds=3,
-        answer_tokens=7,
-        duration_s=3.0,
-        warm_up_users=5,
+        *(preset("lmbenchmark-long"),), users=3, rounds=3, answer_tokens=7, duration_s=3.0, warm_up_users=5
     )
     runs = [replace(parameters, qps=2.25), replace(parameters, qps=4.07, first_user_id=parameters.first_user_id + 5)]
     ours, results = recorded(lambda server: [run_ours(one, server) for one in runs], behaviour)

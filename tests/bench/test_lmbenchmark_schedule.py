@@ -26,8 +26,7 @@ def run(parameters, *, longest_answer_s=0.0):
 
 
 @pytest.mark.parametrize(
-    ("qps", "requests", "users_with_two_rounds"),
-    [(0.1, 10, 0), (0.25, 26, 10), (1.0, 105, 19), (4.0, 415, 34)],
+    ("qps", "requests", "users_with_two_rounds"), [(0.1, 10, 0), (0.25, 26, 10), (1.0, 105, 19), (4.0, 415, 34)]
 )
 def test_requests_of_the_long_scenario_in_100_s(qps, requests, users_with_two_rounds):
     launches = run(replace(LONG, qps=qps))

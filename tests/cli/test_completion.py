@@ -107,13 +107,7 @@ def test_shell_completes_at_a_terminal(shell, tmp_path, bin_directory):
     command, first_line = STARTS[shell]
     leader, follower = pty.openpty()
     with subprocess.Popen(
-        command,
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        env=variables,
-        cwd=tmp_path,
-        start_new_session=True,
+        command, stdin=follower, stdout=follower, stderr=follower, env=variables, cwd=tmp_path, start_new_session=True
     ) as program:
         os.close(follower)
         try:

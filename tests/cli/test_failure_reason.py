@@ -147,8 +147,7 @@ def test_the_latest_word_counts():
 
 
 @pytest.mark.parametrize(
-    ("code", "text"),
-    [(137, "killed by SIGKILL, by a user or by the kernel's OOM killer"), (139, "killed by SIGSEGV")],
+    ("code", "text"), [(137, "killed by SIGKILL, by a user or by the kernel's OOM killer"), (139, "killed by SIGSEGV")]
 )
 def test_signal_is_a_reason(code, text):
     reason = failure_reason_of(["loading"], code)

@@ -41,8 +41,7 @@ class Bad:
 BAD = {
     "memory": Bad(FREE.replace("256MiB", "900TB"), ("`tiers.host.capacity` requires 818.5 TiB, but only ",)),
     "disk space": Bad(
-        MINE + "  disk:\n    capacity: 9PB\nserver: {port: 0}\n",
-        ("`tiers.disk.capacity` requires 8.0 PiB, but ",),
+        MINE + "  disk:\n    capacity: 9PB\nserver: {port: 0}\n", ("`tiers.disk.capacity` requires 8.0 PiB, but ",)
     ),
     "missing mount": Bad(DISK.format("mnt/nvme/a"), ("`tiers.disk.directory`: [HOME]/mnt/nvme does not exist: the ",)),
     "directory in a loop": Bad(

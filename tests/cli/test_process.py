@@ -21,12 +21,7 @@ from waiting import eventually, is_gone
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import readable_phase
-from kvbm_cli.engine.process import (
-    EPHEMERAL_PORTS,
-    EngineProcess,
-    choose_port,
-    engine_environment,
-)
+from kvbm_cli.engine.process import EPHEMERAL_PORTS, EngineProcess, choose_port, engine_environment
 from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
 

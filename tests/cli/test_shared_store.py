@@ -289,11 +289,7 @@ def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home):
     program = (
         "import sys\nfrom kvbm_cli.app import run\nrun(sys.argv[1:])\nprint({'obstore', 'torch'} & {*sys.modules})"
     )
-    for command in (
-        ["--help"],
-        ["cache", "ls", "--dir", "caches"],
-        ["cache", "ls", "--url", f"file://{home}/kv"],
-    ):
+    for command in (["--help"], ["cache", "ls", "--dir", "caches"], ["cache", "ls", "--url", f"file://{home}/kv"]):
         done = subprocess.run(
             [sys.executable, "-c", program, *command],
             cwd=home,
