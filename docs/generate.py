@@ -49,9 +49,9 @@ Each layer overrides the one before:
 
 defaults < the profiles named by `extends` < the file < `DYN_KVBM_*` variables (see `variables.md`) < `--set KEY=VALUE`
 
-- `extends: NAME` starts from a shipped profile, `extends: ./file.yaml` from a file in the same directory. That profile
-  may extend another one. `extends: [NAME, ./file.yaml]` starts from several: a later one overrides the earlier ones.
-  A profile that two of them extend counts once, below both.
+- `extends: NAME` starts from a shipped profile such as `vllm` or `storage/lustre`, `extends: ./file.yaml` from a file
+  in the same directory. That profile may extend another one. `extends: [NAME, ./file.yaml]` starts from several: a
+  later one overrides the earlier ones. A profile that two of them extend counts once, below both.
 - `-p NAME -p ./file.yaml` on the command line is the same as a file with `extends: [NAME, ./file.yaml]`.
 - Sections are merged key by key, including `engine.environment` and mappings in `engine.arguments`. Any other value,
   including a list, replaces the previous one.

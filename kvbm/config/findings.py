@@ -11,8 +11,10 @@ from kvbm.errors import ProfileError
 
 @dataclass(slots=True)
 class Findings:
-    """Mistakes of all layers. `labels` are the files, in the order in which their mistakes are reported."""
+    """Mistakes of all layers. `given` are the profiles of the command line; `labels` are the files, in the order in
+    which their mistakes are reported."""
 
+    given: tuple[str, ...] = ()
     mistakes: list[ProfileError] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     own: set[str] = field(default_factory=set)  # the files that are not shipped profiles

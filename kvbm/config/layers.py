@@ -35,6 +35,7 @@ from kvbm.config.variables import drop_unused, overridden_values, put, read_vari
 from kvbm.errors import ProfileError
 
 SUFFIXES = (".yaml", ".yml")
+HALVES = "storage"  # the directory of shipped profiles that have tiers and no engine; their names begin with it
 NEAR = 0.75  # similarity of file names; the intended file may not exist
 ARGUMENTS = "engine.arguments."
 _ALL_KEYS = {key.path: key for kind in ENGINE_KINDS for key in keys(engine=kind)}
@@ -43,7 +44,8 @@ TIERS = frozenset(path for path in _SECTIONS if path.startswith("tiers."))
 
 
 def find(reference: str, *, directories: Sequence[Path], inside: Path | None = None) -> Path:
-    """Return the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name.
+    """Return the file of a profile. A reference with a slash or with .yaml at its end is a path, else a name; so is
+    `storage/NAME`.
 
     If no profile has the name, it is a file in the current directory; not if `inside` is given, the directory of the
     file that contains the reference. ProfileError for an unknown name.
@@ -63,13 +65,13 @@ def find(reference: str, *, directories: Sequence[Path], inside: Path | None = N
             raise ProfileError(
                 f"no profile is named `{reference}`: {about}", hint="`kvbm profile list` lists the profiles"
             )
-        hint = _nearest_name(reference, shipped(directories), inside or Path())
+        hint = _nearest_name(reference, directories, inside or Path())
         raise ProfileError(f"no profile is named `{reference}`", hint=hint)
     return existing
 
 
 def _is_path(reference: str) -> bool:
-    return "/" in reference or reference.endswith(SUFFIXES)
+    return "/" in reference.removeprefix(f"{HALVES}/") or reference.endswith(SUFFIXES)
 
 
 def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
@@ -77,11 +79,27 @@ def shipped(directories: Sequence[Path]) -> tuple[str, ...]:
     return tuple(sorted({path.stem for directory in directories for path in directory.glob(f"*{SUFFIXES[0]}")}))
 
 
-def _nearest_name(reference: str, names: Sequence[str], inside: Path) -> str:
+def shipped_halves(directories: Sequence[Path]) -> tuple[str, ...]:
+    """Names of the profiles in `directories` that have no engine, sorted."""
+    return tuple(f"{HALVES}/{name}" for name in shipped([directory / HALVES for directory in directories]))
+
+
+def shipped_name(path: Path, directories: Sequence[Path]) -> str | None:
+    """Return the name of a shipped profile or half, None for another file."""
+    place = real_path(path.parent)
+    for directory in map(real_path, directories):
+        if place in (directory, directory / HALVES):
+            return str((place / path.stem).relative_to(directory))
+    return None
+
+
+def _nearest_name(reference: str, directories: Sequence[Path], inside: Path) -> str:
     file = next((name for suffix in ("", *SUFFIXES) if os.path.isfile(inside / (name := f"{reference}{suffix}"))), None)
     if file is not None:
         return f"use `./{file}` for the file in this directory"
-    nearest = difflib.get_close_matches(reference, names, n=1)
+    is_half = reference.startswith(f"{HALVES}/")
+    names = shipped_halves(directories) if is_half else shipped(directories)
+    nearest = difflib.get_close_matches(reference, names, n=1, cutoff=NEAR if is_half else 0.6)
     if nearest:
         return f"did you mean `{nearest[0]}`? For a file, give its path: `./{reference}.yaml`"
     return f"shipped profiles: {', '.join(f'`{name}`' for name in names)}; for a file, give its path"
@@ -89,8 +107,9 @@ def _nearest_name(reference: str, names: Sequence[str], inside: Path) -> str:
 
 def _instead_of(path: Path, directories: Sequence[Path]) -> str | None:
     """Suggests the shipped profile of that name, or a file with a similar name."""
-    if path.parent == Path() and path.stem in shipped(directories):
-        return f"use `{path.stem}`, without suffix, for the shipped profile"
+    name = str(path.with_suffix(""))
+    if name in (*shipped(directories), *shipped_halves(directories)):
+        return f"use `{name}`, without suffix, for the shipped profile"
     return _nearest_file(path, [])
 
 
@@ -146,7 +165,7 @@ def _opened(
     path: Path, directories: Sequence[Path], findings: Findings
 ) -> tuple[Path, Path, Document, Iterator[tuple[str, Source]]]:
     document = _file(path, findings)
-    if path.parent not in directories:
+    if shipped_name(path, directories) is None:
         findings.own.add(str(path))
     return path, real_path(path), document, _references(document.pop("extends", None), findings)
 

@@ -106,7 +106,7 @@ def examine(
 ) -> Examined:
     """Like `load`, but returns the mistakes. ProfileError only if there is no such file."""
     paths = tuple(find(reference, directories=directories) for reference in references)
-    findings = Findings()
+    findings = Findings(references)
     document = files_with_parents(paths, directories, findings)
     return _examined(paths, document, variables or {}, overrides, options or {}, findings)
 
@@ -174,7 +174,7 @@ def _validated(document: Document, place: str, findings: Findings) -> Profile | 
             profile = Profile.model_validate(plain_values(document))
             return profile if is_known and not findings.is_incomplete else None
         except ValidationError as error:
-            file = profile_file(kind)
+            file = profile_file(kind, findings.given)
             found = mistakes_in(error, document, place, file, is_complete=not findings.is_incomplete)
         findings.add(found)
         if not remove_mistaken(document, found):

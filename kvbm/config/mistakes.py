@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -68,20 +69,30 @@ _SAME_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file and its schema. `missing` maps the first part of a missing key to a hint."""
+    """A kind of file and its schema. `missing` maps the first part of a missing key to a hint. `halves` does so for a
+    section that another file can add, if the file has another section of `halves`."""
 
     noun: str
     keys: tuple[Key, ...]
     missing: Mapping[str, str]
+    halves: Mapping[str, str] = field(default_factory=dict)
 
 
-def profile_file(engine: str = ENGINE_KINDS[0]) -> FileKind:
-    """Return the kind of a profile, with the keys of one engine kind."""
+def profile_file(engine: str = ENGINE_KINDS[0], given: Sequence[str] = ()) -> FileKind:
+    """Return the kind of a profile, with the keys of one engine kind. `given` are the profiles of the command line."""
     missing = {
         "engine": "add `engine.model`, such as `synthetic:tiny`",
         "tiers": "add `tiers.host.capacity`, such as `64GiB`",
     }
-    return FileKind("profile", keys(engine=engine), missing)
+    halves = {
+        "engine": f"put a profile with an engine in front: `{_check('vllm', *given)}`",
+        "tiers": f"add a profile with tiers: `{_check(*given, 'storage/large-ssd')}`",
+    }
+    return FileKind("profile", keys(engine=engine), missing, halves if given else {})
+
+
+def _check(*references: str) -> str:
+    return shlex.join(["kvbm", "profile", "check", *(word for one in references for word in ("-p", one))])
 
 
 def not_built(document: Document) -> Iterator[Mistake]:
@@ -174,7 +185,10 @@ def _explain(detail: ErrorDetails, document: Document, path: Path | str, kind: F
         meant = _nearest_sibling(key, kind) or ""
         return Mistake(f"unknown key `{key}`", entry.key, hint=_nearest_key(key, kind), key=key, meant=meant)
     if detail["type"] == "missing":
-        return Mistake(f"`{key}` is missing", path, hint=kind.missing[key.partition(".")[0]], key=key)
+        hint = kind.missing[key.partition(".")[0]]
+        if key in kind.halves and any(section in document for section in kind.halves):
+            hint += f", or {kind.halves[key]}"
+        return Mistake(f"`{key}` is missing", path, hint=hint, key=key)
     message = f"`{key}` {_problem(detail)}"
     if any(one.path == key and one.kind == "port" for one in kind.keys):
         message = message.replace("must be a whole number", "must be a whole number or `auto`")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.document import Document, Source, entry_at, read_file
 from kvbm.config.files import real_path
+from kvbm.config.layers import shipped_name
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.relative_paths import PATHS, absolute_path
 from kvbm.config.variables import other_variables
@@ -86,8 +87,7 @@ def _means(target: Path, wanted: Profile) -> bool:
 
 
 def _extending(resolved: ResolvedProfile, keys: Mapping[str, Value]) -> str:
-    shipped = real_path(profiles_directory())
-    parents = [path.stem if real_path(path.parent) == shipped else _as_path(path) for path in resolved.paths]
+    parents = [shipped_name(path, [profiles_directory()]) or _as_path(path) for path in resolved.paths]
     lines = [f"    {key.rpartition('.')[2]}: {scalar(value)}" for key, value in keys.items()]
     return "\n".join([f"extends: {extends_value(parents)}", "", "tiers:", "  disk:", *lines, ""])
 

@@ -1,7 +1,8 @@
 """JSON Schema of a profile file, with which an editor completes keys and underlines mistakes.
 
 It is generated from the models and never stricter than they are. It allows what a file may contain and a `Profile` may
-not: with `extends` every key is optional, a section may be empty, a tier may be `null`. It checks single values only;
+not: with `extends` every key is optional, a section may be empty, a tier may be `null`, and another file may add the
+engine or the tiers. It checks single values only;
 `kvbm profile check` also checks combinations of keys. It uses draft 7, which editors support.
 """
 
@@ -37,11 +38,12 @@ def json_schema() -> Schema:
         "additionalProperties": False,
         "properties": properties,
         "if": {"not": {"required": ["extends"]}},
-        "then": {"required": ["engine", "tiers"], "properties": {"engine": _ENGINE_WITHOUT_PARENT}},
+        "then": {"anyOf": _HALVES, "properties": {"engine": _ENGINE_WITHOUT_PARENT}},
         "definitions": definitions,
     }
 
 
+_HALVES = [{"required": ["engine"]}, {"required": ["tiers"]}]
 # Without a parent, an engine requires a model, and the default kind is embedded.
 _ENGINE_WITHOUT_PARENT = {
     "required": ["model"],

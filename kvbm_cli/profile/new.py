@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.config.document import Document, Mistake, plain_values, together
-from kvbm.config.files import real_path
-from kvbm.config.layers import find
+from kvbm.config.layers import find, shipped_name
 from kvbm.config.load import Examined, examine_written, load, written_by
 from kvbm.config.variables import other_variables
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
@@ -170,8 +169,8 @@ def _examined(
 
 def _reference(parent: Path, file: Path) -> str:
     """Return the value of `extends`: a path is relative to the new file."""
-    if real_path(parent.parent) == real_path(profiles_directory()):
-        return parent.stem
+    if (name := shipped_name(parent, [profiles_directory()])) is not None:
+        return name
     if parent.is_absolute():
         return str(parent)
     relative = os.path.relpath(parent, file.parent)

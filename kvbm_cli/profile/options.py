@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbm_cli.terminal.options import argument, files, flag, matching, names_in, option
+from kvbm_cli.terminal.options import argument, files, flag, matching, option
 
 if TYPE_CHECKING:
     from kvbm.config.key_list import Key
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Names of shipped profiles; files if no name matches."""
+    from kvbm.config.layers import shipped, shipped_halves
     from kvbm_cli.package_data import profiles_directory
 
-    return names_in(profiles_directory(), incomplete) or files(incomplete)
+    directories = [profiles_directory()]
+    return matching([*shipped(directories), *shipped_halves(directories)], incomplete) or files(incomplete)
 
 
 def engines(incomplete: str) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from kvbm.config.layers import shipped
+from kvbm.config.document import read_file
+from kvbm.config.layers import find, shipped, shipped_halves
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
@@ -18,19 +20,25 @@ VALUE_WIDTH = 16
 
 def list_profiles(*, as_json: bool) -> None:
     directories = [profiles_directory()]
-    found = [load(name, directories=directories) for name in shipped(directories)]
+    found = [_listed(load(name, directories=directories)) for name in shipped(directories)]
+    found += [_listed_half(name, find(name, directories=directories)) for name in shipped_halves(directories)]
     if as_json:
-        print_json([_listed(one) for one in found])
+        print_json(found)
     else:
-        width = max(len(one.name) for one in found)
+        width = max(len(str(one["name"])) for one in found)
         for one in found:
-            print_data("\n".join(labelled(one.name, one.profile.description, label_width=width)))
+            print_data("\n".join(labelled(str(one["name"]), str(one["description"]), label_width=width)))
 
 
-def _listed(resolved: ResolvedProfile) -> dict[str, str]:
+def _listed(resolved: ResolvedProfile) -> dict[str, object]:
     profile = resolved.profile
     about = {"name": resolved.name, "path": resolved.place, "description": profile.description}
     return {**about, "engine": profile.engine.kind}
+
+
+def _listed_half(name: str, path: Path) -> dict[str, object]:
+    description = read_file(path, noun="profile")["description"].value
+    return {"name": name, "path": str(path), "description": f"to add to another profile: {description}", "engine": None}
 
 
 def show_profile(references: Sequence[str], overrides: Sequence[str], *, as_json: bool) -> None:

@@ -166,6 +166,13 @@ PROFILE = {
     "profile_model_is_a_file": mine("", base=MINE.replace("synthetic:tiny", "./mine.yaml")),
     "profile_workload_is_a_loop": mine("bench: {workload: ./loop.yaml}\n", prepare=LOOP),
     "profile_absent": Row("profile check ./no.yaml"),
+    "profile_half_without_an_engine": Row("profile check storage/lustre"),
+    "profile_half_without_tiers": Row(
+        "serve -p 'my model.yaml'", {"my model.yaml": "engine: {model: synthetic:tiny}\n"}
+    ),
+    "profile_half_misspelt": Row("serve -p demo -p storage/lustr"),
+    "profile_half_unknown": Row("serve -p demo -p storage/floppy"),
+    "profile_half_with_suffix": Row("serve -p demo -p storage/s3.yaml"),
     "profile_shipped_as_a_file": Row("profile check demo.yaml"),
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
@@ -535,7 +542,6 @@ COMMAND_LINE = {
     "command_missing_option": Row("serve"),
     "command_profile_without_its_option": Row("serve demo"),
     "command_profiles_of_two_engines": Row("size -p demo --profile vllm"),
-    "command_empty_profile": Row("size -p demo -p ''"),
     "command_port_thrice": Row("serve --dry-run --profile demo --port 1 --port 2 --port 3"),
     "command_profile_empty": Row("size --profile ''"),
     "command_argument_empty": Row("profile check ''"),

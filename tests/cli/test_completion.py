@@ -21,6 +21,7 @@ ASKED = {
     "kvbm serve --profile demo": SHIPPED,
     "kvbm serve -p demo-": {"demo-disk", "demo-shared"},
     "kvbm profile show demo-": {"demo-disk", "demo-shared"},
+    "kvbm serve -p vllm -p storage/l": {"storage/large-ssd", "storage/lustre"},
     "kvbm completion f": {"fish"},
     "kvbm bench -p demo --compare ba": {"baseline"},
     "kvbm bench -p demo --compare demo-": {"demo-disk", "demo-shared"},

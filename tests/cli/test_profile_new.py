@@ -79,9 +79,9 @@ def test_a_path_that_is_extended_is_named_from_the_new_file(tmp_path: Path) -> N
 
 
 def test_new_profile_extends_several(tmp_path: Path) -> None:
-    (tmp_path / "storage.yaml").write_text("tiers: {disk: {capacity: 1GiB}}\n")
-    kvbm_here("profile", "new", "both.yaml", "--extends", "demo", "--extends", "./storage.yaml", home=tmp_path)
-    assert "extends: [demo, ./storage.yaml]\n" in (tmp_path / "both.yaml").read_text()
+    (tmp_path / "own.yaml").write_text("engine: {model: synthetic:tiny}\ntiers: {disk: {capacity: 1GiB}}\n")
+    kvbm_here("profile", "new", "both.yaml", "--extends", "storage/s3", "--extends", "./own.yaml", home=tmp_path)
+    assert "extends: [storage/s3, ./own.yaml]\n" in (tmp_path / "both.yaml").read_text()
 
 
 def test_variable_stays_a_variable(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ import json
 import pytest
 from terminal import assert_snapshot, kvbm_here, ways
 
-from kvbm.config.layers import shipped
+from kvbm.config.layers import shipped, shipped_halves
 from kvbm_cli.package_data import profiles_directory
 
 NAMES = shipped([profiles_directory()])
+HALVES = shipped_halves([profiles_directory()])
 
 
 @pytest.mark.sampled(2)
@@ -24,5 +25,5 @@ def test_it_checks_clean_and_makes_a_plan(tmp_path, name, way):
 def test_the_list_has_them_all(tmp_path):
     assert_snapshot("profile_list", kvbm_here("profile", "list", home=tmp_path).text("kvbm profile list"))
     listed = json.loads(kvbm_here("profile", "list", "--json", home=tmp_path).stdout)
-    assert [one["name"] for one in listed] == list(NAMES)
-    assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm"}
+    assert [one["name"] for one in listed] == [*NAMES, *HALVES]
+    assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm", None}

@@ -7,7 +7,7 @@ import yaml
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.key_list import keys
-from kvbm.config.layers import shipped
+from kvbm.config.layers import shipped, shipped_halves
 from kvbm.config.load import load
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
@@ -36,7 +36,7 @@ WRONG = {
     "choice that is none": "extends: demo-disk\ntiers: {disk: {io: uring}}\n",
     "engine that is none": "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
     "no model": "engine: {kind: vllm}\ntiers: {host: {blocks: 1}}\n",
-    "no tier": "engine: {model: m}\n",
+    "no engine and no tier": "server: {port: 7}\n",
     "object tier": "extends: demo\ntiers: {object: {bucket: b}}\n",
     "flag without a value": "extends: vllm\nengine: {kind: vllm, arguments: {enforce_eager: null}}\n",
     "variable of a number": "extends: demo\nserver: {port: '${PORT}'}\n",
@@ -59,7 +59,7 @@ def test_it_is_a_schema() -> None:
     jsonschema.Draft7Validator.check_schema(json_schema())
 
 
-@pytest.mark.parametrize("name", shipped(DIRECTORIES))
+@pytest.mark.parametrize("name", [*shipped(DIRECTORIES), *shipped_halves(DIRECTORIES)])
 def test_shipped_profile_passes(name: str) -> None:
     VALIDATOR.validate(yaml.safe_load((profiles_directory() / f"{name}.yaml").read_text()))
 

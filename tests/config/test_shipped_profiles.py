@@ -3,12 +3,13 @@
 import pytest
 
 from kvbm.config.engine import EmbeddedArguments
-from kvbm.config.layers import shipped
+from kvbm.config.layers import shipped, shipped_halves
 from kvbm.config.load import load
 from kvbm.sizing import SizeUnknown, size
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.package_data import profiles_directory, workloads_directory
+from kvbm_cli.profile.diff import differences
 
 DIRECTORIES = [profiles_directory()]
 
@@ -62,3 +63,43 @@ def test_every_shipped_profile_has_a_situation() -> None:
 def test_shipped_profile_is_for_its_situation(name: str) -> None:
     values = load(name, directories=DIRECTORIES).values
     assert {key: values[key] for key in SITUATIONS[name]} == SITUATIONS[name]
+
+
+# What each half changes in the profile in front of it, and what `vllm-NAME` changes more.
+NETWORK = {"tiers.disk.capacity": "1TB", "tiers.disk.threads": 16, "onboard.disk_timeout_s": 10.0}
+HALVES: dict[str, dict[str, object]] = {
+    "storage/lustre": {**NETWORK, "tiers.disk.zerofill": True},
+    "storage/gpfs": {**NETWORK, "tiers.disk.allocator": "open-direct"},
+    "storage/large-ssd": {
+        "tiers.disk.capacity": "8TB",
+        "tiers.disk.io": "auto",
+        "tiers.disk.threads": 16,
+        "tiers.disk.reclaim": True,
+        "offload.frequency_entries": 4_000_000,
+    },
+    "storage/s3": {"tiers.shared.url": "s3://kv-cache/kvbm"},
+    "storage/mooncake": {"tiers.shared.url": "mooncake://mooncake-master:50051"},
+}
+MORE = {"vllm-large-ssd": {"tiers.host.capacity": "200GB"}}
+
+
+def changed(before: str, *after: str) -> dict[str, object]:
+    one, other = load(before, directories=DIRECTORIES), load(*after, directories=DIRECTORIES)
+    return {key: side.value for key, _, side in differences(one, other)}
+
+
+def test_every_half_has_its_changes() -> None:
+    assert set(HALVES) == set(shipped_halves(DIRECTORIES))
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", ["demo", "vllm", "vllm-cpu-demo", "trtllm"])
+def test_half_fits_every_engine_and_changes_only_its_keys(name: str, half: str) -> None:
+    assert changed(name, name, half) == HALVES[half]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_profile_of_vllm_with_this_storage_is_the_half_over_vllm(half: str) -> None:
+    name = half.replace("storage/", "vllm-")
+    assert changed("vllm", name) == {**HALVES[half], **MORE.get(name, {})}
+    assert changed(name, "vllm", half).keys() == MORE.get(name, {}).keys()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.config.layers import shipped
+from kvbm.config.layers import shipped, shipped_halves
 from kvbm_cli.package_data import profiles_directory
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "profiles.md"
@@ -53,7 +53,8 @@ def as_pattern(shown: str) -> str:
 
 def test_every_shipped_profile_is_in_the_table() -> None:
     table = TEXT.partition("## Shipped profiles")[2].partition("##")[0]
-    assert set(shipped([profiles_directory()])) <= set(re.findall(r"`([a-z0-9-]+)`", table))
+    places = [profiles_directory()]
+    assert {*shipped(places), *shipped_halves(places)} <= set(re.findall(r"`([a-z0-9/-]+)`", table))
 
 
 def test_there_are_files_and_commands() -> None:

@@ -97,10 +97,11 @@ def test_list_of_parents_is_kept_or_extended(tmp_path: Path) -> None:
 
 def test_several_profiles_are_extended(tmp_path: Path) -> None:
     (tmp_path / "storage.yaml").write_text("tiers: {disk: {capacity: 1TB}}\n")
-    resolved = load("demo", str(tmp_path / "storage.yaml"), directories=[profiles_directory()])
+    files = "demo", "storage/lustre", str(tmp_path / "storage.yaml")
+    resolved = load(*files, directories=[profiles_directory()])
     write_profile(resolved, NEEDED, tmp_path / "new.yaml")
     copy = load(str(tmp_path / "new.yaml"), directories=[profiles_directory()])
-    assert [source.written for source in copy.extends] == ["demo", f"{tmp_path}/storage.yaml"]
+    assert [source.written for source in copy.extends] == list(files)
     assert {key: copy.values[key] for key in NEEDED} == NEEDED
     assert copy.profile.engine == resolved.profile.engine
 
