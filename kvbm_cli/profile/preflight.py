@@ -6,10 +6,12 @@ machine lacks for a valid profile is found by machine_problems.py.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,9 @@ from kvbm.disk.files import MAX_DIRECTORY_BYTES
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
+from kvbm.vllm_integration.versions import VllmInstallation
 from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.engine.engines import copy_count, knows_block_tokens
+from kvbm_cli.engine.engines import copy_count, installation_of, knows_block_tokens
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
@@ -31,17 +34,18 @@ from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
 
 MAX_PORT = 65535
+NEAR = 0.8  # similarity of names of flags
 
 if TYPE_CHECKING:
     from kvbm.config.load import Examined, ResolvedProfile
 
 
-def check(resolved: ResolvedProfile, *, has_cache: bool = True) -> Sizing | SizeUnknown:
+def check(resolved: ResolvedProfile, *, has_cache: bool = True, verifies_flags: bool = True) -> Sizing | SizeUnknown:
     """Return the sizes of a profile, or the reason why only the engine knows them. ProfileError for mistakes.
 
     Without `has_cache`, checks only what the engine needs.
     """
-    sizing, mistakes = examine_here(resolved, has_cache=has_cache)
+    sizing, mistakes = examine_here(resolved, has_cache=has_cache, verifies_flags=verifies_flags)
     if mistakes:
         raise together([*mistakes, *_of_workload(resolved)])
     assert sizing is not None, "a profile without mistakes has sizes or a reason why not"
@@ -62,7 +66,7 @@ def all_mistakes(
 
 
 def examine_here(
-    resolved: ResolvedProfile, *, has_cache: bool = True
+    resolved: ResolvedProfile, *, has_cache: bool = True, verifies_flags: bool = True
 ) -> tuple[Sizing | SizeUnknown | None, list[ProfileError]]:
     """Return the sizes, None if a mistake prevents computing them, and all mistakes found on this machine."""
     sizing: Sizing | SizeUnknown | None = None
@@ -75,6 +79,8 @@ def examine_here(
         mistakes.append(mistake)
     if sizing is not None:
         mistakes += state_mistakes(resolved)
+    if verifies_flags:
+        mistakes += _unknown_flags(resolved)
     of_cache = (_require_connector, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:
@@ -142,6 +148,20 @@ def _require_program(resolved: ResolvedProfile) -> None:
     if python is not None and shutil.which(python) is None:
         hint = "name an executable, or remove `engine.python` to use the interpreter of `kvbm`"
         raise resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
+
+
+def _unknown_flags(resolved: ResolvedProfile) -> Iterator[ProfileError]:
+    """Yield the flags that the vLLM in the profile's interpreter does not have."""
+    profile = resolved.profile
+    found = installation_of(profile) if profile.engine.kind == "vllm" else None
+    if not isinstance(found, VllmInstallation):
+        return
+    for name in profile.engine.arguments.model_dump(exclude_none=True):
+        if found.lacks(name):
+            alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
+            near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
+            hint = f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
+            yield resolved.mistake(f"engine.arguments.{name}", f"vLLM {found.version} has no flag `{name}`", hint=hint)
 
 
 def _require_connector(resolved: ResolvedProfile) -> None:

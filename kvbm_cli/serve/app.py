@@ -16,7 +16,7 @@ def serve(
     dry_run: Annotated[bool, flag("--dry-run", "Print the plan and the command without starting the engine.")] = False,
     detach: Annotated[bool, flag("--detach -d", "Run the engine in the background; return when it is ready.")] = False,
     force: Annotated[
-        bool, flag("--force", "Start even with an untested engine version, or too little memory or disk space.")
+        bool, flag("--force", "Start even with an untested engine version or flag, or too little memory or disk space.")
     ] = False,
     strict: StrictOption = False,
     baseline: Annotated[bool, flag("--baseline", "Start the same engine without the cache, to compare with.")] = False,

@@ -112,7 +112,8 @@ def _checked(references: Sequence[str], overrides: Sequence[str], options: Serve
         require_baseline(resolved, overrides)
     if options.is_dry_run and not options.is_forced:
         require_known_engine(resolved.profile)
-    return ServedProfile(resolved, check(resolved, has_cache=has_cache), options.is_baseline)
+    sizing = check(resolved, has_cache=has_cache, verifies_flags=not options.is_forced)
+    return ServedProfile(resolved, sizing, options.is_baseline)
 
 
 def _make_model(served: ServedProfile) -> None:

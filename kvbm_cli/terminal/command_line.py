@@ -64,7 +64,7 @@ def _parsed(
 def _problems(values: dict[str, Any], order: list[Any]) -> Iterator[str]:
     for parameter in dict.fromkeys(order):
         name, value = _shown(parameter), values.get(parameter.name)
-        if value == "" or (name == "`--profile`" and "" in value):
+        if value == "" or (name == "`--profile`" and isinstance(value, list) and "" in value):
             yield f"{name} is empty"
         is_single = isinstance(parameter, TyperOption) and not parameter.multiple and not parameter.is_flag
         if is_single and order.count(parameter) > 1:

@@ -220,7 +220,78 @@ def test_interpreter_is_asked_without_importing_vllm(tmp_path, monkeypatch, name
     distribution(tmp_path, name, "0.31.2")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     held = {"distribution": name, "version": "0.31.2", "script": None, "has_kvbm": True, "rival": None}
+    held |= {"flags": []}
     assert _probe(sys.executable, VLLM) == held
+
+
+ARG_UTILS = """
+def add_cli_args(parser):
+    group.add_argument("--max-model-len", "-m", type=int)
+    parser.add_argument(f"--{name}", "--kv-transfer-config", help="--no-flag", default="--nor-this")
+    parser.set_defaults("--neither")
+"""
+CLI_ARGS = """
+class BaseFrontendArgs:
+    served_model_name: str = "--no-flag"
+class FrontendArgs(BaseFrontendArgs):
+    host: str | None = None
+    other = 1
+class Other:
+    field: int = 1
+"""
+
+
+def test_flags_are_those_of_the_source(tmp_path, monkeypatch):
+    distribution(tmp_path, "vllm", "0.31.2")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    texts = {"engine/arg_utils.py": ARG_UTILS, "entrypoints/openai/cli_args.py": CLI_ARGS}
+    for name, text in texts.items():
+        file = tmp_path / "vllm" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    found = _probe(sys.executable, VLLM)
+    assert found is not None
+    assert found["flags"] == ["host", "kv_transfer_config", "max_model_len", "served_model_name"]
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text("def (")
+    found = _probe(sys.executable, VLLM)
+    assert found is not None
+    assert found["flags"] == [], "unknown"
+
+
+FLAGS = ("host", "port", "max_model_len", "num_gpu_blocks_override", "kv_transfer_config", "served_model_name")
+
+
+def holding(*flags: str) -> str:
+    return json.dumps(
+        {"distribution": "vllm", "version": "0.32.0", "script": None, "has_kvbm": True, "rival": None, "flags": flags}
+    )
+
+
+def test_flag_that_the_installed_vllm_lacks_is_refused(home):
+    (home / "mine.yaml").write_text(PROFILE.replace("max_model_len", "swap_space: 4\n    max_modl_len"))
+    for command in (["profile", "check", "./mine.yaml"], ["serve", "-p", "./mine.yaml", "--dry-run"]):
+        refused = kvbm(*command, home=home, FAKE_VLLM=holding(*FLAGS))
+        assert refused.exit_code == 2
+        assert "vLLM 0.32.0 has no flag `max_modl_len`\n  mine.yaml:7:19\n" in refused.stderr
+        assert "hint: did you mean `max_model_len`?" in refused.stderr
+        assert "vLLM 0.32.0 has no flag `swap_space`\n" in refused.stderr
+        assert "hint: remove it, or start vLLM with it: `kvbm serve --force`" in refused.stderr
+    forced = kvbm(*command, "--force", home=home, FAKE_VLLM=holding(*FLAGS))
+    assert (forced.exit_code, "--max-modl-len 4096" in forced.stdout) == (0, True)
+
+
+def test_flag_is_accepted_if_the_flags_of_the_installed_vllm_are_unknown(home):
+    (home / "mine.yaml").write_text(PROFILE.replace("max_model_len", "swap_space: 4\n    max_model_len"))
+    enough = "--set=engine.arguments.num_gpu_blocks_override=400"
+    for held in (holding(), holding(*FLAGS[1:]), "null"):
+        assert kvbm("profile", "check", "./mine.yaml", enough, home=home, FAKE_VLLM=held).exit_code == 0
+
+
+def test_no_opposite_of_a_missing_flag_is_suggested(home):
+    (home / "mine.yaml").write_text(PROFILE.replace("max_model_len", "disable_log_requests: true\n    max_model_len"))
+    held = holding(*FLAGS, "enable_log_requests")
+    refused = kvbm("profile", "check", "./mine.yaml", home=home, FAKE_VLLM=held)
+    assert "hint: remove it" in refused.stderr
 
 
 def test_other_package_called_kvbm_is_not_taken_for_this_one(tmp_path, monkeypatch):

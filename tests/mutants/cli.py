@@ -94,6 +94,22 @@ MUTANTS = (
         fails="tests/config/test_load.py -k several_files",
     ),
     Mutant(
+        name="flags-of-base-classes-are-missed",
+        bug="Flags of the base class of vLLM's server are refused as unknown.",
+        file="kvbm_cli/engine/python_probe.py",
+        old='node.name.endswith("FrontendArgs")',
+        new='node.name == "FrontendArgs"',
+        fails="tests/cli/test_serve_vllm.py -k flags_are_those",
+    ),
+    Mutant(
+        name="unknown-flags-of-vllm-are-none",
+        bug="If the flags of the installed vLLM are unknown, every flag is refused.",
+        file="kvbm/vllm_integration/versions.py",
+        old="set(self.flags) >= _USUAL_FLAGS and flag not in",
+        new="flag not in",
+        fails="tests/cli/test_serve_vllm.py -k flags_of_the_installed",
+    ),
+    Mutant(
         name="profile-null-tier-stays",
         bug="A tier that is null stays as the parent has it.",
         file="kvbm/config/layers.py",

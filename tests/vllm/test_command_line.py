@@ -111,6 +111,16 @@ def test_shipped_profile_is_understood(name: str) -> None:
     assert seen.max_model_len == profile.engine.arguments.max_model_len
 
 
+def test_flags_read_from_the_source_are_those_of_the_parser() -> None:
+    options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
+    names = {option.removeprefix("--").replace("-", "_") for option in options if not option.startswith("--no-")}
+    found = find_vllm(sys.executable)
+    assert found is not None
+    assert {*found.flags, "help"} == names
+    assert not found.lacks("max_model_len")
+    assert found.lacks("max_modl_len")
+
+
 def test_this_interpreter_has_a_vllm_that_kvbm_knows() -> None:
     import vllm
 
