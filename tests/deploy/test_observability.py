@@ -214,7 +214,7 @@ def loaded(tmp_path_factory) -> Iterator[tuple[str, Prometheus]]:
             server.wait_until("the engine is scraped", lambda: bool(server.query("kvbm_info")))
             with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
                 for number in (*range(6), *range(6)):
-                    prompt = [(7 * position + 1000 * number) % 500 for position in range(400)]
+                    prompt = [(7 * position + 37 * number) % 250 for position in range(400)]
                     body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 4}
                     client.post("/v1/completions", json=body).raise_for_status()
             tokens = "sum(kvbm_prompt_tokens_total)"
