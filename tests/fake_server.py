@@ -63,6 +63,12 @@ class FakeServer:
     def __exit__(self, *ended: object) -> None:
         self.close()
 
+    def serve_forever(self) -> None:
+        """As a program. Wakes up, because a thread of the server may get the signal of a process that was stopped."""
+        with self:
+            while True:
+                time.sleep(0.2)
+
     def close(self) -> None:
         """End every connection at once. May be called twice."""
         if self._thread.is_alive():

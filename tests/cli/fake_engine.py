@@ -111,8 +111,7 @@ def main() -> None:
     if MODE == "hang":
         time.sleep(600)
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    with FakeEngine(port=port):
-        threading.Event().wait()
+    FakeEngine(port=port).serve_forever()
 
 
 if __name__ == "__main__":
