@@ -1,10 +1,14 @@
-"""Orders and results of the disk tier: the same frozen values from the leader to the storage.
+"""Messages between the leader and the storage of the disk tier: orders and results are the same frozen values on the
+whole way.
 
     DiskTier -> DiskSupervisor -> DiskClient -> channel -> server -> DiskStorage      Read, Write, Forget
     DiskTier <- DiskSupervisor <- DiskClient <- channel <- server <- DiskStorage      DiskResult, FoundBlocks
+                                  DiskClient -> channel -> server                     Open, Recover, Clear, KnownRates
+                                  DiskClient <- channel <- server                     SpaceTaken, Opened, Cleared
 
-Every level has `submit(order)`, `poll()`, `recovered()`, `forget(disk_slots)`, `clear()` and `close(timeout_s)`.
-Every submitted order ends as exactly one DiskResult with its ticket.
+Those of every process are in process/child.py. Every level has `submit(order)`, `poll()`, `recovered()`,
+`forget(disk_slots)`, `clear()` and `close(timeout_s)`. Every submitted order ends as exactly one DiskResult with its
+ticket.
 """
 
 from __future__ import annotations
@@ -13,7 +17,13 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+from kvbm.disk.health import DiskCounters
+from kvbm.disk.known_rates import KnownRates
+from kvbm.disk.settings import DiskSettings, Namespace
+from kvbm.types import SegmentInfo
 
 SLOT_BYTES = 8
 
@@ -102,3 +112,53 @@ class FoundBlocks(NamedTuple):
         if not slots:
             return [], []
         return slots, [name for (name,) in struct.iter_unpack(f"{len(self.hashes) // len(slots)}s", self.hashes)]
+
+
+REMOVED = 3  # exit code when the files were deleted: no block that the process writes could be found again
+LOST_IO = 4  # exit code when some I/O ends only with the process
+
+
+class Open(NamedTuple):
+    """The first message. `cores`: allowed for the disk's threads. `instance`: this one or a new one. `device`: number
+    of the file system that the directory must be on, if not 0."""
+
+    settings: DiskSettings
+    namespace: Namespace
+    segments: Sequence[SegmentInfo]
+    hash_bytes: int
+    cores: frozenset[int]
+    instance: Path | None
+    device: int
+
+
+class Recover(NamedTuple):
+    """Request the next batch of blocks found at opening; the answer is a FoundBlocks."""
+
+
+class Clear(NamedTuple):
+    """`ends_persistence`: no block that is written later survives the engine."""
+
+    tenant: bytes | None
+    ends_persistence: bool = False
+
+
+class SpaceTaken(NamedTuple):
+    """Allocated bytes of the arena."""
+
+    done: int
+    total: int
+
+
+class Opened(NamedTuple):
+    """`device`: number of the file system."""
+
+    path: Path
+    slot_count: int
+    io_name: str
+    counters: DiskCounters
+    device: int
+    earlier_rates: KnownRates | None
+
+
+class Cleared(NamedTuple):
+    """All clears that were sent are durable."""

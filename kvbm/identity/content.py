@@ -266,3 +266,16 @@ def _settle(fd: int) -> None:
         os.lseek(fd, 0, os.SEEK_HOLE)
     os.pread(fd, 1, 0)
     LIBC.sync_file_range(ctypes.c_int(fd), ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(WRITE_BACK))
+
+
+class DigestOrder(NamedTuple):
+    """What an engine sends to the process that digests the files of its model. `cores`: allowed for the threads."""
+
+    files: Sequence[tuple[str, Signature]]
+    cores: frozenset[int]
+
+
+class Digests(NamedTuple):
+    """The answer: digests of the files, in order. Other messages are in process/child.py."""
+
+    digests: Sequence[str]

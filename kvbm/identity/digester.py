@@ -15,8 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.identity.content import Signature, digest_files
-from kvbm.identity.messages import DigestOrder, Digests
+from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Problem, begin, receive_first, send_all
 

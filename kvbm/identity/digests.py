@@ -16,9 +16,8 @@ from pathlib import Path
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
-from kvbm.identity.content import Signature, digest_files
+from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
 from kvbm.identity.digest_cache import DigestCache, default_path
-from kvbm.identity.messages import DigestOrder, Digests
 from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Logged, Problem

@@ -1,8 +1,11 @@
-"""What of a machine changes the bytes that an engine computes: instructions of the processor, and a few variables."""
+"""What of a machine changes the bytes that an engine computes: instructions of the processor, a few variables, and
+versions of installed packages."""
 
 from __future__ import annotations
 
 import os
+import re
+from importlib import metadata
 from pathlib import Path
 
 CPU_FACTS = Path("/proc/cpuinfo")
@@ -43,3 +46,23 @@ def _cpu_facts() -> dict[str, list[str]]:
 def precision_variables() -> dict[str, str]:
     """Return the environment variables that make libraries compute with another precision or other kernels."""
     return {name: os.environ[name] for name in PRECISION_VARIABLES if name in os.environ}
+
+
+RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:\.post\d+)?(\+.*)?")
+
+
+def version_of(distribution: str) -> str:
+    """Return the installed version, empty if the distribution is missing."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def release_of(version: str) -> str:
+    """Return what of a version counts: major and minor of a release, with its local label, such as `2.12+cpu`.
+
+    A pre-release or development version counts completely: two of them may compute differently.
+    """
+    found = RELEASE.fullmatch(version)
+    return version if found is None else found[1] + (found[2] or "")

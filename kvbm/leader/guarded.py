@@ -27,7 +27,7 @@ from kvbm.boundary import Boundary, contained, forwarded, hook
 from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
 from kvbm.leader.leader import Leader
-from kvbm.leader.load_results import LoadResult
+from kvbm.leader.request import LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.process import deadlines
 from kvbm.types import SlotState, Tier

@@ -28,14 +28,13 @@ from kvbm.core.groups import StateGroup, hits_to_keep
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.load_results import LoadResults
 from kvbm.leader.lower_tier import TierContext
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.rates import Rates
-from kvbm.leader.request import LiveRequest
+from kvbm.leader.request import LiveRequest, LoadResults
 from kvbm.leader.slices import Slices
 from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
 from kvbm.plan import StepPlan
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.events import Event
     from kvbm.host.region import Region
-    from kvbm.leader.load_results import LoadResult
     from kvbm.leader.lower_tier import OpenTier
+    from kvbm.leader.request import LoadResult
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.plan import Offload, Onboard
 

@@ -29,7 +29,7 @@ from kvbm.device.worker import HostCapacity
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.segment import Segment
 from kvbm.identity.description import Description, describe
-from kvbm.identity.versions import version_of
+from kvbm.identity.machine import version_of
 from kvbm.leader.opening import EngineAtStart, open_storage_leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry

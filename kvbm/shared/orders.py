@@ -1,18 +1,25 @@
-"""Orders and results of the shared tier: the same frozen values from the leader to the storage.
+"""Messages between the leader and the storage of the shared tier: orders and results are the same frozen values on the
+whole way.
 
     SharedTier -> SharedClient -> channel -> server -> SharedStorage      Get, Put, Probe
     SharedTier <- SharedClient <- channel <- server <- SharedStorage      ObjectResult, ProbeResult, Listing
+                  SharedClient -> channel -> server                       OpenStore, ListingTaken
+                  SharedClient <- channel <- server                       StoreOpened
 
-Every submitted order ends as exactly one result with its ticket. An object holds an extent: consecutive blocks of one
-chain, from all ranks. The sequence hash of the last block names it, because that hash covers the whole prefix.
+Those of every process are in process/child.py. Every submitted order ends as exactly one result with its ticket. An
+object holds an extent: consecutive blocks of one chain, from all ranks. The sequence hash of the last block names it,
+because that hash covers the whole prefix.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvbm.shared.settings import SharedSettings
+from kvbm.types import SegmentInfo
 
 NOT_WANTED = -1  # in place of a host slot
 
@@ -94,3 +101,31 @@ class Listing(NamedTuple):
 
 Order = Get | Put | Probe
 Result = ObjectResult | ProbeResult
+
+
+class OpenStore(NamedTuple):
+    """The first message. `digest` names the blocks, and `namespace` also the secret; 16 bytes each. `facts` describe
+    them to people. `cores`: allowed for the threads."""
+
+    settings: SharedSettings
+    digest: bytes
+    namespace: bytes
+    facts: Mapping[str, object]
+    segments: Sequence[SegmentInfo]
+    hash_bytes: int
+    block_tokens: int
+    has_extents: bool
+    cores: frozenset[int]
+
+
+class ListingTaken(NamedTuple):
+    """The leader has taken the last part of a listing. Until then no other one is sent, because an engine that has
+    nothing to do does not read its channel."""
+
+
+class StoreOpened(NamedTuple):
+    """`extent_blocks` is the number of blocks in an object."""
+
+    store_name: str
+    extent_blocks: int
+    extent_bytes: int

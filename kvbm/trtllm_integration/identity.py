@@ -15,10 +15,9 @@ from typing import Any
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
-from kvbm.identity.machine import cpu_features, precision_variables
+from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
 from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
-from kvbm.identity.versions import release_of, version_of
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")

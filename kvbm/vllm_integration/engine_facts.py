@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from kvbm.identity.versions import version_of
+from kvbm.identity.machine import version_of
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS
 from kvbm.vllm_integration.identity import encodes_by_content
 

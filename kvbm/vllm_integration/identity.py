@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
-from kvbm.identity.machine import cpu_features
+from kvbm.identity.machine import cpu_features, release_of, version_of
 from kvbm.identity.options import Options
-from kvbm.identity.versions import release_of, version_of
 from kvbm.vllm_integration.loads import content_of, directory_of, models_of
 from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates

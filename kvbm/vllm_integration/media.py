@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvbm.vllm_integration.media_digests import Content, MediaDigests
+from kvbm.vllm_integration.media_content import Content, MediaDigests
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

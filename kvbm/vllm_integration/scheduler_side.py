@@ -21,9 +21,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
-from kvbm.leader.load_results import LoadResult
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.opening import EngineAtStart, open_leader
+from kvbm.leader.request import LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.leader.load_results import LoadResult
+    from kvbm.leader.request import LoadResult
     from kvbm.types import SegmentInfo
 
 PROGRESS_INTERVAL_S = 2.0

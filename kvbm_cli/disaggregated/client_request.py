@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbm.text.foreign_json import bounded_int, has_more_values
 from kvbm.text.outside import shown_json
+from kvbm.text.reading import bounded_int, has_more_values
 
 MAX_VALUES = 1_200_000  # a prompt of a million token ids
 CLIENT_PARAMS = ("max_load_tokens", "max_offload_tokens")

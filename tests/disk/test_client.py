@@ -22,8 +22,8 @@ from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_fo
 
 from kvbm.disk.directory import InstanceLock, await_predecessor
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.orders import FoundBlocks
-from kvbm.disk.service import client, messages
+from kvbm.disk.orders import FoundBlocks, Opened
+from kvbm.disk.service import client
 from kvbm.disk.service.client import DiskClient
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
@@ -293,7 +293,7 @@ class Beats:
 
     def __init__(self, interval_s: float, count: int) -> None:
         self.now = 0.0
-        self.left = iter([[Opening()]] * count + [[messages.Opened(Path(), 1, "", DiskCounters(), 0, None)]])
+        self.left = iter([[Opening()]] * count + [[Opened(Path(), 1, "", DiskCounters(), 0, None)]])
         self.interval_s = interval_s
 
     def wait(self, timeout_s: float) -> None:

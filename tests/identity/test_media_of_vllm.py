@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvbm.vllm_integration import media as module
-from kvbm.vllm_integration import media_digests
+from kvbm.vllm_integration import media_content
 from kvbm.vllm_integration.media import MAX_IDENTIFIER_LENGTH, UNLIMITED, Identifier, Media
 from kvbm.vllm_integration.media_content import UnreadableContent, digest_of
 
@@ -329,7 +329,7 @@ def test_an_object_is_forgotten_with_the_last_use_of_it(media):
 
 
 def test_more_data_than_may_wait_gets_no_digest(media, monkeypatch):
-    monkeypatch.setattr(media_digests, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(media_content, "MAX_WAITING_BYTES", 100)
     go = threading.Event()
     waiting = [media.add(request(feature(picture(value, go), f"{value}"))) for value in range(5)]  # 24 bytes each
     more = media.add(request(feature(picture(9), "9")))

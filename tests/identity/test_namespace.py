@@ -17,8 +17,8 @@ from vllm_configs import HfConfig, KernelConfig, LoadConfig, ModelConfig, Schedu
 from kvbm.identity import loading, machine
 from kvbm.identity.description import describe
 from kvbm.identity.digests import Unidentified
+from kvbm.identity.machine import release_of
 from kvbm.identity.options import Options, depends_on_length
-from kvbm.identity.versions import release_of
 from kvbm.leader.opening import namespace_of, public_facts
 from kvbm.types import SegmentInfo
 from kvbm.vllm_integration import identity

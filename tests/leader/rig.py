@@ -31,8 +31,8 @@ from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader
-from kvbm.leader.load_results import LoadResult
 from kvbm.leader.opening import lower_tiers
+from kvbm.leader.request import LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.plan import StepPlan
 from kvbm.types import SegmentInfo, Tier

@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         name="identity-shares-between-builds",
         bug="a development build gets blocks of another one",
-        file="kvbm/identity/versions.py",
+        file="kvbm/identity/machine.py",
         old="return version if found is None",
         new="return version[:4] if found is None",
         fails="tests/identity/test_namespace.py -k builds_do",

@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         name="leader-never-reports-the-end-of-an-aborted-load",
         bug="the end of an aborted request's load is not reported to the engine",
-        file="kvbm/leader/load_results.py",
+        file="kvbm/leader/request.py",
         old="""\
         self._untaken.append(LoadResult(request.request_id, block_ids, failed, self._is_live(request)))
 """,
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         name="leader-old-result-for-a-new-request",
         bug="the result of an aborted load goes to a new request of the same id",
-        file="kvbm/leader/load_results.py",
+        file="kvbm/leader/request.py",
         old="return self._requests.get(request.request_id) is request",
         new="return request.request_id in self._requests",
         fails="tests/leader",
@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         name="leader-retries-a-failed-load",
         bug="a request whose load failed is offered a load again",
-        file="kvbm/leader/load_results.py",
+        file="kvbm/leader/request.py",
         old="        request.may_onboard &= is_below and request.may_read_lower\n",
         new="",
         fails="tests/leader",

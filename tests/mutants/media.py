@@ -6,7 +6,7 @@ from mutant import Mutant
 
 MEDIA = "kvbm/vllm_integration/media.py"
 CONTENT = "kvbm/vllm_integration/media_content.py"
-DIGESTS = "kvbm/vllm_integration/media_digests.py"
+DIGESTS = "kvbm/vllm_integration/media_content.py"
 TESTS = "tests/identity/test_media_of_vllm.py"
 
 MUTANTS = (

@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         name="brackets-are-no-values",
         bug="A body of nested lists is parsed, which stops all streams for seconds.",
-        file="kvbm/text/foreign_json.py",
+        file="kvbm/text/reading.py",
         old='for mark in (b",", b"[", b"{"):',
         new='for mark in (b",",):',
         fails="tests/embedded/test_server_large_bodies.py -k more_values",

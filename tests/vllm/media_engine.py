@@ -47,13 +47,15 @@ class MediaEngine(SteppedEngine):
 
     def slow_digests(self, seconds: float) -> None:
         """From now on, each digest takes so long, in all engines."""
-        from kvbm.vllm_integration import media_content, media_digests
+        from kvbm.vllm_integration import media_content
+
+        digest_of = media_content.digest_of
 
         def slow(data: Any, modality: str) -> bytes:
             time.sleep(seconds)
-            return media_content.digest_of(data, modality)
+            return digest_of(data, modality)
 
-        vars(media_digests)["digest_of"] = slow
+        vars(media_content)["digest_of"] = slow
 
     def prompt(self, request: MediaRequest) -> dict[str, Any]:
         source = random.Random(f"text {request.text}")

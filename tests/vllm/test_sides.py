@@ -40,7 +40,7 @@ from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
 from kvbm.leader.leader import Leader
-from kvbm.leader.load_results import LoadResult
+from kvbm.leader.request import LoadResult
 from kvbm.metrics import Counters, Facts
 from kvbm.observe.series import SeriesCollector
 from kvbm.plan import Onboard, StepPlan

@@ -16,8 +16,19 @@ from pathlib import Path
 
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.known_rates import KnownRates
-from kvbm.disk.orders import DiskResult, Forget, FoundBlocks, Read, Write
-from kvbm.disk.service import messages
+from kvbm.disk.orders import (
+    Clear,
+    Cleared,
+    DiskResult,
+    Forget,
+    FoundBlocks,
+    Open,
+    Opened,
+    Read,
+    Recover,
+    SpaceTaken,
+    Write,
+)
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.host.threads import allowed_cores
@@ -69,7 +80,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
         `device`: number of the file system, if it must be this one."""
         client = cls(progress)
         cores = frozenset(allowed_cores())
-        order = messages.Open(settings, namespace, tuple(segments), hash_bytes, cores, instance, device)
+        order = Open(settings, namespace, tuple(segments), hash_bytes, cores, instance, device)
         client.start(order, settings.directory, first, is_cancelled)
         client.home = client.path.parent if settings.persist else None
         return client
@@ -93,7 +104,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
             if not self._is_recover_pending:
                 self._expect_answer()
                 self._is_recover_pending = True
-                self._send(messages.Recover())
+                self._send(Recover())
             left_s = deadline_s - time.monotonic()
             if waits:
                 self._channel.wait(max(0.0, left_s))
@@ -126,7 +137,7 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
             if isinstance(order, Write):
                 cleared = {position for position, owner in enumerate(order.tenants) if tenant in (None, owner)}
                 self._cleared.setdefault(ticket, set()).update(cleared)
-        self._send(messages.Clear(tenant, ends_persistence))
+        self._send(Clear(tenant, ends_persistence))
 
     @property
     def is_clearing(self) -> bool:
@@ -142,13 +153,13 @@ class DiskClient(ServiceProcess[Read | Write, DiskResult, DiskCounters]):
 
     def _handle(self, message: object) -> None:
         match message:
-            case messages.SpaceTaken():
+            case SpaceTaken():
                 if self._progress is not None:
                     self._progress(*message)
-            case messages.Opened():
+            case Opened():
                 self.path, self.slot_count, self.io_name, self.counters, self.device, self.earlier_rates = message
                 self._wear, self._is_open = WearMeter(self.path), True
-            case messages.Cleared():
+            case Cleared():
                 self._unanswered_clears = 0
             case FoundBlocks():
                 self._is_recover_pending = False

@@ -15,8 +15,7 @@ from functools import partial
 from kvbm.disk.directory import await_predecessor, device_of
 from kvbm.disk.index_thread import PendingClear
 from kvbm.disk.known_rates import KnownRates
-from kvbm.disk.orders import Forget, Read, Write
-from kvbm.disk.service import messages
+from kvbm.disk.orders import LOST_IO, REMOVED, Clear, Cleared, Forget, Open, Opened, Read, Recover, SpaceTaken, Write
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
@@ -36,13 +35,13 @@ class DiskServer(StorageServer[DiskStorage]):
         match message:
             case Read() | Write():
                 self._submit(message)
-            case messages.Recover():
+            case Recover():
                 self._channel.send(self._storage.recovered())
             case Forget():
                 self._storage.forget(message.disk_slots)
             case KnownRates():
                 self._storage.keep_rates(message)
-            case messages.Clear():
+            case Clear():
                 clear = self._storage.begin_clear(message.tenant, ends_persistence=message.ends_persistence)
                 self._clears.append(clear)
 
@@ -55,21 +54,21 @@ class DiskServer(StorageServer[DiskStorage]):
     def _report(self) -> None:
         super()._report()
         if self._storage.health.is_removed:
-            self._exit(messages.REMOVED)
+            self._exit(REMOVED)
         if self._storage.health.has_lost_io:
-            self._exit(messages.LOST_IO)
+            self._exit(LOST_IO)
 
     def _report_more(self) -> None:
         if self._clears and all(clear.is_durable for clear in self._clears):
             self._clears.clear()
-            self._channel.send(messages.Cleared())
+            self._channel.send(Cleared())
 
     def _exit(self, code: int) -> None:
         send_all(self._channel)
         os._exit(code)
 
 
-def _open(order: messages.Open, send: Send, log: LogRelay) -> tuple[DiskStorage, messages.Opened]:
+def _open(order: Open, send: Send, log: LogRelay) -> tuple[DiskStorage, Opened]:
     """May raise EnvironmentProblem."""
     device = device_of(order.settings.directory)
     if order.device and device != order.device:
@@ -85,11 +84,11 @@ def _open(order: messages.Open, send: Send, log: LogRelay) -> tuple[DiskStorage,
         hash_bytes=order.hash_bytes,
         slots_carry=region.slots_carry,
         instance=order.instance,
-        progress=lambda done, total: send(messages.SpaceTaken(done, total)),
+        progress=lambda done, total: send(SpaceTaken(done, total)),
     )
     facts = storage.path, storage.slot_count, storage.io_name, storage.counters
-    return storage, messages.Opened(*facts, device_of(order.settings.directory), storage.earlier_rates())
+    return storage, Opened(*facts, device_of(order.settings.directory), storage.earlier_rates())
 
 
 if __name__ == "__main__":
-    sys.exit(serve_leader(messages.Open, _open, DiskServer))
+    sys.exit(serve_leader(Open, _open, DiskServer))

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 from kvbm.disk.directory import INDEX, InstanceLock
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.index import BlockIndex
-from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
+from kvbm.disk.orders import LOST_IO, DiskResult, FoundBlocks, Read, Write
 from kvbm.disk.service.client import DiskClient
-from kvbm.disk.service.messages import LOST_IO
 from kvbm.disk.wear import Wear
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import start

@@ -28,10 +28,9 @@ from kvbm import hashing
 from kvbm.embedded.engine import model as models
 from kvbm.embedded.engine.block_pool import BlockPool
 from kvbm.embedded.engine.connector import Connector
-from kvbm.embedded.engine.engine_core import EngineCore
+from kvbm.embedded.engine.engine_core import EngineCore, Runner
 from kvbm.embedded.engine.kv_pool import KVPool
 from kvbm.embedded.engine.request import FinishReason, Request, RequestOutput, SamplingParams
-from kvbm.embedded.engine.runner import Runner
 from kvbm.embedded.engine.scheduler import EngineCounters, Scheduler, SchedulerLimits
 from kvbm.errors import EngineError, ProfileError
 

@@ -27,9 +27,8 @@ from kvbm.errors import EnvironmentProblem, InvariantError, ProfileError
 from kvbm.host.threads import allowed_cores
 from kvbm.identity.description import settled
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.machine import cpu_features, precision_variables
+from kvbm.identity.machine import cpu_features, precision_variables, release_of
 from kvbm.identity.options import Options
-from kvbm.identity.versions import release_of
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 if TYPE_CHECKING:

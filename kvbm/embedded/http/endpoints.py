@@ -45,8 +45,8 @@ from kvbm.embedded.http.request_fields import RequestError, wrong
 from kvbm.embedded.http.response_writer import stream_response, whole_body
 from kvbm.embedded.http.service import Service
 from kvbm.errors import EngineError
-from kvbm.text.foreign_json import has_more_values
 from kvbm.text.outside import shown
+from kvbm.text.reading import has_more_values
 
 MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
 BODY_TIMEOUT_S = 60.0

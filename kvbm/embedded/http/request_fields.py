@@ -13,9 +13,9 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from kvbm.text.foreign_json import bounded_int
 from kvbm.text.outside import fit_for_message, shown_json
 from kvbm.text.outside import shown as shown_text
+from kvbm.text.reading import bounded_int
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 SHOWN_CHARACTERS = 80

@@ -16,9 +16,19 @@ from kvbm.host.threads import allowed_cores
 from kvbm.process.child import Status
 from kvbm.process.service import ChildService
 from kvbm.process.service_process import ServiceProcess
-from kvbm.shared.orders import Get, Listing, ObjectResult, Order, Probe, ProbeResult, Result
+from kvbm.shared.orders import (
+    Get,
+    Listing,
+    ListingTaken,
+    ObjectResult,
+    OpenStore,
+    Order,
+    Probe,
+    ProbeResult,
+    Result,
+    StoreOpened,
+)
 from kvbm.shared.protection import protection_of
-from kvbm.shared.service import messages
 from kvbm.shared.settings import SharedSettings
 from kvbm.shared.storage import SharedCounters
 from kvbm.types import SegmentInfo
@@ -43,7 +53,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
 
     def __init__(self) -> None:
         super().__init__(SharedCounters())
-        self.opened = messages.StoreOpened("", 0, 0)
+        self.opened = StoreOpened("", 0, 0)
         self._reads: set[int] = set()  # tickets in flight
         self._listings: list[Listing] = []
 
@@ -66,7 +76,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
             return None
         part = self._listings.pop(0)
         if part.is_last:
-            self._send(messages.ListingTaken())
+            self._send(ListingTaken())
         return part
 
     def _progressed_s(self) -> float:
@@ -77,7 +87,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
 
     def _handle(self, message: object) -> None:
         match message:
-            case messages.StoreOpened():
+            case StoreOpened():
                 self.opened, self._is_open = message, True
             case Listing():
                 self._listings.append(message)
@@ -126,7 +136,7 @@ class SharedClient(ChildService[Order, Result, SharedCounters]):
         (digest, facts), settings = name, self._settings
         self._namespace = self._namespace or protection_of(settings.protection, settings.key_file).namespace(digest)
         cores = frozenset(allowed_cores())
-        order = messages.OpenStore(settings, digest, self._namespace, facts, tuple(self._segments), *self._shape, cores)
+        order = OpenStore(settings, digest, self._namespace, facts, tuple(self._segments), *self._shape, cores)
         process = SharedProcess()
         process.start(order, f"`tiers.shared.url` {settings.url}", self._first, self._is_closing.is_set)
         return process

@@ -19,10 +19,9 @@ from kvbm.process.serving import Send, StorageServer, serve_leader
 from kvbm.shared.extent_format import ExtentFormat
 from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.keys import KeySpace, extent_blocks
-from kvbm.shared.orders import Get, Listing, Probe, Put
+from kvbm.shared.orders import Get, Listing, ListingTaken, OpenStore, Probe, Put, StoreOpened
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.protection import protection_of
-from kvbm.shared.service import messages
 from kvbm.shared.storage import SharedStorage
 from kvbm.shared.stores.open import open_store, with_copies
 
@@ -44,7 +43,7 @@ class SharedServer(StorageServer[SharedStorage]):
 
     def _handle(self, message: object) -> None:
         match message:
-            case messages.ListingTaken():
+            case ListingTaken():
                 self._is_listing_on_its_way = False
             case Get() | Put() | Probe():
                 self._submit(message)
@@ -62,7 +61,7 @@ class SharedServer(StorageServer[SharedStorage]):
             self._channel.send(Listing(part, began_s, is_first=start == 0, is_last=start + step >= len(digests)))
 
 
-def _open(order: messages.OpenStore, _send: Send, _log: LogRelay) -> tuple[SharedStorage, messages.StoreOpened]:
+def _open(order: OpenStore, _send: Send, _log: LogRelay) -> tuple[SharedStorage, StoreOpened]:
     """May raise EnvironmentProblem."""
     settings, region = order.settings, Region.map(order.segments)
     shard_bytes = [info.block_bytes for info in order.segments if info.replica == 0]
@@ -80,11 +79,11 @@ def _open(order: messages.OpenStore, _send: Send, _log: LogRelay) -> tuple[Share
     geometry = ExtentGeometry(region.shards, shard_bytes, form, protection)
     storage = SharedStorage(store, keys, geometry, region.slots_carry, settings)
     storage.wait_for_listing(FIRST_LISTING_S)
-    return storage, messages.StoreOpened(store.name, count, form.object_bytes)
+    return storage, StoreOpened(store.name, count, form.object_bytes)
 
 
 def main() -> int:
-    code = serve_leader(messages.OpenStore, _open, SharedServer)
+    code = serve_leader(OpenStore, _open, SharedServer)
     if code == 0:
         os._exit(0)  # a thread may be in a call that does not return
     return code
