@@ -27,15 +27,15 @@ def check_offloads(offloads):
 
 
 def check_onboards(onboards):
-    copies, fetches = onboards.in_flight.values(), onboards._fetches.values()
+    copies = onboards.in_flight.values()
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
     in_parts = dict.fromkeys([*onboards._reading, *onboards._in_slices])
-    live = {copy.load.number for copy in copies} | {load.number for load in in_parts}
+    live = {copy.load for copy in copies} | set(in_parts)
     assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
+    assert onboards._fetches == {fetch: load for load in in_parts for fetch in load.reads}
     for load in in_parts:
-        fetching = sum(other is load for other, _ in fetches)
         copying = sum(copy.load is load for copy in copies)
-        assert load.open_parts == fetching + copying, (load, fetching, copying)
+        assert load.open_parts == len(load.reads) + copying, (load, copying)
         assert load.open_parts or load.waiting or load.slices, load
         assert (load in onboards._in_slices) == bool(load.slices), load
 

@@ -93,7 +93,7 @@ class Leader:
         if not traits.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._offloads = Offloads(context, self._slices)
+        self._offloads = Offloads(context, self.lower_tiers, self._slices)
         self._onboards = Onboards(context, self.lower_tiers, self._slices)
         self._matching = Matching(context, self.lower_tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
@@ -202,10 +202,12 @@ class Leader:
         if priorities is not None:
             limit = min(computed_blocks, len(hashes), len(block_ids))
             computed_blocks = blocks_before_low_priority(priorities, limit, least=self._settings.min_priority)
-        begin, end = progress.considered, self._offload_end(hashes, block_ids, computed_blocks, prompt_blocks)
+        end = min(computed_blocks, len(hashes), len(block_ids))
+        if not self._settings.offload_generated:
+            end = min(end, prompt_blocks)
+        begin = progress.considered
         if end > begin and request.may_offload and not self.counters.disabled:
-            unwritten = self._unwritten_blocks(end)
-            self._offloads.advance(progress, hashes, block_ids, end=end, unwritten=unwritten)
+            self._offloads.advance(progress, hashes, block_ids, end)
             if self._trace is not None and progress.considered > begin:
                 fresh = hashes[begin : progress.considered]
                 self._trace("offload", request=request_id, group=group, start=begin, hashes=fresh)
@@ -218,7 +220,8 @@ class Leader:
         """
         requests, singles = self._requests, {}
         considered: list[int] = []
-        evicted = self._evicted_by_singles(len(completed))
+        may_be_together = self._trace is None and not self.counters.disabled
+        evicted = self._offloads.evicted_after(len(completed)) if may_be_together else math.inf
         generated = self._settings.offload_generated
         for one in completed:
             request_id, hashes, block_ids, computed_blocks, prompt_blocks = one
@@ -242,12 +245,6 @@ class Leader:
         request_id, hashes, block_ids, computed_blocks, prompt_blocks = one
         return self.offload(request_id, hashes, block_ids, computed_blocks=computed_blocks, prompt_blocks=prompt_blocks)
 
-    def _evicted_by_singles(self, count: int) -> float:
-        """Return how many blocks will have been evicted if `count` more are collected; infinite if they may not be
-        collected together."""
-        may_be_together = self._trace is None and not self.counters.disabled and self._unwritten_blocks(0) is None
-        return self._offloads.evicted_after(count) if may_be_together else math.inf
-
     def offload_snapshot(self, request_id: str, hashes: Sequence[bytes], block_ids: Sequence[int]) -> bool:
         """Order copies of a snapshot: `block_ids[i]` of one state group each, named `hashes[i]`. The coming forward
         pass completes them, or they are complete. The engine gives the blocks up soon, so there is no second try.
@@ -258,10 +255,9 @@ class Leader:
         request.has_blocks = True
         if not request.may_offload or self.counters.disabled:
             return False
-        unwritten = self._unwritten_blocks(len(hashes))
         if self._trace is not None:
             self._trace("offload_snapshot", request=request_id, hashes=hashes, device_blocks=tuple(block_ids))
-        return self._offloads.add_snapshot(hashes, block_ids, request.tenant, unwritten=unwritten)
+        return self._offloads.add_snapshot(hashes, block_ids, request.tenant)
 
     def discard_offloads(self, block_ids: Collection[int]) -> None:
         """Do not register copies in flight of these G1 blocks: the engine reuses the blocks before the copies end."""
@@ -349,23 +345,6 @@ class Leader:
 
     def _are_lower_tiers_busy(self) -> bool:
         return any(tier.is_busy() for tier in self.lower_tiers)
-
-    def _unwritten_blocks(self, end: int) -> int | None:
-        """Return how many blocks of host memory a chain of `end` blocks must not evict, because a lower tier has still
-        to write them. None if the chain passes through to none, so that it has to fit into host memory."""
-        for tier in self.lower_tiers:
-            if (unwritten := tier.unwritten_blocks(end)) is not None:
-                return unwritten
-        return None
-
-    def _offload_end(
-        self, hashes: Sequence[bytes], block_ids: Sequence[int], computed_blocks: int, prompt_blocks: int
-    ) -> int:
-        """Return how many blocks of a request can be offloaded."""
-        end = min(computed_blocks, len(hashes), len(block_ids))
-        if end > self._host.capacity_blocks and self._unwritten_blocks(end) is None:
-            end = self._host.capacity_blocks
-        return end if self._settings.offload_generated else min(end, prompt_blocks)
 
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers continue.

@@ -145,12 +145,12 @@ class Matching:
             self.long_matches.end(request.request_id)
             return 0
         arriving = self._onboards.arriving(first) if first and self._accepts_failed_loads else None
-        if arriving is not None and request.awaited in (0, arriving):
+        if arriving is not None and request.awaited in (None, arriving):
             request.is_waiting, request.awaited = True, arriving
             return None
         if request.is_waiting:
             request.is_waiting = False
-            request.may_read_lower &= not self._onboards.has_given_up(request.awaited)  # it has waited long enough
+            request.may_read_lower &= request.awaited is None or not request.awaited.is_given_up  # waited long enough
             self._counters.onboard_shared_requests += 1
         request.extents = {}
         may_read_lower = request.may_read_lower and self._accepts_failed_loads

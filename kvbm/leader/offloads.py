@@ -18,7 +18,7 @@ from kvbm.plan import Offload
 
 if TYPE_CHECKING:
     from kvbm.leader.host_tier import Reservation
-    from kvbm.leader.lower_tier import TierContext
+    from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.slices import Slices
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
@@ -89,8 +89,9 @@ class _OffloadInFlight:
 
 
 class Offloads:
-    def __init__(self, context: TierContext, slices: Slices) -> None:
+    def __init__(self, context: TierContext, tiers: Sequence[LowerTier], slices: Slices) -> None:
         self._host = context.host
+        self._tiers = tiers
         self._block_pool = context.callbacks
         self._settings = context.settings
         self._counters = context.counters
@@ -104,22 +105,25 @@ class Offloads:
         self._snapshots = _Batch()  # for the end of the next order
         self._keeps_unwritten = False  # whether a collected block may only evict blocks that are on disk
 
-    def advance(
-        self,
-        progress: OffloadProgress,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[int],
-        *,
-        end: int,
-        unwritten: int | None,
-    ) -> None:
+    def unwritten_blocks(self, end: int) -> int | None:
+        """Return how many G2 blocks a chain of `end` blocks must not evict, because a lower tier has still to write
+        them. None if the chain passes through to none, so that it has to fit into G2."""
+        for tier in self._tiers:
+            if (unwritten := tier.unwritten_blocks(end)) is not None:
+                return unwritten
+        return None
+
+    def advance(self, progress: OffloadProgress, hashes: Sequence[bytes], block_ids: Sequence[int], end: int) -> None:
         """Collect those of `hashes[:end]` that are missing in G2, as far as there is room, for the order of this step.
 
-        `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. `unwritten` is the number of G2 blocks that must not
-        be evicted because they still have to be written to disk; None if the whole chain has to fit into G2. A long
-        chain is examined in slices over several steps.
+        `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. A long chain is examined in slices over several
+        steps.
         """
-        begin, store = progress.considered, self._host.store
+        begin, store, unwritten = progress.considered, self._host.store, self.unwritten_blocks(end)
+        if unwritten is None:
+            end = min(end, self._host.capacity_blocks)
+            if end <= begin:
+                return
         if progress.can_wait and end - begin > self._slices.size:
             present = store.match(hashes[begin : min(end, begin + PRESENT_SLICES * self._slices.size)])
             begin = progress.considered = begin + present
@@ -160,8 +164,9 @@ class Offloads:
         return [i for i in missing if fresh[i] not in departing and block_ids[i] != NO_BLOCK]
 
     def evicted_after(self, count: int) -> float:
-        """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room."""
-        if self._room(self._settings.max_in_flight_blocks, None) < count:
+        """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room,
+        or if blocks must be written to a lower tier before."""
+        if self._room(self._settings.max_in_flight_blocks, None) < count or self.unwritten_blocks(0) is not None:
             return math.inf
         collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
         return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
@@ -184,13 +189,12 @@ class Offloads:
             names = list(group)
             self._collect(self._collected, names, [wanted[name][0] for name in names], tenant, None)
 
-    def add_snapshot(
-        self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, *, unwritten: int | None
-    ) -> bool:
+    def add_snapshot(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes) -> bool:
         """Collect the blocks of one snapshot, one per state group, that are missing in G2: all or none.
 
         Return whether the snapshot is in G2 or on its way.
         """
+        unwritten = self.unwritten_blocks(len(hashes))
         absent = [index for index in self._host.store.touch(hashes) if hashes[index] not in self._departing]
         if len(absent) > self._room(SNAPSHOT_SHARE * self._settings.max_in_flight_blocks, unwritten):
             self._counters.offload_skipped_blocks += len(absent)

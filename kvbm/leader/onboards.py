@@ -27,11 +27,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.host.control_words import LANES
 from kvbm.leader.lower_tier import Claim
-from kvbm.leader.request import Load, LoadPart, LowerPart
+from kvbm.leader.request import Load, LoadPart
 from kvbm.plan import Onboard
 from kvbm.types import SlotState
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 FETCHES_AT_A_TIME = 32
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices
-REMEMBERED = 64  # loads that were given up
 
 
 @dataclass(slots=True, eq=False)
@@ -70,11 +70,10 @@ class Onboards:
         self._clock = context.callbacks.clock
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
-        self._fetches: dict[Fetch, tuple[Load, LowerPart]] = {}
+        self._fetches: dict[Fetch, Load] = {}
         self._reading: list[Load] = []  # loads with blocks from lower tiers
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
-        self._arriving: dict[bytes, int] = {}
-        self._given_up: deque[int] = deque(maxlen=REMEMBERED)  # numbers of loads whose tier hung
+        self._arriving: dict[bytes, Load] = {}
         self._has_moved = True  # a read or a copy of a load in `_reading` has ended, or a read has begun
         self._idle_s = 0.0  # how long nothing has
         self._checked_s = self._clock()
@@ -93,13 +92,9 @@ class Onboards:
             and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
         )
 
-    def arriving(self, sequence_hash: bytes) -> int | None:
-        """Return the number of the load that brings this block, if there is one."""
+    def arriving(self, sequence_hash: bytes) -> Load | None:
+        """Return the load that brings this block, if there is one."""
         return self._arriving.get(sequence_hash)
-
-    def has_given_up(self, number: int) -> bool:
-        """Whether a recent load was cut because its tier hung."""
-        return number in self._given_up
 
     def begin(
         self,
@@ -110,18 +105,14 @@ class Onboards:
         found: LongMatch | None = None,
     ) -> Load | None:
         """Bring `hashes[i]` into G1 block `block_ids[i]`. None if a block is no longer there. Consumes the match."""
-
-        def new_load() -> Load:
-            number, born_s = self._host.next_generation(), self._clock()
-            parts = tuple(hashes), tuple(block_ids), tokens
-            return Load(number, request, *parts, born_s=born_s, born_step=self._step, end=len(hashes))
-
+        blocks = tuple(hashes), tuple(block_ids)
+        new_load = partial(Load, request, *blocks, tokens, self._clock(), self._step, end=len(hashes))
         load = new_load()
         if found is not None and not self._begin_long(load, found):
             load, found = new_load(), None
         if found is None and not self._begin_short(load):
             return None
-        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load.number))
+        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load))
         if load.waiting:
             self._reading.append(load)
             self._begin_fetches()
@@ -190,7 +181,6 @@ class Onboards:
         for load in dict.fromkeys((*self._reading, *self._in_slices)):
             if load.request is request and (load.waiting or load.slices):
                 self._fail(load)
-                self._end_if_over(load)
 
     def step(self) -> tuple[Onboard, ...]:
         self._step += 1
@@ -212,12 +202,12 @@ class Onboards:
     def fetched(self, fetches: Sequence[Fetch]) -> None:
         """Continue with blocks that have arrived from a lower tier, or failed to."""
         for fetch in fetches:
-            if fetch not in self._fetches:  # its load failed with an earlier fetch of this batch
+            load = self._fetches.pop(fetch, None)
+            if load is None:  # it failed with an earlier fetch of this batch
                 if fetch.blocks is not None:
                     fetch.blocks.release()
                 continue
-            load, part = self._fetches.pop(fetch)
-            self._has_moved = True
+            part, self._has_moved = load.reads.pop(fetch), True
             load.note_read(part.tier.kind, self._clock() - load.born_s)
             if fetch.is_copy:
                 load.unrated.add(part.tier.kind)
@@ -226,7 +216,6 @@ class Onboards:
             else:
                 self._close(load, part.block_ids)
                 self._cut(load, part.first)
-            self._end_if_over(load)
 
     def settle(self, *, are_ranks_silent: bool = False) -> list[Load]:
         """Read the lane words; return the loads that have ended, each once. An engine that `gives_up_blocks` gets a
@@ -270,7 +259,6 @@ class Onboards:
             copy.is_void = True
         for load in dict.fromkeys((*self._reading, *self._in_slices)):
             self._fail(load)
-            self._end_if_over(load)
         self._arriving.clear()
 
     def _open(self, load: Load, block_ids: Sequence[int]) -> None:
@@ -320,14 +308,13 @@ class Onboards:
                 part = load.waiting[0]
                 if part.tier.has_lost(part.hashes, part.extent) or len(part.hashes) > self._host.capacity_blocks:
                     self._cut(load, part.first)
-                    self._end_if_over(load)
                     break
                 fetch = part.tier.fetch(part.hashes, load.request.tenant, part.extent)
                 if fetch is None:
                     return
-                load.waiting.popleft()
+                load.reads[fetch] = load.waiting.popleft()
                 self._has_moved = True
-                self._fetches[fetch] = (load, part)
+                self._fetches[fetch] = load
                 self._open(load, part.block_ids)
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
@@ -359,18 +346,18 @@ class Onboards:
         self._drop_parts(load, load.end)
 
     def _drop_parts(self, load: Load, end: int) -> None:
-        """Drop the parts from position `end` on that have not begun or are being read."""
+        """Drop the parts from position `end` on that have not begun or are being read. The load may end with them."""
         while load.waiting and load.waiting[-1].first >= end:
             load.waiting.pop()
         while load.slices and load.slices[-1][0].first >= end:
             self._slices.release(load.slices.pop()[1])
         if not load.slices and load in self._in_slices:
             self._in_slices.remove(load)
-        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
-        for fetch, part in own:
+        for fetch in [fetch for fetch, part in load.reads.items() if part.first >= end]:
             del self._fetches[fetch]
             fetch.abandon()
-            self._close(load, part.block_ids)
+            self._close(load, load.reads.pop(fetch).block_ids)
+        self._end_if_over(load)
 
     def _end_if_over(self, load: Load) -> None:
         if load.open_parts or load.waiting or load.slices:
@@ -395,7 +382,7 @@ class Onboards:
             return
         load.is_reported = True
         for sequence_hash in load.hashes[: self._slices.size]:
-            if self._arriving.get(sequence_hash) == load.number:
+            if self._arriving.get(sequence_hash) is load:
                 del self._arriving[sequence_hash]
         self._ended.append(load)
 
@@ -414,31 +401,18 @@ class Onboards:
         now_s = self._clock()
         self._idle_s = 0.0 if self._has_moved else self._idle_s + now_s - self._checked_s
         self._has_moved, self._checked_s = False, now_s
-        missing: dict[int, tuple[LowerPart, Fetch | None]] = {
-            load.number: (load.waiting[0], None) for load in self._reading if load.waiting
-        }
-        for fetch, (load, part) in self._fetches.items():
-            if load.number not in missing or part.first < missing[load.number][0].first:
-                missing[load.number] = part, fetch
-        for load in [load for load in self._reading if load.number in missing]:
-            part, read = missing[load.number]
-            tier, waited_s = part.tier.kind, now_s - load.born_s
+        for load in list(self._reading):
+            if (missing := load.first_missing()) is None:
+                continue
+            (part, read), tier, waited_s = missing, missing[0].tier, now_s - load.born_s
             blocks, all_blocks = load.lower_blocks(part.first), load.lower_blocks(load.end)
-            hangs = self._hangs(load, part.tier, read, waited_s)
+            idle_s = min(waited_s, self._idle_s) if read is None else read.idle_s
+            load.is_given_up = not tier.is_on or load.has_hung(idle_s, tier.reads)
             if (
-                hangs
+                load.is_given_up
                 or waited_s > self._settings.read_timeout_s
                 or self._rates.is_hopeless(waited_s, blocks, all_blocks)
             ):
-                if hangs:
-                    self._given_up.append(load.number)
-                self._rates.give_up(tier, load.count_of(tier, part.first), all_blocks - blocks, waited_s)
+                arrived = load.count_of(tier.kind, part.first)
+                self._rates.give_up(tier.kind, arrived, all_blocks - blocks, waited_s)
                 self._cut(load, part.first)
-                self._end_if_over(load)
-
-    def _hangs(self, load: Load, tier: LowerTier, read: Fetch | None, waited_s: float) -> bool:
-        """Whether a load waits for a tier that is off, or has lost too much time. `read`: of its first missing part,
-        None if that waits for room."""
-        if not tier.is_on:
-            return True
-        return load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, tier.reads)

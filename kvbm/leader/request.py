@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.lower_tier import Claim, LowerTier
     from kvbm.leader.offloads import OffloadProgress
-    from kvbm.leader.open_reads import Extent, OpenReads
+    from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class LiveRequest:
     """One request, from its arrival to its end. If it is preempted and returns under its id, it is another LiveRequest.
 
-    `awaited` is the number of the load it waited for, because that load brings its prefix; 0 if none. The `probed`
+    `awaited` is the load it waited for, because that load brings its prefix; None if it has not waited. The `probed`
     blocks are those that it looked for in the cache, the `hit` blocks those that it got. `lost_state_tokens` are tokens
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
     does not accept failed loads. `match_restarts`: how often its long match began again. `extents` are those that its
@@ -38,7 +38,7 @@ class LiveRequest:
     offloads: list[OffloadProgress] = field(default_factory=list)
     has_blocks: bool = False
     has_probed: bool = False
-    awaited: int = 0
+    awaited: Load | None = None
     is_waiting: bool = False
     may_onboard: bool = True
     may_read_lower: bool = True
@@ -75,13 +75,13 @@ class Load:
     """What was promised to a request. The engine need not compute `tokens` tokens.
 
     `lower` are the positions of the blocks that were in each lower tier, in order. `waiting` are parts of them that
-    have not begun, pinned there by `kept`; `slices` are parts in host memory that have not begun, with their pins.
-    `open_parts` counts the parts in flight. Blocks from `end` on are not loaded. `idle_s`: how long its first missing
-    part has made no progress; `lost_s`: the sum of such times that are over. `read_s`: when the first and the last read
-    from a tier ended, after the load began; not for the tiers in `unrated`.
+    have not begun, pinned there by `kept`, and `reads` those that are being read; `slices` are parts in host memory
+    that have not begun, with their pins. `open_parts` counts the parts in flight. Blocks from `end` on are not loaded.
+    `idle_s`: how long its first missing part has made no progress; `lost_s`: the sum of such times that are over.
+    `is_given_up`: its tier hung. `read_s`: when the first and the last read from a tier ended, after the load began;
+    not for the tiers in `unrated`.
     """
 
-    number: int
     request: LiveRequest
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
@@ -91,11 +91,13 @@ class Load:
     end: int
     lower: dict[Tier, list[int]] = field(default_factory=dict)
     waiting: deque[LowerPart] = field(default_factory=deque)
+    reads: dict[Fetch, LowerPart] = field(default_factory=dict)
     kept: list[PinnedBlocks] = field(default_factory=list)
     slices: deque[tuple[LoadPart, PinnedBlocks]] = field(default_factory=deque)
     open_parts: int = 0
     is_failed: bool = False
     is_failed_below: bool = False
+    is_given_up: bool = False
     is_reported: bool = False
     read_s: dict[Tier, tuple[float, float]] = field(default_factory=dict)
     unrated: set[Tier] = field(default_factory=set)
@@ -138,6 +140,13 @@ class Load:
         the blocks."""
         whole = max(1, len(self.hashes))
         return {tier: self.tokens * self.count_of(tier, self.end) // whole for tier in self.lower}
+
+    def first_missing(self) -> tuple[LowerPart, Fetch | None] | None:
+        """Return the first part that has not come from a lower tier, and its read, None while it waits for room."""
+        missing: list[tuple[LowerPart, Fetch | None]] = [(part, read) for read, part in self.reads.items()]
+        if self.waiting:
+            missing.append((self.waiting[0], None))
+        return min(missing, key=lambda one: one[0].first, default=None)
 
     def has_hung(self, idle_s: float, reads: OpenReads) -> bool:
         """Note that its first missing part has made no progress for `idle_s`. Return whether the load has lost too much

@@ -113,21 +113,17 @@ MUTANTS = (
     Mutant(
         name="loads-cut-behind-a-missing-block",
         bug="blocks behind one that has not come are the engine's",
-        file="kvbm/leader/onboards.py",
-        old="if load.number not in missing or part.first < missing[load.number][0].first:",
-        new="if load.number not in missing:",
+        file="kvbm/leader/request.py",
+        old="return min(missing, key=lambda one: one[0].first, default=None)",
+        new="return missing[-1] if missing else None",
         fails="tests/leader",
     ),
     Mutant(
         name="loads-cut-what-is-before-too",
         bug="a load that is cut lets go of reads that come before the cut",
         file="kvbm/leader/onboards.py",
-        old="""\
-        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load and part.first >= end]
-""",
-        new="""\
-        own = [(fetch, part) for fetch, (other, part) in self._fetches.items() if other is load]
-""",
+        old="for fetch in [fetch for fetch, part in load.reads.items() if part.first >= end]:",
+        new="for fetch in list(load.reads):",
         fails="tests/leader/test_disk_tier.py",
     ),
     Mutant(
@@ -158,8 +154,8 @@ MUTANTS = (
         name="loads-wait-for-a-disk-that-is-off",
         bug="a load waits until its time is over for a disk that is off",
         file="kvbm/leader/onboards.py",
-        old="        if not tier.is_on:\n            return True\n",
-        new="",
+        old="not tier.is_on or load.has_hung(",
+        new="load.has_hung(",
         fails="tests/leader/test_disk_tier.py -k waits_for_room",
     ),
     Mutant(
@@ -174,8 +170,8 @@ MUTANTS = (
         name="loads-wait-for-room-without-a-deadline",
         bug="a load without room waits for the hung reads of others",
         file="kvbm/leader/onboards.py",
-        old="load.has_hung(min(waited_s, self._idle_s) if read is None else read.idle_s, tier.reads)",
-        new="load.has_hung(0.0 if read is None else read.idle_s, tier.reads)",
+        old="idle_s = min(waited_s, self._idle_s) if read is None else read.idle_s",
+        new="idle_s = 0.0 if read is None else read.idle_s",
         fails="tests/leader/test_hanging_tiers.py",
     ),
     Mutant(
@@ -190,7 +186,7 @@ MUTANTS = (
         name="loads-follow-one-that-was-given-up",
         bug="a request that waited for a load that was given up waits for the same tier again",
         file="kvbm/leader/matching.py",
-        old="request.may_read_lower &= not self._onboards.has_given_up(request.awaited)",
+        old="request.may_read_lower &= request.awaited is None or not request.awaited.is_given_up",
         new="request.may_read_lower &= True",
         fails="tests/leader/test_hanging_tiers.py",
     ),

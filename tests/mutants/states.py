@@ -88,12 +88,12 @@ MUTANTS = (
         old="""\
         if not request.may_offload or self.counters.disabled:
             return False
-        unwritten\
+        if self._trace\
 """,
         new="""\
         if self.counters.disabled:
             return False
-        unwritten\
+        if self._trace\
 """,
         fails="tests/leader/test_states.py",
     ),
