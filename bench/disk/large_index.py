@@ -41,7 +41,7 @@ from facts import facts, stolen_s  # noqa: E402
 
 from kvbm.disk.directory import INDEX  # noqa: E402
 from kvbm.disk.index import BlockIndex, IndexRow  # noqa: E402
-from kvbm.disk.service.supervisor import DiskSupervisor  # noqa: E402
+from kvbm.disk.service.client import DiskSupervisor  # noqa: E402
 from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region  # noqa: E402

@@ -34,7 +34,7 @@ from kvbm.types import Tier
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
     from kvbm.disk.known_rates import KnownRates
-    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.disk.service.client import DiskSupervisor
 
 WRITES_AT_A_TIME = 2
 TAKEN_AT_A_TIME = 8  # batches per step; dropping a batch that has left host memory takes time too
@@ -88,8 +88,8 @@ class DiskTier(LowerTier):
         self.reads = OpenReads("the disk tier", self, self._host, clock)
         self._tickets = itertools.count(1)
         self.rates = context.rates
-        if disk.earlier_rates is not None:
-            self.rates.begin_with(disk.earlier_rates)
+        if disk.process.earlier_rates is not None:
+            self.rates.begin_with(disk.process.earlier_rates)
         self._kept_rates: KnownRates | None = None
         self._rates_due_s = clock()
         self._copy_counters()
@@ -218,7 +218,7 @@ class DiskTier(LowerTier):
         }
 
     def wear(self) -> dict[str, float]:
-        wear = self._disk.wear()
+        wear = self._disk.process.wear()
         found = {
             "kvbm_disk_write_amplification": wear.write_amplification,
             "kvbm_disk_drive_writes_per_day": wear.drive_writes_per_day,
@@ -322,7 +322,7 @@ class DiskTier(LowerTier):
             self._rates_due_s = self._clock() + RATES_INTERVAL_S
             if self._kept_rates is None or known.differ(self._kept_rates):
                 self._kept_rates = known
-                self._disk.keep_rates(known)
+                self._disk.process.keep_rates(known)
 
     def _empty_store(self) -> BlockStore:
         traits = self._settings.traits

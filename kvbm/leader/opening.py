@@ -34,7 +34,7 @@ from kvbm.types import SegmentInfo
 if TYPE_CHECKING:
     from kvbm.boundary import Boundary
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.disk.service.client import DiskSupervisor
     from kvbm.disk.settings import DiskSettings
     from kvbm.leader.lower_tier import OpenTier
     from kvbm.shared.service.client import SharedClient
@@ -142,14 +142,14 @@ def open_tiers(
         raise
     if disk is not None and disk.slot_count and config.tiers.disk is not None:
         directory = config.tiers.disk.directory
-        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.io_name)
+        log.info("kvbm: space for %d blocks in %s (I/O: %s)", disk.slot_count, directory, disk.process.io_name)
     if shared is not None and shared.extent_blocks and config.tiers.shared is not None:
         log.info(
             "kvbm: shared tier %s (%s), %d blocks in an object of %.1f MiB",
             config.tiers.shared.url,
-            shared.store_name,
+            shared.process.opened.store_name,
             shared.extent_blocks,
-            shared.extent_bytes / 2**20,
+            shared.process.opened.extent_bytes / 2**20,
         )
     return disk, shared
 
@@ -158,7 +158,7 @@ def _begin_disk(config: ConnectorConfig, engine: EngineAtStart, identity: Future
     section = config.tiers.disk
     if section is None:
         return None
-    from kvbm.disk.service.supervisor import DiskSupervisor
+    from kvbm.disk.service.client import DiskSupervisor
 
     named = _then(identity, partial(_disk_settings, config, engine.segments))
     if not named.done():

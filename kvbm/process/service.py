@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class ChildService(ABC, Generic[Order, Result, Counters]):
-    """See the module's text. Only the leader's thread uses it."""
+    """See the module's text. `process` is the one in use, or stands for the first one. Only the leader's thread uses
+    it."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         off. `unstarted` stands for the process until then, and `place` is for the log."""
         self.losses = 0
         self.restarts = 0
-        self._process = unstarted
+        self.process = unstarted
         self._is_lost = True
         self._results: list[Result] = []  # not yet returned by `poll`
         self._earlier_counters: Counters | None = None  # sum of the earlier processes
@@ -71,7 +72,7 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
 
     @property
     def is_on(self) -> bool:
-        return self._process.is_on
+        return self.process.is_on
 
     @property
     def is_unnamed(self) -> bool:
@@ -81,26 +82,26 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
     @property
     def is_silent(self) -> bool:
         """Whether it is off because the process, or what it opens, does not answer."""
-        return self._process.is_silent or (self._is_lost and self._is_answer_due)
+        return self.process.is_silent or (self._is_lost and self._is_answer_due)
 
     @property
     def pid(self) -> int:
         """That of the process, 0 before the first one."""
-        return self._process.pid
+        return self.process.pid
 
     @property
     def counters(self) -> Counters:
         """The sum of all processes."""
-        counters = self._process.counters
+        counters = self.process.counters
         return counters if self._earlier_counters is None else self._earlier_counters.plus(counters)
 
     def submit(self, order: Order) -> None:
         """Send an order. `poll` returns its result."""
-        self._process.submit(order)
+        self.process.submit(order)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until `poll` may have something to do."""
-        self._process.wait(timeout_s)
+        self.process.wait(timeout_s)
 
     def poll(self) -> list[Result]:
         """Return the orders that have ended. When `losses` increases, all have."""
@@ -112,14 +113,14 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         """End the process, as ServiceProcess.close, and start no other."""
         self._is_closing.set()
         self._advance()
-        self._process.close(timeout_s)
+        self.process.close(timeout_s)
         if self._lock.acquire(timeout=deadlines.JOIN_S):  # otherwise the thread closes what it is opening
             try:
                 if self._next is not None:
                     self._next.close(timeout_s)
             finally:
                 self._lock.release()
-            self._thread.join(0.0 if self._process.is_blocked else deadlines.JOIN_S)
+            self._thread.join(0.0 if self.process.is_blocked else deadlines.JOIN_S)
 
     @abstractmethod
     def _open_next(self) -> ServiceProcess[Order, Result, Counters]:
@@ -134,10 +135,10 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
 
     def _advance(self) -> None:
         """Follow the process, its end, and the next one."""
-        self._results += self._process.poll()
+        self._results += self.process.poll()
         if self._is_lost:
             self._take_next()
-        elif not self._process.is_alive:
+        elif not self.process.is_alive:
             self._is_lost = True
             self.losses += 1
 
@@ -145,11 +146,11 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
         if self._next is None or not self._lock.acquire(blocking=False):
             return
         try:
-            if self._process.pid:
+            if self.process.pid:
                 self._earlier_counters = self.counters
                 self.restarts += 1
-            self._process.discard()
-            self._process, self._next = self._next, None
+            self.process.discard()
+            self.process, self._next = self._next, None
             self._is_lost = False
             self._note_next()
         finally:
@@ -206,7 +207,7 @@ class ChildService(ABC, Generic[Order, Result, Counters]):
                     self._is_closing.set()
                 elif str(error) != self._last_error and not self._is_closing.is_set():
                     self._last_error = str(error)
-                    log.warning("kvbm: the %s tier is off until it can be opened: %s", self._process.tier, error)
+                    log.warning("kvbm: the %s tier is off until it can be opened: %s", self.process.tier, error)
                 return None
             if self._is_closing.is_set():
                 opened.close(0)

@@ -350,7 +350,7 @@ class _Served:
 
     def _do_channel(self) -> int:
         """The descriptor of the channel to the disk process."""
-        return tier_of(self._engine.leader, Tier.DISK)._disk._process.fileno()
+        return tier_of(self._engine.leader, Tier.DISK)._disk.process.fileno()
 
 
 def _slowed(run, tokens_per_s: float):

@@ -21,8 +21,7 @@ from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 from waiting import slept_s
 
 from kvbm.disk.orders import FoundBlocks
-from kvbm.disk.service.client import DiskClient
-from kvbm.disk.service.supervisor import DiskSupervisor
+from kvbm.disk.service.client import DiskClient, DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
@@ -132,7 +131,7 @@ def test_several_that_end_unseen_do_no_harm(tmp_path: Path) -> None:
                 time.sleep(0.01)
             seen.append(found)
             os.kill(found.pid, signal.SIGKILL)
-        rig.wait_until(lambda: rig.tier.is_on and rig.tier._process not in seen and rig.tier.restarts)
+        rig.wait_until(lambda: rig.tier.is_on and rig.tier.process not in seen and rig.tier.restarts)
         assert rig.recovered() == {1: 0}
         assert rig.read([1], [0]).is_good == (True,)
 
@@ -159,7 +158,7 @@ def test_next_process_takes_over_no_other_cache(tmp_path: Path) -> None:
         other.write([2], [0])
     with lasting(tmp_path) as rig:
         kill(rig)
-        shutil.rmtree(rig.tier._process.path)
+        shutil.rmtree(rig.tier.process.path)
         assert come_back(rig) == {}
         assert len(list_caches(tmp_path)) == 2
 
@@ -170,13 +169,13 @@ def test_next_process_makes_a_cache_where_another_engine_has_taken_its_own(
     monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", 2.0)
     with lasting(tmp_path) as rig:
         rig.write([1], [0])
-        own = rig.tier._process.path
+        own = rig.tier.process.path
         kill(rig)
         rig.wait_until(lambda: rig.tier.losses)
         with opened(tmp_path) as other:
             assert other.tier.path == own
             assert come_back(rig) == {}
-            assert rig.tier._process.path != own
+            assert rig.tier.process.path != own
             assert rig.write([2], [0]).is_good == (True,)
 
 
@@ -506,7 +505,7 @@ def test_a_disk_that_gets_its_name_later_has_the_blocks_of_that_name(tmp_path: P
         rig.write([1, 2], [0, 1])
     before = children()
     with later(tmp_path) as (rig, name):
-        assert (rig.tier.poll(), rig.tier.is_on, rig.tier.slot_count, rig.tier.home) == ([], False, 0, None)
+        assert (rig.tier.poll(), rig.tier.is_on, rig.tier.slot_count, rig.tier.process.home) == ([], False, 0, None)
         assert rig.tier.recovered() is None
         assert children() == before
         name()

@@ -113,6 +113,7 @@ class FakeDisk:
     """
 
     def __init__(self, slot_count: int) -> None:
+        self.process = self
         self.slot_count = slot_count
         self.is_on = True
         self.is_unnamed = self.is_silent = False

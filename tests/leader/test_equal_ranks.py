@@ -16,7 +16,7 @@ from rig import G1, FakeDisk, Rank, Rig, chain, disk_policy
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.device.pool import TransferPool
-from kvbm.disk.service import supervisor
+from kvbm.disk.service import client
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
 from kvbm.leader.opening import EngineAtStart, known, open_tiers
@@ -247,7 +247,7 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
 def test_a_directory_of_another_number_of_copies_has_another_name(tmp_path, monkeypatch):
     names = []
     monkeypatch.setattr(
-        supervisor, "DiskSupervisor", lambda named, *_, **__: names.append(named.result()[1].digest) or FakeDisk(8)
+        client, "DiskSupervisor", lambda named, *_, **__: names.append(named.result()[1].digest) or FakeDisk(8)
     )
     config = ConnectorConfig.model_validate(
         {"tiers": {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}}

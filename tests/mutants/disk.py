@@ -374,7 +374,7 @@ MUTANTS = (
     Mutant(
         name="disk-forgets-a-clear-before-its-start",
         bug="blocks on a disk that answers after a reset are served",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/disk/service/client.py",
         old="            self._clears_first = True\n",
         new="",
         fails="tests/embedded/test_disk_in_engine.py -k answers_after",

@@ -132,15 +132,15 @@ MUTANTS = (
     Mutant(
         name="disk-that-does-not-answer-is-waited-for",
         bug="A clear waits for a process that is known not to answer.",
-        file="kvbm/disk/service/supervisor.py",
-        old="while self._uncleared is not None and not self._process.is_silent and time.monotonic() < deadline_s:",
+        file="kvbm/disk/service/client.py",
+        old="while self._uncleared is not None and not self.process.is_silent and time.monotonic() < deadline_s:",
         new="while self._uncleared is not None and time.monotonic() < deadline_s:",
         fails="tests/disk/test_supervisor.py -k does_not_wait_for_a_process",
     ),
     Mutant(
         name="lasting-disk-does-not-repeat-a-clear",
         bug="A clear that was sent to a process that has ended is not repeated by the next one.",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/disk/service/client.py",
         old="        self._is_clear_sent = False\n        if (self._has_ended",
         new="        if (self._has_ended",
         fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
@@ -148,21 +148,21 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-forgets-an-owed-clear",
         bug="A clear counts as durable as soon as it is sent.",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/disk/service/client.py",
         old="""\
             self._is_clear_sent = True
-            self._process.clear(ends_persistence=self._has_ended_persistence)
+            self.process.clear(ends_persistence=self._has_ended_persistence)
 """,
         new="""\
             self._uncleared = None
-            self._process.clear()
+            self.process.clear()
 """,
         fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
     ),
     Mutant(
         name="lasting-disk-leaves-a-clear-undone",
         bug="An engine that ends leaves blocks that were cleared and whose process did not answer.",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/disk/service/client.py",
         old="            _clear_closed(self._uncleared)",
         new="            pass",
         fails="tests/disk/test_supervisor.py -k when_the_engine_ends",
@@ -170,7 +170,7 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-persists-again",
         bug="after a change of the weights, the process that replaces a killed one persists blocks again",
-        file="kvbm/disk/service/supervisor.py",
+        file="kvbm/disk/service/client.py",
         old="if (self._has_ended_persistence or self._clears_first) and self._uncleared is None:",
         new="if False:",
         fails="tests/disk/test_supervisor.py -k ends_persistence",

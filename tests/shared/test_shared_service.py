@@ -273,7 +273,7 @@ def test_a_process_that_closes_its_channel_is_killed_before_its_orders_end(url):
         pid = rig.client.pid
         os.kill(pid, signal.SIGSTOP)
         ticket = rig.start_get(0, 1)
-        with socket.socket(fileno=os.dup(rig.client._process._channel.fileno())) as ours:
+        with socket.socket(fileno=os.dup(rig.client.process._channel.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)
         assert rig.wait(ticket).outcome is Outcome.FAILED
         assert not is_running(pid)
@@ -346,9 +346,9 @@ def test_a_process_whose_read_never_ends_is_replaced(url, monkeypatch):
         rig.put(0)
         pid = rig.client.pid
         os.kill(pid, signal.SIGSTOP)
-        receive = rig.client._process._channel.receive
+        receive = rig.client.process._channel.receive
         heartbeats = lambda: receive() if is_gone(pid) else [Opening()]  # noqa: E731
-        monkeypatch.setattr(rig.client._process._channel, "receive", heartbeats)
+        monkeypatch.setattr(rig.client.process._channel, "receive", heartbeats)
         assert rig.wait(rig.start_get(0, 1)).outcome is Outcome.FAILED
         assert not is_running(pid)
         rig.await_that(lambda: rig.client.is_on)

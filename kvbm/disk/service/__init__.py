@@ -1,1 +1,1 @@
-"""The disk process: its client in the leader, its server, and the supervisor that restarts it."""
+"""The disk process: its server, and in the leader its client and the supervisor that restarts it."""

@@ -102,7 +102,7 @@ class SharedProcess(ServiceProcess[Order, Result, SharedCounters]):
 class SharedClient(ChildService[Order, Result, SharedCounters]):
     """See the module's text. Only the leader's thread uses it."""
 
-    _process: SharedProcess
+    process: SharedProcess
 
     def __init__(
         self, named: Future[Named | None], settings: SharedSettings, segments: Sequence[SegmentInfo], shape: BlockShape
@@ -116,19 +116,11 @@ class SharedClient(ChildService[Order, Result, SharedCounters]):
     @property
     def extent_blocks(self) -> int:
         """The number of blocks in an object, 0 until the first process has started."""
-        return self._process.opened.extent_blocks
-
-    @property
-    def extent_bytes(self) -> int:
-        return self._process.opened.extent_bytes
-
-    @property
-    def store_name(self) -> str:
-        return self._process.opened.store_name
+        return self.process.opened.extent_blocks
 
     def take_listing(self) -> Listing | None:
         """Return the next part of a listing of the namespace, if one has arrived."""
-        return self._process.take_listing()
+        return self.process.take_listing()
 
     def _open_next(self) -> SharedProcess:
         name = self._named.result()
