@@ -61,7 +61,6 @@ class StoreCounts:
 
     def by_state(self) -> dict[str, int]:
         """Return the counts under the names of the metrics."""
-        """Return the blocks by the names of states that users see."""
         moving = self.mutable + self.complete
         return {"free": self.free, "moving": moving, "pinned": self.pinned, "evictable": self.inactive}
 

@@ -6,12 +6,13 @@ constructor, before any memory is allocated. While the engine serves, nothing he
 
 from __future__ import annotations
 
+import logging
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.metrics import KvbmCollector
 from kvbm.observe.decision_trace import DecisionTrace
-from kvbm.observe.hit_rate_log import HitRateLog
 from kvbm.observe.metrics_server import HOST, MetricsServer
 from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
 
@@ -19,12 +20,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm.config.schema import MetricsSection
+    from kvbm.metrics import Counters
+
+log = logging.getLogger(__name__)
 
 
 class Watched(Reporting, Protocol):
     """What telemetry reads of a leader, from any thread."""
 
     def wear(self) -> dict[str, float]: ...
+
+
+class HitRateLog:
+    """Logs every `interval_s` seconds and at the end, if a request has finished since the last line. Its thread reads
+    the leader's counters; no engine step waits for it."""
+
+    def __init__(self, counters: Counters, interval_s: float) -> None:
+        self._counters = counters
+        self._reported_requests = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(interval_s,), name="kvbm-hit-rates", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self, interval_s: float) -> None:
+        while not self._stop.wait(interval_s):
+            self._report()
+        self._report()
+
+    def _report(self) -> None:
+        finished = self._counters.finished_requests
+        if finished != self._reported_requests:
+            self._reported_requests = finished
+            log.info("%s", hit_rates(self._counters))
+
+
+def hit_rates(counters: Counters) -> str:
+    """`kvbm: cache hit rates of the last 12 requests: host 42.0% (21/50 blocks), disk 0.0% (0/50)`"""
+    host, disk, shared, queried = counters.hits()
+    count = len(counters.hit_window)
+    percent = 100 / queried if queried else 0.0
+    text = (
+        f"kvbm: cache hit rates of the last {count} requests: "
+        f"host {host * percent:.1f}% ({host}/{queried} blocks), disk {disk * percent:.1f}% ({disk}/{queried})"
+    )
+    return f"{text}, shared {shared * percent:.1f}% ({shared}/{queried})" if shared else text
 
 
 class Telemetry:

@@ -14,7 +14,7 @@ from enum import Enum
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
-from kvbm.config.vllm_states import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, disabled_by
+from kvbm.config.vllm_models import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, disabled_by
 
 PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.values import count_of
-from kvbm.config.vllm_states import KINDS_OF_STATES
+from kvbm.config.vllm_models import KINDS_OF_STATES, have_layers_equal_heads
 from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
 from kvbm.sizing.cpu import PLAIN, STATE_FLAG, WIDENING, Cpu, LatentAttention, NamedCache
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind

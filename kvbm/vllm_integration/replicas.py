@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvbm.config.kv_heads import have_layers_equal_heads, replicas_of_heads
+from kvbm.config.vllm_models import have_layers_equal_heads, replicas_of_heads
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.vllm_integration.cache_groups import class_names
 

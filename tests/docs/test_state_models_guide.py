@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.vllm_states import disabled_by
+from kvbm.config.vllm_models import disabled_by
 from kvbm.metrics import COUNTERS
 from kvbm.sizing.catalogue import catalogue
 from kvbm.sizing.vllm import Model, Setting, plan_of

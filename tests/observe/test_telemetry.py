@@ -23,9 +23,8 @@ from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
 from kvbm.observe import decision_trace
 from kvbm.observe.decision_trace import DecisionTrace
-from kvbm.observe.hit_rate_log import HitRateLog, hit_rates
 from kvbm.observe.metrics_server import MAX_CLIENTS, MetricsServer
-from kvbm.observe.telemetry import Telemetry
+from kvbm.observe.telemetry import HitRateLog, Telemetry, hit_rates
 from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port
 

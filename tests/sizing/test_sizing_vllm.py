@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvbm.config.kv_heads import have_layers_equal_heads
 from kvbm.config.schema import Profile
+from kvbm.config.vllm_models import have_layers_equal_heads
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
 from kvbm.sizing.catalogue import catalogue

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvbm.config.kv_heads import replicas_of_heads
+from kvbm.config.vllm_models import replicas_of_heads
 from kvbm.sizing.families.facts import SizeUnknown
 
 FLOAT32_BYTES = 4
