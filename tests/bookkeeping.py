@@ -31,7 +31,7 @@ def check_onboards(onboards):
     assert len(onboards._lanes) + len(copies) == LANES, (len(onboards._lanes), len(copies))
     in_parts = dict.fromkeys([*onboards._reading, *onboards._in_slices])
     live = {copy.load for copy in copies} | set(in_parts)
-    assert set(onboards._arriving.values()) <= live, (onboards._arriving, live)
+    assert set(onboards.arriving.values()) <= live, (onboards.arriving, live)
     assert onboards._fetches == {fetch: load for load in in_parts for fetch in load.reads}
     for load in in_parts:
         copying = sum(copy.load is load for copy in copies)

@@ -299,7 +299,7 @@ class Leader:
         for tier in self.lower_tiers:
             self._onboards.fetched(self._prefetches.settle(tier.settle()))
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
-        if has_orders or not self._heartbeats.is_idle or self._onboards.has_ended():
+        if has_orders or not self._heartbeats.is_idle or self._onboards.ended:
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
                 self._results.note(load)
         results = self._results.take()
@@ -338,7 +338,7 @@ class Leader:
         lower tiers have read and written."""
         return (
             bool(self._results)
-            or self._onboards.has_ended()
+            or bool(self._onboards.ended)
             or self._onboards.is_reading()
             or self._are_lower_tiers_busy()
         )

@@ -144,7 +144,7 @@ class Matching:
         if not request.may_onboard or self._counters.disabled or not self._onboards.can_begin(self._promises):
             self.long_matches.end(request.request_id)
             return 0
-        arriving = self._onboards.arriving(first) if first and self._accepts_failed_loads else None
+        arriving = self._onboards.arriving.get(first) if first and self._accepts_failed_loads else None
         if arriving is not None and request.awaited in (None, arriving):
             request.is_waiting, request.awaited = True, arriving
             return None

@@ -57,8 +57,14 @@ class _Copy:
     born_s: float
     is_void: bool = False
 
+    def age(self, step: int) -> int:
+        return step - self.born_step
+
 
 class Onboards:
+    """`arriving` are the loads in flight, by the hashes of their first blocks. `ended` are those that have ended since
+    the last `settle`."""
+
     def __init__(self, context: TierContext, tiers: Sequence[LowerTier], slices: Slices) -> None:
         self._slices = slices
         self._host = context.host
@@ -67,19 +73,20 @@ class Onboards:
         self._counters = context.counters
         self._block_pool = context.callbacks
         self._settings = context.settings
+        self._overdue_steps = context.settings.overdue_steps
         self._clock = context.callbacks.clock
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
         self._fetches: dict[Fetch, Load] = {}
         self._reading: list[Load] = []  # loads with blocks from lower tiers
         self._in_slices: deque[Load] = deque()  # loads with `slices`, the one whose turn it is first
-        self._arriving: dict[bytes, Load] = {}
+        self.arriving: dict[bytes, Load] = {}
         self._has_moved = True  # a read or a copy of a load in `_reading` has ended, or a read has begun
         self._idle_s = 0.0  # how long nothing has
         self._checked_s = self._clock()
         self._lanes = deque(range(LANES))
         self._orders: list[Onboard] = []
-        self._ended: list[Load] = []
+        self.ended: list[Load] = []
         self._are_ranks_silent = False
 
     def can_begin(self, promises: int = 0) -> bool:
@@ -89,12 +96,8 @@ class Onboards:
         return (
             len(self._lanes) > promises + len(self._fetches)
             and not self._are_ranks_silent
-            and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
+            and (oldest is None or not (oldest.load.is_reported or oldest.age(self._step) >= self._overdue_steps))
         )
-
-    def arriving(self, sequence_hash: bytes) -> Load | None:
-        """Return the load that brings this block, if there is one."""
-        return self._arriving.get(sequence_hash)
 
     def begin(
         self,
@@ -112,7 +115,7 @@ class Onboards:
             load, found = new_load(), None
         if found is None and not self._begin_short(load):
             return None
-        self._arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load))
+        self.arriving.update(dict.fromkeys(load.hashes[: self._slices.size], load))
         if load.waiting:
             self._reading.append(load)
             self._begin_fetches()
@@ -196,8 +199,8 @@ class Onboards:
         """Return the orders without a result, each once every `overdue_steps` steps."""
         if not self.in_flight:
             return ()
-        ages = ((copy.order, self._step - copy.born_step) for copy in self.in_flight.values())
-        return tuple(order for order, age in ages if age > 0 and age % self._settings.overdue_steps == 0)
+        ages = ((copy.order, copy.age(self._step)) for copy in self.in_flight.values())
+        return tuple(order for order, age in ages if age > 0 and age % self._overdue_steps == 0)
 
     def fetched(self, fetches: Sequence[Fetch]) -> None:
         """Continue with blocks that have arrived from a lower tier, or failed to."""
@@ -227,14 +230,13 @@ class Onboards:
         for copy, result in zip(copies, results, strict=True):
             if result is not SlotState.EMPTY:
                 self._end_copy(copy, is_ready=result is SlotState.READY and not copy.is_void)
-        if self._settings.traits.gives_up_blocks:
-            self._give_up_late()
-        ended, self._ended = self._ended, []
+        for copy in self.in_flight.values() if self._settings.traits.gives_up_blocks else ():
+            if not (are_ranks_silent or copy.age(self._step) >= self._overdue_steps):
+                break
+            self._fail(copy.load)
+            self._report(copy.load)
+        ended, self.ended = self.ended, []
         return ended
-
-    def has_ended(self) -> bool:
-        """Whether a load has ended since the last `settle`."""
-        return bool(self._ended)
 
     def queue(self) -> tuple[int, float | None]:
         """Return how many blocks are being copied to G1, and since when the oldest copy has been ordered."""
@@ -251,7 +253,7 @@ class Onboards:
         if self.is_reading():
             return True
         youngest = next(reversed(self.in_flight.values()), None)
-        return youngest is not None and self._step - youngest.born_step <= within_steps
+        return youngest is not None and youngest.age(self._step) <= within_steps
 
     def reset(self) -> None:
         """Let everything in flight end as failed."""
@@ -259,7 +261,7 @@ class Onboards:
             copy.is_void = True
         for load in dict.fromkeys((*self._reading, *self._in_slices)):
             self._fail(load)
-        self._arriving.clear()
+        self.arriving.clear()
 
     def _open(self, load: Load, block_ids: Sequence[int]) -> None:
         """Hold the G1 blocks of a part that begins."""
@@ -382,19 +384,9 @@ class Onboards:
             return
         load.is_reported = True
         for sequence_hash in load.hashes[: self._slices.size]:
-            if self._arriving.get(sequence_hash) is load:
-                del self._arriving[sequence_hash]
-        self._ended.append(load)
-
-    def _is_overdue(self, copy: _Copy) -> bool:
-        return self._step - copy.born_step >= self._settings.overdue_steps
-
-    def _give_up_late(self) -> None:
-        for copy in self.in_flight.values():
-            if not (self._are_ranks_silent or self._is_overdue(copy)):
-                return
-            self._fail(copy.load)
-            self._report(copy.load)
+            if self.arriving.get(sequence_hash) is load:
+                del self.arriving[sequence_hash]
+        self.ended.append(load)
 
     def _give_up_hopeless(self) -> None:
         """Cut the loads whose remaining blocks are computed faster than read, or whose tier hangs."""

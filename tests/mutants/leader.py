@@ -256,7 +256,7 @@ MUTANTS = (
         name="leader-overlooks-loads-that-end-without-a-copy",
         bug="a load that fails before any copy is ordered is not reported, and its request waits for ever",
         file="kvbm/leader/leader.py",
-        old=" or self._onboards.has_ended():",
+        old=" or self._onboards.ended:",
         new=":",
         fails="tests/leader/test_disk_tier.py -k does_not_answer",
     ),
@@ -290,10 +290,10 @@ MUTANTS = (
         file="kvbm/leader/onboards.py",
         old="""\
             and not self._are_ranks_silent
-            and (oldest is None or not (oldest.load.is_reported or self._is_overdue(oldest)))
+            and (oldest is None or not (oldest.load.is_reported or oldest.age(self._step) >= self._overdue_steps))
 """,
         new="""\
-            and (oldest is None or not self._is_overdue(oldest))
+            and (oldest is None or not oldest.age(self._step) >= self._overdue_steps)
 """,
         fails="tests/leader/test_faults.py -k heartbeat",
     ),

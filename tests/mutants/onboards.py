@@ -75,7 +75,7 @@ MUTANTS = (
         name="leader-kept-awake-by-a-hung-copy",
         bug="a hung copy keeps the engine stepping for ever",
         file="kvbm/leader/onboards.py",
-        old="return youngest is not None and self._step - youngest.born_step <= within_steps",
+        old="return youngest is not None and youngest.age(self._step) <= within_steps",
         new="return youngest is not None",
         fails="tests/leader",
     ),
