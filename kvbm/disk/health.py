@@ -34,7 +34,6 @@ class DiskCounters:
 
     blocks_read: int = 0
     blocks_written: int = 0
-    bytes_read: int = 0
     bytes_written: int = 0
     flushes: int = 0
     checksum_misses: int = 0
@@ -71,11 +70,10 @@ class Health:
     def is_on(self) -> bool:
         return self.off_because is None
 
-    def count_read(self, blocks: int, bytes_each: int, misses: int) -> None:
+    def count_read(self, blocks: int, misses: int) -> None:
         with self.lock:
             self._errors_in_a_row["read"] = 0
             self.counters.blocks_read += blocks - misses
-            self.counters.bytes_read += blocks * bytes_each
             self.counters.checksum_misses += misses
         if misses:
             logger.warning("blocks on disk have a wrong checksum: %d until now", self.counters.checksum_misses)

@@ -287,7 +287,7 @@ class TransferThreads:
             if self._unreadable:
                 for position in positions:
                     self._unreadable.pop(transfer.order.disk_slots[position], None)
-        self._health.count_read(len(positions), self._geometry.payload_bytes, misses)
+        self._health.count_read(len(positions), misses)
 
     def _is_intact(self, transfer: Transfer, position: int) -> bool:
         """Read a block again, into other memory: its host slot may be lost, because its rank has ended."""
