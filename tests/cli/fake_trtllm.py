@@ -6,8 +6,8 @@ refuses, and then behaves like fake_engine.py. TensorRT-LLM passes to its ranks 
 `TRTLLM`: the connector's configuration is resolved with those alone.
 
 With FAKE_TRTLLM_STREAMS it is an engine that streams tokens instead (mock_engine.py). Its G1 holds `max_tokens`, and it
-has a cache in host memory if it has the connector. The variable has further options of that engine as JSON, and
-FAKE_TRTLLM_STREAMS_KVBM those that differ with the connector. It starts only if no other one has the device.
+has a cache in host memory if it has the connector. The variable has further options of that engine as JSON. It starts
+only if no other one has the device.
 """
 
 from __future__ import annotations
@@ -84,13 +84,11 @@ def stream(options: dict[str, dict[str, int]], port: int) -> None:
         fcntl.flock(device, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-    with_kvbm = {"g2_blocks": 10_000, **json.loads(os.environ.get(f"{STREAMS}_KVBM", "{}"))}
     given = {
         "g1_blocks": options["kv_cache_config"]["max_tokens"] // mock_engine.BLOCK,
         **json.loads(os.environ[STREAMS]),
-        **(with_kvbm if "kv_connector_config" in options else {}),
+        **({"g2_blocks": 10_000} if "kv_connector_config" in options else {}),
     }
-    given["faults"] = {int(number): fault for number, fault in given.get("faults", {}).items()}
     with mock_engine.MockEngine(mock_engine.Options(is_like_trtllm=True, **given), port=port) as engine:
         Metrics.lines = engine.model.kvbm_metrics
         threading.Event().wait()

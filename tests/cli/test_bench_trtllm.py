@@ -51,14 +51,13 @@ def bench_home(home, monkeypatch):  # noqa: F811
     return home
 
 
-def bench(home: Path, *words: str, with_kvbm: dict[str, Any] | None = None) -> tuple[Outcome, dict[str, Any]]:  # noqa: F811
+def bench(home: Path, *words: str) -> tuple[Outcome, dict[str, Any]]:  # noqa: F811
     outcome = kvbm_here(
         *("bench", "--profile", "./mine.yaml", "--compare", "baseline", "--workload", "./small.yaml"),
         *("--set", f"engine.arguments.kv_cache_config.max_tokens={G1_TOKENS}"),
         *("--set", "engine.arguments.max_seq_len=512", "--output", "out", "--json", *words),
         home=home,
         FAKE_TRTLLM_STREAMS=json.dumps(SPEED),
-        FAKE_TRTLLM_STREAMS_KVBM=json.dumps(with_kvbm or {}),
     )
     return outcome, json.loads(outcome.stdout) if outcome.stdout else {}
 
@@ -92,12 +91,6 @@ def test_arms_run_in_turn_with_token_ids_and_end_with_a_verdict(bench_home):
     assert {record["prompt_tokens"] for record in records_of(bench_home)} == set(lengths)
     report = (bench_home / "out" / "report.html").read_text()
     assert "Not tested, because the server of TensorRT-LLM does not report it" in report
-
-
-def test_a_wrong_answer_of_the_engine_with_kvbm_is_found(bench_home):
-    outcome, summary = bench(bench_home, "--pairs", "1", with_kvbm={"faults": {"7": "wrong"}})
-    assert outcome.exit_code == 12
-    assert summary["verdict"] == "wrong"
 
 
 def test_without_a_tokenizer_prompts_are_text(bench_home):

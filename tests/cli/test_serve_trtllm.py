@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_trtllm import installation, wrapper
-from terminal import assert_snapshot, kvbm, ways
+from terminal import assert_snapshot, kvbm, kvbm_here, ways
 from test_manage import status
 from test_serve import RUNS, serving
 from test_serve_vllm import QWEN3
@@ -102,21 +102,21 @@ def test_serve_and_doctor_say_what_the_interpreter_lacks(home, found):
     outcome = kvbm("serve", "-p", "./mine.yaml", home=home, **variables)
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
-    tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
+    tried = kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
     assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
-    examined = kvbm("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **variables)
+    examined = kvbm_here("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **variables)
     (version,) = [one for one in json.loads(examined.stdout)["checks"] if one["name"] == "version"]
     assert (version["state"], version["finding"]) == ("failure", message)
 
 
 def test_baseline_needs_no_connector_in_the_interpreter(home):
     variables = held(home, has_kvbm=False, has_interface=False, version="1.0.0")
-    outcome = kvbm("serve", "-p", "./mine.yaml", "--baseline", "--dry-run", home=home, **variables)
+    outcome = kvbm_here("serve", "-p", "./mine.yaml", "--baseline", "--dry-run", home=home, **variables)
     assert (outcome.exit_code, outcome.stderr) == (0, "")
 
 
 def test_doctor_names_the_version_and_the_command(home):
-    examined = kvbm("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **held(home))
+    examined = kvbm_here("doctor", "-p", "./mine.yaml", "--quick", "--json", home=home, **held(home))
     found = {one["name"]: one for one in json.loads(examined.stdout)["checks"]}
     assert found["version"]["state"] == "ok"
     assert found["version"]["finding"].startswith("TensorRT-LLM 1.2.0 (not run; ")
@@ -155,13 +155,13 @@ def test_status_reads_the_metrics_of_the_connector(home):
 
 
 def test_start_without_a_command_uses_the_module(home):
-    plan = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home, **held(home, script=None))
+    plan = kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home, **held(home, script=None))
     assert json.loads(plan.stdout)["argv"][:3] == [str(home / "bin" / "python"), "-m", "tensorrt_llm.commands.serve"]
 
 
 def test_printed_commands_start_the_same_engine(home):
     """The dry run is a script: it writes the file and starts the command."""
-    text = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--port", "1", home=home).stdout
+    text = kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--port", "1", home=home).stdout
     script = text[text.index("cat > ") :].replace(str(home / "bin" / "trtllm-serve"), "echo")
     done = subprocess.run(["sh", "-c", script], cwd=home, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{home}/qwen --backend pytorch --host 127.0.0.1 --port 1 --extra_llm_api_options")
