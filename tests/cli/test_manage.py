@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from recorded_runs import NOBODY, facts
-from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm
+from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm, kvbm_here
 from test_runs import states
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
@@ -41,7 +41,7 @@ def detached(home):
 
 
 def status(home: Path, *arguments: str) -> list[dict[str, object]]:
-    found = json.loads(kvbm("status", "--json", *arguments, home=home).stdout)
+    found = json.loads(kvbm_here("status", "--json", *arguments, home=home).stdout)
     assert isinstance(found, list)
     return found
 
@@ -299,8 +299,8 @@ def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(
 
 @pytest.mark.soak
 def test_profile_of_a_run_serves_again(detached):
-    again = kvbm("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
-    before = kvbm("profile", "show", "./mine.yaml", "--json", home=detached)
+    again = kvbm_here("profile", "show", f"{RUNS}/mine-1/profile.yaml", "--json", home=detached)
+    before = kvbm_here("profile", "show", "./mine.yaml", "--json", home=detached)
 
     def values(outcome: Outcome) -> dict[str, object]:
         return {key: entry["value"] for key, entry in json.loads(outcome.stdout).items()}

@@ -10,7 +10,7 @@ import urllib.request
 
 import psutil
 import pytest
-from terminal import assert_snapshot, filtered, kvbm
+from terminal import assert_snapshot, filtered, kvbm, kvbm_here
 from test_serve import serving
 from test_serve_vllm import PROFILE, QWEN3
 from waiting import eventually, is_gone
@@ -35,7 +35,7 @@ def test_dry_run_prints_every_command(home):
 
 
 def test_dry_run_as_json_has_every_engine(home):
-    plan = json.loads(kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home).stdout)
+    plan = json.loads(kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home).stdout)
     assert list(plan["engines"]) == NAMES
     urls = [engine["url"] for engine in plan["engines"].values()]
     assert plan["argv"][-5:] == ["--prefill", *urls[:2], "--decode", urls[2]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from terminal import kvbm
+from terminal import kvbm_here
 from test_manage import status
 from test_serve import RUNS, serving
 from test_serve_trtllm import PROFILE
@@ -126,7 +126,7 @@ def test_all_start_and_a_signal_ends_all(pd):
 
 
 def test_dry_run_as_json_has_every_file(pd):
-    plan = json.loads(kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=pd).stdout)
+    plan = json.loads(kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=pd).stdout)
     assert list(plan["engines"]) == ["prefill 0", "prefill 1", "decode 0"]
     assert list(plan["files"]) == ["disaggregated.yaml"]
     assert [list(one["files"]) for one in plan["engines"].values()] == [[f"{name}.yaml"] for name in PLANNED]

@@ -74,7 +74,7 @@ def test_what_is_shown_of_a_profile_has_no_secret(home, command, form):
 
 
 def test_dry_run_as_json_has_everything(home):
-    outcome = kvbm("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
+    outcome = kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
     plan = json.loads(outcome.stdout)
     assert outcome.stderr == ""
     assert plan["profile"] == {"name": "mine", "path": "mine.yaml"}

@@ -120,10 +120,12 @@ def test_dry_run_as_json_says_why_sizes_are_unknown(home):
 
 def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home):
     (home / "mine.yaml").write_text(PROFILE.replace("    num_gpu_blocks_override: 40\n", ""))
-    lines = kvbm("size", "-p", "./mine.yaml", home=home, VLLM_CPU_KVCACHE_SPACE="1").stdout
+    lines = kvbm_here("size", "-p", "./mine.yaml", home=home, VLLM_CPU_KVCACHE_SPACE="1").stdout
     assert "G1 device      56   7,168  1008.0 MiB" in lines
     assert "(environment)" in lines
-    from_profile = kvbm("size", "-p", "./mine.yaml", "--set", "engine.environment.VLLM_CPU_KVCACHE_SPACE=2", home=home)
+    from_profile = kvbm_here(
+        "size", "-p", "./mine.yaml", "--set", "engine.environment.VLLM_CPU_KVCACHE_SPACE=2", home=home
+    )
     assert "engine.environment.VLLM_CPU_KVCACHE_SPACE" in from_profile.stdout
     assert "(--set)" in from_profile.stdout
 
@@ -171,7 +173,7 @@ def test_serve_starts_it_and_force_starts_another_version(home, arguments):
 
 def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home):
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=synthetic:vllm-25m"
-    plan = json.loads(kvbm(*command.split(), home=home, XDG_CACHE_HOME=str(home / "cache")).stdout)
+    plan = json.loads(kvbm_here(*command.split(), home=home, XDG_CACHE_HOME=str(home / "cache")).stdout)
     model = plan["argv"][plan["argv"].index("--model") + 1]
     assert model.startswith(str(home / "cache" / "kvbm" / "models" / "vllm-25m-"))
     assert plan["argv"][plan["argv"].index("--served-model-name") + 1] == "synthetic:vllm-25m"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from mistakes import what_lies_in
 from recorded_runs import facts
-from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm, on_a_terminal
+from terminal import FAKE_ENGINE, PROGRAM, environment, kvbm, kvbm_here, on_a_terminal
 from test_cache import make_cache
 from test_serve import MODEL
 
@@ -275,7 +275,9 @@ def test_a_home_that_is_no_absolute_path_is_refused(home, command, value):
 
 
 def test_a_directory_of_an_unknown_user_is_named(home):
-    outcome = kvbm("serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home)
+    outcome = kvbm_here(
+        "serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home
+    )
     assert (outcome.exit_code, outcome.stderr) == (1, "error: cannot use `~nobody-here/x`: no user `nobody-here`\n")
 
 
@@ -308,7 +310,7 @@ def test_a_model_whose_configuration_is_odd_is_refused(name, home):
         os.mkfifo(config)
     else:
         config.write_text("[" * 100_000 if name == "nested" else " " * (17 << 20))
-    outcome = kvbm("profile", "check", "mine.yaml", home=home)
+    outcome = kvbm_here("profile", "check", "mine.yaml", home=home)
     assert outcome.exit_code == 2
     assert outcome.stderr.startswith("error: `engine.model`: ")
     assert "config.json" in outcome.stderr
