@@ -110,7 +110,7 @@ MUTANTS = (
         file="kvbm/process/service_process.py",
         old="        if not (is_expected or is_gone(self.pid)):",
         new="        if False:",
-        fails="tests/disk/test_client.py -k broken_channel",
+        fails="tests/process/test_service.py -k broken_channel",
     ),
     Mutant(
         name="disk-clear-is-not-flushed",

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import sys
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from waiting import eventually
+from waiting import eventually, is_gone
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,6 +18,7 @@ from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 from kvbm.process import deadlines
+from kvbm.process.channel import HEADER
 from kvbm.process.service import ChildService
 from kvbm.process.service_process import ServiceProcess
 
@@ -102,10 +105,33 @@ def test_the_orders_of_a_process_that_dies_fail_also_later_ones(process):
     assert process.poll() == [Answer(2, False)]
 
 
-def test_a_process_that_sends_garbage_is_killed(process):
-    ask(process, "garbage")
+def test_a_process_that_owes_no_answer_is_never_silent(process, monkeypatch):
+    monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 0.1)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    assert process.poll() == []
+    assert process.is_on
+
+
+BAD_OBJECT = b"cos\nnothing_of_this_name\n."
+NO_MESSAGES = {
+    "a length that no message has": HEADER.pack(1 << 60),
+    "bytes that do not unpickle": HEADER.pack(3) + b"\x80\x05X",
+    "an object that fails": HEADER.pack(len(BAD_OBJECT)) + BAD_OBJECT,
+}
+
+
+@pytest.mark.parametrize("what", ["end of the channel", *NO_MESSAGES])
+def test_a_process_with_a_broken_channel_is_killed_before_its_orders_fail(process, what):
+    """It may write into host memory until it has ended."""
+    os.kill(process.pid, signal.SIGSTOP)
+    ask(process)
+    if what in NO_MESSAGES:
+        process._channel._incoming += NO_MESSAGES[what]
+    else:
+        process._channel._socket.shutdown(socket.SHUT_RD)
     assert eventually(process.poll) == [Answer(1, False)]
-    assert process.wait_for_end() == -signal.SIGKILL
+    assert is_gone(process.pid)
 
 
 def test_a_process_that_cannot_open_says_why():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -265,18 +264,6 @@ def test_a_stopped_process_keeps_its_orders_and_is_used_again_when_it_continues(
         assert rig.holds(0)
         assert rig.client.is_on
         assert (rig.client.pid, rig.client.restarts) == (pid, 0)
-
-
-def test_a_process_that_closes_its_channel_is_killed_before_its_orders_end(url):
-    with opened(url) as rig:
-        rig.put(0)
-        pid = rig.client.pid
-        os.kill(pid, signal.SIGSTOP)
-        ticket = rig.start_get(0, 1)
-        with socket.socket(fileno=os.dup(rig.client.process._channel.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)
-        assert rig.wait(ticket).outcome is Outcome.FAILED
-        assert not is_running(pid)
 
 
 def test_the_process_exits_with_a_killed_engine(url):
