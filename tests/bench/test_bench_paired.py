@@ -199,7 +199,6 @@ def test_noise_is_the_largest_difference_between_runs_of_one_arm():
     first = {(session, turn): 100.0 + session for session in range(4) for turn in (2, 3)}
     third = {key: value * 1.1 for key, value in first.items()}
     noise = noise_of({1: first, 2: {key: value * 1.02 for key, value in first.items()}, 3: third})
-    assert noise is not None
     assert noise.source == "baseline, pair 3 against pair 1"
     assert (noise.low, noise.ratio, noise.high) == pytest.approx((1.1, 1.1, 1.1))
 

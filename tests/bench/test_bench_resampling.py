@@ -33,7 +33,6 @@ def test_percentiles_of_both_arms_and_their_difference():
     reference, measured = arms(CASE)
     found = compare_percentiles(reference, measured, run_deviation=0.03)
     median = found[50]
-    assert median is not None
     assert median.difference.value == pytest.approx(median.measured.value - median.reference.value)
     for estimate in (median.reference, median.measured, median.difference):
         assert estimate.low is not None
@@ -58,8 +57,6 @@ def test_swapped_arms_swap_the_sign():
     there, back = (
         compare_percentiles(*pair, run_deviation=None)[50] for pair in ((reference, measured), (measured, reference))
     )
-    assert there is not None
-    assert back is not None
     assert there.difference.low == pytest.approx(-back.difference.high)
 
 
@@ -90,7 +87,6 @@ def test_too_few_samples_have_no_percentile_or_no_interval():
 def test_share_of_the_possible_gain():
     reference, _ = arms(CASE)
     share = share_of_possible_gain(reference, scaled(reference, 0.4), scaled(reference, 0.2), run_deviation=0.02)
-    assert share is not None
     assert share.value == pytest.approx(0.75)
     assert share.low < 0.75 < share.high < 1
     assert not share.is_noise
@@ -109,6 +105,5 @@ def test_intervals_of_differences_hold_zero_for_equal_arms(percent):
     for seed in range(60):
         reference, measured = arms(bench_statistics.Case(), seed)
         one = compare_percentiles(reference, measured, run_deviation=0.03, draws=200)[percent]
-        assert one is not None
         held += one.difference.low <= 0 <= one.difference.high
     assert held >= 54

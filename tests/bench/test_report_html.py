@@ -186,7 +186,6 @@ def test_turns_chart_has_the_quartiles_of_the_requests(small):
 
 def test_requests_count_for_the_source_of_most_of_their_tokens(small):
     figure = by_source(view_of(small))
-    assert figure is not None
     assert figure.data["sources"] == ["G1", "G2", "G3", "computed"]
     computed = [row["ttft_ms"] for row in requests_of(small) if row["arm"] == "baseline" and row["g1_tokens"] == 0]
     assert figure.data["arms"][0]["boxes"][3][2] == pytest.approx(statistics.median(computed), abs=0.01)
@@ -232,7 +231,6 @@ def test_cached_tokens_of_an_unknown_tier_are_a_source(small):
     rows = [{**row, **unknown} for row in requests_of(small)]
     (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figure = by_source(view_of(small))
-    assert figure is not None
     assert figure.data["sources"] == ["cached", "computed"]
 
 

@@ -206,7 +206,6 @@ def test_the_sampler_ends_with_its_parent(server, path, has_heir):
         "time.sleep(20)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    assert parent.stdout is not None
     pid, heir = map(int, parent.stdout.readline().split())
     try:
         assert not is_gone(pid)

@@ -46,7 +46,6 @@ def test_directory_of_a_launcher_killed_with_its_guard_is_removed_by_the_next_st
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *paths], env=env, stdout=subprocess.PIPE, text=True
     ) as launcher:
-        assert launcher.stdout is not None
         guard, engine = map(int, launcher.stdout.readline().split())
         pids = (launcher.pid, guard)
         for pid in pids:

@@ -161,7 +161,6 @@ def test_interrupt_in_the_foreground_ends_with_what_stop_says(home, mode, how, c
         for _ in range(1 + bool(mode)):
             program.send_signal(signal.SIGINT)  # a second one counts only when the first was handled
             eventually(lambda: states(home, with_ended=True) in (["stopping"], ["ended"]))
-        assert program.stderr is not None
         told = program.stderr.read().splitlines()
         assert program.wait(timeout=60) == code
     assert re.fullmatch(rf"mine-1 {how} after \d+\.\d s", told[-1])
@@ -235,7 +234,6 @@ def test_logs_are_followed_until_the_engine_ends(detached):
     command = [*PROGRAM, "logs", "-f", "-n", "1"]
     log = detached / RUNS / "mine-1" / "engine.log"
     with subprocess.Popen(command, cwd=detached, env=environment(detached), stdout=subprocess.PIPE) as following:
-        assert following.stdout is not None
         assert following.stdout.readline() == b"loading the weights\n"
         with log.open("ab") as file:
             file.write(b"one more\nand a half")
@@ -316,7 +314,6 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home):
     surroundings = {**environment(home), **variables}
     with subprocess.Popen(["sh", "-c", f"exec {line}"], cwd=home, env=surroundings, stdout=subprocess.PIPE) as pasted:
         try:
-            assert pasted.stdout is not None
             assert pasted.stdout.readline() == b"loading the weights\n"
             by_hand = _seen_by(psutil.Process(pasted.pid))
         finally:

@@ -100,7 +100,6 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
     folders = map(str, Path(__file__).parents[:2])
     command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         litter = Litter.of(int(parent.stdout.readline()))
         parent.kill()
         eventually(lambda: not litter.left())
@@ -199,7 +198,6 @@ def test_a_file_of_the_engine_that_another_process_maps_stays(tmp_path):
         path = SHARED_MEMORY / shared.name
         command = [sys.executable, "-c", script, str(path)]
         with subprocess.Popen(command, process_group=0, stdout=subprocess.PIPE) as leader:
-            assert leader.stdout is not None
             leader.stdout.readline()
             remains = Leftovers(str(tmp_path / "none"), process_group=leader.pid)
             remains_of.append(remains)

@@ -50,7 +50,6 @@ def test_an_engine_that_starts_owes_what_it_has_not_taken():
     elsewhere = run("a-1", NOBODY, state=RunState.STARTING, memory_bytes=99 * MIB)
     assert pending_bytes(elsewhere) == 99 * MIB
     with subprocess.Popen([sys.executable, "-c", TOUCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         child.stdout.readline()
         seen = run("a-1", ProcessIdentity.of(child.pid), state=RunState.STARTING, memory_bytes=99 * MIB)
         assert 30 * MIB <= pending_bytes(seen) <= 40 * MIB

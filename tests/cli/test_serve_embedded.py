@@ -46,7 +46,6 @@ def serving(home: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str]
             command, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=stderr, text=True
         ) as program,
     ):
-        assert program.stdout is not None
         url = program.stdout.readline().strip()
         try:
             assert url, (home / "stderr").read_text()

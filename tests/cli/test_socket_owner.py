@@ -44,7 +44,6 @@ def test_the_socket_of_this_very_address_gets_the_connections():
     script = "import socket, sys; s = socket.create_server(('127.0.0.1', 0), reuse_port=True)\n"
     script += "print(s.getsockname()[1], flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         port = int(other.stdout.readline())
         with closing(listener("0.0.0.0", port, shares_port=True)):
             assert is_served_by([other.pid], address="127.0.0.1", port=port)

@@ -324,10 +324,8 @@ def test_no_process_no_thread_and_no_memory_are_no_bugs():
         RuntimeError(NO_HOME),
     ):
         found = problem_of(error)
-        assert found is not None
         assert found.hint
     refused = problem_of(PermissionError(13, "Permission denied", "/a"))
-    assert refused is not None
     assert (refused.message, refused.hint) == (
         "cannot use `/a`: permission denied",
         "check the permissions with `namei -l /a`",
