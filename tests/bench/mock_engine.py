@@ -3,7 +3,8 @@
 G1 and G2 are LRU lists of block names with a capacity. A request's time to first token is a base plus a price per token
 computed and per token brought from G2; requests are served one after the other. Answers follow from the prompt alone,
 so that any two engines agree, unless a fault is asked for: `faults` maps the number of a request (0, 1, ... since the
-last reset) to what goes wrong with it. A prompt is a list of token ids, or a text, of which each byte is a token.
+last reset) to what goes wrong with it: `wrong` (the last token), `end` (of the engine), or a status such as `http_500`.
+A prompt is a list of token ids, or a text, of which each byte is a token.
 
 Used in a thread of the test, or as a program: `python mock_engine.py --port N --options JSON`.
 """
@@ -249,73 +250,43 @@ class MockEngine(FakeServer):
             self._ended = True
             connection.close()
             return
-        if fault == "exit":
-            os._exit(3)
         answer = answer_to(prompt, request["max_tokens"], options.salt)
         from_g1, from_g2, first_at = model.admit(prompt, answer, time.monotonic())
-        if fault == "stall":
-            await asyncio.sleep(3600)
         if fault == "wrong":
             answer = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
         await until(first_at)
         connection.start_stream()
-        width = 3 if fault == "multi_token" else 1
         has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
-        sent = answer[: len(answer) // 2] if fault in ("break_off", "short") else answer
-        for start in range(0, len(sent), width):
-            if start:
-                await asyncio.sleep(options.token_ms * width / 1e3)
-            logprob = None if fault == "no_logprobs" else -0.48 if fault == "improbable" else -0.5
-            chunk = sent[start : start + width]
-            choice = choice_of(chunk, logprob, has_ids=has_ids)
+        for number, token in enumerate(answer):
+            if number:
+                await asyncio.sleep(options.token_ms / 1e3)
+            choice = choice_of(token, has_ids=has_ids)
             if options.is_like_trtllm:
                 has_text = request.get("detokenize") is not False
-                choice = trtllm_choice_of(chunk, has_text=has_text, is_last=start + width >= len(sent))
-            await self._event(connection, choice, split=fault == "split_utf8")
-        if fault == "break_off":
-            connection.close()
-            return
-        if fault == "error_event":
-            connection.event(b'{"error": {"message": "asked for"}}')
-        if fault != "no_usage" and options.has_usage:
+                choice = trtllm_choice_of(token, has_text=has_text, is_last=number == len(answer) - 1)
+            connection.event(json.dumps({"choices": [choice]}, ensure_ascii=False).encode())
+        if options.has_usage:
             tiers = {"device": from_g1, "host": from_g2}
             details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
             details |= {} if options.is_like_vllm or options.is_like_trtllm else {"cached_tokens_by_tier": tiers}
-            extra = 1 if fault == "miscount" else 0
-            usage = {
-                "prompt_tokens": len(prompt) + extra,
-                "completion_tokens": len(sent),
-                "prompt_tokens_details": details,
-            }
+            counts = {"prompt_tokens": len(prompt), "completion_tokens": len(answer)}
+            usage = {**counts, "prompt_tokens_details": details}
             connection.event(json.dumps({"choices": [], "usage": usage}).encode())
         connection.chunk(b": a comment\r\n\r\ndata: [DONE]\n\n")
         connection.end_stream()
 
-    async def _event(self, connection: Connection, choice: dict[str, object], *, split: bool) -> None:
-        data = b"data: " + json.dumps({"choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
-        middle = data.index(str(choice["text"]).encode()) + 1 if split else len(data)
-        for part in (data[:middle], data[middle:]):
-            if part:
-                connection.chunk(part)
-                await asyncio.sleep(0.005 if split else 0)
 
-
-def choice_of(tokens: list[int], logprob: float | None, *, has_ids: bool) -> dict[str, object]:
+def choice_of(token: int, *, has_ids: bool) -> dict[str, object]:
     """Each token is a character of three bytes."""
-    text = "".join(chr(ord("€") + token) for token in tokens)
-    choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": None}
-    if has_ids:
-        choice["token_ids"] = tokens
-        if logprob is not None:
-            choice["logprobs"] = {"token_logprobs": [logprob] * len(tokens)}
-    return choice
+    choice: dict[str, object] = {"index": 0, "text": chr(ord("€") + token), "finish_reason": None}
+    return choice | ({"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}} if has_ids else {})
 
 
-def trtllm_choice_of(tokens: list[int], *, has_text: bool, is_last: bool) -> dict[str, object]:
+def trtllm_choice_of(token: int, *, has_text: bool, is_last: bool) -> dict[str, object]:
     """With every field that TensorRT-LLM sends, also without a value."""
     return {
-        **choice_of(tokens, None, has_ids=False),
-        **({"token_ids": None} if has_text else {"text": "", "token_ids": tokens}),
+        **choice_of(token, has_ids=False),
+        **({"token_ids": None} if has_text else {"text": "", "token_ids": [token]}),
         "logprobs": None,
         "finish_reason": "length" if is_last else None,
         "stop_reason": None,
@@ -326,11 +297,9 @@ def trtllm_choice_of(tokens: list[int], *, has_text: bool, is_last: bool) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--options", default="{}")
-    arguments = parser.parse_args()
-    given = json.loads(arguments.options)
-    given["faults"] = {int(number): fault for number, fault in given.get("faults", {}).items()}
-    with MockEngine(Options(**given), port=arguments.port):
+    parser.add_argument("--options", type=json.loads, default={})
+    given = parser.parse_args()
+    with MockEngine(Options(**given.options), port=given.port):
         threading.Event().wait()
 
 

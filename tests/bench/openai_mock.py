@@ -41,12 +41,10 @@ class Answer:
     tokens: int | None = None  # None: as many as max_tokens allows
     tokens_per_chunk: int = 1
     first_chunk_tokens: int | None = None  # None: as the others
-    reasoning_tokens: int = 0  # chat only: the first tokens arrive as `reasoning_key`
-    reasoning_key: str = "reasoning_content"
+    reasoning_tokens: int = 0  # chat only: the first tokens arrive as `reasoning_content`
     cached_tokens: int | None = None  # None: usage has no prompt_tokens_details
     finish_reason: str = "length"
     sends_usage: bool = True
-    sends_role_chunk: bool = True  # chat only: first a chunk without text, as vLLM does
     chunks_per_write: int = 1  # more: events wait for each other and share one write
     split_utf8: bool = False  # token texts are "€", and a write ends inside each of them
     status: int = 200  # 4xx, 5xx: an error object
@@ -150,7 +148,7 @@ async def respond(arrival: Arrival, answer: Answer, connection: Connection) -> N
 async def stream(arrival: Arrival, answer: Answer, usage: dict[str, Any], connection: Connection) -> None:
     connection.start_stream()
     waiting: list[bytes] = []
-    if "chat" in arrival.path and answer.sends_role_chunk:
+    if "chat" in arrival.path:  # first a chunk without text, as vLLM does
         connection.event(event_body(arrival, {"delta": {"role": "assistant", "content": ""}}))
     chunks = chunks_of(arrival.token_ids, answer)
     at = arrival.complete_s + answer.first_ms / 1e3
@@ -223,7 +221,7 @@ def choice_of(arrival: Arrival, answer: Answer, tokens: list[int], start: int, *
             choice["logprobs"] = {"tokens": texts, "token_logprobs": [-0.5] * len(tokens)}
         return choice
     reasoning = texts[: max(0, answer.reasoning_tokens - start)]
-    parts = {answer.reasoning_key: "".join(reasoning), "content": "".join(texts[len(reasoning) :])}
+    parts = {"reasoning_content": "".join(reasoning), "content": "".join(texts[len(reasoning) :])}
     choice["delta"] = {key: text for key, text in parts.items() if text}
     if arrival.json.get("logprobs"):
         choice["logprobs"] = {"content": [{"token": text, "logprob": -0.5} for text in texts]}

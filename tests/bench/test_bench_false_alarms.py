@@ -24,7 +24,6 @@ from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.schema import Conversations, Schedule
 
 COMMANDS = 20
-MOST_FALSE_ALARMS = 2
 LEAST_FOUND = 18
 SLOWER = 1.10
 RUN_DEVIATION, REQUEST_DEVIATION = 0.015, 0.08
