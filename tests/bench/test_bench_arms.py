@@ -1,7 +1,5 @@
 """Engines of the arms: which profile, which port, which room, and a disk tier of their own."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -19,14 +17,7 @@ from kvbm.shared.stores.obstore import connection
 from kvbm_cli.bench import engines as arms
 from kvbm_cli.bench.arms import Arm, Comparison, comparison_of
 from kvbm_cli.bench.command import _surroundings
-from kvbm_cli.bench.engines import (
-    ArmEngines,
-    NeededRoom,
-    fresh_disk,
-    fresh_shared,
-    running_server,
-    with_room,
-)
+from kvbm_cli.bench.engines import ArmEngines, NeededRoom, fresh_disk, fresh_shared, running_server, with_room
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
 

@@ -1,7 +1,5 @@
 """Caveats that follow from profiles and the machine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 
@@ -30,11 +28,7 @@ def load(monkeypatch):
     return set_load
 
 
-def caveats(
-    profile: str | None = "demo",
-    *compare: str,
-    overrides: Sequence[str] = (),
-) -> list[str]:
+def caveats(profile: str | None = "demo", *compare: str, overrides: Sequence[str] = ()) -> list[str]:
     return caveats_of(command._setup(comparison_of((profile,), overrides, compare), (Cell("small", WORKLOAD),)))
 
 

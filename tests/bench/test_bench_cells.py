@@ -1,7 +1,5 @@
 """Cells: workloads at pressures, and the options that replace their schedules."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvbm bench` as its user meets it: exit code, stdout, files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

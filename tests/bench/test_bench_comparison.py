@@ -1,7 +1,5 @@
 """Which arms a command compares, their names, and the order of their runs."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

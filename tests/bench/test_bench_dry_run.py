@@ -1,7 +1,5 @@
 """`kvbm bench --dry-run` prints what would run, and starts nothing."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

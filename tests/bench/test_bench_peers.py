@@ -1,7 +1,5 @@
 """bench/peers/compare.py and bench/keep_result.py: profiles of other caches, cold runs, and what may be published."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -49,7 +47,7 @@ def test_a_profile_of_another_cache_differs_only_in_its_connector(name):
     assert plan.argv[-2] == "--kv-transfer-config"
     assert json.loads(plan.argv[-1]) == profile.engine.arguments.kv_transfer_config
     assert set(plan.environment) - set(baseline.environment) <= {
-        *("PYTHONPATH", "LMCACHE_TRACK_USAGE", "PYTHONHASHSEED"),
+        *("PYTHONPATH", "LMCACHE_TRACK_USAGE", "PYTHONHASHSEED")
     }
 
 

@@ -1,7 +1,5 @@
 """`kvbm bench` with the embedded engine: against the baseline, against a profile, and with corrupted transfers."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

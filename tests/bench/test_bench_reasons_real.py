@@ -3,8 +3,6 @@
 Times depend on the machine, so the limits on load are wide, except where the load is the cause.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An interrupted experiment continues after its last run, and every request has one record per run."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from contextlib import closing, nullcontext
@@ -95,10 +93,7 @@ class InterruptedRequests(SilentProgress):
 @pytest.mark.parametrize("count", [3, 2 * REQUESTS + 5])
 def test_an_interruption_within_a_run_drops_its_records(tmp_path, count):
     setup = setup_of(PAIRS)
-    with (
-        closing(BenchDirectory.create(tmp_path / "run")) as directory,
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with closing(BenchDirectory.create(tmp_path / "run")) as directory, pytest.raises(KeyboardInterrupt):
         run_experiment(setup, MockEngines(), directory, InterruptedRequests(count))
     path = tmp_path / "run" / "requests.jsonl"
     written = len(path.read_text().splitlines()) if path.exists() else 0

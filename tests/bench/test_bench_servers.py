@@ -1,7 +1,5 @@
 """Running servers, given by their URLs: what they must have in common, and what is measured."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -251,11 +249,7 @@ def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_f
 def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload_file):
     with MockEngine(replace(PLAIN, g1_blocks=100)) as server:
         request = command.BenchRequest(
-            compare=[server.url],
-            workloads=[workload_file],
-            pressure="0.5,2",
-            output=tmp_path / "run",
-            as_json=True,
+            compare=[server.url], workloads=[workload_file], pressure="0.5,2", output=tmp_path / "run", as_json=True
         )
         assert command.bench(request) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]

@@ -1,14 +1,12 @@
 """What `kvbm profile check` and `kvbm serve --dry-run` find before an engine starts, each at its line and column."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from terminal import Kvbm, kvbm_here, on_a_terminal, ways
+from terminal import kvbm_here, on_a_terminal, ways
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.profile.machine_problems import _disk_space, _filesystem, require_none
@@ -61,7 +59,7 @@ MISTAKES = {
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """A working directory with models that are wrong in various ways."""
     for name, text in {
         "gpt2": json.dumps(GPT2),
@@ -92,7 +90,7 @@ def write(home: Path, *changes: str) -> dict[str, int]:
     return numbers
 
 
-def test_right_profile_has_no_mistake(home: Path) -> None:
+def test_right_profile_has_no_mistake(home):
     write(home)
     outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
     assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistakes found\n", "")
@@ -100,7 +98,7 @@ def test_right_profile_has_no_mistake(home: Path) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "way"), ways(MISTAKES))
-def test_check_finds_what_a_dry_run_finds(home: Path, change: str, way: Kvbm) -> None:
+def test_check_finds_what_a_dry_run_finds(home, change, way):
     number = write(home, change)[change]
     checked = way("profile", "check", "./mine.yaml", home=home)
     tried = way("serve", "--dry-run", "-p", "./mine.yaml", home=home)
@@ -113,7 +111,7 @@ def test_check_finds_what_a_dry_run_finds(home: Path, change: str, way: Kvbm) ->
     assert hint is None or hint in checked.stderr.partition("\nhint: ")[2]
 
 
-def test_check_finds_a_workload_that_does_not_exist(home: Path) -> None:
+def test_check_finds_a_workload_that_does_not_exist(home):
     write(home, "workload: zzz")
     outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
     assert outcome.exit_code == 2
@@ -121,7 +119,7 @@ def test_check_finds_a_workload_that_does_not_exist(home: Path) -> None:
     assert "\n  mine.yaml:14:13\n" in outcome.stderr
 
 
-def test_check_finds_a_mistake_inside_a_workload(home: Path) -> None:
+def test_check_finds_a_mistake_inside_a_workload(home):
     write(home, "workload: ./mine-too.yaml")
     (home / "mine-too.yaml").write_text("name: x\nuserz: 3\n")
     outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
@@ -131,7 +129,7 @@ def test_check_finds_a_mistake_inside_a_workload(home: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["profile check ./mine.yaml", "serve --dry-run -p ./mine.yaml"])
-def test_more_memory_than_there_is_gets_a_warning(home: Path, command: str) -> None:
+def test_more_memory_than_there_is_gets_a_warning(home, command):
     write(home, "capacity: 900TB")
     outcome = kvbm_here(*command.split(), home=home)
     assert outcome.exit_code == 0
@@ -155,7 +153,7 @@ DISKS = {
 
 
 @pytest.mark.parametrize("override", DISKS)
-def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, override: str) -> None:
+def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home, override):
     outcome = kvbm_here("serve", "--dry-run", "-p", "demo-disk", "--set", override, home=home)
     exit_code, message = DISKS[override]
     assert outcome.exit_code == exit_code
@@ -164,13 +162,13 @@ def test_a_disk_that_cannot_be_is_found_before_an_engine_starts(home: Path, over
 
 
 @pytest.mark.parametrize(("directory", "is_fatal"), [("/proc", True), ("/sys/a/b", True), ("/dev/shm", False)])
-def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory: str, is_fatal: bool) -> None:
+def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(directory, is_fatal):
     problems = list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={directory}"])))
     assert [one.is_risk for one in problems] == [not is_fatal]
     assert not any(one.can_be_forced for one in problems)
 
 
-def test_a_link_to_a_directory_in_memory_is_followed(tmp_path: Path) -> None:
+def test_a_link_to_a_directory_in_memory_is_followed(tmp_path):
     (tmp_path / "link").symlink_to("/dev/shm")
     assert len(list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
 
@@ -188,13 +186,8 @@ SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes
     ],
 )
 def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    wanted: str,
-    is_used: bool,
-    ends: str,
-) -> None:
+    tmp_path, capsys, monkeypatch, wanted, is_used, ends
+):
     cache = CacheFacts(tmp_path / "a", "model", is_used, 0.0, 3 << 29, None, None, None, None)
     monkeypatch.setattr("kvbm_cli.store.caches.list_caches", lambda directory: [cache])
     blocks, free = (number // 4096 for number in SPACE)
@@ -217,7 +210,7 @@ LONG_VARIABLE = f"engine.environment.{'LONG_' * 12}=1"
 
 
 @pytest.mark.parametrize("command", ["size -p demo", f"profile show demo --set {LONG_VARIABLE}", "profile list"])
-def test_no_line_is_wider_than_80_columns(home: Path, command: str) -> None:
+def test_no_line_is_wider_than_80_columns(home, command):
     lines = on_a_terminal(*command.split(), home=home, columns=80, **LONG_NAMES)
     assert max(map(len, lines)) <= 80
     assert all(line == line.rstrip() for line in lines)
@@ -225,7 +218,7 @@ def test_no_line_is_wider_than_80_columns(home: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["profile check", "serve --profile"])
-def test_very_many_mistakes_are_counted_and_the_first_are_shown(command: str, tmp_path: Path) -> None:
+def test_very_many_mistakes_are_counted_and_the_first_are_shown(command, tmp_path):
     wrong = "".join(f"  key_{number}: 1\n" for number in range(600))
     (tmp_path / "mine.yaml").write_text(PROFILE.format(python="python3") + f"transfer:\n{wrong}")
     outcome = kvbm_here(*command.split(), "mine.yaml", home=tmp_path)

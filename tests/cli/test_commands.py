@@ -1,7 +1,5 @@
 """Every command's help and its ordinary output: whole terminals, compared by text. Mistakes are in mistakes.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -9,12 +7,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 from terminal import (
     PROGRAM,
-    Kvbm,
     assert_entry,
     assert_snapshot,
     environment,
@@ -72,7 +68,7 @@ tiers:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     (tmp_path / "parent.yaml").write_text("engine:\n  model: synthetic:tiny\n")
     (tmp_path / "mine.yaml").write_text(MINE)
     return tmp_path
@@ -82,31 +78,31 @@ HELP_ENTRIES = [f"kvbm {command}".rstrip() for command in HELPS]
 
 
 @pytest.mark.parametrize(("entry", "way"), ways(HELP_ENTRIES))
-def test_help(home: Path, entry: str, way: Kvbm) -> None:
+def test_help(home, entry, way):
     _, *command = entry.split()
     text = way(*command, "--help", home=home).text(f"{entry} --help")
     assert_entry("help", entry, text, names=HELP_ENTRIES)
 
 
-def test_stored_help_is_that_of_these_commands() -> None:
+def test_stored_help_is_that_of_these_commands():
     assert list(stored_entries("help")) == HELP_ENTRIES
 
 
 @pytest.mark.parametrize("command", ["", "profile"])
-def test_no_command_shows_the_help(home: Path, command: str) -> None:
+def test_no_command_shows_the_help(home, command):
     assert kvbm_here(*command.split(), home=home) == kvbm_here(*command.split(), "--help", home=home)
 
 
 @pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home: Path, name: str, way: Kvbm) -> None:
+def test_output(home, name, way):
     assert_snapshot(name, way(*OUTPUTS[name].split(), home=home).text(f"kvbm {OUTPUTS[name]}"))
 
 
-def test_shipped_profiles_are_listed(home: Path) -> None:
+def test_shipped_profiles_are_listed(home):
     assert kvbm("profile", "list", home=home).stdout.startswith("demo  ")
 
 
-def test_json_names_every_profile_that_a_file_extends(home: Path) -> None:
+def test_json_names_every_profile_that_a_file_extends(home):
     (home / "storage.yaml").write_text("tiers:\n  disk: {capacity: 1GiB}\n")
     (home / "both.yaml").write_text("extends: [./mine.yaml, ./storage.yaml]\n")
     shown = json.loads(kvbm_here("profile", "show", "./both.yaml", "--json", home=home).stdout)
@@ -114,7 +110,7 @@ def test_json_names_every_profile_that_a_file_extends(home: Path) -> None:
     assert shown["tiers.disk.capacity"]["origin"] == "storage.yaml:2"
 
 
-def test_profiles_are_merged_in_the_order_of_the_command_line(home: Path) -> None:
+def test_profiles_are_merged_in_the_order_of_the_command_line(home):
     (home / "storage.yaml").write_text("tiers:\n  host: {capacity: 64MiB}\n  disk: {capacity: 1GiB}\n")
     both = ["./mine.yaml", "-p", "storage.yaml"]
     shown = json.loads(kvbm_here("profile", "show", *both, "--json", home=home).stdout)
@@ -130,7 +126,7 @@ def test_profiles_are_merged_in_the_order_of_the_command_line(home: Path) -> Non
     assert listed.stdout == f"no caches in {home}/c\n"
 
 
-def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
+def test_warning_about_a_variable_does_not_touch_stdout(home):
     quiet = kvbm("profile", "check", "demo", home=home)
     warned = kvbm("profile", "check", "demo", home=home, DYN_KVBM_ENABLE="0")
     assert warned.stdout == quiet.stdout
@@ -139,21 +135,21 @@ def test_warning_about_a_variable_does_not_touch_stdout(home: Path) -> None:
     )
 
 
-def test_warning_stands_before_the_data_where_both_go_to_one_file(home: Path) -> None:
+def test_warning_stands_before_the_data_where_both_go_to_one_file(home):
     with (home / "both").open("w") as both:
         env = environment(home, DYN_KVBM_CPU_CACHE_GB="0.5")
         subprocess.run([*PROGRAM, "size", "-p", "./mine.yaml"], cwd=home, env=env, stdout=both, stderr=both, check=True)
     assert (home / "both").read_text().startswith("warning: `DYN_KVBM_CPU_CACHE_GB=0.5` overrides `tiers.host")
 
 
-def test_debug_shows_the_traceback_of_a_mistake(home: Path) -> None:
+def test_debug_shows_the_traceback_of_a_mistake(home):
     outcome = kvbm("--debug", "size", "--profile", "dmo", home=home)
     assert outcome.exit_code == 1
     assert "Traceback (most recent call last)" in outcome.stderr
     assert "ProfileError" in outcome.stderr
 
 
-def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
+def test_bug_is_one_line_without_a_traceback(home):
     breaks = (
         "import kvbm_cli.profile.size as s; s.size_of = None; "
         "from kvbm_cli.app import run; exit(run(['size', '-p', 'demo']))"
@@ -171,9 +167,7 @@ def test_bug_is_one_line_without_a_traceback(home: Path) -> None:
     assert saved.stat().st_mode & 0o777 == 0o600
 
 
-def test_reports_of_bugs_are_few_and_go_elsewhere_where_there_is_no_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_of_bugs_are_few_and_go_elsewhere_where_there_is_no_home(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for number in range(KEPT_REPORTS + 3):
         (tmp_path / "kvbm" / "crashes").mkdir(parents=True, exist_ok=True)
@@ -183,11 +177,10 @@ def test_reports_of_bugs_are_few_and_go_elsewhere_where_there_is_no_home(
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     elsewhere = save_report(ValueError("x"), ["size"])
-    assert elsewhere is not None
     assert elsewhere.parent.parent == tmp_path
 
 
-def test_causes_are_listed_between_error_and_hint(capsys: pytest.CaptureFixture[str]) -> None:
+def test_causes_are_listed_between_error_and_hint(capsys):
     inner = OSError("the disk is full")
     outer = RuntimeError("cannot write")
     outer.__cause__ = inner
@@ -197,21 +190,20 @@ def test_causes_are_listed_between_error_and_hint(capsys: pytest.CaptureFixture[
     )
 
 
-def test_help_of_a_narrow_terminal_cuts_no_summary(home: Path) -> None:
+def test_help_of_a_narrow_terminal_cuts_no_summary(home):
     for command in ("", "profile", "cache"):
         shown = kvbm(*command.split(), "-h", home=home, COLUMNS="60")
         assert shown.exit_code == 0
         assert "..." not in shown.stdout.partition("Commands:")[2]
 
 
-def test_output_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(home: Path) -> None:
+def test_output_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(home):
     with subprocess.Popen([*PROGRAM, "profile", "show", "demo"], cwd=home, stdout=subprocess.PIPE) as program:
-        assert program.stdout is not None
         program.stdout.close()
         assert program.wait(timeout=60) == 141
 
 
-def test_closed_pipe_is_not_an_error(home: Path) -> None:
+def test_closed_pipe_is_not_an_error(home):
     done = subprocess.run(
         f"{sys.executable} -c 'from kvbm_cli.app import main; main()' profile show demo | true",
         shell=True,
@@ -224,7 +216,7 @@ def test_closed_pipe_is_not_an_error(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("extra", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
-def test_colour_is_for_terminals_that_want_it(home: Path, extra: dict[str, str], coloured: bool) -> None:
+def test_colour_is_for_terminals_that_want_it(home, extra, coloured):
     leader, follower = pty.openpty()
     env = {**environment(home), "TERM": "xterm", **extra}
     done = subprocess.run([*PROGRAM, "size", "-p", "dmo"], cwd=home, env=env, stderr=follower)
@@ -237,14 +229,14 @@ def test_colour_is_for_terminals_that_want_it(home: Path, extra: dict[str, str],
 
 
 @pytest.mark.parametrize("command", ["profile show ./mine.yaml", "profile list", "size -p ./mine.yaml"])
-def test_tables_fit_into_a_terminal_and_are_not_wrapped_in_a_pipe(home: Path, command: str) -> None:
+def test_tables_fit_into_a_terminal_and_are_not_wrapped_in_a_pipe(home, command):
     narrow, wide = (on_a_terminal(*command.split(), home=home, columns=columns) for columns in (60, 200))
     assert max(map(len, narrow)) <= 60
     assert len(wide) < len(narrow)
     assert wide == kvbm(*command.split(), home=home).stdout.splitlines()
 
 
-def test_origin_stays_on_the_line_of_its_key_where_there_is_room(home: Path) -> None:
+def test_origin_stays_on_the_line_of_its_key_where_there_is_room(home):
     shown = on_a_terminal("profile", "show", "vllm", "--set", "tiers.host.capacity=2GB", home=home, columns=80)
     assert any(line.startswith("tiers.host.capacity ") and line.endswith(" # --set") for line in shown)
 
@@ -252,13 +244,13 @@ def test_origin_stays_on_the_line_of_its_key_where_there_is_room(home: Path) -> 
 HEAVY = ("torch", "transformers", "numpy", "aiohttp", "httpx", "pydantic", "yaml")
 
 
-def test_help_imports_nothing_heavy(home: Path) -> None:
+def test_help_imports_nothing_heavy(home):
     program = "import sys; from kvbm_cli.app import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
     assert not set(HEAVY) & set(done.stderr.split())
 
 
-def test_help_takes_less_than_half_a_second_of_the_processor(home: Path) -> None:
+def test_help_takes_less_than_half_a_second_of_the_processor(home):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     kvbm("--help", home=home)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -266,7 +258,7 @@ def test_help_takes_less_than_half_a_second_of_the_processor(home: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["size -p demo", "serve -p demo --dry-run", "profile list"])
-def test_command_without_an_engine_needs_no_torch(home: Path, command: str) -> None:
+def test_command_without_an_engine_needs_no_torch(home, command):
     program = f"import sys; from kvbm_cli.app import run; run({command.split()}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & set(done.stderr.split())

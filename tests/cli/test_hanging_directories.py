@@ -1,7 +1,5 @@
 """Commands on a directory whose file system hangs: they say so after a deadline. A child that sleeps plays that."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

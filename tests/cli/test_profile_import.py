@@ -4,8 +4,6 @@
 TensorRT-LLM publish. The profiles are entries of `snapshots/imported.txt`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -64,7 +62,7 @@ def imported_here(file: str, name: str | None, home: Path, *options: str) -> Out
 
 
 @pytest.mark.parametrize(("file", "name"), CASES, ids=ENTRIES)
-def test_profile_passes_the_check_or_says_what_is_missing(tmp_path: Path, file: str, name: str | None) -> None:
+def test_profile_passes_the_check_or_says_what_is_missing(tmp_path, file, name):
     outcome = imported_here(file, name, tmp_path)
     entry = " ".join(filter(None, (file, name)))
     assert_entry("imported", entry, outcome.text(f"kvbm profile import {entry}"), names=ENTRIES)
@@ -77,12 +75,12 @@ def test_profile_passes_the_check_or_says_what_is_missing(tmp_path: Path, file: 
     assert (checked.exit_code, refused) == (2 if missing else 0, missing), checked.stderr
 
 
-def test_entries_are_those_of_the_files() -> None:
+def test_entries_are_those_of_the_files():
     assert list(stored_entries("imported")) == ENTRIES
     assert {path.name for path in FILES.iterdir()} == ALL.keys()
 
 
-def test_program_reads_the_standard_input(tmp_path: Path) -> None:
+def test_program_reads_the_standard_input(tmp_path):
     line = "DYN_KVBM_CPU_CACHE_GB=4 vllm serve Qwen/Qwen3-8B --max-model-len 8k"
     made = kvbm("profile", "import", "-", "--output", "made.yaml", home=tmp_path, stdin=line)
     assert (made.exit_code, made.stdout) == (0, ""), made.stderr
@@ -90,7 +88,7 @@ def test_program_reads_the_standard_input(tmp_path: Path) -> None:
     assert checked.exit_code == 0, checked.stderr
 
 
-def test_json_has_the_profile_and_what_is_left(tmp_path: Path) -> None:
+def test_json_has_the_profile_and_what_is_left(tmp_path):
     outcome = imported_here("disagg_kvbm.sh", None, tmp_path, "--json")
     data = json.loads(outcome.stdout)
     assert outcome.stderr == ""
@@ -99,7 +97,7 @@ def test_json_has_the_profile_and_what_is_left(tmp_path: Path) -> None:
     assert {one["what"]: one["line"] for one in data["not_carried_over"]}["--is-prefill-worker"] == 17
 
 
-def test_options_win_over_the_file(tmp_path: Path) -> None:
+def test_options_win_over_the_file(tmp_path):
     outcome = imported_here("vllm_config.yaml", None, tmp_path, "--model", "org/other")
     assert "  model: org/other  # --model\n" in outcome.stdout
     refused = imported_here("kvbm.env", None, tmp_path, "--engine", "trt")
@@ -118,7 +116,7 @@ VALUE = st.sampled_from(["", " 8", "=fp8", " a/b", ' \'{"a": [1, {"b": null}]}\'
 
 
 @given(st.lists(st.tuples(FLAG, VALUE), max_size=8, unique_by=lambda one: one[0]))
-def test_every_flag_is_in_the_profile_or_listed(flags: list[tuple[str, str]]) -> None:
+def test_every_flag_is_in_the_profile_or_listed(flags):
     line = " ".join(f"{flag}{value}" for flag, value in flags)
     (text,) = profiles_of(f"vllm serve a/b {line}")
     for flag, _ in flags:
@@ -176,7 +174,7 @@ PARTS = [
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=12), st.sampled_from(["", " "]))
-def test_any_text_gives_a_profile_or_an_error(parts: list[str], between: str) -> None:
+def test_any_text_gives_a_profile_or_an_error(parts, between):
     with contextlib.suppress(KvbmError):
         assert profiles_of(between.join(parts))
 
@@ -273,7 +271,7 @@ TREES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, TREES, max_size=5))
-def test_any_tree_of_known_keys_gives_a_profile_or_an_error(tree: dict[str, object]) -> None:
+def test_any_tree_of_known_keys_gives_a_profile_or_an_error(tree):
     with contextlib.suppress(KvbmError):
         assert profiles_of(json.dumps(tree))
 
@@ -298,12 +296,12 @@ HUGE = {
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_input_that_grows_is_refused(name: str) -> None:
+def test_input_that_grows_is_refused(name):
     with pytest.raises(KvbmError, match=r"more than|nested too deeply"):
         launches_in(HUGE[name], name)
 
 
-def test_variables_of_a_container_do_not_grow() -> None:
+def test_variables_of_a_container_do_not_grow():
     growing = [{"name": "A0", "value": "0123456789"}]
     growing += [{"name": f"A{at + 1}", "value": f"$(A{at})" * 10} for at in range(6)]
     container = {"image": "vllm/vllm-openai", "args": ["--model=a", "--seed=$(A6)"], "env": growing}
@@ -312,20 +310,20 @@ def test_variables_of_a_container_do_not_grow() -> None:
     assert "`--seed $(A6)` (line 1)" in text.partition("# Not carried over:")[2]
 
 
-def test_a_key_that_is_no_text_is_refused() -> None:
+def test_a_key_that_is_no_text_is_refused():
     aliases = "".join(f"? &{new} [*{old} , *{old} ]\n: 1\n" for old, new in pairwise("abcdefghijklmnopqrstuvwxyz"))
     with pytest.raises(KvbmError, match="line 2: a key must be text"):
         launches_in(f"x: &a 1\n{aliases}", "text")
 
 
-def test_many_variables_and_many_commands_are_read_in_seconds() -> None:
+def test_many_variables_and_many_commands_are_read_in_seconds():
     commands = [*(f"export A{at}=" for at in range(9000)), *([":"] * 60_000), "vllm serve a/b"]
     started_s = time.process_time()
     launches_in("\n".join(commands), "text")
     assert time.process_time() - started_s < 10
 
 
-def test_values_with_many_levels_are_listed_or_stay_text() -> None:
+def test_values_with_many_levels_are_listed_or_stay_text():
     (text,) = profiles_of(f"vllm serve a/b --{'a.' * 5000}b 1 --hf-overrides '{'[' * 900}{']' * 900}'")
     assert "(line 1): more than 60" in text
     assert f'hf_overrides: "{"[" * 900}' in text
@@ -378,7 +376,7 @@ WITH_SECRETS = {
 
 
 @pytest.mark.parametrize("name", WITH_SECRETS)
-def test_no_secret_is_shown(tmp_path: Path, name: str) -> None:
+def test_no_secret_is_shown(tmp_path, name):
     (tmp_path / "file").write_text(WITH_SECRETS[name])
     shown = kvbm_here("profile", "import", "file", home=tmp_path)
     assert SECRET not in shown.stdout + shown.stderr
@@ -387,12 +385,12 @@ def test_no_secret_is_shown(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--long-prefill-token-threshold", "--pad-token-id", "--max-num-batched-tokens"])
-def test_tokens_of_a_text_are_no_secrets(flag: str) -> None:
+def test_tokens_of_a_text_are_no_secrets(flag):
     (text,) = profiles_of(f"vllm serve a/b {flag} 64")
     assert f"{flag.removeprefix('--').replace('-', '_')}: 64" in text
 
 
-def test_standard_input_may_be_non_blocking(tmp_path: Path) -> None:
+def test_standard_input_may_be_non_blocking(tmp_path):
     """As a terminal or a pipe is after another program has made it so."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -407,7 +405,7 @@ def test_standard_input_may_be_non_blocking(tmp_path: Path) -> None:
     assert b"model: a/b" in output
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
+def test_nothing_is_run(tmp_path):
     mark = tmp_path / "mark"
     (text,) = profiles_of(f"A=$(touch {mark})\nB=`touch {mark}`\ntouch {mark}\nvllm serve a/b --seed $A --revision $B")
     assert not mark.exists()

@@ -1,7 +1,5 @@
 """`kvbm serve --baseline`: the same engine without the cache, for every kind of engine, as `kvbm bench` starts it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ NOWHERE = "disk: {capacity: 1GiB, directory: /dev/null/nowhere}"
 
 
 @pytest.fixture
-def both(home: Path) -> Path:
+def both(home):
     """A home with a profile of each kind of engine."""
     (home / "qwen").mkdir()
     (home / "qwen" / "config.json").write_text(json.dumps(QWEN3))
@@ -42,7 +40,7 @@ def dry_run(home: Path, profile: str, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("profile", CACHE_FLAGS)
-def test_baseline_is_the_same_command_without_the_connector(both: Path, profile: str) -> None:
+def test_baseline_is_the_same_command_without_the_connector(both, profile):
     plan, baseline = dry_run(both, profile), dry_run(both, profile, "--baseline")
     flag = plan["argv"].index(CACHE_FLAGS[profile])
     assert baseline["argv"] == [*plan["argv"][:flag], *plan["argv"][flag + 2 :]]
@@ -56,9 +54,7 @@ class _Started(Exception):
 
 
 @pytest.mark.parametrize("profile", CACHE_FLAGS)
-def test_bench_starts_its_baseline_with_the_same_command(
-    both: Path, profile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_starts_its_baseline_with_the_same_command(both, profile, monkeypatch):
     started = []
 
     def start(plan: Any, *, log_path: Path) -> None:
@@ -74,12 +70,12 @@ def test_bench_starts_its_baseline_with_the_same_command(
     assert list(started[0].argv) == dry_run(both, profile, "--baseline")["argv"]
 
 
-def test_plan_of_a_baseline_says_that_there_is_no_cache(home: Path) -> None:
+def test_plan_of_a_baseline_says_that_there_is_no_cache(home):
     command = "serve --profile ./mine.yaml --dry-run --port 8123 --baseline"
     assert_snapshot("serve_baseline_dry_run", kvbm_here(*command.split(), home=home).text(f"kvbm {command}"))
 
 
-def test_baseline_takes_no_memory_and_is_named_so(home: Path) -> None:
+def test_baseline_takes_no_memory_and_is_named_so(home):
     """Its tiers need not fit on this machine."""
     (home / "mine.yaml").write_text((home / "mine.yaml").read_text().replace("64MiB}", f"64TiB}}, {NOWHERE}"))
     with serving(home, "--baseline") as program:
@@ -101,7 +97,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("options", WRONG)
-def test_options_that_contradict_a_baseline_are_usage_errors(both: Path, options: str) -> None:
+def test_options_that_contradict_a_baseline_are_usage_errors(both, options):
     for dry in ([], ["--dry-run"]):
         outcome = kvbm_here("serve", "-p", "./vllm.yaml", *options.split(), *dry, home=both)
         assert outcome.exit_code == 2
@@ -109,7 +105,7 @@ def test_options_that_contradict_a_baseline_are_usage_errors(both: Path, options
         assert WRONG[options] in outcome.stderr
 
 
-def test_limit_of_the_start_applies_to_a_baseline_too(home: Path) -> None:
+def test_limit_of_the_start_applies_to_a_baseline_too(home):
     failing = ("--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=0.5")
     outcome = kvbm("serve", "-p", "./mine.yaml", "--baseline", *failing, home=home)
     assert "not healthy after 0.5 s" in outcome.stderr

@@ -1,7 +1,5 @@
 """`kvbm doctor` on machines whose facts are written down: the whole text, the exit code, and the same as JSON."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from recorded_runs import facts
-from terminal import Kvbm, Outcome, assert_entry, assert_snapshot, stored_entries, ways
+from terminal import Outcome, assert_entry, assert_snapshot, stored_entries, ways
 
 from kvbm.config.load import load
 from kvbm_cli.doctor import command
@@ -70,9 +68,7 @@ MACHINES: dict[str, Callable[[], dict[str, Any]]] = {
             reason="a tenth of the free space holds 2 blocks of 131072 bytes",
         )
     },
-    "quota": lambda: {
-        "report": replace(GOOD, quotas=(Quota("user", 2**29, 2**28),), file_limit_bytes=2**20),
-    },
+    "quota": lambda: {"report": replace(GOOD, quotas=(Quota("user", 2**29, 2**28),), file_limit_bytes=2**20)},
     "hanging_disk": lambda: {"report": "no answer within 9 s"},
     "little_memory": lambda: {
         "meminfo": MEMINFO.replace("48828125", "32768"),
@@ -106,13 +102,13 @@ FAILING = {"poor_disk", "quota", "hanging_disk", "little_memory", "broken_engine
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     """A busy machine would be told of as one that takes long."""
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 60.0)
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
+def profile(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(PROFILE % (tmp_path / "cache"))
     return path
@@ -128,13 +124,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> 
 AFTER_A_PATH = re.compile(r"`\[PYTHON\]`:(?:\s+\S+)+? 'kvbm'")  # how long it is decides where the line breaks
 
 
-def test_runs_of_the_user_who_runs_the_tests_are_not_seen() -> None:
+def test_runs_of_the_user_who_runs_the_tests_are_not_seen():
     """They use memory and ports, so that an engine that runs would change the reports below."""
     assert not state_directory().is_relative_to(Path.home())
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_report(name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(name, tmp_path, profile, capsys):
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", **MACHINES[name]()))
     assert outcome.exit_code == (name in FAILING)
     text = outcome.text("kvbm doctor --profile ./mine.yaml")
@@ -142,14 +138,14 @@ def test_report(name: str, tmp_path: Path, profile: Path, capsys: pytest.Capture
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_profile(tmp_path, capsys):
     outcome = run(capsys, None, directory=tmp_path, machine=machine(tmp_path / "machine"))
     assert outcome.exit_code == 0
     assert_snapshot("doctor_without_a_profile", outcome.text("kvbm doctor --dir ."))
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_json_says_the_same(name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_the_same(name, tmp_path, profile, capsys):
     outcome = run(capsys, str(profile), as_json=True, machine=machine(tmp_path / "machine", **MACHINES[name]()))
     data = json.loads(outcome.stdout)
     assert outcome.exit_code == data["exit_code"] == (name in FAILING)
@@ -158,7 +154,7 @@ def test_json_says_the_same(name: str, tmp_path: Path, profile: Path, capsys: py
     assert all(check["remedy"] for check in data["checks"] if check["state"] == "failure")
 
 
-def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leftovers_of_others_are_named(tmp_path, profile, capsys):
     write(tmp_path / "cache" / "dynamo-kvbm-disk-cache-a1b2c3", "x" * 8192)
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine"))
     finding = f"left by NVIDIA's block manager in {tmp_path}/cache: 8.0 KiB, files: 1"
@@ -168,9 +164,7 @@ def test_leftovers_of_others_are_named(tmp_path: Path, profile: Path, capsys: py
     assert outcome.exit_code == 0
 
 
-def test_variables_that_the_profile_refers_to_are_known(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_that_the_profile_refers_to_are_known(tmp_path, profile, capsys):
     profile.write_text(PROFILE % "${CACHE}")
     known = machine(tmp_path / "machine", environment={"CACHE": str(tmp_path / "cache")})
     outcome = run(capsys, str(profile), machine=known)
@@ -178,7 +172,7 @@ def test_variables_that_the_profile_refers_to_are_known(
     assert outcome.exit_code == 0
 
 
-def test_variables_say_which_tiers_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variables_say_which_tiers_there_are(tmp_path, capsys):
     variables = {
         "DYN_KVBM_CPU_CACHE_GB": "1",
         "DYN_KVBM_DISK_CACHE_GB": "2000",
@@ -205,13 +199,11 @@ REMEDIES = {
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
-def test_remedy_without_a_profile_names_the_variable(remedy: str) -> None:
+def test_remedy_without_a_profile_names_the_variable(remedy):
     assert with_variables(remedy) == REMEDIES[remedy]
 
 
-def test_variable_without_effect_is_reported_once(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variable_without_effect_is_reported_once(tmp_path, profile, capsys):
     variables = {"DYN_KVBM_KV_EVENTS_ENABLE_CONSOLIDATOR": "1", "DYN_KVBM_CPU_CACHE_GB": "0"}
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", environment=variables))
     environment = outcome.stdout.partition("\n\n")[0]
@@ -219,18 +211,14 @@ def test_variable_without_effect_is_reported_once(
     assert environment.count("warning  DYN_KVBM_CPU_CACHE_GB") == 1, "it removes a tier of the profile"
 
 
-def test_a_disk_that_host_memory_outgrows_is_no_remedy(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_host_memory_outgrows_is_no_remedy(tmp_path, profile, capsys):
     for free, remedy in ((10**8, "set `tiers.disk.capacity: 90MB`, or use another"), (7 * 10**7, "use another")):
         known = machine(tmp_path / f"machine-{free}", report=replace(GOOD, free_bytes=free))
         outcome = run(capsys, str(profile), machine=known)
         assert f"remedy: {remedy} `tiers.disk.directory`" in outcome.stdout
 
 
-def test_copy_is_not_written_where_the_directory_cannot_be_used(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copy_is_not_written_where_the_directory_cannot_be_used(tmp_path, profile, capsys):
     known = machine(tmp_path / "machine", report="no answer within 9 s")
     outcome = run(capsys, str(profile), machine=known, write=tmp_path / "new.yaml")
     assert outcome.exit_code == 1
@@ -238,9 +226,7 @@ def test_copy_is_not_written_where_the_directory_cannot_be_used(
     assert not (tmp_path / "new.yaml").exists()
 
 
-def test_memory_is_checked_together_with_engines_that_start(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_checked_together_with_engines_that_start(tmp_path, profile, capsys, monkeypatch):
     """What a launcher has recorded counts until it ends, in this case by a signal."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     runs = Runs.writable()
@@ -265,7 +251,7 @@ def test_memory_is_checked_together_with_engines_that_start(
         one.close()
 
 
-def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path: Path) -> None:
+def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path):
     overrides = ["tiers.host.capacity=64MiB", "engine.arguments.data_parallel_size=2"]
     resolved = load("vllm", directories=[profiles_directory()], overrides=overrides)
     little = machine(tmp_path / "machine", meminfo=MEMINFO.replace("48828125", "100000"))  # 102.4 MB
@@ -280,17 +266,12 @@ def test_the_capacity_that_fits_is_that_of_each_engine(tmp_path: Path) -> None:
     ("variables", "line"),
     [
         ({"DYN_KVBM_DISK_CACHE_DIR": "/x"}, "warning  DYN_KVBM_DISK_CACHE_DIR"),
-        (
-            {"DYN_KVBM_DISK_CACHE_DIR": "x", "DYN_KVBM_DISK_CACHE_GB": "1"},
-            "failure  values",
-        ),
+        ({"DYN_KVBM_DISK_CACHE_DIR": "x", "DYN_KVBM_DISK_CACHE_GB": "1"}, "failure  values"),
         ({"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "5"}, "warning  priorities"),
         ({"DYN_KVBM_CPU_CACHE_GB": "1"}, "ok       variables          1 DYN_KVBM_* variables, all valid"),
     ],
 )
-def test_what_variables_amount_to(
-    variables: dict[str, str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_variables_amount_to(variables, line, tmp_path, capsys):
     outcome = run(capsys, None, directory=tmp_path, machine=machine(tmp_path / "machine", environment=variables))
     assert f"\n  {line}" in outcome.stdout
 
@@ -310,9 +291,7 @@ SMALLER = {
 
 
 @pytest.mark.parametrize("name", SMALLER)
-def test_tier_that_is_smaller_than_the_one_above(
-    name: str, tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tier_that_is_smaller_than_the_one_above(name, tmp_path, profile, capsys):
     override, line, remedy = SMALLER[name]
     options = {"directory": None, "as_json": False, "is_quick": True, "write": None}
     assert doctor([str(profile)], [override], machine=machine(tmp_path / "machine"), **options) == 0
@@ -321,7 +300,7 @@ def test_tier_that_is_smaller_than_the_one_above(
     assert f"remedy: {remedy}\n" in shown
 
 
-def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tiers_of_a_model_that_nobody_knows_yet(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(
         "engine: {kind: vllm, model: some/model}\n"
         f"tiers: {{host: {{capacity: 2GB}}, disk: {{capacity: 1GB, directory: {tmp_path}}}}}\n"
@@ -341,7 +320,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("what", UNUSABLE)
-def test_directory_that_cannot_be_used(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_that_cannot_be_used(what, tmp_path, capsys):
     make, finding = UNUSABLE[what]
     path = tmp_path / ("parent/cache" if what == "below a file" else "cache")
     make(path)
@@ -352,16 +331,14 @@ def test_directory_that_cannot_be_used(what: str, tmp_path: Path, capsys: pytest
     assert (check["state"], finding in check["finding"], data["recommended"]) == ("failure", True, None)
 
 
-def test_transfers_that_fail_are_a_failure(tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transfers_that_fail_are_a_failure(tmp_path, profile, capsys):
     report = replace(GOOD, speed=None, transfers=ProbeOutcome(False, "EDQUOT"))
     outcome = run(capsys, str(profile), machine=machine(tmp_path / "machine", report=report))
     assert outcome.exit_code == 1
     assert "  failure  speed              transferring many blocks fails: EDQUOT\n" in outcome.stdout
 
 
-def test_caches_that_are_there_count_as_space(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_caches_that_are_there_count_as_space(tmp_path, profile, capsys):
     instance = tmp_path / "cache" / ("ab" * 8) / "0123456789abcdef"
     instance.mkdir(parents=True, mode=0o700)
     with open(instance / "arena", "wb") as arena:
@@ -390,9 +367,7 @@ class Screen(io.StringIO):
         return count
 
 
-def test_what_takes_long_is_named_on_stderr(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_long_is_named_on_stderr(tmp_path, profile, capsys, monkeypatch):
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0.2)
     monkeypatch.setattr(progress, "REDRAW_S", 0.05)
 
@@ -419,17 +394,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
-def test_mistake_on_the_command_line(name: str, way: Kvbm, tmp_path: Path, profile: Path) -> None:
+def test_mistake_on_the_command_line(name, way, tmp_path, profile):
     outcome = way(*MISTAKES[name].split(), home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert_entry("mistakes/doctor", name, outcome.text(f"kvbm {MISTAKES[name]}"), names=MISTAKES)
 
 
-def test_stored_mistakes_are_these() -> None:
+def test_stored_mistakes_are_these():
     assert list(stored_entries("mistakes/doctor")) == list(MISTAKES)
 
 
-def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_without_a_disk_tier(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("extends: demo\nserver: {port: 0}\nmetrics: {port: 0}\n")
     outcome = run(capsys, str(tmp_path / "mine.yaml"), machine=machine(tmp_path / "machine"))
     assert outcome.exit_code == 0
@@ -437,9 +412,7 @@ def test_profile_without_a_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "recommended" not in outcome.stdout
 
 
-def test_interpreter_that_hangs_does_not_delay_a_quick_check(
-    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreter_that_hangs_does_not_delay_a_quick_check(tmp_path, profile, capsys, monkeypatch):
     monkeypatch.setattr(command, "QUICK_WORK_S", 1.0)
     hanging = tmp_path / "python"
     hanging.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -453,7 +426,7 @@ def test_interpreter_that_hangs_does_not_delay_a_quick_check(
     assert outcome.exit_code == 0
 
 
-def test_answers_cover_every_program() -> None:
+def test_answers_cover_every_program():
     from kvbm_cli.doctor.machine import PROBES
 
     programs = {path.stem for path in PROBES.glob("*.py") if "__main__" in path.read_text()}

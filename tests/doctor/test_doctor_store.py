@@ -1,7 +1,5 @@
 """`kvbm doctor` on the store of a shared tier: a directory, a small S3 server that refuses things, written facts."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ SECRET_KEY = "hunter2-hunter2-hunter2"
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch):
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 60.0)
 
 
@@ -62,7 +60,7 @@ def states(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
 # -- what the report says ----------------------------------------------------------------------------------------------
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(PROFILE % "")
     chosen = {"directory": None, "as_json": False, "is_quick": False, "write": None, "prefill_rate": 5000.0}
     code = doctor([str(tmp_path / "mine.yaml")], [], **chosen, machine=machine(tmp_path / "machine"))
@@ -87,9 +85,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("no answer within 90 s", "store", "failure", "does not answer: no answer within 90 s"),
     ],
 )
-def test_each_finding_has_its_state(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], report: StoreReport | str, name: str, state: str, about: str
-) -> None:
+def test_each_finding_has_its_state(tmp_path, capsys, report, name, state, about):
     check = checked(capsys, tmp_path, store=report)[name]
     assert check["state"] == state
     assert about in check["finding"]
@@ -108,9 +104,7 @@ BYTES_PER_TOKEN = 8192  # of synthetic:tiny
         (1e8, 100_000.0, "warning", None),
     ],
 )
-def test_the_store_pays_from_a_length_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], get_rate: float, prefill: float | None, state: str, tokens: int
-) -> None:
+def test_the_store_pays_from_a_length_on(tmp_path, capsys, get_rate, prefill, state, tokens):
     """The first blocks arrive after 24 ms, in which the engine computes 24 or 2400 tokens; an object has 256."""
     report = replace(GOOD_STORE, get_rate=get_rate)
     check = checked(capsys, tmp_path, store=report, prefill_rate=prefill)["break-even"]
@@ -119,9 +113,7 @@ def test_the_store_pays_from_a_length_on(
     assert check["facts"].get("pays_from_tokens") == tokens
 
 
-def test_an_engine_that_only_reads_needs_no_permission_to_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_engine_that_only_reads_needs_no_permission_to_write(tmp_path, capsys):
     found = checked(capsys, tmp_path, more=", write: false", store=StoreReport(small_get_s=0.001))
     assert states(found) == {"library": "ok", "permissions": "ok", "latency": "ok", "throughput": "skipped"}
 
@@ -129,7 +121,7 @@ def test_an_engine_that_only_reads_needs_no_permission_to_write(
 # -- library and secret ------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_library_is_named_with_the_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_library_is_named_with_the_interpreter(tmp_path, capsys):
     answers = {"connector": {"seconds": 0.1, "error": "ModuleNotFoundError: No module named 'obstore'"}}
     library = checked(capsys, tmp_path, answers=answers)["library"]
     assert library["state"] == "failure"
@@ -146,9 +138,7 @@ def test_a_missing_library_is_named_with_the_interpreter(tmp_path: Path, capsys:
         (SECRET_KEY, 0o600, "ok", "can be read"),
     ],
 )
-def test_the_secret_of_the_tier_is_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, mode: int, state: str, about: str
-) -> None:
+def test_the_secret_of_the_tier_is_checked(tmp_path, capsys, content, mode, state, about):
     if content is not None:
         (tmp_path / "key").write_text(content)
         (tmp_path / "key").chmod(mode)
@@ -161,7 +151,7 @@ def test_the_secret_of_the_tier_is_checked(
 # -- the probe on real stores ------------------------------------------------------------------------------------------
 
 
-def test_probe_of_a_directory_leaves_nothing(tmp_path: Path) -> None:
+def test_probe_of_a_directory_leaves_nothing(tmp_path):
     found = probe(f"file://{tmp_path}/kv", seconds=0.05, writes=True)
     assert (found.failed, found.creates_once, found.left_objects) == (None, True, 0)
     assert found.get_rate is not None
@@ -174,7 +164,7 @@ def test_probe_of_a_directory_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def of_server(monkeypatch: pytest.MonkeyPatch) -> Any:
+def of_server(monkeypatch):
     def use(server: StandIn) -> str:
         for name, value in (
             ("ENDPOINT", server.url),
@@ -192,9 +182,7 @@ def of_server(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("refused", "failed", "left"),
     [((), None, 0), (("LIST",), "list", 0), (("PUT",), "put", 0), (("GET",), "get", 0), (("DELETE",), "delete", 17)],
 )
-def test_probe_names_the_step_that_is_refused(
-    of_server: Any, refused: tuple[str, ...], failed: str | None, left: int
-) -> None:
+def test_probe_names_the_step_that_is_refused(of_server, refused, failed, left):
     with StandIn(refused=refused) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
         assert (found.failed, found.left_objects) == (failed, left)
@@ -206,21 +194,21 @@ def test_probe_names_the_step_that_is_refused(
 @pytest.mark.parametrize(
     ("how", "creates_once"), [({}, True), ({"overwrites": True}, False), ({"lacks_conditions": True}, False)]
 )
-def test_probe_finds_out_whether_conditions_count(of_server: Any, how: dict[str, bool], creates_once: bool) -> None:
+def test_probe_finds_out_whether_conditions_count(of_server, how, creates_once):
     with StandIn(**how) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
     assert (found.failed, found.creates_once) == (None, creates_once)
 
 
 @pytest.mark.parametrize(("ahead_s", "least", "most"), [(0, 0, 0), (300, 290, 310), (-300, -310, -290)])
-def test_probe_compares_the_clocks(of_server: Any, ahead_s: int, least: int, most: int) -> None:
+def test_probe_compares_the_clocks(of_server, ahead_s, least, most):
     with StandIn(ahead=timedelta(seconds=ahead_s)) as server:
         found = probe(of_server(server), seconds=0.0, writes=True)
     assert found.clock_s is not None
     assert least <= found.clock_s <= most
 
 
-def test_probe_removes_what_a_killed_doctor_left(of_server: Any) -> None:
+def test_probe_removes_what_a_killed_doctor_left(of_server):
     with StandIn() as server:
         old, new = (f"team-a/{PREFIX}/{name}/1" for name in ("old", "new"))
         server.objects[old] = b"x", datetime.now(UTC) - timedelta(hours=2)
@@ -229,7 +217,7 @@ def test_probe_removes_what_a_killed_doctor_left(of_server: Any) -> None:
         assert list(server.objects) == [new]
 
 
-def test_a_store_that_does_not_exist_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_exist_fails_at_once(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("DYN_KVBM_OBJECT_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
     monkeypatch.setenv("DYN_KVBM_OBJECT_ACCESS_KEY", "me")
@@ -244,7 +232,7 @@ def test_a_store_that_does_not_exist_fails_at_once(monkeypatch: pytest.MonkeyPat
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_store_is_checked_without_a_profile(tmp_path: Path) -> None:
+def test_only_the_store_is_checked_without_a_profile(tmp_path):
     outcome = kvbm_here("doctor", "--url", f"file://{tmp_path}/kv", "--quick", "--json", home=tmp_path)
     data = json.loads(outcome.stdout)
     assert (outcome.exit_code, data["url"]) == (0, f"file://{tmp_path}/kv")
@@ -252,7 +240,7 @@ def test_only_the_store_is_checked_without_a_profile(tmp_path: Path) -> None:
     assert not (tmp_path / "kv").exists()
 
 
-def test_a_wrong_url_is_a_mistake(tmp_path: Path) -> None:
+def test_a_wrong_url_is_a_mistake(tmp_path):
     outcome = kvbm_here("doctor", "--url", "ftp://kv", home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert "`--url` must begin with one of" in outcome.stderr
@@ -300,9 +288,7 @@ class FakePool:
     ],
     ids=["works", "no owner", "no master", "changed bytes"],
 )
-def test_a_pool_is_tested_with_objects_that_are_removed(
-    pool: FakePool, failed: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_is_tested_with_objects_that_are_removed(pool, failed, reason, monkeypatch):
     monkeypatch.setattr(MooncakeStore, "open", lambda *_, **__: pool)
     found = probe("mooncake://127.0.0.1:1", seconds=0.01, writes=True)
     assert (found.failed, found.reason) == (failed, reason)
@@ -310,7 +296,7 @@ def test_a_pool_is_tested_with_objects_that_are_removed(
     assert pool.objects == {}
 
 
-def test_an_engine_that_only_reads_asks_the_pool_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_only_reads_asks_the_pool_and_writes_nothing(monkeypatch):
     pool = FakePool()
     monkeypatch.setattr(MooncakeStore, "open", lambda *_, **__: pool)
     monkeypatch.setattr(pool, "put", lambda objects: pytest.fail("it writes"))
@@ -318,7 +304,7 @@ def test_an_engine_that_only_reads_asks_the_pool_and_writes_nothing(monkeypatch:
     assert (found.failed, found.get_rate, found.small_get_s is not None) == (None, None, True)
 
 
-def test_a_pool_that_cannot_be_reached_is_a_failure_that_names_what_to_start(tmp_path: Path) -> None:
+def test_a_pool_that_cannot_be_reached_is_a_failure_that_names_what_to_start(tmp_path):
     outcome = kvbm_here("doctor", "--url", "mooncake://127.0.0.1:1", "--json", home=tmp_path)
     (check,) = [one for one in json.loads(outcome.stdout)["checks"] if one["group"] == "store"]
     assert (outcome.exit_code, check["name"], check["state"]) == (1, "pool", "failure")

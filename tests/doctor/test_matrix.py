@@ -219,7 +219,7 @@ def _result(tier: DiskStorage) -> Any:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.kind)
-def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_and_what_is_recommended(row, tmp_path, capsys):
     with filesystem(row.kind, tmp_path) as point:
         before = sorted(os.listdir(point))
         with LeastFree(point) as free:
@@ -245,7 +245,7 @@ def test_verdict_and_what_is_recommended(row: Row, tmp_path: Path, capsys: pytes
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.6])
-def test_kill_leaves_nothing_where_files_have_names(delay_s: float, tmp_path: Path) -> None:
+def test_kill_leaves_nothing_where_files_have_names(delay_s, tmp_path):
     with filesystem("fuse-refuses", tmp_path) as point:
         command = [sys.executable, "-c", "from kvbm_cli.app import main; main()", "doctor", "--quick", "--dir", point]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -263,7 +263,7 @@ def test_kill_leaves_nothing_where_files_have_names(delay_s: float, tmp_path: Pa
             time.sleep(0.01)
 
 
-def test_filesystem_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_filesystem_that_hangs(tmp_path, capsys):
     with filesystem("fuse-refuses", tmp_path) as point:
         (daemon,) = [pid for pid in processes() if b"lying_filesystem.py" in pid[1] and str(point).encode() in pid[1]]
         os.kill(daemon[0], signal.SIGSTOP)
@@ -289,7 +289,7 @@ def processes() -> Iterator[tuple[int, bytes]]:
                 yield int(entry.name), (entry / "cmdline").read_bytes()
 
 
-def test_limit_on_the_size_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limit_on_the_size_of_files(tmp_path, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, before[1]))
     try:
@@ -330,7 +330,7 @@ DENIED = {
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of system calls are those of x86_64")
 @pytest.mark.parametrize("denied", DENIED)
-def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
+def test_denied_io_uring(denied, tmp_path):
     numbers = ",".join(str(SYSCALLS[name]) for name in denied.split(","))
     program = "import sys; from kvbm_cli.doctor.probes.disk import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", DENYING, numbers, sys.executable, "-c", program, str(tmp_path)]
@@ -344,5 +344,5 @@ def test_denied_io_uring(denied: str, tmp_path: Path) -> None:
     assert report.settings == RecommendedSettings("default", True, False), "threads need neither"
 
 
-def test_every_filesystem_has_its_row() -> None:
+def test_every_filesystem_has_its_row():
     assert {row.kind for row in TABLE} == set(KINDS)
