@@ -32,29 +32,21 @@ bench:
 """
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
 LLAMA = {"model_type": "llama", "num_attention_heads": 4, "hidden_size": 256}
+# What mistakes.py has no row for.
 MISTAKES = {
     "model: synthetic:huge": (
         "`engine.model`: unknown model `synthetic:huge`",
         "use one of `synthetic:tiny`, `synthetic:small`, `synthetic:8b`",
     ),
-    "model: synthetic:smal": ("`engine.model`: unknown model `synthetic:smal`", "did you mean `synthetic:small`?"),
-    "model: meta-llama/Llama-3-8B": ("there is no directory `meta-llama/Llama-3-8B`", "use a local directory"),
     "model: ./gpt2": ("/gpt2` is a `gpt2` model, which the embedded engine does not support", "cohere2, deepseek_v3"),
     "model: ./shapeless": ("the model's configuration has no valid `num_hidden_layers`", None),
     "model: ./empty": ("/empty/config.json`: no such file", "a model directory contains `config.json`"),
     "model: ./broken": ("/broken/config.json` is not JSON", "a model directory contains `config.json`"),
     "model: ./unnamed": ("/unnamed/config.json` has no `model_type`", "supported models, text only: cohere2"),
-    "python: /no/such/python": ("`/no/such/python` is not an executable", "remove `engine.python`"),
     "max_model_len: 1025": (
         "`max_model_len` is 1025 tokens, but G1 holds at most 1024",
         "raise `engine.arguments.num_blocks`",
     ),
-    "max_model_len: 50000": (
-        "`max_model_len` is 50000 tokens, but the model accepts at most 40960",
-        "lower `engine.arg",
-    ),
-    "capacity: 1KiB": ("host memory of 1KiB is too small: one block requires 128KiB", "raise `tiers.host.capacity`"),
-    "host: 192.0.2.1": ("cannot listen on 192.0.2.1: cannot assign", "set `server.host` to an address of this machine"),
 }
 
 
@@ -90,12 +82,6 @@ def write(home: Path, *changes: str) -> dict[str, int]:
     return numbers
 
 
-def test_right_profile_has_no_mistake(home):
-    write(home)
-    outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
-    assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (0, "mine.yaml: no mistakes found\n", "")
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("change", "way"), ways(MISTAKES))
 def test_check_finds_what_a_dry_run_finds(home, change, way):
@@ -126,15 +112,6 @@ def test_check_finds_a_mistake_inside_a_workload(home):
     assert outcome.exit_code == 2
     assert "userz" in outcome.stderr
     assert "mine-too.yaml" in outcome.stderr
-
-
-@pytest.mark.parametrize("command", ["profile check ./mine.yaml", "serve --dry-run -p ./mine.yaml"])
-def test_more_memory_than_there_is_gets_a_warning(home, command):
-    write(home, "capacity: 900TB")
-    outcome = kvbm_here(*command.split(), home=home)
-    assert outcome.exit_code == 0
-    assert outcome.stderr.startswith("warning: `tiers.host.capacity` requires 818.5 TiB, but only ")
-    assert outcome.stderr.endswith("  9 |     capacity: 900TB\n    |               ^^^^^\n")
 
 
 DISKS = {
