@@ -18,7 +18,6 @@ from bench_rig import (
     STEADY_WORKLOAD,
     WORKLOAD,
     MockEngines,
-    in_turn,
     measure,
     summary_of,
     timed,
@@ -26,7 +25,7 @@ from bench_rig import (
 )
 
 from kvbm.config.launch_plan import LaunchPlan
-from kvbm.errors import EngineError, UsageError
+from kvbm.errors import EngineError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
 from kvbm_cli.bench.judge.verdict import VerdictLimits
@@ -80,63 +79,12 @@ def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(
 
 
 @fast
-def test_an_invalid_run_reports_no_gain(tmp_path, capsys):
-    engines = MockEngines().changed("kvbm", faults={4: "http_500"})
-    assert measure(tmp_path, engines, in_turn(), as_json=False) == 11
-    page = capsys.readouterr().out
-    assert "invalid: the result cannot be used" in " ".join(page.split())
-    assert "arms: in turn, one engine after the other" in page
-    assert "possible gain" not in page
-
-
-@timed
-@fast
-def test_two_profiles_are_compared_under_their_names(tmp_path, capsys):
-    engines = MockEngines.steady().renamed(**{"demo": "kvbm", "demo-disk": "kvbm"})
-    engines = engines.changed("demo-disk", g2_token_ms=SLOW_G2_TOKEN_MS)
-    assert measure(tmp_path, engines, STEADY_WORKLOAD, compare=("demo-disk",)) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert engines.started == ["recording", "demo-disk", "demo", "floor"]
-    assert summary["compared"] == {"measured": "demo", "reference": "demo-disk"}
-    assert "tiers.disk.capacity" in summary["arms"]["demo-disk"]["differences"]
-    assert "times faster with demo than with demo-disk" in summary["explanation"]
-    assert summary["cells"][0]["arms"]["demo-disk"]["prompt_tokens"]["g2"] > 0
-    assert summary["share_of_possible_gain"] is None
-
-
-@fast
-@pytest.mark.parametrize(("change", "verdict"), [({}, False), ({"differs": True}, None)])
-def test_a_wrong_answer_of_a_compared_profile_counts_unless_its_engine_differs(tmp_path, capsys, change, verdict):
-    """An engine with other arguments may answer otherwise."""
-    other = tmp_path / "other.yaml"
-    other.write_text("extends: demo\n" + ("engine: {arguments: {threads: 3}}\n" if change else "description: x\n"))
-    engines = MockEngines().renamed(demo="kvbm", other="kvbm").changed("other", faults={4: "wrong"})
-    code = measure(tmp_path, engines, compare=("baseline", str(other)))
-    summary = json.loads(capsys.readouterr().out)
-    if verdict is None:
-        assert code != 12, summary["explanation"]
-        assert any("the engine of other differs in `engine.arguments.threads`" in one for one in summary["caveats"])
-    else:
-        assert code == 12
-        assert "arm other" in summary["explanation"]
-
-
-@fast
 def test_progress_goes_to_stderr(tmp_path, capsys):
     measure(tmp_path, MockEngines())
     shown = capsys.readouterr()
     assert "preparation of small: 6 requests" in shown.err
     assert "small, run 1 of 1: baseline, kvbm, floor, 18 requests" in shown.err
     assert shown.out.startswith("{")
-
-
-@fast
-def test_brackets_in_names_are_text_and_40_columns_lose_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    measure(tmp_path, MockEngines(), WORKLOAD.model_copy(update={"name": "[x]"}), as_json=False)
-    page = capsys.readouterr().out
-    assert "[x]" in page
-    assert "…" not in page
 
 
 @fast
@@ -150,26 +98,6 @@ def test_results_have_no_path_of_this_machine(tmp_path, capsys):
         text = path.read_text(errors="replace")
         assert str(tmp_path) not in text, path
         assert str(Path.home()) + "/" not in text, path
-
-
-@fast
-def test_the_report_is_computed_again_from_the_files(tmp_path, capsys):
-    code = measure(tmp_path, MockEngines())
-    first = json.loads(capsys.readouterr().out)
-    (tmp_path / "run" / "report.html").unlink()
-    assert command.report(tmp_path / "run", as_json=True) in (code, 11)  # 11: default limits on a busy machine
-    again = json.loads(capsys.readouterr().out)
-    assert again["cells"][0]["arms"] == first["cells"][0]["arms"]
-    assert (tmp_path / "run" / "report.html").exists()
-
-
-def test_an_output_directory_in_use_is_refused_before_anything_starts(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine").touch()
-    engines = MockEngines()
-    with pytest.raises(UsageError, match="is not empty"):
-        measure(tmp_path, engines)
-    assert engines.started == []
 
 
 @fast

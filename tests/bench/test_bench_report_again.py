@@ -38,6 +38,14 @@ def test_the_exit_code_is_that_of_the_verdict(tmp_path, capsys, later_ms, exit_c
     assert command.report(made(tmp_path / "a", times={"kvbm": later_ms}), as_json=True) == exit_code
 
 
+def test_brackets_in_names_are_text_and_40_columns_lose_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command.report(made(tmp_path / "a", workloads=[in_turn(SIX.model_copy(update={"name": "[x]"}))]), as_json=False)
+    page = capsys.readouterr().out
+    assert "[x]" in page
+    assert "…" not in page
+
+
 def test_the_records_decide_and_not_the_old_summary(tmp_path, capsys):
     path = made(tmp_path / "a")
     lines = [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]

@@ -223,6 +223,8 @@ def test_the_page_shows_any_result(tmp_path):
     show(made.summary(), console, directory=tmp_path)
     shown = console.file.getvalue()
     assert "invalid: the result cannot be used: 1 of 12 requests of arm baseline failed" in " ".join(shown.split())
+    assert "arms: in turn, one engine after the other" in shown
+    assert "possible gain" not in shown
     assert "\x1b" not in shown
 
 
