@@ -2,13 +2,11 @@
 
 import json
 from collections import Counter
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from bench_rig import (
-    PATIENT,
     REQUESTS,
     WORKLOAD,
     MockEngines,
@@ -25,10 +23,8 @@ from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom, RunningEngine
+from kvbm_cli.bench.engines import NeededRoom
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.metrics.scraper import SampleLine
-from kvbm_cli.bench.metrics.summary import summarise
 from kvbm_cli.bench.result.directory import BenchDirectory
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
@@ -129,22 +125,15 @@ def test_a_finished_experiment_starts_nothing_and_gives_the_same_result(tmp_path
     assert again == first
 
 
-def test_a_last_line_that_was_cut_off_is_not_a_record(tmp_path):
+@pytest.mark.parametrize("name", ["requests.jsonl", "runs.jsonl"])
+def test_a_last_line_that_was_cut_off_is_no_record_and_makes_its_run_again(tmp_path, name):
     assert measure(tmp_path, Interrupting(3), PAIRS) == 130
-    path = tmp_path / "run" / "requests.jsonl"
-    with path.open("a") as file:
-        file.write(path.read_text().splitlines()[0][:-1])
-    assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
-    require_whole(tmp_path)
-
-
-def test_a_line_of_a_run_that_was_cut_off_makes_that_run_again(tmp_path):
-    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
-    path = tmp_path / "run" / "runs.jsonl"
-    path.write_text(path.read_text()[:-20])
+    path = tmp_path / "run" / name
+    text = path.read_text()
+    path.write_text(text[:-20] if name == "runs.jsonl" else text + text.splitlines()[0][:-1])
     engines = MockEngines()
     assert measure(tmp_path, engines, PAIRS, resume=True) in (0, 10)
-    assert len(engines.started) == RUNS - 1
+    assert len(engines.started) == RUNS - (1 if name == "runs.jsonl" else 2)
     require_whole(tmp_path)
 
 
@@ -247,24 +236,19 @@ def test_a_full_disk_is_an_error_that_names_the_directory_and_can_be_resumed(tmp
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "requests.jsonl").touch()
-    monkeypatch.setattr(BenchDirectory, "append", full)
-    monkeypatch.setattr(BenchDirectory, "create", BenchDirectory)
-    with pytest.raises(EnvironmentProblem, match=r"cannot write to .*/run: no space left"):
-        measure(tmp_path, MockEngines(), PAIRS)
+    with monkeypatch.context() as patched:
+        patched.setattr(BenchDirectory, "append", full)
+        patched.setattr(BenchDirectory, "create", BenchDirectory)
+        with pytest.raises(EnvironmentProblem, match=r"cannot write to .*/run: no space left"):
+            measure(tmp_path, MockEngines(), PAIRS)
     assert summary_of(tmp_path)["complete"] is False
     assert caplog.records == [], "asyncio logs the exceptions of tasks that nobody looked at"
-    monkeypatch.undo()
-    monkeypatch.setattr("kvbm_cli.bench.experiment._sampler", without_metrics)
     assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
     require_whole(tmp_path)
 
 
-def without_metrics(path: Path, engine: RunningEngine, start_ns: int):
-    path.write_text(json.dumps(SampleLine(t_ms=0.0, took_ms=0.0).to_json()) + "\n")
-    return nullcontext(SimpleNamespace(summary=lambda: summarise(path)))
-
-
-def test_ctrl_c_on_a_full_disk_still_ends_with_130(tmp_path, monkeypatch):
+@pytest.fixture
+def no_room_for_a_summary(monkeypatch):
     write = BenchDirectory.write_json
 
     def full(self, path, content, **options):
@@ -273,23 +257,15 @@ def test_ctrl_c_on_a_full_disk_still_ends_with_130(tmp_path, monkeypatch):
         write(self, path, content, **options)
 
     monkeypatch.setattr(BenchDirectory, "write_json", full)
+
+
+@pytest.mark.usefixtures("no_room_for_a_summary")
+def test_ctrl_c_on_a_full_disk_still_ends_with_130(tmp_path):
     assert measure(tmp_path, Interrupting(1), PAIRS) == 130
 
 
-def test_a_result_is_printed_even_if_it_cannot_be_written(tmp_path, monkeypatch, capsys):
-    write = BenchDirectory.write_json
-
-    def full(self, path, content, **options):
-        if path == "summary.json":
-            raise OSError(28, "No space left on device")
-        write(self, path, content, **options)
-
-    monkeypatch.setattr(BenchDirectory, "write_json", full)
+@pytest.mark.usefixtures("no_room_for_a_summary")
+def test_a_result_is_printed_even_if_it_cannot_be_written(tmp_path, capsys):
     with pytest.raises(EnvironmentProblem, match="no space left"):
         measure(tmp_path, MockEngines())
     assert json.loads(capsys.readouterr().out)["complete"] is True
-
-
-def test_limits_and_workloads_of_these_tests_are_the_ones_of_the_rig():
-    assert PATIENT.margin == 0.05
-    assert WORKLOAD.users * WORKLOAD.turns == REQUESTS
