@@ -100,7 +100,7 @@ def main() -> None:
     if MODE == "long_farewell":
         print("(Worker pid=7) ERROR 11-21 18:03:38 [worker.py:3] the device is gone", flush=True)
         sys.exit("\n".join(f"farewell {number}" for number in range(20)))
-    if MODE == "children":
+    if MODE in ("children", "litters"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"child {child.pid}", flush=True)
     if MODE == "litters":

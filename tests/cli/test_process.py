@@ -9,7 +9,6 @@ import sys
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -117,44 +116,6 @@ def test_stubborn_engine_is_killed_when_patience_ends(tmp_path):
     with EngineProcess.start(fake_plan("stubborn"), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
         assert engine.stop(timeout_s=0.2) == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("end", ["stop", "kill", "dies"])
-def test_processes_of_the_engine_end_with_it(tmp_path, end):
-    with EngineProcess.start(fake_plan("children"), log_path=tmp_path / "log") as engine:
-        engine.wait_healthy(DEADLINE_S)
-        child = psutil.Process(engine.pid).children()[0]
-        if end == "dies":
-            os.kill(engine.pid, signal.SIGKILL)
-            eventually(lambda: engine.poll() is not None)
-        else:
-            getattr(engine, end)()
-        eventually(lambda: is_gone(child.pid))
-
-
-STARTER = """
-import sys, time
-from pathlib import Path
-sys.path[:0] = sys.argv[1:3]
-from test_process import fake_plan
-from kvbm_cli.engine.process import EngineProcess
-engine = EngineProcess.start(fake_plan("children"), log_path=Path(sys.argv[3]))
-engine.wait_healthy(20)
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
-    folders = map(str, Path(__file__).parents[:2])
-    command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout.readline() == "ready\n"
-        family = psutil.Process(parent.pid).children(recursive=True)
-        assert len(family) == 3, "the engine, what it started, and the guard"
-        parent.kill()
-        eventually(lambda: all(is_gone(member.pid) for member in family))
-        assert parent.wait() == -signal.SIGKILL
 
 
 def test_engine_stops_as_usual_without_its_guard(tmp_path):

@@ -101,8 +101,10 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
     command = [sys.executable, "-c", STARTER, *folders, str(tmp_path / "log")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         litter = Litter.of(int(parent.stdout.readline()))
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert any(str(GUARD) in process.cmdline() for process in family)
         parent.kill()
-        eventually(lambda: not litter.left())
+        eventually(lambda: not litter.left() and all(is_gone(process.pid) for process in family))
 
 
 def test_what_is_older_than_the_guard_and_younger_than_the_engine_is_cleared_away_too(tmp_path, monkeypatch):

@@ -143,14 +143,6 @@ def test_interrupt_during_the_start_is_not_a_failed_start(home, mode, number):
         assert "error:" not in program.stderr.read()
 
 
-def test_killed_parent_leaves_no_process(home):
-    with serving(home, "--set", "engine.environment.FAKE=children") as program:
-        family = psutil.Process(program.pid).children(recursive=True)
-        assert len(family) == 3, "the engine, what it started, and the guard"
-        program.kill()
-        eventually(lambda: all(is_gone(member.pid) for member in family))
-
-
 @pytest.mark.parametrize("mode", ["busy", "keyed"])
 def test_engine_is_ready_when_it_has_given_a_first_token(home, mode):
     """It answers 503 at first; it wants the key that its environment has."""
