@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -299,8 +298,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--options", type=json.loads, default={})
     given = parser.parse_args()
-    with MockEngine(Options(**given.options), port=given.port):
-        threading.Event().wait()
+    MockEngine(Options(**given.options), port=given.port).serve_forever()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import asyncio
 import hashlib
 import json
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -243,8 +242,7 @@ def main() -> None:
     given = parser.parse_args()
     answer = Answer(**given.answer)
     by_number = {int(number): replace(answer, **fields) for number, fields in given.by_number.items()}
-    with OpenAIMock(answer, by_number=by_number, port=given.port):
-        threading.Event().wait()
+    OpenAIMock(answer, by_number=by_number, port=given.port).serve_forever()
 
 
 if __name__ == "__main__":

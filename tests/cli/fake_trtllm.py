@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import sys
-import threading
 import urllib.request
 from pathlib import Path
 from unittest import mock
@@ -89,9 +88,9 @@ def stream(options: dict[str, dict[str, int]], port: int) -> None:
         **json.loads(os.environ[STREAMS]),
         **({"g2_blocks": 10_000} if "kv_connector_config" in options else {}),
     }
-    with mock_engine.MockEngine(mock_engine.Options(is_like_trtllm=True, **given), port=port) as engine:
-        Metrics.lines = engine.model.kvbm_metrics
-        threading.Event().wait()
+    engine = mock_engine.MockEngine(mock_engine.Options(is_like_trtllm=True, **given), port=port)
+    Metrics.lines = engine.model.kvbm_metrics
+    engine.serve_forever()
 
 
 def serve_disaggregated(words: list[str]) -> None:
