@@ -7,7 +7,8 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -205,29 +206,23 @@ def test_directory_in_place_of_an_object_is_left(store):
     assert (fan / (fan.name * 32) / "inner").is_dir()
 
 
-def can_mount(place: Path) -> bool:
-    (place / "a").mkdir()
-    (place / "b").mkdir()
-    is_mounted = subprocess.run(["mount", "--bind", place / "a", place / "b"], capture_output=True).returncode == 0
-    if is_mounted:
-        subprocess.run(["umount", place / "b"], check=True)
-    return is_mounted
+@contextmanager
+def mounted(source: Path, place: Path) -> Iterator[None]:
+    place.mkdir(parents=True)
+    if subprocess.run(["mount", "--bind", source, place], capture_output=True).returncode != 0:
+        pytest.skip("requires the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", place], check=True)
 
 
 @pytest.mark.usefixtures("way_to_open")
 @pytest.mark.parametrize("level", ["namespace", "fan_out"])
-def test_what_is_mounted_in_a_store_is_not_entered(store, backup, tmp_path, level):
-    (tmp_path / "try").mkdir()
-    if not can_mount(tmp_path / "try"):
-        pytest.skip("requires the right to mount")
+def test_what_is_mounted_in_a_store_is_not_entered(store, backup, level):
     place = store / "v1" / (OTHER.hex() if level == "namespace" else f"{OWN.hex()}/ab")
-    place.mkdir()
-    source = backup / "data" if level == "namespace" else backup / "data" / "ab"
-    subprocess.run(["mount", "--bind", source, place], check=True)
-    try:
+    with mounted(backup / "data" if level == "namespace" else backup / "data" / "ab", place):
         outcome = run(store, "purge URL --yes")
-    finally:
-        subprocess.run(["umount", place], check=True)
     assert f"skipped {place.relative_to(store)}: on another file system" in outcome.stderr
     assert (outcome.exit_code, objects(store)) == (0, [])
 
@@ -502,16 +497,9 @@ def test_link_is_no_tree_to_remove(tmp_path, backup):
 
 
 def test_what_is_mounted_in_a_removed_tree_stays(tmp_path, backup):
-    (tmp_path / "try").mkdir()
-    if not can_mount(tmp_path / "try"):
-        pytest.skip("requires the right to mount")
-    (place := tmp_path / "run" / "mounted").mkdir(parents=True)
-    (tmp_path / "run" / "file").write_bytes(b"x")
-    subprocess.run(["mount", "--bind", backup, place], check=True)
-    try:
+    with mounted(backup, tmp_path / "run" / "mounted"):
+        (tmp_path / "run" / "file").write_bytes(b"x")
         assert not remove_tree(tmp_path / "run")
-    finally:
-        subprocess.run(["umount", place], check=True)
     assert not (tmp_path / "run" / "file").exists()
 
 
@@ -530,15 +518,9 @@ def test_file_that_is_replaced_has_no_planted_draft(tmp_path, backup, kind):
 
 
 def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path, backup):
-    (tmp_path / "try").mkdir()
-    if not can_mount(tmp_path / "try"):
-        pytest.skip("requires the right to mount")
-    (place := tmp_path / "engine tmpdir" / "mounted").mkdir(parents=True)
-    subprocess.run(["mount", "--bind", backup, place], check=True)
-    try:
+    place = tmp_path / "engine tmpdir" / "mounted"
+    with mounted(backup, place):
         leftovers._remove_tree(str(place.parent))
-    finally:
-        subprocess.run(["umount", place], check=True)
     assert place.is_dir()
     leftovers._remove_tree(str(place.parent))
     assert not place.parent.exists()
