@@ -219,22 +219,25 @@ def test_bodies_that_are_not_parsed_yet_have_a_common_limit(monkeypatch: pytest.
     monkeypatch.setattr(completion, "MAX_BODIES_BYTES", 300_000)
     length = 200_000
 
-    async def begin(client: Client) -> asyncio.StreamWriter:
-        """Send all of a long body except the last byte."""
+    async def begin(client: Client, count: int) -> asyncio.StreamWriter:
+        """Send so many bytes of a long body."""
         _, writer = await asyncio.open_connection("127.0.0.1", client.port)
         writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {length}\r\n\r\n".encode())
-        writer.write(b" " * (length - 1))
+        writer.write(b" " * count)
         await writer.drain()
         return writer
 
     async def use(client: Client) -> None:
         room = client.service.ready().room
-        writer = await begin(client)
-        await eventually(lambda: room.taken_bytes == length)
+        silent = [await begin(client, 0) for _ in range(5)]
+        assert (await client.post(COMPLETIONS, prompt="a", user="x" * length, max_tokens=1))[0] == 200
+        writer = await begin(client, length - 1)
+        await eventually(lambda: room.taken_bytes == length - 1)
         status, answer = await client.post(COMPLETIONS, prompt="a", user="x" * length)
         assert (status, "send the request again later" in answer["error"]["message"]) == (503, True)
         assert (await client.post(COMPLETIONS, prompt="a", max_tokens=1))[0] == 200
-        writer.close()
+        for one in (writer, *silent):
+            one.close()
         await eventually(lambda: room.taken_bytes == 0)
         assert (await client.post(COMPLETIONS, prompt="a", user="x" * length, max_tokens=1))[0] == 200
         assert room.taken_bytes == 0

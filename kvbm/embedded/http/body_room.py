@@ -1,7 +1,7 @@
 """BodyRoom: limits the sum of the bodies that a server holds, so that many clients with long ones do not fill memory.
 
 Bodies of up to SHORT_BYTES are not counted: the number of connections limits them, and no client with long bodies keeps
-others from sending them.
+others from sending them. A body takes room as it arrives: one that is only announced keeps nobody from sending.
 """
 
 from __future__ import annotations
@@ -38,23 +38,21 @@ class BodyShare:
     async def read(self, request: web.Request, most_bytes: int) -> bytes:
         """Read a body. Raises HTTPRequestEntityTooLarge, and HTTPServiceUnavailable if there is no room for it."""
         content = bytearray()
-        self._take(request.content_length or 0, most_bytes)
+        self._require_room(request.content_length or 0, most_bytes)
         async for piece in request.content.iter_any():
             content += piece
-            self._take(len(content), most_bytes)
+            self._require_room(len(content), most_bytes)
+            if len(content) > SHORT_BYTES:
+                self._room.taken_bytes += len(content) - self._bytes
+                self._bytes = len(content)
         return bytes(content)
 
-    def _take(self, size: int, most_bytes: int) -> None:
-        """Take room for a body of this size, or of this size so far."""
+    def _require_room(self, size: int, most_bytes: int) -> None:
+        """Raise unless a body of this size, or of this size so far, may be held."""
         if size > most_bytes:
             raise web.HTTPRequestEntityTooLarge(max_size=most_bytes, actual_size=size)
-        more = size - self._bytes
-        if size <= SHORT_BYTES or more <= 0:
-            return
-        if self._room.taken_bytes + more > self._room.limit_bytes:
+        if size > SHORT_BYTES and self._room.taken_bytes + size - self._bytes > self._room.limit_bytes:
             raise web.HTTPServiceUnavailable(
                 text=f"other requests have long bodies, of {self._room.taken_bytes} bytes together, and with these "
                 f"{size} bytes it would be more than {self._room.limit_bytes}: send the request again later"
             )
-        self._room.taken_bytes += more
-        self._bytes = size
