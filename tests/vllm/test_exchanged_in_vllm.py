@@ -23,6 +23,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ from pairs import NO_CACHE, adapters_of
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
+from kvbm.identity.content import QUIET_NS
 from kvbm.identity.digests import INLINE_BYTES
 from kvbm_cli.make_model import materialise
 
@@ -66,6 +68,7 @@ SIGNS = {  # in the log
 }
 DIGESTER = "kvbm.identity.digester"
 DOUBT = "blocks will not stay on disk"
+READING = "the files of the model are being read"
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +316,43 @@ def test_engines_on_one_store_of_which_one_gets_other_weights(home, truth, tmp_p
         again = dict(enumerate(first.ask_all(PROMPTS, concurrency=1)))
     compared = [assert_equal(answers, truth[name]) for answers, name in ((one, "v1"), (again, "v1"), (two, "v2"))]
     keep(sum(one.requests for one in compared))
+
+
+STARTS = 3
+
+
+def test_a_start_with_known_digests_reads_no_file_again(home, tmp_path, keep):
+    """Starts with and without a disk, in turn; the times until the server is healthy are kept."""
+    model = home / "models" / "current"
+    more_than_is_digested_at_once(home)
+    newest_ns = max(path.lstat().st_ctime_ns for path in (home / "models").rglob("*"))
+    time.sleep(max(0.0, (newest_ns + QUIET_NS) / 1e9 - time.time()) + 1)  # else no digest is kept
+    connectors = {"disk": connector_on(tmp_path / "disk"), "none": connector_on()}
+    rows = {name: [] for name in connectors}
+    environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    for name in ("disk", *(name for _ in range(STARTS) for name in connectors)):
+        is_first = not (tmp_path / "state").exists()
+        began_s = time.monotonic()
+        with VllmServer(model, blocks=40, connector=connectors[name], environment=environment) as server:
+            wall_s, cpu_s, load = time.monotonic() - began_s, cpu_s_below(server.process.pid), os.getloadavg()[0]
+            if name == "disk":
+                until_ready(server)
+                assert (READING in server.log()) == is_first
+            if not is_first:
+                rows[name].append({"wall_s": round(wall_s, 1), "cpu_s": round(cpu_s, 2), "load": round(load, 1)})
+    found = {name: median(row["cpu_s"] for row in some) for name, some in rows.items()}
+    walls = {name: median(row["wall_s"] for row in some) for name, some in rows.items()}
+    keep(0, starts=rows, median_cpu_s=found, median_wall_s=walls)
+
+
+def cpu_s_below(pid):
+    """CPU seconds of a process and of all that it has started, also of those that have ended and were waited for."""
+    facts = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            facts[int(place.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    found = {pid}
+    while more := {one for one, (parent, _) in facts.items() if parent in found} - found:
+        found |= more
+    return sum(facts[one][1] for one in found if one in facts) / os.sysconf("SC_CLK_TCK")
