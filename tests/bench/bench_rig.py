@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from mock_engine import MockEngine, Options
 
+from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import Comparison, comparison_of
 from kvbm_cli.bench.cells import Cell
@@ -48,6 +50,7 @@ STEADY_OPTIONS: dict[str, Any] = {"base_ms": 60.0, "computed_token_ms": 0.4}
 SLOW_G2_TOKEN_MS = 0.9
 PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)
 SMALL_G1_BLOCKS = 60
+MOCK = Path(__file__).with_name("mock_engine.py")
 COMPUTED_TOKEN_MS = 0.1
 
 # For tests of verdicts that follow from measured times: the machine may have been busy.
@@ -174,6 +177,26 @@ def summary_of(tmp_path: Path) -> dict[str, Any]:
 
 def lines_of(tmp_path: Path, name: str = "requests.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Every engine of a profile is `mock_engine.py` in a process of its own. Collects what was planned."""
+    found = []
+
+    def plan(profile, *, connector, port):
+        options = {
+            "g1_blocks": SMALL_G1_BLOCKS if profile.engine.arguments.num_blocks == SMALL_G1_BLOCKS else 10_000,
+            "g2_blocks": 10_000 if connector else 0,
+            "computed_token_ms": COMPUTED_TOKEN_MS,
+        }
+        found.append((profile.engine.arguments.num_blocks, connector, profile.metrics.port))
+        base_url = f"http://127.0.0.1:{port}"
+        argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
+        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
+
+    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
+    return found
 
 
 @pytest.fixture

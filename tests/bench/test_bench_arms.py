@@ -1,15 +1,14 @@
 """Engines of the arms: which profile, which port, which room, and a disk tier of their own."""
 
 import json
-import sys
 from pathlib import Path
 
 import obstore
 import pytest
-from bench_rig import COMPUTED_TOKEN_MS, SMALL_G1_BLOCKS, WORKLOAD, comparison
+from bench_rig import WORKLOAD, comparison
+from bench_rig import planned as planned  # the fixture
 from mock_engine import MockEngine, Options
 
-from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.shared.keys import KeySpace
@@ -21,7 +20,6 @@ from kvbm_cli.bench.engines import ArmEngines, NeededRoom, fresh_disk, fresh_sha
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve
 
-MOCK = Path(__file__).with_name("mock_engine.py")
 ROOM = NeededRoom(WORKLOAD.working_set_tokens, WORKLOAD.users)
 
 
@@ -110,26 +108,6 @@ def test_engines_of_a_public_profile_listen_on_this_machine_only(monkeypatch, tm
                 pass
     assert {plan.argv[plan.argv.index("--host") + 1] for plan in plans} == {"127.0.0.1"}
     assert [plan.environment.get("VLLM_SERVER_DEV_MODE") for plan in plans] == [None, None, "1", "1"]
-
-
-@pytest.fixture
-def planned(monkeypatch):
-    """Every engine of a profile is `mock_engine.py` in a process of its own. Collects what was planned."""
-    found = []
-
-    def plan(profile, *, connector, port):
-        options = {
-            "g1_blocks": SMALL_G1_BLOCKS if profile.engine.arguments.num_blocks == SMALL_G1_BLOCKS else 10_000,
-            "g2_blocks": 10_000 if connector else 0,
-            "computed_token_ms": COMPUTED_TOKEN_MS,
-        }
-        found.append((profile.engine.arguments.num_blocks, connector, profile.metrics.port))
-        base_url = f"http://127.0.0.1:{port}"
-        argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
-        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
-
-    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
-    return found
 
 
 def test_arms_are_processes_of_their_own_which_end_with_the_arm(tmp_path, planned):

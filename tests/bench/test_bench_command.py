@@ -12,25 +12,24 @@ from pathlib import Path
 import pytest
 import yaml
 from bench_rig import (
-    COMPUTED_TOKEN_MS,
+    MOCK,
     SLOW_G2_TOKEN_MS,
     SMALL_G1_BLOCKS,
     STEADY_WORKLOAD,
     WORKLOAD,
     MockEngines,
     measure,
+    planned,  # noqa: F401
     summary_of,
     timed,
     without_sampler,  # noqa: F401
 )
 
-from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
 from kvbm_cli.bench.judge.verdict import VerdictLimits
 
-MOCK = Path(__file__).with_name("mock_engine.py")
 fast = pytest.mark.usefixtures("without_sampler")
 
 
@@ -119,30 +118,14 @@ def test_an_engine_like_vllm_is_measured(tmp_path, capsys):
     assert kvbm["turns"][1]["prompt_tokens"]["computed"] > 0
 
 
-@pytest.fixture
-def mock_processes(monkeypatch):
-    """Every engine of a profile is `mock_engine.py` in a process of its own."""
-
-    def plan(profile, *, connector, port):
-        options = {
-            "g1_blocks": SMALL_G1_BLOCKS if profile.engine.arguments.num_blocks == SMALL_G1_BLOCKS else 10_000,
-            "g2_blocks": 10_000 if connector else 0,
-            "computed_token_ms": COMPUTED_TOKEN_MS,
-        }
-        base_url = f"http://127.0.0.1:{port}"
-        argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
-        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
-
-    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
-
-
 def workload_file(tmp_path, workload=WORKLOAD) -> str:
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(workload.model_dump(mode="json")))
     return str(path)
 
 
-def test_the_whole_command_with_processes(tmp_path, capsys, mock_processes):
+@pytest.mark.usefixtures("planned")
+def test_the_whole_command_with_processes(tmp_path, capsys):
     request = command.BenchRequest(
         profiles=("demo",),
         overrides=[f"engine.arguments.num_blocks={SMALL_G1_BLOCKS}"],

@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from terminal import PROGRAM, environment, kvbm
+from test_serve_embedded import ask
 from waiting import eventually, is_gone
 
 from kvbm.disk.directory import InstanceLock
@@ -160,16 +160,11 @@ def _until_brace(lines: Iterable[str]) -> Iterator[str]:
             return
 
 
-def ask(url: str, prompt: str) -> str:
-    body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
-
-
 PROMPT = "once upon a time there was a block " * 8
+
+
+def answer_of(url: str) -> str:
+    return ask(url, PROMPT)["choices"][0]["text"]
 
 
 def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
@@ -178,15 +173,15 @@ def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
     with serving(home, mode) as (program, launcher, url):
         started_s = time.monotonic() - began
         port = int(url.rpartition(":")[2])
-        answer = ask(url, PROMPT)
-        assert ask(url, PROMPT) == answer
+        answer = answer_of(url)
+        assert answer_of(url) == answer
         family = Family.of(launcher)
         assert family.left(home, port), "it looks in the right places"
         killed = time.monotonic()
         os.kill(family.members[victim].pid, signal.SIGKILL)
         if victim not in ENDS_WITH:
-            assert ask(url, PROMPT) == answer
-            eventually(lambda: ask(url, PROMPT) == answer)
+            assert answer_of(url) == answer
+            eventually(lambda: answer_of(url) == answer)
             if victim == "guard":
                 eventually(lambda: _guards(launcher) not in ([], [family.members["guard"].pid]))
             stopped = kvbm("stop", home=home)
@@ -212,7 +207,7 @@ def test_whoever_is_killed_nothing_is_left_and_the_next_start_works(home):
 def test_many_rounds(home):
     kills = [kill(home, victim, MODES[number % 2]) for number in range(ROUNDS) for victim in VICTIMS]
     with serving(home, "foreground") as (_, _, url):
-        assert ask(url, PROMPT) == ask(url, PROMPT)
+        assert answer_of(url) == answer_of(url)
     if os.environ.get("KVBM_WRITE_RESULTS"):
         machine = f"{os.cpu_count()}cpu-{platform.machine().replace('_', '-')}-no-gpu"
         result = {
