@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.identity import digests
+from kvbm.identity.content import signature_of
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.look import Look, look, process_start_ns
+from kvbm.identity.look import CLOCK_SLACK_NS, Look, look, process_start_ns
 from kvbm.identity.watch import ChangeWatch
 
 SILENT = "is on a file system where a change leaves no trace (tmpfs): copy the model to a disk"
@@ -77,6 +78,16 @@ def loaded(path: Path) -> FileContent:
     if (changed := found.changed_after(process_start_ns())) is not None:
         raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")
     return _content(found, _Pins(found))
+
+
+def require_unchanged(path: Path) -> None:
+    """Raise Unidentified if a file changed after the process started, or just before."""
+    try:
+        changed_ns = signature_of(path).ctime_ns
+    except OSError as error:
+        raise Unidentified(str(error)) from error
+    if changed_ns > process_start_ns() - CLOCK_SLACK_NS:
+        raise Unidentified(f"`{path}` changed after the engine was started, or just before; {AGAIN}")
 
 
 def _require_traces(found: Look) -> None:

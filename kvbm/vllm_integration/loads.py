@@ -74,6 +74,7 @@ def models_of(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
 def directory_of(model: Any, load: Any) -> Path:
     """Return the local directory of a model: its own, or its snapshot in the cache of the hub. Raises Unidentified."""
     from kvbm.identity.digests import Unidentified
+    from kvbm.identity.snapshot import snapshot_of
 
     path = Path(str(model.model))
     if path.is_dir():
@@ -82,18 +83,11 @@ def directory_of(model: Any, load: Any) -> Path:
         return path.parent
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         raise Unidentified("models of ModelScope are not supported")
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            str(model.model), revision=model.revision, cache_dir=load.download_dir, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise Unidentified(f"`{model.model}` has no local files") from error
+    found = snapshot_of(str(model.model), model.revision, load.download_dir)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    if commit and Path(found).name != commit:
-        raise Unidentified(f"`{model.model}` has files of commit {Path(found).name}, and a configuration of {commit}")
-    return Path(found)
+    if commit and found.name != commit:
+        raise Unidentified(f"`{model.model}` has files of commit {found.name}, and a configuration of {commit}")
+    return found
 
 
 def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:

@@ -259,6 +259,19 @@ def test_weights_of_another_commit_than_the_configuration_are_in_doubt(hub):
     assert "bad" in doubt
 
 
+def test_a_name_that_may_have_meant_another_commit_during_the_start_is_in_doubt(hub, monkeypatch):
+    """Both commits may have been there for long. vLLM looks up the name several times, and kvbm at other moments."""
+    commit = "c0ffee".ljust(40, "0")
+    snapshots = hub / "models--owner--name" / "snapshots"
+    (snapshots / "c0ffee").rename(snapshots / commit)
+    (snapshots.parent / "refs" / "main").write_text(commit)
+    load = LoadConfig(download_dir=str(hub))
+    assert weights("owner/name", load=load)[1] == ""
+    monkeypatch.setattr(loading, "process_start_ns", lambda: time.time_ns() - HOUR_NS)
+    assert "refs/main` changed after the engine was started" in weights("owner/name", load=load)[1]
+    assert "refs" not in weights("owner/name", load=load, revision=commit)[1]
+
+
 def test_a_model_of_another_hub_is_in_doubt(hub, monkeypatch):
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "true")
     assert "ModelScope" in weights("owner/name", load=LoadConfig(download_dir=str(hub)))[1]

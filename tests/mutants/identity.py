@@ -54,6 +54,14 @@ MUTANTS = (
         fails="tests/identity/test_loading.py -k dirty",
     ),
     Mutant(
+        name="identity-trusts-a-name-of-the-hub",
+        bug="a name that meant another commit while the engine loaded it stands for the files of the present one",
+        file="kvbm/identity/snapshot.py",
+        old="        require_unchanged(reference)\n",
+        new="        pass\n",
+        fails="tests/identity/test_identity_of_vllm.py -k another_commit_during",
+    ),
+    Mutant(
         name="identity-trusts-tmpfs",
         bug="weights on tmpfs that were edited through a mapping count as those that were loaded",
         file="kvbm/identity/loading.py",
