@@ -18,7 +18,7 @@ _USUAL_FLAGS = {"max_model_len", "kv_transfer_config", "served_model_name", "hos
 
 @dataclass(frozen=True, slots=True)
 class VllmInstallation(Installation):
-    """The vLLM installation of one interpreter. `flags`: the flags of its server, with underscores; empty if unknown."""
+    """The vLLM installation of one interpreter. `flags`: of its server, with underscores; empty if unknown."""
 
     flags: Sequence[str] = ()
 
