@@ -61,23 +61,7 @@ TEXTS = (
     *("127.0.0.1", "::1", "0.0.0.0", "-v", "--help", "%s", "{}", "a=b", "\u2028", "x" * 5000, "9" * 40),
 )
 PLAIN: tuple[object, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    7,
-    2**40,
-    2**70,
-    0.5,
-    -0.0,
-    1e300,
-    [],
-    {},
-    [1, "a"],
-    {"a": 1},
+    *(None, True, False, 0, -1, 1, 2, 7, 2**40, 2**70, 0.5, -0.0, 1e300, [], {}, [1, "a"], {"a": 1}),
 )
 
 
@@ -294,13 +278,7 @@ def mutated_set(dice: random.Random, kind: str) -> str:
 
 
 COMMANDS = (
-    "profile show",
-    "profile show",
-    "profile check",
-    "profile check --json",
-    "profile diff demo",
-    "size",
-    "serve",
+    *("profile show", "profile show", "profile check", "profile check --json", "profile diff demo", "size", "serve"),
 )
 
 

@@ -25,24 +25,9 @@ from kvbm_cli.terminal.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.terminal.show_error import show_error
 
 HELPS = [
-    *(
-        "",
-        "serve",
-        "completion",
-        "status",
-        "stop",
-        "logs",
-        "bench",
-        "bench trace",
-        "size",
-        "doctor",
-        "profile",
-        "profile list",
-        "profile show",
-        "profile check",
-    ),
-    *("profile diff", "profile new", "profile schema"),
-    *("cache", "cache ls", "cache verify", "cache purge", "cache clear", "cache export-stats"),
+    *("", "serve", "completion", "status", "stop", "logs", "bench", "bench trace", "size", "doctor", "profile"),
+    *("profile list", "profile show", "profile check", "profile diff", "profile new", "profile schema", "cache"),
+    *("cache ls", "cache verify", "cache purge", "cache clear", "cache export-stats"),
 ]
 OUTPUTS = {
     "version": "--version",

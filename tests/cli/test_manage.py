@@ -66,18 +66,8 @@ def test_detached_engine_is_seen_read_and_stopped(home):
     command = "serve -p ./mine.yaml --detach"
     text = shown(kvbm(*command.split(), home=home), f"kvbm {command}")
     processes = processes_of(home)
-    commands = (
-        "status",
-        "status mine",
-        "logs",
-        "logs mine-1 -n 1",
-        "stop",
-        "status",
-        "status -a",
-        "status mine-1",
-        "stop",
-    )
-    for command in commands:
+    shows = ("status", "status mine", "logs", "logs mine-1 -n 1", "stop", "status", "status -a", "status mine-1")
+    for command in (*shows, "stop"):
         text += "\n" + shown(kvbm(*command.split(), home=home), f"kvbm {command}")
     assert_snapshot("detached", text)
     assert all(is_gone(process.pid) for process in processes)
@@ -273,15 +263,8 @@ def test_runs_of_another_boot_are_ended_and_never_signalled(home):
 
 
 def test_an_engine_that_ended_by_itself_is_told_of_until_its_profile_runs_again(detached):
-    before = kvbm(
-        "doctor",
-        "-p",
-        "./mine.yaml",
-        "--quick",
-        "--set",
-        f"server.port={status(detached)[0]['url'][-5:]}",
-        home=detached,
-    )
+    port = status(detached)[0]["url"][-5:]
+    before = kvbm(*f"doctor -p ./mine.yaml --quick --set server.port={port}".split(), home=detached)
     assert "is used by `mine-1` (healthy)" in before.stdout
     os.kill(status(detached)[0]["processes"]["engine"], signal.SIGKILL)
     eventually(lambda: not status(detached))

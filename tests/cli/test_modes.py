@@ -64,19 +64,8 @@ def test_run_is_private_under_every_umask(tmp_path, umask):
 @pytest.mark.parametrize("umask", UMASKS, ids=oct)
 def test_no_other_user_can_change_what_a_command_writes(tmp_path, umask):
     """A profile names the interpreter of the engine."""
-    new = run(
-        tmp_path,
-        umask,
-        "profile",
-        "new",
-        "./new.yaml",
-        "--engine",
-        "embedded",
-        "--model",
-        "synthetic:tiny",
-        "--host",
-        "1GiB",
-    )
+    command = "profile new ./new.yaml --engine embedded --model synthetic:tiny --host 1GiB"
+    new = run(tmp_path, umask, *command.split())
     assert new.returncode == 0, new.stderr
     exported = run(tmp_path, umask, "profile", "import-env", "--output", "./env.yaml", DYN_KVBM_CPU_CACHE_GB="1")
     assert exported.returncode == 0, exported.stderr
