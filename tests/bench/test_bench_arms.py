@@ -170,13 +170,6 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key, monkeypatch
     assert key not in str(caught.value)
 
 
-def test_a_server_that_is_not_there_is_an_error_that_names_its_address():
-    with MockEngine(Options()) as server:
-        address = server.url
-    with pytest.raises(EngineError, match=f"no server answers at {address}/v1/models: .*refused"):
-        running_server(address)
-
-
 def test_results_hold_no_secret_of_the_engine():
     one, other = (resolve("demo", overrides=[f"engine.environment.HF_TOKEN={token}"]) for token in ("hf_abc", "hf_xyz"))
     differences = {"engine.environment.HF_TOKEN": ("hf_abc", "hf_xyz")}
