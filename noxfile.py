@@ -79,6 +79,15 @@ def vllm_versions(session: nox.Session, version: str) -> None:
 
 
 @nox.session
+def sglang(session: nox.Session) -> None:
+    """A real SGLang on the CPU, with stand-ins for its kernels; an environment of 3 GB, not part of `nox`."""
+    session.install("--no-compile", *CONSTRAINTS, "torch")
+    session.install("--no-compile", "--no-deps", "-r", "tests/sglang_engine/requirements.txt")
+    session.install("--no-deps", "-e", ".")
+    session.run("pytest", "-q", "-n", "0", *(session.posargs or ("tests/sglang_engine",)), env=COMPILED_LATER)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Plausible bugs, each of which must make a test fail."""
     install(session, "embedded", "dev")

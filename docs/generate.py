@@ -21,13 +21,15 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.installation import shown
 from kvbm.config.key_list import Key, keys
-from kvbm.config.mistakes import NOT_BUILT, NOT_BUILT_ENGINES
+from kvbm.config.mistakes import NOT_BUILT
 from kvbm.config.schema import INTERPOLATED
+from kvbm.config.sglang_options import KVBM_SETS as SGLANG_KVBM_SETS
 from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
 from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS
+from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN
 from kvbm_cli.app import app
@@ -125,6 +127,22 @@ VLLM_HEAD = """\
 | `compilation_config: {{level: 0}}` | `--compilation-config '{{"level":0}}'` |
 
 Only vLLM checks the names of flags. kvbm reads these flags, because sizes or checks depend on them:
+"""
+
+SGLANG_HEAD = """\
+## Flags of SGLang
+
+For `engine.kind: sglang`. Tested with SGLang {tested}. kvbm reads the flags in this table. All other flags of
+`python -m sglang.launch_server` are passed on unchanged, except those in the second table. SGLang has no negated flags:
+a flag that is `false` is left out. [The guide](../guide/sglang.md) explains the pages.
+
+"""
+
+SGLANG_SETS = """\
+These flags are refused:
+
+| flag | instead |
+| --- | --- |
 """
 
 TRTLLM_HEAD = """\
@@ -272,8 +290,9 @@ EXIT_CODES = """\
 def profile_page() -> str:
     prefix = "engine.arguments."
     common = [key for key in keys() if not key.path.startswith(prefix)]
-    of_embedded, of_vllm, of_trtllm = (
-        [key for key in keys(engine=kind) if key.path.startswith(prefix)] for kind in ENGINE_KINDS
+    known = {key.path for key in common}
+    of_embedded, of_vllm, of_trtllm, of_sglang = (
+        [key for key in keys(engine=kind) if key.path not in known] for kind in ENGINE_KINDS
     )
     head = PROFILE_HEAD.format(interpolated=", ".join(f"`{key}`" for key in INTERPOLATED))
     lines = [NOTE, "", head, *_key_table(common), "", EMBEDDED_HEAD, *_key_table(of_embedded)]
@@ -288,9 +307,9 @@ def profile_page() -> str:
     lines += ["", TRTLLM_HEAD.format(tested=shown(TRTLLM_TESTED)), *_key_table(of_trtllm), "", TRTLLM_SETS.rstrip()]
     lines += [f"| `{prefix}{limit.option}` | {_allowed(limit)} | {limit.reason} |" for limit in LIMITS]
     lines += [f"| `{prefix}{name}` | none | {hint} |" for name, hint in TRTLLM_KVBM_SETS.items()]
+    lines += ["", SGLANG_HEAD.format(tested=", ".join(SGLANG_TESTED)), *_key_table(of_sglang), "", SGLANG_SETS.rstrip()]
+    lines += [f"| `{prefix}{name}` | {hint} |" for name, hint in SGLANG_KVBM_SETS.items()]
     absent = [f"| `{name}` | {hint} |" for name, hint in NOT_BUILT.items()]
-    kinds = " or ".join(f"`{kind}`" for kind in ENGINE_KINDS)
-    absent += [f"| `engine.kind: {kind}` | use {kinds} |" for kind in NOT_BUILT_ENGINES]
     lines += ["", "## Not in this version", "", "These keys are refused:", "", "| key | instead |", "| --- | --- |"]
     return "\n".join([*lines, *absent, ""])
 

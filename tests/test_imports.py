@@ -97,6 +97,8 @@ RULES = (  # the first that fits a module counts
         never=("vllm", "sglang", "transformers"),
         lazily=("tensorrt_llm", "torch"),
     ),
+    Rule("kvbm.sglang_integration.versions", ("kvbm.config.installation",)),
+    Rule("kvbm.sglang_integration.launch", ("kvbm.config", "kvbm.sglang_integration.versions")),
     Rule(
         "kvbm.sglang_integration",
         RUNS_THE_CACHE,

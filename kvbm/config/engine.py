@@ -1,6 +1,6 @@
 """Engine kinds of a profile, and the flags of each.
 
-All flags of the embedded engine are declared here. vLLM and TensorRT-LLM have hundreds, which change with every
+All flags of the embedded engine are declared here. vLLM, TensorRT-LLM and SGLang have hundreds, which change with every
 version: only those that kvbm reads are declared, all others are passed on unchanged.
 """
 
@@ -22,7 +22,7 @@ from kvbm.config.values import (
     VariableName,
 )
 
-ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm")
+ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm", "sglang")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
 
 
@@ -178,6 +178,57 @@ class TrtllmArguments(Section):
         return {**serialize(self), **(self.model_extra or {})}
 
 
+class SglangArguments(Section):
+    """Flags of `python -m sglang.launch_server`, by their long names; `page_size` and `page-size` are the same key."""
+
+    LENGTH: ClassVar[str] = "context_length"
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, FlagValue] = Field(init=False)
+
+    context_length: Length | None = Field(
+        default=None, description="Maximum length of a request in tokens, prompt and output."
+    )
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
+        default=None,
+        description="Data type of weights and KV cache; by default from the model's configuration.",
+    )
+    kv_cache_dtype: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Data type of the KV cache, if it differs from the weights, such as `fp8_e4m3`.",
+    )
+    page_size: int = Field(
+        default=64,
+        ge=1,
+        le=2**16,
+        description="Tokens in a page, which is a block of kvbm. SGLang's own default of one token is too small for a "
+        "disk.",
+    )
+    max_total_tokens: Count | None = Field(default=None, description="Tokens in device memory (G1).")
+    tp_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
+    pp_size: Ranks | None = Field(
+        default=None, description="Pipeline stages: groups of ranks that each have a part of the layers."
+    )
+    dp_size: Ranks | None = Field(
+        default=None, description="Number of engine copies, each with device and host memory of its own."
+    )
+    hicache_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="Size of SGLang's own host memory, as a multiple of G1; by default 2.",
+    )
+    hicache_size: int | None = Field(
+        default=None, ge=0, le=10**6, description="Size of SGLang's own host memory per rank, in GB (1e9 bytes)."
+    )
+    hicache_storage_backend_extra_config: dict[str, FlagValue] | None = Field(
+        default=None,
+        description="Entries to add to the configuration of the storage, such as `prefetch_threshold`.",
+    )
+    served_model_name: str | None = Field(default=None, min_length=1, description="Name of the model in the API.")
+
+
 class EngineSection(Section):
     """Keys of every engine kind."""
 
@@ -233,6 +284,21 @@ class TrtllmEngine(EngineSection):
         return self.model.rstrip("/").rpartition("/")[2] if self.model.startswith(("/", "~")) else self.model
 
 
+class SglangEngine(EngineSection):
+    kind: Literal["sglang"] = Field(description="Engine that serves the model.")
+    model: str = Field(
+        min_length=1,
+        description="A local Hugging Face directory, a name on the Hugging Face hub, or `synthetic:vllm-25m` or "
+        "`synthetic:vllm-81m` (random weights, generated at first use).",
+    )
+    arguments: SglangArguments = Field(default=SglangArguments(), description="Flags of `sglang.launch_server`.")
+    cpu_stand_ins: bool = Field(
+        default=False,
+        description="Whether SGLang runs on a CPU, with plain torch in place of its kernels: to try it, not to measure "
+        "it.",
+    )
+
+
 def _kind_of(engine: object) -> str:
     """Return the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""
     kind = engine.get("kind") if isinstance(engine, dict) else getattr(engine, "kind", None)
@@ -242,6 +308,7 @@ def _kind_of(engine: object) -> str:
 AnyEngine = Annotated[
     Annotated[EmbeddedEngine, Tag("embedded")]
     | Annotated[VllmEngine, Tag("vllm")]
-    | Annotated[TrtllmEngine, Tag("tensorrt-llm")],
+    | Annotated[TrtllmEngine, Tag("tensorrt-llm")]
+    | Annotated[SglangEngine, Tag("sglang")],
     Discriminator(_kind_of),
 ]

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvbm.config.schema import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +48,11 @@ def reachable(host: str) -> str:
     """Return the URL host by which this machine reaches a server that listens on `host`."""
     address = _EVERY_ADDRESS.get(host, host)
     return f"[{address}]" if ":" in address else address
+
+
+def metrics_url(profile: Profile) -> str:
+    """Return the address of the metrics of kvbm itself, empty if they are not served or their port is chosen later."""
+    metrics = profile.connector_config().metrics
+    if not (metrics.serve and metrics.port and metrics.host):
+        return ""
+    return f"http://{reachable(metrics.host)}:{metrics.port}/metrics"

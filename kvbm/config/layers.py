@@ -29,7 +29,7 @@ from kvbm.config.flags import flag_name
 from kvbm.config.foreign import foreign_file
 from kvbm.config.key_list import keys
 from kvbm.config.lookalikes import in_scalar
-from kvbm.config.mistakes import NOT_BUILT_PROFILES, not_sections
+from kvbm.config.mistakes import not_sections
 from kvbm.config.spelling import unquoted
 from kvbm.config.variables import drop_unused, overridden_values, put, read_variables, valid_variables
 from kvbm.errors import ProfileError
@@ -60,11 +60,6 @@ def find(reference: str, *, directories: Sequence[Path], inside: Path | None = N
     if existing is None and inside is None and os.path.isfile(reference):
         return Path(reference)
     if existing is None:
-        if reference.lower() in NOT_BUILT_PROFILES:
-            about = NOT_BUILT_PROFILES[reference.lower()]
-            raise ProfileError(
-                f"no profile is named `{reference}`: {about}", hint="`kvbm profile list` lists the profiles"
-            )
         hint = _nearest_name(reference, directories, inside or Path())
         raise ProfileError(f"no profile is named `{reference}`", hint=hint)
     return existing

@@ -24,12 +24,14 @@ from kvbm.config.layers import ARGUMENTS, TIERS, files_with_parents, find, merge
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths
 from kvbm.config.schema import Profile
+from kvbm.config.sglang_options import refused_sglang_flags
 from kvbm.config.trtllm_options import refused_options
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
-_REFUSED = {"vllm": refused_flags, "tensorrt-llm": refused_options}  # flags of each kind that are refused
+# Flags of each kind that are refused.
+_REFUSED = {"vllm": refused_flags, "tensorrt-llm": refused_options, "sglang": refused_sglang_flags}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,7 @@ from kvbm.config.values import WrongKey
 from kvbm.text.outside import shortened
 
 NOT_BUILT = {"tiers.object": "use `tiers.shared`", "filters": "use the section `offload`"}
-NOT_BUILT_ENGINES = ("sglang",)
 
-_ENGINES = " and ".join(f"`{name}`" for name in ENGINE_KINDS)
-NOT_BUILT_PROFILES = {"sglang": f"SGLang is not supported in this version; engines are {_ENGINES}"}
 
 # Names that users expect, and the correct key.
 OTHER_NAMES = {
@@ -96,7 +93,7 @@ def _check(*references: str) -> str:
 
 
 def not_built(document: Document) -> Iterator[Mistake]:
-    """Yield a mistake for keys and engines that this version does not support, and for an unknown `kind`."""
+    """Yield a mistake for keys that this version does not support, and for an unknown `kind`."""
     for name, hint in NOT_BUILT.items():
         entry = entry_at(document, name.split("."))
         if entry is not None:
@@ -120,11 +117,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def _no_engine(kind: Entry) -> Mistake:
-    key, supported = "engine.kind", f"supported: {_ENGINES}"
-    if isinstance(kind.value, str) and kind.value.lower() in NOT_BUILT_ENGINES:
-        return Mistake(
-            f"engine kind `{kind.value}` is not supported in this version", kind.source, hint=supported, key=key
-        )
+    key = "engine.kind"
     expected = " or ".join(f"'{name}'" for name in ENGINE_KINDS)
     value = {} if kind.section is not None else kind.value
     source = kind.key if kind.section is not None else kind.source
@@ -349,6 +342,6 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     if not _siblings(prefix, kind):  # a dot in the key itself
         prefix = ""
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
-    flags = "flags of vLLM and of TensorRT-LLM require their `engine.kind`"
+    flags = "flags of vLLM, TensorRT-LLM and SGLang require their `engine.kind`"
     others = f"; {flags}" if prefix == "engine.arguments" else ""
     return f"keys of {where}: {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"

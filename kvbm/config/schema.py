@@ -390,6 +390,9 @@ class Profile(Section):
         if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
             message = "is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
             raise WrongKey("host", message)
+        if engine is not None and engine.kind == "sglang" and tiers.disk is None and tiers.shared is None:
+            message = "is required with `sglang`, which has host memory of its own; or set `tiers.shared`"
+            raise WrongKey("disk", message)
         return tiers
 
     @field_validator("offload")

@@ -125,10 +125,9 @@ class StorageLeader:
         finally:
             for tier in self.lower_tiers:
                 tier.forget_request(name)
-        if count:
-            chain = [*prefix, *hashes[:count]]
-            for store in self._stores():
-                store.touch(chain)
+        chain = [*prefix, *hashes[:count]]
+        for store in self._stores():
+            store.touch(chain)
         self.counters.durations["match"].observe(self._clock() - began_s)
         self.counters.finished_requests += 1
         self.counters.matches_none += not count

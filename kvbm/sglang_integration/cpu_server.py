@@ -27,12 +27,13 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
+from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES
+
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
     import torch
 
-RESERVE_BYTES = 1 << 30
 POOLS = "sglang.srt.mem_cache.pool_host"
 _TORCHVISION = (
     *("nms(Tensor a, Tensor b, float c) -> Tensor", "qnms(Tensor a, Tensor b, float c) -> Tensor"),
@@ -157,7 +158,7 @@ def _patch_common(module: types.ModuleType) -> None:
 
 
 def _patch_base(module: types.ModuleType) -> None:
-    vars(module)["HICACHE_HOST_MEMORY_RESERVE_BYTES"] = RESERVE_BYTES
+    vars(module)["HICACHE_HOST_MEMORY_RESERVE_BYTES"] = CPU_RESERVE_BYTES
 
 
 def _patch_copies(module: types.ModuleType) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent, loaded
+from kvbm.identity.loading import FileContent
 from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
 from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
+from kvbm.sglang_integration.loads import content_of
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 DISTRIBUTIONS = ("sglang", "torch", "transformers")
@@ -64,7 +65,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
     try:
         options = _options()
         facts["model"] = str(options["model_path"])
-        directory = snapshot_of(str(options["model_path"]), options.get("revision"))
+        directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
         facts["weights"] = _content(options, directory)
         facts["options"] = Options(directory).digest(_counting(options))
         configuration = _configuration(directory)
@@ -128,7 +129,7 @@ def _content(options: dict[str, Any], directory: Path) -> FileContent:
     load_format = str(getattr(options.get("load_format"), "value", options.get("load_format")))
     if load_format not in LOAD_FORMATS:
         raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
-    found = loaded(directory)
+    found = content_of(directory)
     if not found.look.weights:
         raise Unidentified(f"{directory} has no weight files of a known format")
     return found

@@ -104,6 +104,9 @@ class LeaderThread:
                 self._receive()
                 self._leader.step()
                 self._open = [one for one in self._open if not self._has_ended(one)]
+            for one in self._open:
+                if one.question is not None:
+                    one.question.close()
             self._leader.close()
         except Exception as error:  # the last resort of this thread: the metadata may be damaged
             self._boundary.caught("leader thread", error, turns_off=True)

@@ -79,7 +79,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         ours = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
         self._zero_copy = bool(extra.get("interface_v1"))
         place = f"hicache-storage-backend-extra-config.{KEY}"
-        group = storage_config.dp_rank * storage_config.pp_size + storage_config.pp_rank
+        group = (_replica() or storage_config.dp_rank) * storage_config.pp_size + storage_config.pp_rank
         rank = group * storage_config.tp_size + storage_config.tp_rank
         config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
         self._config = _for_rank(config, storage_config)
@@ -278,6 +278,15 @@ def _for_rank(config: ConnectorConfig, storage: Any) -> ConnectorConfig:
         ranks = storage.pp_size * (1 if is_shared else storage.tp_size)
         disk = disk.model_copy(update={"capacity": disk.capacity // ranks})
     return config.model_copy(update={"tiers": tiers.model_copy(update={"disk": disk})})
+
+
+def _replica() -> int:
+    """Return the number of this data-parallel engine, which SGLang's configuration of the storage does not have."""
+    try:
+        parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
+        return int(getattr(parallel, "dp_rank", None) or 0)
+    except (ImportError, AttributeError, ValueError):
+        return 0
 
 
 def _hashes(keys: Sequence[str]) -> list[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
+from kvbm.config.engine import EmbeddedArguments, SglangArguments, TrtllmArguments, VllmArguments
 from kvbm.config.schema import Profile
 from kvbm.sizing import embedded, sglang, trtllm, vllm
 from kvbm.sizing.cpu import PLAIN, Cpu
@@ -75,6 +75,8 @@ def size(
         return sizing_of(embedded.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     if isinstance(engine.arguments, TrtllmArguments):
         return sizing_of(trtllm.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
+    if isinstance(engine.arguments, SglangArguments):
+        return sizing_of(sglang.device_of(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     if wanted.for_sglang:
         return sizing_of(sglang.device(engine.arguments, model_config, sequence_tokens=length), profile.tiers)
     setting = vllm.Setting({**(environment or {}), **engine.environment}, on_cpu, wanted.capability, wanted.cpu)
@@ -94,6 +96,8 @@ def check_model(profile: Profile, model_config: Mapping[str, object]) -> None:
         embedded.bytes_per_token(model_config, element_bytes=1)
     elif isinstance(arguments, TrtllmArguments):
         trtllm.specs(arguments, model_config)
+    elif isinstance(arguments, SglangArguments):
+        sglang.device_of(arguments, model_config)
     else:
         vllm.check(arguments, model_config)
 

@@ -10,8 +10,9 @@ SGLang has pools of their own, which it divides by ratios.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from kvbm.config.engine import VllmArguments
+from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.values import count_of
 from kvbm.sizing.checkpoint import is_quantized
 from kvbm.sizing.families import layer_specs
@@ -61,6 +62,26 @@ def device(
         sequence_blocks=-(-length // page),
         notes=(note,) if is_latent and arguments.block_size is None else (),
     )
+
+
+def device_of(
+    arguments: SglangArguments, model_config: Mapping[str, object], *, sequence_tokens: int | None = None
+) -> Device:
+    """Return the blocks of G1 of a profile. SizeUnknown if only SGLang knows their size."""
+    in_names_of_vllm = VllmArguments(
+        tensor_parallel_size=arguments.tp_size,
+        pipeline_parallel_size=arguments.pp_size,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        block_size=arguments.page_size,
+        max_model_len=arguments.context_length,
+        dtype=arguments.dtype,
+    )
+    found = device(in_names_of_vllm, model_config, sequence_tokens=sequence_tokens)
+    tokens = count_of(arguments.max_total_tokens)
+    if tokens is None:
+        return found
+    blocks = tokens // arguments.page_size
+    return replace(found, block_count=blocks, set_by="engine.arguments.max_total_tokens")
 
 
 def _cache_bytes(arguments: VllmArguments, model_config: Mapping[str, object]) -> int:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 import yaml
 
 from kvbm.config.engine import TrtllmArguments, TrtllmEngine
-from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.launch_plan import LaunchPlan, metrics_url, reachable
 from kvbm.config.schema import Profile
 from kvbm.config.trtllm_options import CONNECTOR
 from kvbm.trtllm_integration.versions import INSTALL, TrtllmInstallation
@@ -68,7 +68,7 @@ def plan(
         libraries=("tensorrt_llm",),
         install=INSTALL,
         files={file: as_yaml({**defaults, **options(engine.arguments, connector=connector)})},
-        metrics_url=_metrics_url(profile) if connector else "",
+        metrics_url=metrics_url(profile) if connector else "",
     )
 
 
@@ -113,14 +113,6 @@ def options(arguments: TrtllmArguments, *, connector: bool) -> dict[str, object]
 
 def as_yaml(content: Mapping[str, object]) -> str:
     return yaml.safe_dump(dict(content), sort_keys=False)
-
-
-def _metrics_url(profile: Profile) -> str:
-    """Return the address of the connector's metrics, empty if they are not served or their port is chosen later."""
-    metrics = profile.connector_config().metrics
-    if not (metrics.serve and metrics.port and metrics.host):
-        return ""
-    return f"http://{reachable(metrics.host)}:{metrics.port}/metrics"
 
 
 def _program(engine: TrtllmEngine, installation: TrtllmInstallation | None) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config.installation import shown
 from kvbm.errors import EnvironmentProblem
+from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import RUN as VLLM_RUN
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
@@ -28,6 +29,7 @@ MODULES = {
     "vllm": ["kvbm.vllm_integration.connector"],
     "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine.engine", "transformers"],
     "tensorrt-llm": ["kvbm.trtllm_integration.connector"],
+    "sglang": ["kvbm.sglang_integration.storage"],
 }
 TESTED = {
     "vllm": ("vLLM", f"tested with {shown(VLLM_RUN)}"),
@@ -35,6 +37,7 @@ TESTED = {
         "TensorRT-LLM",
         f"not run; the connector is tested against the interfaces of {shown(TRTLLM_TESTED)}",
     ),
+    "sglang": ("SGLang", f"tested with {' and '.join(SGLANG_TESTED)}, on a CPU with stand-ins for its kernels"),
 }
 
 

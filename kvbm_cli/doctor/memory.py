@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from kvbm.config.engine import SglangEngine
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
+from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES, DEFAULT_RATIO, RESERVE_BYTES
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, rate, skipped, warning
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
@@ -36,6 +38,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     needed = _needed_bytes(context)
     gpus = _gpus(context)
     yield from _room(context, needed)
+    yield from _own_of_sglang(context)
     yield from _locked(context, needed, has_gpu=bool(gpus))
     yield _huge_pages(context, needed)
     yield from _start(context, needed)
@@ -79,6 +82,31 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     else:
         tightest = min(groups, key=lambda one: one.available_bytes)
         yield ok("control group", f"{format_size(tightest.available_bytes)} left ({tightest.limit})")
+
+
+def _own_of_sglang(context: DoctorContext) -> Iterator[Check]:
+    """Check SGLang's own host memory, which its server refuses to allocate unless enough is left."""
+    engine = context.resolved.profile.engine if context.resolved is not None else None
+    if not isinstance(engine, SglangEngine):
+        return
+    arguments, sizing = engine.arguments, context.sizing
+    ranks = (arguments.tp_size or 1) * (arguments.pp_size or 1) * (arguments.dp_size or 1)
+    device = sizing.device.total_bytes if sizing is not None and sizing.device is not None else None
+    needed = (arguments.hicache_size or 0) * 10**9 * ranks
+    if not needed and device is not None:
+        needed = int((arguments.hicache_ratio or DEFAULT_RATIO) * device) * (arguments.dp_size or 1)
+    left = CPU_RESERVE_BYTES if engine.cpu_stand_ins else RESERVE_BYTES
+    rule = f"SGLang leaves {format_size(left)} free"
+    if not needed:
+        yield skipped("SGLang's memory", f"a multiple of G1, which SGLang determines at start-up; {rule}")
+        return
+    available = context.machine.memory.room().available_bytes
+    finding = f"{format_size(needed)} of host memory; {rule}"
+    if needed + left <= available:
+        yield ok("SGLang's memory", finding, needed_bytes=needed)
+    else:
+        remedy = "lower `engine.arguments.hicache_size` or `hicache_ratio`"
+        yield failure("SGLang's memory", f"{finding}, but {format_size(available)} are available", remedy)
 
 
 def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:

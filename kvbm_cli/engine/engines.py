@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.config.engine import VllmArguments
+from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.installation import release_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.identity.machine import cpu_flags
@@ -19,8 +19,10 @@ from kvbm.sizing import Cpu
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.embedded_kind import EmbeddedKind
 from kvbm_cli.engine.python_probe import SAFE_PATH
+from kvbm_cli.engine.sglang_kind import SglangKind
+from kvbm_cli.engine.synthetic_directory import preset_of
 from kvbm_cli.engine.trtllm_kind import TrtllmKind
-from kvbm_cli.engine.vllm_kind import VllmKind, preset_of
+from kvbm_cli.engine.vllm_kind import VllmKind
 
 if TYPE_CHECKING:
     from kvbm.config.installation import Installation
@@ -28,7 +30,12 @@ if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm_cli.engine.engine_kind import EngineKind, ServerTraits
 
-KINDS: Mapping[str, EngineKind] = {"embedded": EmbeddedKind(), "vllm": VllmKind(), "tensorrt-llm": TrtllmKind()}
+KINDS: Mapping[str, EngineKind] = {
+    "embedded": EmbeddedKind(),
+    "vllm": VllmKind(),
+    "tensorrt-llm": TrtllmKind(),
+    "sglang": SglangKind(),
+}
 
 
 def kind_of(profile: Profile) -> EngineKind:
@@ -115,8 +122,19 @@ def cpu_of(profile: Profile) -> Cpu:
 def copy_count(profile: Profile) -> int:
     """Return how many engines with their own tiers the profile starts."""
     arguments = profile.engine.arguments
-    copies = (arguments.data_parallel_size or 1) if isinstance(arguments, VllmArguments) else 1
+    copies = 1
+    if isinstance(arguments, VllmArguments):
+        copies = arguments.data_parallel_size or 1
+    elif isinstance(arguments, SglangArguments):
+        copies = arguments.dp_size or 1
     return copies * max(profile.disaggregated.prefill, 1)
+
+
+def metrics_count(profile: Profile) -> int:
+    """Return how many processes of the profile serve metrics of kvbm: with SGLang, every rank does."""
+    arguments = profile.engine.arguments
+    ranks = (arguments.tp_size or 1) * (arguments.pp_size or 1) if isinstance(arguments, SglangArguments) else 1
+    return ranks * copy_count(profile)
 
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
@@ -130,7 +148,7 @@ def caveats(profile: Profile) -> list[str]:
 
 
 def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: None) -> None:
-    """Generate a synthetic model for vLLM in the user's cache if it is missing. This takes several seconds.
+    """Generate a synthetic model in the user's cache if it is missing. This takes several seconds.
 
     Raises EnvironmentProblem if neither this interpreter nor the engine's can generate it.
     """

@@ -26,6 +26,7 @@ from kvbm_cli.make_model import MODELS
 from kvbm_cli.system.filesystem import LFS_HINT, is_lfs_pointer
 
 SYNTHETIC_PREFIX = "synthetic:"
+MADE_FOR = ("vllm", "sglang")  # engines that require a directory, which make_model.py makes
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
 _HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?/?(?:[/?#].*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -39,9 +40,9 @@ def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
     if kind == "embedded":
         return _of_embedded(model)
     if model.startswith(SYNTHETIC_PREFIX):
-        if kind != "vllm":
+        if kind not in MADE_FOR:
             raise ProfileError(
-                f"`engine.model`: `{model}` requires `engine.kind` `embedded` or `vllm`",
+                f"`engine.model`: `{model}` requires `engine.kind` `embedded`, `vllm` or `sglang`",
                 hint="use a local directory or a name on Hugging Face",
             )
         return MODELS[_preset(model, MODELS)]
@@ -69,7 +70,7 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
         if address := _HUB_ADDRESS.fullmatch(model):
             message = f"`engine.model`: `{model}` is an address, not a name"
             raise ProfileError(message, hint=f"write `{address[1]}`")
-        if kind == "vllm":
+        if kind in MADE_FOR:
             hint = "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
         else:
             hint = "use a local directory or a name on Hugging Face"

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.sglang_integration.versions import SglangInstallation
 from kvbm.trtllm_integration.versions import INTERFACE_FILES, TrtllmInstallation
 from kvbm.vllm_integration.versions import VllmInstallation
 
@@ -39,6 +40,7 @@ class ProbedPackage:
 
 FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
 VLLM = ProbedPackage("vLLM", "vllm", "vllm", parsers=FLAG_FILES)
+SGLANG = ProbedPackage("SGLang", "sglang", "sglang")
 TRTLLM = ProbedPackage("TensorRT-LLM", "tensorrt_llm", "trtllm-serve", INTERFACE_FILES)
 
 _PROGRAM = """
@@ -102,6 +104,12 @@ def find_trtllm(python: str) -> TrtllmInstallation | None:
     """Like `find_vllm`, for TensorRT-LLM."""
     found = _found(python, TRTLLM)
     return None if found is None else TrtllmInstallation(**found)
+
+
+def find_sglang(python: str) -> SglangInstallation | None:
+    """Like `find_vllm`, for SGLang."""
+    found = _found(python, SGLANG)
+    return None if found is None else SglangInstallation(**found)
 
 
 def _found(python: str, package: ProbedPackage) -> dict[str, Any] | None:

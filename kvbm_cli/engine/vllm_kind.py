@@ -10,10 +10,9 @@ from kvbm.config.installation import shown
 from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.vllm import default_block_tokens
 from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, INSTALL_FOR_CPU, VllmInstallation, is_known
-from kvbm_cli import make_model as models
 from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
-from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX
 from kvbm_cli.engine.python_probe import find_vllm
+from kvbm_cli.engine.synthetic_directory import with_local_model
 
 if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
@@ -30,7 +29,7 @@ class VllmKind:
         from kvbm.vllm_integration import launch
 
         return launch.plan(
-            _with_local_model(profile),
+            with_local_model(profile),
             connector=connector,
             port=port,
             installation=vllm_of(profile),
@@ -88,26 +87,6 @@ def vllm_of(profile: Profile) -> VllmInstallation | None:
         return find_vllm(python_of(profile))
     except EnvironmentProblem:
         return None
-
-
-def preset_of(profile: Profile) -> str | None:
-    """Return the name of a model to generate, None for one that exists or that the engine generates itself."""
-    if profile.engine.kind != "vllm" or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
-        return None
-    return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
-
-
-def _with_local_model(profile: Profile) -> Profile:
-    """Return the profile with a directory in place of `synthetic:...`, served under the name in the profile."""
-    model, arguments = profile.engine.model, _arguments(profile)
-    preset = preset_of(profile)
-    if preset is None:
-        local, changed = os.path.expanduser(model), arguments
-    else:
-        local = str(models.directory_of(preset))
-        changed = arguments.model_copy(update={"served_model_name": arguments.served_model_name or model})
-    engine = profile.engine.model_copy(update={"model": local, "arguments": changed})
-    return profile.model_copy(update={"engine": engine})
 
 
 def _arguments(profile: Profile) -> VllmArguments:

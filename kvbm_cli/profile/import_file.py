@@ -43,7 +43,7 @@ def import_file(
     taken = _taken(launches, select, name)
     if taken.kind == "sglang":
         raise ProfileError(
-            f"`{shown(taken.name)}` of `{shown(name)}` starts SGLang, which this version does not support"
+            f"`{shown(taken.name)}` of `{shown(name)}` starts SGLang, whose flags this version does not import"
         )
     kind, reason = kind_of(engine or taken.kind, model, taken.environment)
     chosen = absolute_model(model)

@@ -51,7 +51,7 @@ TIERS = (
     Question("--disk", "Disk space for blocks, such as 1TB (empty: none)"),
 )
 QUESTIONS = (
-    Question("--engine", "Engine: `vllm`, `tensorrt-llm` or `embedded`", "vllm"),
+    Question("--engine", "Engine: `vllm`, `tensorrt-llm`, `sglang` or `embedded`", "vllm"),
     Question("--model", "Model: a local Hugging Face directory, a name on the hub, or `synthetic:...`"),
     *TIERS,
     Question("--dir", "Directory of the disk tier", "~/.cache/kvbm"),

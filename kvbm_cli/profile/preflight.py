@@ -25,7 +25,7 @@ from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
 from kvbm.vllm_integration.versions import VllmInstallation
 from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.engine.engines import copy_count, installation_of, knows_block_tokens
+from kvbm_cli.engine.engines import installation_of, knows_block_tokens, metrics_count
 from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
@@ -211,7 +211,7 @@ def _require_metrics(resolved: ResolvedProfile) -> None:
 def metrics_ports(resolved: ResolvedProfile) -> range:
     metrics = resolved.profile.metrics
     is_fixed = metrics.serve and metrics.port
-    return range(metrics.port, metrics.port + copy_count(resolved.profile)) if is_fixed else range(0)
+    return range(metrics.port, metrics.port + metrics_count(resolved.profile)) if is_fixed else range(0)
 
 
 def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:

@@ -26,4 +26,4 @@ def test_the_list_has_them_all(tmp_path):
     assert_snapshot("profile_list", kvbm_here("profile", "list", home=tmp_path).text("kvbm profile list"))
     listed = json.loads(kvbm_here("profile", "list", "--json", home=tmp_path).stdout)
     assert [one["name"] for one in listed] == [*NAMES, *HALVES]
-    assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm", None}
+    assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm", "sglang", None}

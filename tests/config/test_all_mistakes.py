@@ -87,7 +87,7 @@ ONE_MISTAKE = {
     "the kind of engine": (
         "engine: {kind: vlm, model: m, arguments: {max_num_seqs: 1, gpu_memory_utilization: 0.9}}\n"
         "tiers: {host: {blocks: 1}}\ndisaggregated: {prefill: 1, decode: 1}\n",
-        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm', not the text `vlm`",
+        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm' or 'sglang', not the text `vlm`",
     ),
     "a flag with a dot in its name": (
         "engine: {kind: vllm, model: m, arguments: {max-num-seqs.x: 1}}\ntiers: {host: {blocks: 1}}\n",

@@ -239,7 +239,7 @@ def test_flag_of_vllm_under_the_embedded_engine_says_what_it_needs(tmp_path: Pat
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, f"engine: {{model: m, arguments: {{gpu_memory_utilization: 0.5}}}}\n{TAIL}")
     assert caught.value.message.startswith("unknown key `engine.arguments.gpu_memory_utilization`")
-    assert str(caught.value.hint).endswith("; flags of vLLM and of TensorRT-LLM require their `engine.kind`")
+    assert str(caught.value.hint).endswith("; flags of vLLM, TensorRT-LLM and SGLang require their `engine.kind`")
 
 
 def test_transfer_configuration_may_repeat_what_kvbm_says(tmp_path: Path) -> None:

@@ -328,15 +328,36 @@ FILE_MISTAKES = {
     ),
     "engine that is none": (
         "engine: {kind: vlm, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm', not the text `vlm`\n"
+        "`engine.kind` must be 'embedded' or 'vllm' or 'tensorrt-llm' or 'sglang', not the text `vlm`\n"
         "  FILE:1:16\n    |\n  1 | engine: {kind: vlm, model: m}\n    |                ^^^",
         "did you mean `vllm`?",
     ),
-    "engine of a later version": (
+    "SGLang without a tier below its own memory": (
         "engine: {kind: sglang, model: m}\ntiers: {host: {blocks: 1}}\n",
-        "engine kind `sglang` is not supported in this version\n"
-        "  FILE:1:16\n    |\n  1 | engine: {kind: sglang, model: m}\n    |                ^^^^^^",
-        "supported: `embedded` and `vllm` and `tensorrt-llm`",
+        "`tiers.disk` is required with `sglang`, which has host memory of its own; or set `tiers.shared`\n"
+        "  FILE:2:1\n    |\n  2 | tiers: {host: {blocks: 1}}\n    | ^^^^^",
+        None,
+    ),
+    "flag of another engine for SGLang": (
+        "engine: {kind: sglang, model: m, arguments: {block_size: 16}}\ntiers: {disk: {blocks: 9}}\n",
+        "`block_size` is not a flag of SGLang\n"
+        "  FILE:1:46\n    |\n  1 | engine: {kind: sglang, model: m, arguments: {block_size: 16}}\n"
+        "    |                                              ^^^^^^^^^^",
+        "write `page_size`",
+    ),
+    "flag of SGLang that kvbm sets": (
+        "engine: {kind: sglang, model: m, arguments: {enable-metrics: true}}\ntiers: {disk: {blocks: 9}}\n",
+        "`enable_metrics` is set by kvbm\n"
+        "  FILE:1:46\n    |\n  1 | engine: {kind: sglang, model: m, arguments: {enable-metrics: true}}\n"
+        "    |                                              ^^^^^^^^^^^^^^",
+        "remove it; kvbm always sets it, to read the server's counters",
+    ),
+    "cache beside that of SGLang": (
+        "engine: {kind: sglang, model: m, arguments: {enable_lmcache: true}}\ntiers: {disk: {blocks: 9}}\n",
+        "`enable_lmcache` cannot be used\n"
+        "  FILE:1:46\n    |\n  1 | engine: {kind: sglang, model: m, arguments: {enable_lmcache: true}}\n"
+        "    |                                              ^^^^^^^^^^^^^^",
+        "remove it: kvbm stores what SGLang's hierarchical cache hands down",
     ),
     "disk without a size": (
         f"{BASE}  disk:\n    io: nixl\n",
@@ -502,12 +523,6 @@ UNREADABLE = {
         "did you mean `DIR/demo.yaml`?",
     ),
     "missing file": ("DIR/no.yaml", "cannot read the profile `DIR/no.yaml`: no such file or directory", None),
-    "engine of a later version": (
-        "sglang",
-        "no profile is named `sglang`: SGLang is not supported in this version; "
-        "engines are `embedded` and `vllm` and `tensorrt-llm`",
-        "`kvbm profile list` lists the profiles",
-    ),
     "endless file": ("/dev/zero", "cannot read the profile `/dev/zero`: it is larger than 128 KiB", None),
     "directory": ("DIR/", "cannot read the profile `DIR`: is a directory", None),
     "not text": ("DIR/binary.yaml", "cannot read the profile `DIR/binary.yaml`: it is UTF-16 text, not UTF-8", None),
@@ -581,10 +596,6 @@ OVERRIDE_MISTAKES = {
         "`tiers.disk.io` must be 'threads', 'nixl', 'gds' or 'auto', not the text `uring`\n"
         "  --set tiers.disk.io=uring\n                      ^^^^^",
         None,
-    ),
-    "engine.kind=sglang": (
-        "engine kind `sglang` is not supported in this version\n  --set engine.kind=sglang\n                    ^^^^^^",
-        "supported: `embedded` and `vllm` and `tensorrt-llm`",
     ),
 }
 

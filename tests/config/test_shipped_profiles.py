@@ -26,7 +26,8 @@ def test_shipped_profile_is_right(name: str) -> None:
     else:
         is_known = isinstance(profile.engine.arguments, EmbeddedArguments) or "/" not in profile.engine.model
         assert (sizing.device is not None) == is_known, "the engine determines G1 on a GPU at start-up"
-        assert sizing.device is None or sizing.host.block_count > sizing.device.block_count
+        next_tier = sizing.host if profile.tiers.host is not None else sizing.disk
+        assert sizing.device is None or next_tier.block_count > sizing.device.block_count
     if profile.bench.workload is not None and "/" not in profile.bench.workload:
         assert (workloads_directory() / f"{profile.bench.workload}.yaml").is_file()
 
@@ -37,6 +38,8 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "demo-disk": {"engine.kind": "embedded", "tiers.disk.capacity": "1GiB"},
     "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
+    "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "1TB"},
+    "sglang-cpu-demo": {"engine.kind": "sglang", "engine.cpu_stand_ins": True, "tiers.disk.capacity": "1GB"},
     "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
     "trtllm-pd-1p1d": {"engine.kind": "tensorrt-llm", "disaggregated.prefill": 1, "disaggregated.decode": 1},

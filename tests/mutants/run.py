@@ -39,6 +39,7 @@ import cuda
 import device
 import disk
 import disk_tier
+import hicache
 import identity
 import leader
 import media
@@ -72,6 +73,7 @@ CACHE = (
     media,
     observe,
     trtllm,
+    hicache,
 )
 BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, text, *BENCH)

@@ -1,0 +1,92 @@
+"""Rules for single flags in `engine.arguments` of SGLang: what kvbm sets, and other caches in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvbm.config.document import Document, Entry, Mistake, entry_at
+from kvbm.config.engine import EmbeddedArguments, SglangArguments, TrtllmArguments, VllmArguments
+from kvbm.config.flags import NAME
+from kvbm.config.spelling import snake_case
+
+STORAGE = {
+    "backend_name": "kvbm",
+    "module_path": "kvbm.sglang_integration.storage",
+    "class_name": "KvbmHiCacheStorage",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+}
+_PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
+_ALWAYS = "remove it; kvbm always sets it"
+_OTHER_CACHE = "remove it: kvbm stores what SGLang's hierarchical cache hands down"
+
+KVBM_SETS: Mapping[str, str] = {
+    "model_path": "use `engine.model`",
+    "model": "use `engine.model`",
+    "host": "use `server.host`",
+    "port": "use `server.port`",
+    "config": "write the flags of that file into `engine.arguments`",
+    "help": "remove it; `python -m sglang.launch_server --help` shows the flags",
+    "ssl_keyfile": _PLAIN_HTTP,
+    "ssl_certfile": _PLAIN_HTTP,
+    "enable_metrics": "remove it; kvbm always sets it, to read the server's counters",
+    "enable_cache_report": "remove it; kvbm always sets it, to learn the number of cached tokens",
+    "enable_hierarchical_cache": _ALWAYS,
+    "hicache_storage_backend": "remove it; kvbm sets it, and `kvbm serve --baseline` leaves it out",
+    **dict.fromkeys(("enable_lmcache", "enable_flexkv", "radix_cache_backend"), _OTHER_CACHE),
+    "disable_radix_cache": "remove it: without its prefix cache, SGLang stores nothing",
+}
+
+# Names of other engines, and the flag of SGLang.
+SAME_FLAG: Mapping[str, str] = {
+    "max_model_len": "context_length",
+    "max_seq_len": "context_length",
+    "block_size": "page_size",
+    "tokens_per_block": "page_size",
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_batch_size": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_num_tokens": "chunked_prefill_size",
+    "num_blocks": "max_total_tokens",
+    "num_gpu_blocks_override": "max_total_tokens",
+}
+# Flags of other engines that SGLang does not have. They are listed, because a flag that `SglangArguments` does not
+# declare may be one of SGLang.
+_OF_OTHERS = (
+    (EmbeddedArguments.model_fields.keys() | VllmArguments.model_fields.keys() | TrtllmArguments.model_fields.keys())
+    - SglangArguments.model_fields.keys()
+    - {"device"}
+)
+
+
+def refused_sglang_flags(document: Document) -> Iterator[Mistake]:
+    """Yield a mistake for each flag that is not SGLang's, that kvbm sets, or that replaces its storage."""
+    arguments = entry_at(document, ["engine", "arguments"])
+    for name, entry in ((arguments.section if arguments else None) or {}).items():
+        if (reason := _reason_against(name, entry)) is not None:
+            yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+    extra = entry_at(document, ["engine", "arguments", "hicache_storage_backend_extra_config"])
+    for name, entry in ((extra.section if extra else None) or {}).items():
+        if name in STORAGE or name == "kvbm":
+            hint = "use `tiers`, `offload` and `metrics` of the profile" if name == "kvbm" else "remove it"
+            key = f"engine.arguments.hicache_storage_backend_extra_config.{name}"
+            yield Mistake(f"`{name}` is set by kvbm", entry.key, hint=hint, key=key)
+
+
+def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
+    if not NAME.fullmatch(name):
+        written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
+        meant = snake_case(name)
+        hint = f"write `{meant}`" if NAME.fullmatch(meant) else "write the name as a key, such as `page_size: 64`"
+        return f"`{written}` is not a valid flag name", hint
+    if name in KVBM_SETS:
+        return f"`{name}` is set by kvbm" if "set" in KVBM_SETS[name] else f"`{name}` cannot be used", KVBM_SETS[name]
+    if name in SAME_FLAG:
+        return f"`{name}` is not a flag of SGLang", f"write `{SAME_FLAG[name]}`"
+    if name in _OF_OTHERS:
+        return f"`{name}` is not a flag of SGLang", "remove it"
+    return None

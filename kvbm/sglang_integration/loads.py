@@ -1,0 +1,90 @@
+"""Loads: what the files of a model were before SGLang loaded them, and after.
+
+SGLang has no hook for a storage backend before it loads a model. So `register` is an entry point of the group
+`sglang.srt.plugins`, which SGLang calls in each of its processes. It wraps the constructor of the scheduler, which
+loads the model and then creates the storage. There the first look begins, and the watch for changes of the weights. The
+storage ends the look. An engine without kvbm pays nothing.
+
+If SGLang did not call `register` (`SGLANG_PLUGINS` leaves it out, or kvbm is not installed as a package), changes of
+the weights could have been missed, and no page outlives the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import FileContent, Loading
+
+SCHEDULER = "sglang.srt.managers.scheduler"
+OURS = "kvbm.sglang_integration"
+
+_WRAPPED: set[type] = set()
+_BEGUN: dict[str, Loading | Unidentified] = {}  # by the absolute path of the directory
+_LOADED: dict[str, FileContent | Unidentified] = {}
+
+
+def register() -> None:
+    """Look at the model's files before each scheduler of this process loads them, and watch its weights."""
+    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
+    if scheduler is None or scheduler in _WRAPPED:
+        return
+    _WRAPPED.add(scheduler)
+    load = scheduler.__init__
+
+    @functools.wraps(load)
+    def __init__(self: Any, server_args: Any, *arguments: Any, **keys: Any) -> None:
+        if OURS in str(getattr(server_args, "hicache_storage_backend_extra_config", None)):
+            _begin(server_args)
+        load(self, server_args, *arguments, **keys)
+
+    scheduler.__init__ = __init__
+
+
+def content_of(directory: Path) -> FileContent:
+    """Return the content of the files that SGLang has loaded from a directory. Raises Unidentified or OSError."""
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import loaded
+
+    path = os.path.abspath(directory)
+    if (begun := _BEGUN.pop(path, None)) is not None:
+        _LOADED[path] = _ended(begun)
+    found = _LOADED.get(path)
+    if isinstance(found, Unidentified):
+        raise found
+    return loaded(directory) if found is None else found
+
+
+def _begin(server_args: Any) -> None:
+    """Begin to look and to watch. Raises nothing: SGLang loads whatever happens here."""
+    from kvbm.identity.digests import Unidentified
+    from kvbm.identity.loading import Loading
+    from kvbm.identity.snapshot import snapshot_of
+    from kvbm.sglang_integration import weight_updates
+
+    weight_updates.begin()
+    try:
+        names = (getattr(server_args, name, None) for name in ("revision", "download_dir"))
+        directory = snapshot_of(str(server_args.model_path), *names)
+    except (Unidentified, OSError):
+        return  # the files are not there yet; the storage says why nothing is kept
+    try:
+        _BEGUN[os.path.abspath(directory)] = Loading(directory)
+    except OSError as error:
+        _BEGUN[os.path.abspath(directory)] = Unidentified(str(error))
+
+
+def _ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
+    from kvbm.identity.digests import Unidentified
+
+    if isinstance(loading, Unidentified):
+        return loading
+    try:
+        return loading.end()
+    except (Unidentified, OSError) as error:
+        return Unidentified(str(error))

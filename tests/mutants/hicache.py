@@ -1,0 +1,83 @@
+"""Bugs in the storage of SGLang: what is lent, who copies, what names a page, and what can change the weights."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+STORAGE = "tests/sglang/test_sglang_storage.py"
+IDENTITY = "tests/sglang/test_sglang_identity.py"
+
+MUTANTS = (
+    Mutant(
+        name="sglang-bad-page-is-lent",
+        bug="After a read of which one page was damaged, all its pages are lent.",
+        file="kvbm/leader/storage_leader.py",
+        old="good = self._host.store.match([hashes[index] for index in positions])",
+        new="good = len(positions)",
+        fails=f"{STORAGE} -k flipped",
+    ),
+    Mutant(
+        name="sglang-late-page-counts",
+        bug="Pages of a question that was given up are reported as there.",
+        file="kvbm/sglang_integration/storage.py",
+        old="hashes, are_there = _hashes(keys), [False] * len(keys)",
+        new="hashes, are_there = _hashes(keys), [True] * len(keys)",
+        fails=f"{STORAGE} -k 'stopped or missing'",
+    ),
+    Mutant(
+        name="sglang-slot-is-lent-before-it-is-copied",
+        bug="Pages are registered before SGLang's thread has copied them in.",
+        file="kvbm/leader/storage_leader.py",
+        old="            while not loan.is_over:\n                yield\n        except",
+        new="            yield\n        except",
+        fails=f"{STORAGE} -k 'come_back_into or more_pages'",
+    ),
+    Mutant(
+        name="sglang-layout-is-not-in-the-name",
+        bug="Engines whose pages have equal sizes in another order of bytes find each other's pages.",
+        file="kvbm/sglang_integration/host_pool.py",
+        old='"layout": pool.layout,',
+        new='"layout": "",',
+        fails=f"{STORAGE} -k differ",
+    ),
+    Mutant(
+        name="sglang-rank-is-not-in-the-name",
+        bug="All tensor-parallel ranks keep their parts of a page under one name.",
+        file="kvbm/sglang_integration/identity.py",
+        old="[storage.tp_rank, storage.tp_size] if is_split else [0, 1]",
+        new="[0, 1]",
+        fails=f"{STORAGE} -k differ",
+    ),
+    Mutant(
+        name="sglang-page-outside-the-pool-is-read",
+        bug="A page that is not in the memory of the host pool is read anyway.",
+        file="kvbm/sglang_integration/host_pool.py",
+        old="if not any(begin <= address and address + length <= end for begin, end in self._ranges):",
+        new="if not self._ranges:",
+        fails=f"{STORAGE} -k outside",
+    ),
+    Mutant(
+        name="sglang-writes-after-a-change-of-the-weights",
+        bug="Pages that other weights computed are stored.",
+        file="kvbm/sglang_integration/storage.py",
+        old="if self._thread is None or self.boundary.is_off or self._cause:",
+        new="if self._thread is None or self.boundary.is_off:",
+        fails=f"{STORAGE} -k change_of_the_weights",
+    ),
+    Mutant(
+        name="sglang-updates-are-noticed-too-late",
+        bug="A change of the weights is noticed after it has happened, and one that fails never.",
+        file="kvbm/sglang_integration/weight_updates.py",
+        old="        _WATCH.note(name)\n        return original(self, *arguments, **keys)",
+        new="        return original(self, *arguments, **keys)",
+        fails=f"{IDENTITY} -k noticed",
+    ),
+    Mutant(
+        name="sglang-unknown-options-do-not-count",
+        bug="Options that kvbm does not know are left out of the identity.",
+        file="kvbm/sglang_integration/identity.py",
+        old="if name not in _NOT_KV\n",
+        new='if name in ("kv_cache_dtype", "attention_backend", "page_size", "tp_size")\n',
+        fails=f"{IDENTITY} -k unknown_ones",
+    ),
+)

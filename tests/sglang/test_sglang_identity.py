@@ -1,0 +1,232 @@
+"""Identity of SGLang's pages: what counts, what does not, what is in doubt, and changes of the weights in memory.
+
+Modules of SGLang are stand-ins with the names and signatures of 0.5.23.
+"""
+
+import importlib
+import json
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from host_pools import storage_config
+
+from kvbm.identity import content
+from kvbm.identity.description import describe
+from kvbm.sglang_integration import loads, weight_updates
+from kvbm.sglang_integration.identity import identity
+
+SECTIONS = {
+    **dict.fromkeys(("model_path", "revision", "load_format", "kv_cache_dtype", "context_length"), "model"),
+    **dict.fromkeys(("custom_weight_loader", "weight_cache_mode", "trust_remote_code"), "model"),
+    "attention_backend": "exec.kernel",
+    "tp_size": "parallel",
+    "nccl_port": "parallel",
+    "random_seed": "device",
+    "page_size": "schedule",
+    "max_total_tokens": "schedule",
+    "port": "serving",
+    "hicache_ratio": "memory",
+    "enable_lora": "lora",
+    "disaggregation_mode": "disagg",
+    "enable_multimodal": "mm",
+    "log_level": "observability",
+    "hicache_storage_backend_extra_config": "memory",
+    "a_new_option": "model",
+}
+POOL = {"pool": "P", "layout": "page_first"}
+
+
+class Arguments(SimpleNamespace):
+    def __getattr__(self, name):
+        return None
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model whose files are old, on a file system that shows changes: the clock of this process runs ahead."""
+    known = content.LIVE_FILE_SYSTEMS | {content.file_system_type(tmp_path)}
+    monkeypatch.setattr(content, "LIVE_FILE_SYSTEMS", known)
+    real = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: real() + 100 * 10**9)
+    directory = tmp_path / "models" / "m"
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+@pytest.fixture
+def sglang(monkeypatch, model):
+    """SGLang's modules, and the options in effect."""
+    arguments = Arguments(model_path=str(model), load_format="auto", page_size=64, kv_cache_dtype="auto")
+    arguments.hicache_storage_backend_extra_config = '{"module_path": "kvbm.sglang_integration.storage"}'
+
+    class WeightUpdater:
+        pass
+
+    class Manager:
+        def release_memory_occupation(self, request):
+            return "released"
+
+    for name in weight_updates.UPDATES:
+        setattr(WeightUpdater, name, lambda self, *arguments, _name=name: (_name, arguments))
+
+    class Scheduler:
+        def __init__(self, server_args, on_load=lambda: None):
+            on_load()
+
+    modules = {
+        "runtime_context": {"get_server_args": lambda: arguments},
+        "arg_groups.overrides": {"resolution_result": lambda args, name, default=None: getattr(args, name)},
+        "arg_groups.arg_utils": {"namespace_of": lambda kind: SECTIONS},
+        "configs.model_config": {"is_multimodal_model": lambda names: "LlavaForCausalLM" in names},
+        weight_updates.UPDATER[0].removeprefix("sglang.srt."): {"WeightUpdater": WeightUpdater},
+        weight_updates.MANAGER[0].removeprefix("sglang.srt."): {weight_updates.MANAGER[1]: Manager},
+        "managers.scheduler": {"Scheduler": Scheduler},
+    }
+    packages = {"sglang", "sglang.srt"}
+    for name in modules:
+        parts = name.split(".")
+        packages |= {".".join(["sglang", "srt", *parts[:end]]) for end in range(1, len(parts))}
+    for name in sorted(packages):
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    for name, values in modules.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
+    monkeypatch.setattr(weight_updates, "_WATCH", weight_updates._Watch())
+    for name in ("_WRAPPED", "_BEGUN", "_LOADED"):
+        monkeypatch.setattr(loads, name, type(getattr(loads, name))())
+    return SimpleNamespace(arguments=arguments, scheduler=Scheduler, updater=WeightUpdater, manager=Manager)
+
+
+def started(sglang, on_load=lambda: None):
+    loads.register()
+    importlib.import_module("sglang.srt.managers.scheduler").Scheduler(sglang.arguments, on_load)
+
+
+def described(**changes):
+    facts, doubt = identity(storage_config({}, **changes), POOL, zero_copy=True)
+    return describe(facts, doubt).result(timeout=30)
+
+
+def test_the_same_engine_has_the_same_identity_and_no_doubt(sglang):
+    started(sglang)
+    first, doubt = described()
+    assert doubt == ""
+    assert described() == (first, "")
+    assert str(sglang.arguments.model_path) not in json.dumps({k: v for k, v in first.items() if k != "model"})
+
+
+@pytest.mark.parametrize("name", ["port", "nccl_port", "random_seed", "hicache_ratio", "max_total_tokens", "log_level"])
+def test_options_that_cannot_change_kv_do_not_count(name, sglang):
+    started(sglang)
+    before = described()
+    setattr(sglang.arguments, name, 4711)
+    assert described() == before
+
+
+@pytest.mark.parametrize("name", ["kv_cache_dtype", "attention_backend", "page_size", "tp_size", "a_new_option"])
+def test_other_options_count_also_unknown_ones(name, sglang):
+    started(sglang)
+    before, _ = described()
+    setattr(sglang.arguments, name, "other")
+    assert described()[0] != before
+
+
+@pytest.mark.parametrize("changes", [{"tp_size": 2}, {"tp_rank": 1, "tp_size": 2}, {"pp_size": 2}, {"attn_cp_size": 2}])
+def test_ranks_count(changes, sglang):
+    started(sglang)
+    assert described(**changes)[0] != described()[0]
+
+
+def test_ranks_with_equal_pages_have_one_identity(sglang):
+    started(sglang)
+    ranks = [described(is_mla_model=True, tp_size=2, tp_rank=rank)[0] for rank in range(2)]
+    assert ranks[0] == ranks[1]
+
+
+def test_content_of_the_weights_counts(sglang, model):
+    started(sglang)
+    before, _ = described()
+    (model / "model.safetensors").write_bytes(b"other")
+    loads._WRAPPED.clear()
+    loads._LOADED.clear()
+    started(sglang)
+    assert described()[0] != before
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("enable_lora", True, "adapter"),
+        ("disaggregation_mode", "decode", "another engine"),
+        ("custom_weight_loader", ["a.b"], "`custom_weight_loader`"),
+        ("load_format", "dummy", "load format `dummy`"),
+        ("model_path", "no/such", "no local files"),
+    ],
+)
+def test_doubts(option, value, reason, sglang):
+    started(sglang)
+    setattr(sglang.arguments, option, value)
+    assert reason in described()[1]
+
+
+def test_a_model_with_images_is_in_doubt(sglang, model):
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlavaForCausalLM"]}))
+    started(sglang)
+    assert "images" in described()[1]
+    sglang.arguments.enable_multimodal = False
+    assert described()[1] == ""
+
+
+def test_an_sglang_without_known_options_is_in_doubt(sglang, monkeypatch):
+    started(sglang)
+    monkeypatch.delattr(sys.modules["sglang.srt.runtime_context"], "get_server_args")
+    assert "unknown" in described()[1]
+
+
+def test_files_that_change_while_sglang_loads_them_are_in_doubt(sglang, model):
+    started(sglang, on_load=lambda: (model / "model.safetensors").write_bytes(b"changed"))
+    assert "changed while" in described()[1]
+
+
+class Heard:
+    def __init__(self):
+        self.causes = []
+
+    def weights_may_change(self, cause):
+        self.causes.append(cause)
+
+
+@pytest.mark.parametrize("name", [*weight_updates.UPDATES, *weight_updates.RELEASES])
+def test_every_way_to_change_the_weights_is_noticed_before_it_happens(name, sglang):
+    started(sglang)
+    heard = Heard()
+    assert weight_updates.watch(heard) == ""
+    owner = sglang.updater if name in weight_updates.UPDATES else sglang.manager
+    answer = getattr(owner(), name)("request")
+    assert heard.causes == [name]
+    assert answer == ("released" if name in weight_updates.RELEASES else (name, ("request",)))
+    assert name in weight_updates.watch(Heard()), "a storage that is attached later knows it too"
+
+
+def test_without_the_entry_point_the_weights_are_in_doubt(sglang):
+    assert "SGLANG_PLUGINS" in weight_updates.watch(Heard())
+
+
+def test_a_version_without_these_methods_is_in_doubt(sglang):
+    delattr(sglang.updater, "update_weights_from_ipc")
+    started(sglang)
+    assert weight_updates.watch(Heard())
+
+
+def test_an_engine_without_kvbm_pays_nothing(sglang):
+    sglang.arguments.hicache_storage_backend_extra_config = None
+    started(sglang)
+    assert not loads._BEGUN
+    assert not weight_updates._WATCH.wrapped
