@@ -30,7 +30,7 @@ MUTANTS = (
         file="kvbm/leader/storage_leader.py",
         old="            while not loan.is_over:\n                yield\n        except",
         new="            yield\n        except",
-        fails=f"{STORAGE} -k 'come_back_into or more_pages'",
+        fails=f"{STORAGE} -k all_of_it",
     ),
     Mutant(
         name="sglang-layout-is-not-in-the-name",

@@ -168,6 +168,24 @@ def test_a_flipped_byte_is_false_and_the_page_is_recomputed(disk, tmp_path):
         assert_pages(pool, [10, 11, 12], expected)
 
 
+def test_a_page_is_stored_only_when_all_of_it_is_copied(disk, monkeypatch):
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 1)
+    (expected,) = filled(pool, [0])
+    copy_in = storage.copy_in
+
+    def slow(slot, pieces):
+        time.sleep(0.1)
+        copy_in(slot, pieces)
+
+    monkeypatch.setattr(storage, "copy_in", slow)
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_set_v1(keys, pool.indices(0)) == [True]
+        on_disk(backend, 1)
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_get_v1(keys, pool.indices(10)) == [True]
+        assert_pages(pool, [10], [expected])
+
+
 def pool_bytes(pool, page):
     """The first piece of a page, as it is on disk."""
     import ctypes
