@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -100,11 +101,42 @@ def test_an_adapter_that_is_edited_through_a_mapping_is_not_cached(path):
     assert not adapters.is_certain(request(path))
 
 
-def test_an_adapter_without_local_files_is_known_by_its_id(path):
+def test_an_adapter_without_local_files_is_known_by_its_id_and_not_cached(path, caplog):
+    """vLLM downloads it, and may download another one when it needs it again."""
     adapters = Adapters()
     assert not adapters.use(request("owner/adapter"))
     assert not adapters.use(request("owner/adapter"))
+    assert not adapters.is_certain(request("owner/adapter"))
+    assert len([message for message in caplog.messages if "not on this machine yet" in message]) == 1
     assert adapters.use(request("owner/adapter", number=2))
+
+
+def test_a_change_below_the_home_directory_is_noticed(path, monkeypatch):
+    """vLLM resolves `~` when it reads the files."""
+    monkeypatch.setenv("HOME", str(path.parent))
+    adapters = Adapters()
+    adapters.use(request(f"~/{path.name}"))
+    assert adapters.is_certain(request(f"~/{path.name}"))
+    exchange(path / "adapter_model.safetensors", b"two")
+    assert adapters.use(request(f"~/{path.name}"))
+    assert not adapters.is_certain(request(f"~/{path.name}"))
+
+
+def test_another_commit_of_an_adapter_of_the_hub_is_noticed(path, tmp_path_factory, monkeypatch):
+    home = tmp_path_factory.mktemp("hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home))
+    adapter = home / "models--owner--adapter"
+    for commit in ("one", "two"):
+        shutil.copytree(path, adapter / "snapshots" / commit)
+    (adapter / "refs").mkdir()
+    (adapter / "refs" / "main").write_text("one")
+    adapters = Adapters()
+    assert not adapters.load(request("owner/adapter"))
+    assert not adapters.use(request("owner/adapter"))
+    assert adapters.is_certain(request("owner/adapter"))
+    (adapter / "refs" / "main").write_text("two")
+    assert adapters.use(request("owner/adapter"))
+    assert not adapters.is_certain(request("owner/adapter"))
 
 
 def test_a_link_to_another_adapter_is_noticed(path, tmp_path_factory):

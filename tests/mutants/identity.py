@@ -238,6 +238,14 @@ MUTANTS = (
         fails="tests/identity/test_adapters.py -k in_place",
     ),
     Mutant(
+        name="adapter-of-the-hub-is-watched-without-its-commit",
+        bug="an adapter that is named by its name on the hub changes to another commit unnoticed",
+        file="kvbm/vllm_integration/adapters.py",
+        old="    return (*(str(snapshot / name) for name in FILES), str(reference))\n",
+        new="    return tuple(str(snapshot / name) for name in FILES)\n",
+        fails="tests/identity/test_adapters.py -k another_commit",
+    ),
+    Mutant(
         name="adapter-on-tmpfs-is-cached",
         bug="an adapter whose files can change without a trace is cached",
         file="kvbm/vllm_integration/adapters.py",
