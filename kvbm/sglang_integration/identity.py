@@ -45,6 +45,7 @@ _OTHER_WEIGHTS = (
     *("custom_weight_loader", "modelexpress_config", "checkpoint_engine_wait_weights_before_ready"),
     *("remote_instance_weight_loader_seed_instance_ip", "weight_cache_mode", "uno_lora_path"),
 )
+_NOT_SET = (None, False, "", "off", [])
 
 
 def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple[dict[str, object], str]:
@@ -84,7 +85,7 @@ def part_of(storage: Any) -> list[int]:
 
 def _doubt(options: dict[str, Any], configuration: dict[str, Any]) -> str:
     for name in _OTHER_WEIGHTS:
-        if options.get(name):
+        if options.get(name) not in _NOT_SET:
             return f"with `{name}`, the weights are not those of the model's files"
     if options.get("enable_lora"):
         return "a page's key covers the number of an adapter, not its content"

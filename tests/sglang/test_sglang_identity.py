@@ -61,6 +61,7 @@ def model(tmp_path, monkeypatch):
 def sglang(monkeypatch, model):
     """SGLang's modules, and the options in effect."""
     arguments = Arguments(model_path=str(model), load_format="auto", page_size=64, kv_cache_dtype="auto")
+    arguments.weight_cache_mode, arguments.custom_weight_loader = "off", []  # as without the option
     arguments.hicache_storage_backend_extra_config = '{"module_path": "kvbm.sglang_integration.storage"}'
 
     class WeightUpdater:
@@ -166,6 +167,7 @@ def test_content_of_the_weights_counts(sglang, model):
         ("enable_lora", True, "adapter"),
         ("disaggregation_mode", "decode", "another engine"),
         ("custom_weight_loader", ["a.b"], "`custom_weight_loader`"),
+        ("weight_cache_mode", "client", "`weight_cache_mode`"),
         ("load_format", "dummy", "load format `dummy`"),
         ("model_path", "no/such", "no local files"),
     ],
