@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
-from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES
+from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES, STAND_INS_VARIABLE
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -107,7 +107,7 @@ COPIES = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_al
 
 def prepare() -> None:
     """Let SGLang find what stands in for its kernels, when it is imported."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ["SGLANG_USE_CPU_ENGINE"] = os.environ[STAND_INS_VARIABLE] = "1"
     _declare_torchvision()
     kernels = _Kernels("sgl_kernel")
     kernels.__spec__ = importlib.util.spec_from_loader("sgl_kernel", None)

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent
 from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
 from kvbm.identity.options import Options, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
+from kvbm.sglang_integration.launch import STAND_INS_VARIABLE
 from kvbm.sglang_integration.loads import content_of
 from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
@@ -45,7 +49,12 @@ _OTHER_WEIGHTS = (
     *("custom_weight_loader", "modelexpress_config", "checkpoint_engine_wait_weights_before_ready"),
     *("remote_instance_weight_loader_seed_instance_ip", "weight_cache_mode", "uno_lora_path"),
 )
-_NOT_SET = (None, False, "", "off", [])
+# Variables of addresses, ranks, logs, limits, places, and of one start.
+_OTHER_VARIABLES = re.compile(
+    "_(HOST|PORT|IP|ADDR|ADDRESS|RANK|RUN_ID|LOG|LOGGING|LOGGER|DEBUG|TRACE|PROFILE|PROFILER|TIMEOUT|INTERVAL|DIR|PATH)(_|$)"
+    "|^SGLANG_(PLUGINS|PLATFORM|TEST|HICACHE)(_|$)"
+)
+_NOT_SET: tuple[object, ...] = (None, False, "", "off", [])
 
 
 def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple[dict[str, object], str]:
@@ -58,7 +67,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         "engine": "sglang",
         "versions": [release_of(version_of(name)) for name in DISTRIBUTIONS],
         "device": _device(),
-        "precision": precision_variables(),
+        "stand_ins": os.environ.get(STAND_INS_VARIABLE, ""),
         "pool": pool,
         "zero_copy": zero_copy,
         "part": part_of(storage),
@@ -69,6 +78,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
         facts["weights"] = _content(options, directory)
         facts["options"] = Options(directory).digest(_counting(options))
+        facts["environment"] = _environment(Options(directory))
         configuration = _configuration(directory)
         facts["length"] = int(options.get("context_length") or 0) if depends_on_length(configuration) else 0
     except (Unidentified, OSError) as error:
@@ -123,6 +133,12 @@ def _counting(options: dict[str, Any]) -> dict[str, Any]:
         and (section := sections[name].partition(".")[0]) not in _NOT_KV_SECTIONS
         and (section != "schedule" or name in _KV_OF_SCHEDULE)
     }
+
+
+def _environment(options: Options) -> str | Hashed:
+    """Return a digest of the variables that can change how SGLang computes."""
+    names = {name for name in os.environ if name.startswith("SGLANG_") and not _OTHER_VARIABLES.search(name)}
+    return options.digest({name: os.environ[name] for name in names} | precision_variables())
 
 
 def _content(options: dict[str, Any], directory: Path) -> FileContent:

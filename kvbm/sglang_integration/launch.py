@@ -22,6 +22,7 @@ from kvbm.sglang_integration.versions import INSTALL
 
 SERVER_MODULE = "sglang.launch_server"
 CPU_MODULE = "kvbm.sglang_integration.cpu_server"
+STAND_INS_VARIABLE = "KVBM_SGLANG_STAND_INS"  # set in processes of CPU_MODULE
 DEFAULT_RATIO = 2.0  # of SGLang's own host memory to G1
 RESERVE_BYTES = 10 << 30  # that SGLang leaves free: it refuses to start if its own host memory would take them
 CPU_RESERVE_BYTES = 1 << 30  # the same with stand-ins for its kernels

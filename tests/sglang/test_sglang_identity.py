@@ -139,6 +139,16 @@ def test_other_options_count_also_unknown_ones(name, sglang):
     assert described()[0] != before
 
 
+def test_variables_count_except_those_of_one_start(sglang, monkeypatch):
+    started(sglang)
+    before = described()
+    monkeypatch.setenv("SGLANG_RUN_ID", "1795784")
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    assert described() == before
+    monkeypatch.setenv("SGLANG_FP8_KERNEL", "x")
+    assert described()[0] != before[0]
+
+
 @pytest.mark.parametrize("changes", [{"tp_size": 2}, {"tp_rank": 1, "tp_size": 2}, {"pp_size": 2}, {"attn_cp_size": 2}])
 def test_ranks_count(changes, sglang):
     started(sglang)
