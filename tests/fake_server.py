@@ -34,12 +34,13 @@ class Request:
 
 
 class FakeServer:
-    """A context manager. `port` 0 takes a free one."""
+    """A context manager, which raises what an answer has raised. `port` 0 takes a free one."""
 
     def __init__(self, *, port: int = 0, host: str = "127.0.0.1") -> None:
         self.host, self.port = host, port
         self.connections: set[Connection] = set()
         self.connection_count = 0
+        self.failures: list[Exception] = []
         self._stopping = asyncio.Event()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -60,8 +61,10 @@ class FakeServer:
         assert self._ready.wait(10), "the server did not start within 10 s"
         return self
 
-    def __exit__(self, *ended: object) -> None:
+    def __exit__(self, kind: object, *ended: object) -> None:
         self.close()
+        if self.failures and kind is None:
+            raise self.failures[0]
 
     def serve_forever(self) -> None:
         """As a program. Wakes up, because a thread of the server may get the signal of a process that was stopped."""
@@ -138,7 +141,14 @@ class Connection(asyncio.Protocol):
             first_byte_s=self._first_byte_s,
             complete_s=now,
         )
-        self._task = asyncio.create_task(self._server.answer(self._request, self))
+        self._task = asyncio.create_task(self._answer(self._request))
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            await self._server.answer(request, self)
+        except Exception as error:
+            self._server.failures.append(error)
+            self.end()
 
     def reply(self, status: int, content: object = b"", **headers: str) -> None:
         """A whole answer: bytes, a text, or what becomes JSON."""

@@ -125,7 +125,8 @@ class OpenAIMock(FakeServer):
             connection.reply(200 if path == "/health" else 404, {})
 
     def client_left(self, request: Request) -> None:
-        self._open[request.connection].client_left = True
+        if request.connection in self._open:
+            self._open[request.connection].client_left = True
 
 
 async def respond(arrival: Arrival, answer: Answer, connection: Connection) -> None:
