@@ -1,11 +1,9 @@
 """Hostile command lines that have no row in mistakes.py: each is refused or harmless, quickly, and no bug."""
 
-import json
-
 import pytest
 from recorded_runs import facts
-from terminal import FAKE_ENGINE, kvbm_here
-from test_serve import MODEL
+from terminal import kvbm_here
+from test_serve import write_home
 
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.run_facts import RunState
@@ -59,12 +57,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int, str]] = {
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
-    (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(MODEL))
-    (home / "mine.yaml").write_text(
-        f"engine:\n  model: ./model\n  python: {FAKE_ENGINE}\n  arguments: {{num_blocks: 64}}\n"
-        "tiers: {host: {capacity: 64MiB}}\nserver: {port: auto}\n"
-    )
+    write_home(home)
     state = home / ".local/state/kvbm"
     (state / "runs").mkdir(parents=True)
     for profile, log in (("demo", "/proc/self/mem"), ("zero", "/dev/zero"), ("title", "\x1b]0;x\x07")):

@@ -10,9 +10,10 @@ import urllib.request
 
 import psutil
 import pytest
+from model_configs import write_model
 from terminal import assert_snapshot, filtered, kvbm, kvbm_here
 from test_serve import serving
-from test_serve_vllm import PROFILE, QWEN3
+from test_serve_vllm import PROFILE
 from waiting import eventually, is_gone
 
 DISAGGREGATED = "disaggregated: {prefill: 2, decode: 1}\n"
@@ -22,8 +23,7 @@ PORT = re.compile(r"(--port |SIDE_CHANNEL_PORT=)\d{5}\b")
 
 @pytest.fixture
 def home(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    write_model(tmp_path / "model")
     (tmp_path / "mine.yaml").write_text(f"{PROFILE}server: {{port: auto}}\n{DISAGGREGATED}")
     return tmp_path
 

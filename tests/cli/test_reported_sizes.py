@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from model_configs import QWEN3
+from model_configs import write_model
 from terminal import FAKE_ENGINE
 from test_serve import serving
 
@@ -32,8 +32,7 @@ DIFFERENT = (
 
 @pytest.fixture
 def home(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    write_model(tmp_path / "model")
     (tmp_path / "mine.yaml").write_text(PROFILE)
     return tmp_path
 

@@ -14,6 +14,7 @@ from typing import IO
 
 import psutil
 import pytest
+from model_configs import write_model
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm, kvbm_here
 from waiting import eventually, is_gone
 
@@ -30,13 +31,16 @@ MODEL = {
 @pytest.fixture
 def home(tmp_path):
     """A working directory with a model and a profile whose engine is the stand-in."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
-    (tmp_path / "mine.yaml").write_text(
+    write_home(tmp_path)
+    return tmp_path
+
+
+def write_home(home: Path) -> None:
+    write_model(home / "model", MODEL)
+    (home / "mine.yaml").write_text(
         f"engine:\n  model: ./model\n  python: {FAKE_ENGINE}\n  arguments: {{num_blocks: 64}}\n"
         "tiers: {host: {capacity: 64MiB}}\nserver: {port: auto}\n"
     )
-    return tmp_path
 
 
 class Serving(subprocess.Popen[str]):

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import write_model
 from terminal import assert_snapshot, kvbm, kvbm_here
 from test_manage import status
 from test_serve import home as home  # the fixture
 from test_serve import serving
 from test_serve_vllm import PROFILE as VLLM_PROFILE
-from test_serve_vllm import QWEN3
 from waiting import eventually
 
 from kvbm_cli.bench import engines as arms
@@ -23,8 +23,7 @@ NOWHERE = "disk: {capacity: 1GiB, directory: /dev/null/nowhere}"
 @pytest.fixture
 def both(home):
     """A home with a profile of each kind of engine."""
-    (home / "qwen").mkdir()
-    (home / "qwen" / "config.json").write_text(json.dumps(QWEN3))
+    write_model(home / "qwen")
     (home / "vllm.yaml").write_text(VLLM_PROFILE.replace("./model", "./qwen"))
     return home
 

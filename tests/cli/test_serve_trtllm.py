@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_trtllm import installation, wrapper
+from model_configs import write_model
 from terminal import assert_snapshot, kvbm, kvbm_here, ways
 from test_manage import status
 from test_serve import RUNS, serving
-from test_serve_vllm import QWEN3
 from waiting import eventually, is_gone
 
 from kvbm_cli.engine.process import choose_port
@@ -50,8 +50,7 @@ OUTPUTS = {
 @pytest.fixture
 def home(tmp_path):
     """A working directory with a model, an interpreter and a profile of TensorRT-LLM."""
-    (tmp_path / "qwen").mkdir()
-    (tmp_path / "qwen" / "config.json").write_text(json.dumps(QWEN3))
+    write_model(tmp_path / "qwen")
     wrapper(tmp_path / "bin")
     (tmp_path / "mine.yaml").write_text(PROFILE)
     return tmp_path

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from model_configs import QWEN3
+from model_configs import QWEN3, write_model
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
@@ -64,8 +64,7 @@ HELD = {
 
 @pytest.fixture
 def home(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN3))
+    write_model(tmp_path / "model")
     (tmp_path / "mine.yaml").write_text(PROFILE)
     return tmp_path
 
