@@ -29,7 +29,11 @@ def load(monkeypatch):
 
 
 def caveats(profile: str | None = "demo", *compare: str, overrides: Sequence[str] = ()) -> list[str]:
-    return caveats_of(command._setup(comparison_of((profile,), overrides, compare), (Cell("small", WORKLOAD),)))
+    return caveats_of(
+        command._setup(
+            comparison_of(() if profile is None else (profile,), overrides, compare), (Cell("small", WORKLOAD),)
+        )
+    )
 
 
 def test_the_embedded_engine_is_a_reference_implementation():
