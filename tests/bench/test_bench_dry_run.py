@@ -61,14 +61,9 @@ def test_interleaved_arms_take_their_memory_at_the_same_time(tmp_path, capsys):
 def test_the_text_names_every_arm_and_cell(tmp_path, capsys):
     shown = dry_run(tmp_path, capsys, as_json=False, workload=in_turn(pairs=1, interval_s=0.5), pressure="0.8,1.2")
     for words in (
-        "baseline        baseline  profile demo, ",
-        "kvbm            kvbm      profile demo, ",
-        "small-x0.8: conversations, pressure 0.8",
-        "small-x1.2: conversations, pressure 1.2",
-        "G1 holds 8,960 tokens",
-        "in total: 7 engine starts, ",
-        " for the KV cache at once",
-        "duration: about ",
+        *("baseline        baseline  profile demo, ", "kvbm            kvbm      profile demo, "),
+        *("small-x0.8: conversations, pressure 0.8", "small-x1.2: conversations, pressure 1.2"),
+        *("G1 holds 8,960 tokens", "in total: 7 engine starts, ", " for the KV cache at once", "duration: about "),
     ):
         assert words in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -287,16 +287,9 @@ async def test_only_the_address_of_blocks_passes_from_one_engine_to_the_other():
 
 
 NOT_SERVED = [
-    "/metrics",
-    "/reset_prefix_cache",
-    "/v1/../reset_prefix_cache",
-    "/v1/%2e%2e/reset_prefix_cache",
-    "/v1/completions/../../reset_prefix_cache",
-    "/v1/completions%2f..%2f..%2freset_prefix_cache",
-    "//v1/completions",
-    "/v1/completions/",
-    "/collective_rpc",
-    "/v1/load_lora_adapter",
+    *("/metrics", "/reset_prefix_cache", "/v1/../reset_prefix_cache", "/v1/%2e%2e/reset_prefix_cache"),
+    *("/v1/completions/../../reset_prefix_cache", "/v1/completions%2f..%2f..%2freset_prefix_cache"),
+    *("//v1/completions", "/v1/completions/", "/collective_rpc", "/v1/load_lora_adapter"),
     "http://attacker.example/reset_prefix_cache",
 ]
 
@@ -554,10 +547,8 @@ async def test_client_that_ends_its_side_gets_its_answer(version, length):
     [
         b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
         b"GET /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01",
-        b"GET /health HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n",
+        *(b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"),
+        *(b"GET /health HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"),
         b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
     ],
 )

@@ -113,11 +113,7 @@ def test_all_start_and_a_signal_ends_all(pd):
         (run,) = status(pd)
         directory = pd / RUNS / str(run["run"])
         assert sorted(file.name for file in directory.glob("*.yaml")) == [
-            "decode-0.yaml",
-            "disaggregated.yaml",
-            "prefill-0.yaml",
-            "prefill-1.yaml",
-            "profile.yaml",
+            *("decode-0.yaml", "disaggregated.yaml", "prefill-0.yaml", "prefill-1.yaml", "profile.yaml"),
         ]
         assert program.url.endswith(f":{yaml.safe_load((directory / 'disaggregated.yaml').read_text())['port']}")
         program.send_signal(signal.SIGTERM)
