@@ -277,7 +277,10 @@ def _for_rank(config: ConnectorConfig, storage: Any) -> ConnectorConfig:
     elif disk is not None and disk.capacity is not None:
         ranks = storage.pp_size * (1 if is_shared else storage.tp_size)
         disk = disk.model_copy(update={"capacity": disk.capacity // ranks})
-    return config.model_copy(update={"tiers": tiers.model_copy(update={"disk": disk})})
+    offload = config.offload
+    if is_shared:  # what only one rank has is no hit for the others
+        offload = offload.model_copy(update={"to_shared": "always"})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"disk": disk}), "offload": offload})
 
 
 def _replica() -> int:

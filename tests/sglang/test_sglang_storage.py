@@ -14,6 +14,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
 from kvbm.sglang_integration import leader_thread, storage
 from kvbm.sglang_integration.identity import part_of
+from kvbm.types import Tier
 
 DISK_PAGES = 128
 
@@ -253,6 +254,22 @@ def test_two_engines_share_a_directory(tmp_path):
     finally:
         first.close()
         second.close()
+
+
+def test_ranks_with_mla_share_one_copy_that_one_of_them_writes(tmp_path, disk):
+    keys = keys_of("a", 3)
+    pools = [SGLangHostPool("page_first", is_mla=True) for _ in range(2)]
+    expected = filled(pools[0], range(3))
+    tiers = {"host": {"blocks": 32}, "disk": disk, "shared": {"url": f"file://{tmp_path}/shared"}}
+    ranks = [{"is_mla_model": True, "tp_size": 2, "tp_rank": rank} for rank in range(2)]
+    with opened(pools[0], tiers, **ranks[0]) as writer:
+        assert writer.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
+        wait_until(lambda: leader_of(writer).counters.shared_offload_blocks == 3)
+        with opened(pools[1], tiers, **ranks[1]) as reader:
+            assert [tier.kind for tier in leader_of(reader).lower_tiers] == [Tier.SHARED]
+            wait_until(lambda: reader.batch_exists(keys) == 3)
+            assert reader.batch_get_v1(keys, pools[1].indices(5, 6, 7)) == [True] * 3
+            assert_pages(pools[1], [5, 6, 7], expected)
 
 
 @pytest.mark.parametrize(
