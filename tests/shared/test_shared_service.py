@@ -280,7 +280,7 @@ def test_the_process_exits_with_a_killed_engine(url):
 
 
 def is_running(pid):
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
 
