@@ -10,7 +10,7 @@ The leader's thread writes all numbers, into `Counters`. A collector only reads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.metrics import MATCH_BOUNDS_S, TOTALS, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NAMES = {Tier.HOST: "host", Tier.DISK: "disk", Tier.SHARED: "object"}
 ENGINE = "engine"
+FACTS = tuple(one.name for one in fields(Facts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +154,16 @@ class EngineReport:
 
     @classmethod
     def of(cls, leader: Reporting) -> EngineReport:
-        counters = leader.counters
-        return cls(
-            {name: getattr(counters, name) for name in TOTALS},
-            leader.blocks(),
-            leader.queues(),
-            {name: (*one.counts, one.sum_s) for name, one in counters.durations.items()},
-            leader.facts,
-        )
+        totals = {name: getattr(leader.counters, name) for name in TOTALS}
+        return cls(totals, leader.blocks(), leader.queues(), _durations(leader), leader.facts)
 
-    def to_data(self) -> dict[str, Any]:
-        """Return all but the totals and the blocks, as values that can be sent to another process."""
-        return {"queues": self.queues, "durations": self.durations, "facts": asdict(self.facts)}
+    @staticmethod
+    def data_of(leader: Reporting) -> dict[str, Any]:
+        """Return all but the totals and the blocks, as values that can be sent to another process: up to once per step
+        of an engine."""
+        facts = leader.facts
+        known = {name: getattr(facts, name) for name in FACTS}
+        return {"queues": leader.queues(), "durations": _durations(leader), "facts": known}
 
     @classmethod
     def from_data(cls, totals: Mapping[str, float], blocks: TierBlocks, data: Mapping[str, Any]) -> EngineReport:
@@ -186,6 +185,10 @@ class Reporting(Protocol):
     def facts(self) -> Facts: ...
     def blocks(self) -> TierBlocks: ...
     def queues(self) -> Mapping[str, Sequence[float]]: ...
+
+
+def _durations(leader: Reporting) -> dict[str, Sequence[float]]:
+    return {name: (*one.counts, one.sum_s) for name, one in leader.counters.durations.items()}
 
 
 class SeriesCollector:

@@ -82,11 +82,10 @@ class StatsSource:
         self._due_s = now_s + REPORT_S
         self._reported = numbers
         totals = dict(zip(TOTALS, numbers, strict=True))
-        report = EngineReport.of(leader)
-        blocks = {tier.value: states for tier, states in report.blocks.items()}
+        blocks = {tier.value: states for tier, states in leader.blocks().items()}
         if self._hits[0] != leader.counters.finished_requests:  # the window is long, and most steps end no request
             self._hits = leader.counters.finished_requests, list(leader.counters.hits())
-        others = {WINDOW: self._hits[1], BLOCKS: blocks, WEAR: leader.wear(), SERIES: report.to_data()}
+        others = {WINDOW: self._hits[1], BLOCKS: blocks, WEAR: leader.wear(), SERIES: EngineReport.data_of(leader)}
         return KvbmStats(data={**totals, **others})
 
 
