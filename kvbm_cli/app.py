@@ -28,6 +28,7 @@ from kvbm_cli.terminal.command_line import Command
 from kvbm_cli.terminal.options import flag, help_without_command
 from kvbm_cli.terminal.show_error import show_kvbm_error
 from kvbm_cli.terminal.usage_error import show_usage_error
+from kvbm_cli.top.app import top
 
 INTERRUPTED = 130
 OTHERS_WRITE = 0o022
@@ -41,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (serve, status, stop, logs, size, doctor, completion):
+for command in (serve, status, top, stop, logs, size, doctor, completion):
     app.command(cls=Command)(command)
 for name, group in (("profile", profile_app), ("cache", cache_app), ("bench", bench_app)):
     app.add_typer(group, name=name)

@@ -19,7 +19,6 @@ from kvbm.metrics import COUNTERS as KVBM_METRICS
 from kvbm_cli.bench.metrics.engine_metrics import (
     COUNTERS,
     NAMES,
-    MetricsPage,
     prompt_tokens_by_tier,
     read_counters,
     read_facts,
@@ -28,6 +27,7 @@ from kvbm_cli.bench.metrics.engine_metrics import (
 )
 from kvbm_cli.bench.metrics.scraper import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise, summary_of
+from kvbm_cli.system.metrics_page import MetricsPage
 
 DATA = Path(__file__).with_name("data")
 

@@ -3,21 +3,17 @@
 A counter is a total since the engine started, a gauge is its state now. A name that the page lacks is left out: unknown
 is never 0. Every metric name here was read from a running engine, or from the source of the released package that
 exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6. docs/reference/server-metrics.md has the table.
-
-A page of vLLM has hundreds of lines, most of them buckets of histograms. `MetricsPage` parses only the lines of wanted
-names, because the sampler runs once per second on the machine that it measures.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvbm.metrics import COUNTERS as KVBM_METRICS
 from kvbm_cli.bench.result.results import TIERS
+from kvbm_cli.system.metrics_page import MetricsPage
 
 KVBM_STATES = ("kvbm_disabled", "kvbm_disk_off", "kvbm_shared_off")  # 0 or 1
 KVBM_COUNTERS = tuple(name for name in KVBM_METRICS if name not in KVBM_STATES)
@@ -27,9 +23,6 @@ STARTED = ("vllm:prompt_tokens_created", "process_start_time_seconds")
 WRITE_AMPLIFICATION = "kvbm_disk_write_amplification"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
-_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-TOTAL = "_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,47 +179,6 @@ def _vllm_sizes(engines: list[dict[str, str]]) -> dict[str, int]:
     if tokens or (blocks and sizes):
         facts["g1_tokens"] = sum(tokens) or sum(blocks) * sizes[0]
     return facts
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
-    """Series by name without `_total`: labels and value. A value that is not finite is left out."""
-
-    series: dict[str, list[tuple[dict[str, str], float]]]
-    is_readable: bool = True
-
-    @classmethod
-    def parse(cls, text: str, names: Collection[str]) -> MetricsPage:
-        """Read the series with these names, given without `_total`. `is_readable` is False if no line of the text is a
-        comment or a series, as on an error page."""
-        series: dict[str, list[tuple[dict[str, str], float]]] = {}
-        is_readable = not text
-        for line in text.splitlines():
-            name = line.partition("{")[0].partition(" ")[0].removesuffix(TOTAL)
-            if name not in names:
-                is_readable = is_readable or line.startswith("# ") or _LINE.match(line) is not None
-                continue
-            found = _LINE.match(line)
-            value = None if found is None else _number(found[3])
-            if found is not None and value is not None:
-                is_readable = True
-                series.setdefault(name, []).append((dict(_LABEL.findall(found[2] or "")), value))
-        return cls(series, is_readable)
-
-    def values(self, name: str, **labels: str) -> list[float]:
-        wanted = labels.items()
-        return [value for found, value in self.series.get(name, ()) if wanted <= found.items()]
-
-    def labels_of(self, name: str) -> list[dict[str, str]]:
-        return [labels for labels, _ in self.series.get(name, ())]
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 def prompt_tokens_by_tier(counters: Mapping[str, float]) -> dict[str, int | None] | None:

@@ -24,7 +24,6 @@ from typing import Any, TextIO
 
 from kvbm_cli.bench.metrics.engine_metrics import (
     NAMES,
-    MetricsPage,
     prompt_tokens_by_tier,
     read_counters,
     read_facts,
@@ -32,6 +31,7 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     started_s,
 )
 from kvbm_cli.system.http_client import get_metrics, load_library
+from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.system.usage import Gpus, ProcessTree
 
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time

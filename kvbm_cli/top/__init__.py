@@ -1,0 +1,1 @@
+"""`kvbm top`: what running engines do, live."""

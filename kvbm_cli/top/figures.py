@@ -1,0 +1,233 @@
+"""Figures: what two readings of an engine's metrics say about the time between them.
+
+Rates are increases per second. If a counter fell, the engine was restarted, and its counters are the increases since
+then. Quantiles are estimated from the buckets of the interval, as Prometheus does. What nothing was measured for is
+None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbm_cli.system.metrics_page import MetricsPage
+
+SOURCES = ("device", "host", "disk", "object", "computed")
+TIERS = ("host", "disk", "object")
+LOADS = (("host", "device"), ("disk", "host"), ("object", "host"))
+OFFLOADS = (("device", "host"), ("host", "disk"), ("host", "object"))
+OFF = {"kvbm_disabled": "cache", "kvbm_disk_off": "disk tier", "kvbm_shared_off": "shared tier"}
+COUNTERS = (
+    *("kvbm_prompt_tokens", "kvbm_saved_prefill_seconds", "kvbm_matches", "kvbm_transfer_bytes"),
+    *("kvbm_transfer_failures", "kvbm_transfer_seconds_bucket"),
+)
+NAMES = frozenset(
+    [
+        *(*COUNTERS, "kvbm_tier_used_bytes", "kvbm_tier_capacity_bytes"),
+        *("kvbm_queue_blocks", "kvbm_queue_oldest_seconds", "kvbm_info", *OFF),
+        *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    ]
+)
+ENGINE = "engine"
+NOTHING = MetricsPage({})
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A page of metrics of one engine, read at `at_s` of the monotonic clock."""
+
+    at_s: float
+    page: MetricsPage
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """`p50_s` and `p99_s` are None if no transfer ended in the interval."""
+
+    bytes_per_s: float
+    p50_s: float | None
+    p99_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one engine, or the sum over several. `tokens_per_s` by source, `matches_per_s` by result, `tiers` as (used,
+    capacity) in bytes, `queues` as (blocks, age of the oldest transfer in seconds)."""
+
+    interval_s: float
+    tokens_per_s: dict[str, float]
+    saved_s_per_s: float
+    matches_per_s: dict[str, float]
+    failed_blocks_per_s: float
+    transfers: dict[tuple[str, str], TransferFigures]
+    tiers: dict[str, tuple[float, float]]
+    queues: dict[str, tuple[float, float]]
+    requests: dict[str, float]
+    off: tuple[str, ...] = ()
+    info: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        return sum(self.tokens_per_s.values())
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of prompt tokens that were not computed; None without completed requests."""
+        total = self.prompt_tokens_per_s
+        return (total - self.tokens_per_s.get("computed", 0.0)) / total if total else None
+
+    def bandwidth(self, pairs: Iterable[tuple[str, str]]) -> float:
+        return sum(self.transfers[pair].bytes_per_s for pair in pairs if pair in self.transfers)
+
+    @property
+    def queued_blocks(self) -> float:
+        return sum(blocks for blocks, _ in self.queues.values())
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "interval_s": self.interval_s,
+            "prompt_tokens_per_s": self.tokens_per_s,
+            "hit_rate": self.hit_rate,
+            "saved_prefill_s_per_s": self.saved_s_per_s,
+            "matches_per_s": self.matches_per_s,
+            "failed_blocks_per_s": self.failed_blocks_per_s,
+            "transfers": [
+                {
+                    "source": source,
+                    "target": target,
+                    "bytes_per_s": one.bytes_per_s,
+                    "p50_s": one.p50_s,
+                    "p99_s": one.p99_s,
+                }
+                for (source, target), one in self.transfers.items()
+            ],
+            "tiers": {name: {"used_bytes": used, "capacity_bytes": all_} for name, (used, all_) in self.tiers.items()},
+            "queues": {name: {"blocks": blocks, "oldest_s": age} for name, (blocks, age) in self.queues.items()},
+            "requests": self.requests,
+            "off": list(self.off),
+            "info": self.info,
+        }
+
+
+def engines_of(page: MetricsPage) -> dict[str, MetricsPage]:
+    """Split a page by its engines. Series without that label belong to each of them."""
+    found = [labels.get(ENGINE, "") for labels in page.labels_of("kvbm_info")]
+    return {
+        engine: MetricsPage(
+            {
+                name: [(labels, value) for labels, value in series if labels.get(ENGINE, engine) == engine]
+                for name, series in page.series.items()
+            }
+        )
+        for engine in dict.fromkeys(found)
+    }
+
+
+def figures(pairs: Sequence[tuple[Reading, Reading]]) -> Figures:
+    """Return the sum over engines, each read twice."""
+    pairs = [(Reading(old.at_s, NOTHING) if _has_restarted(old.page, new.page) else old, new) for old, new in pairs]
+    transfers = {}
+    for source, target in (*LOADS, *OFFLOADS):
+        moved = _rate(pairs, "kvbm_transfer_bytes", source=source, target=target)
+        if moved is not None:
+            buckets = _buckets(pairs, source, target)
+            transfers[source, target] = TransferFigures(moved, _quantile(0.5, buckets), _quantile(0.99, buckets))
+    after = [new.page for _, new in pairs]
+    return Figures(
+        interval_s=max((new.at_s - old.at_s for old, new in pairs), default=0.0),
+        tokens_per_s=_known({name: _rate(pairs, "kvbm_prompt_tokens", source=name) for name in SOURCES}),
+        saved_s_per_s=_rate(pairs, "kvbm_saved_prefill_seconds") or 0.0,
+        matches_per_s=_known({name: _rate(pairs, "kvbm_matches", result=name) for name in ("hit", "partial", "miss")}),
+        failed_blocks_per_s=_rate(pairs, "kvbm_transfer_failures") or 0.0,
+        transfers=transfers,
+        tiers=_tiers(after),
+        queues=_queues(after),
+        requests=_known({name: _sum(after, f"vllm:num_requests_{name}") for name in ("running", "waiting")}),
+        off=tuple(tier for name, tier in OFF.items() if any(1 in page.values(name) for page in after)),
+        info=next((labels for page in after for labels in page.labels_of("kvbm_info")), {}),
+    )
+
+
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _rate(pairs: Sequence[tuple[Reading, Reading]], name: str, **labels: str) -> float | None:
+    """Return the sum of increases per second; None if no page has the series."""
+    rates = []
+    for old, new in pairs:
+        values = new.page.values(name, **labels)
+        if values and new.at_s > old.at_s:
+            rates.append((sum(values) - sum(old.page.values(name, **labels))) / (new.at_s - old.at_s))
+    return sum(rates) if rates else None
+
+
+def _has_restarted(before: MetricsPage, after: MetricsPage) -> bool:
+    """Whether a counter has fallen."""
+    old = {(name, *sorted(labels.items())): value for name in COUNTERS for labels, value in before.series.get(name, ())}
+    return any(
+        value < old.get((name, *sorted(labels.items())), 0.0)
+        for name in COUNTERS
+        for labels, value in after.series.get(name, ())
+    )
+
+
+def _buckets(pairs: Sequence[tuple[Reading, Reading]], source: str, target: str) -> list[tuple[float, float]]:
+    """Return (upper bound, transfers up to it) of the interval, in order."""
+    counts: dict[float, float] = {}
+    for old, new in pairs:
+        before, after = (_counts(reading.page, source, target) for reading in (old, new))
+        for bound, count in after.items():
+            counts[bound] = counts.get(bound, 0.0) + count - before.get(bound, 0.0)
+    return sorted(counts.items())
+
+
+def _counts(page: MetricsPage, source: str, target: str) -> dict[float, float]:
+    wanted = {"source": source, "target": target}.items()
+    return {
+        float(labels["le"]): value
+        for labels, value in page.series.get("kvbm_transfer_seconds_bucket", ())
+        if wanted <= labels.items()
+    }
+
+
+def _quantile(share: float, buckets: Sequence[tuple[float, float]]) -> float | None:
+    """Return the quantile, by interpolation in its bucket; in the last one the largest finite bound."""
+    total = buckets[-1][1] if buckets else 0.0
+    if total <= 0:
+        return None
+    rank, below, lower = share * total, 0.0, 0.0
+    for bound, count in buckets:
+        if count >= rank:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (count - below) if count > below else bound
+        below, lower = count, bound
+    return lower
+
+
+def _sum(pages: Iterable[MetricsPage], name: str, **labels: str) -> float | None:
+    values = [value for page in pages for value in page.values(name, **labels)]
+    return sum(values) if values else None
+
+
+def _tiers(pages: Sequence[MetricsPage]) -> dict[str, tuple[float, float]]:
+    found = {}
+    for tier in TIERS:
+        capacity = _sum(pages, "kvbm_tier_capacity_bytes", tier=tier)
+        if capacity is not None:
+            found[tier] = (_sum(pages, "kvbm_tier_used_bytes", tier=tier) or 0.0, capacity)
+    return found
+
+
+def _queues(pages: Sequence[MetricsPage]) -> dict[str, tuple[float, float]]:
+    names = [labels.get("queue", "") for page in pages for labels in page.labels_of("kvbm_queue_blocks")]
+    return {
+        name: (
+            _sum(pages, "kvbm_queue_blocks", queue=name) or 0.0,
+            max((age for page in pages for age in page.values("kvbm_queue_oldest_seconds", queue=name)), default=0.0),
+        )
+        for name in dict.fromkeys(names)
+    }

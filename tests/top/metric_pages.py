@@ -1,0 +1,62 @@
+"""Pages of metrics as an engine serves them, from counts that a test chooses, and a server for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvbm.metrics import Counters, Facts, KvbmCollector
+from kvbm.observe.series import EngineReport, SeriesCollector
+from kvbm.types import Tier
+
+
+class FakeLeader:
+    """What a collector reads of a leader with host memory and disk."""
+
+    def __init__(self, **counts: float) -> None:
+        self.counters = Counters(**counts)
+        self.facts = Facts(1000, has_shared=False, info={"engine_name": "embedded", "model": "tiny"})
+        self.waiting: dict[str, tuple[int, float]] = {"offload": (0, 0.0), "disk_write": (0, 0.0)}
+
+    def blocks(self):
+        return {Tier.HOST: {"free": 25, "evictable": 75}, Tier.DISK: {"free": 10, "evictable": 0}}
+
+    def queues(self):
+        return self.waiting
+
+
+def text_of(*leaders: FakeLeader) -> str:
+    registry = CollectorRegistry()
+    registry.register(KvbmCollector(leaders[0].counters, leaders[0].blocks))
+    registry.register(SeriesCollector(lambda: {n: EngineReport.of(leader) for n, leader in enumerate(leaders)}))
+    return generate_latest(registry).decode()
+
+
+@contextmanager
+def serving(leader: FakeLeader, port: int = 0) -> Iterator[int]:
+    """Serve the metrics of a leader; yields the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.path == "/metrics"
+            body = text_of(leader).encode() if is_known else b""
+            self.send_response(200 if is_known else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
