@@ -7,6 +7,7 @@
       kvbm.log       output of the launcher of a detached run after the start
       lock           held by the launcher while it lives, and names it; other containers that share the directory see it
       stop.json      timeout that `kvbm stop --timeout` requested
+      prometheus-targets.json    where Prometheus (`file_sd_configs`) finds the metrics of a run that is healthy
       admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
@@ -46,6 +47,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is removed
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
+TARGETS = "prometheus-targets.json"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
@@ -158,6 +160,8 @@ class RunDirectory:
         self.change(state=state, **ready)
 
     def end(self, exit_code: int, message: str) -> None:
+        with contextlib.suppress(OSError):
+            (self.path / TARGETS).unlink()
         if self._facts is not None:
             self.change(state=RunState.ENDED, ended_s=time.time(), exit_code=exit_code, message=message)
 
@@ -182,6 +186,22 @@ class RunDirectory:
         import yaml
 
         _write(self.path / PROFILE, f"{commentable(head)}\n{yaml.safe_dump(dict(content), sort_keys=False)}")
+
+    def write_targets(self, addresses: Sequence[str]) -> Path | None:
+        """Write the file for Prometheus and return its path; None without addresses, or if it could not be written.
+
+        It exists while the run is healthy: an engine that starts or has ended is no target that does not answer.
+        """
+        assert self._facts is not None, "the run has not begun"
+        if not addresses:
+            return None
+        labels = {"run": self.name, "profile": self._facts.profile}
+        path = self.path / TARGETS
+        try:
+            _write(path, json.dumps([{"targets": list(addresses), "labels": labels}], indent=2) + "\n")
+        except OSError:
+            return None
+        return path
 
     def write_admin_token(self, token: str) -> None:
         """Write the token. Ignores errors, like `_write`."""
@@ -268,6 +288,10 @@ class Runs:
     def create(self, profile: str) -> RunDirectory:
         """Create the next run of a profile and remove the oldest ended runs. Call it under `starting`."""
         self._prune()
+        for run in self.all():
+            if not run.is_living:  # its launcher was killed
+                with contextlib.suppress(OSError):
+                    (run.path / TARGETS).unlink()
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", profile)[:LONGEST_NAME].strip("-.") or "run"
         number = 1 + max((_number(path.name, stem) for path in self._paths()), default=0)
         path = self._directory / f"{stem}-{number}"

@@ -20,7 +20,7 @@ from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_engine, versions
+from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_engine, traits_of, versions
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log
@@ -88,9 +88,18 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
         options,
         heading=heading,
         sizing=served.sizing,
+        targets=_targets(plan, served),
         init_timeout_s=timeout_s,
         background=background if options.is_detached else None,
     )
+
+
+def _targets(plan: LaunchPlan | DisaggregatedPlan, served: ServedProfile) -> list[str]:
+    """Return the addresses at which Prometheus finds the metrics of the engines."""
+    plans = list(named_plans(plan).values()) or [endpoint_of(plan)]
+    has_metrics = traits_of(served.profile).has_metrics
+    urls = [one.metrics_url or (one.base_url if has_metrics else "") for one in plans]
+    return [urlsplit(url).netloc for url in urls if url]
 
 
 def _may_hang(options: ServeOptions) -> list[Path]:

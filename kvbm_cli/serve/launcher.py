@@ -52,11 +52,13 @@ def launch(
     *,
     heading: str,
     sizing: Sizing | Exception,
+    targets: Sequence[str],
     init_timeout_s: float,
     background: Background | None,
 ) -> int:
     """Print `heading`, run the engine until it ends and record the result. Returns its exit code or raises
-    EngineError. When the engine is ready, a difference between `sizing` and its log is printed."""
+    EngineError. When the engine is ready, a difference between `sizing` and its log is printed. `targets` are the
+    addresses of its metrics."""
     log_path = options.log or run.log
     tails = _tails(run.logs) if options.streams_log else []
     with (
@@ -89,7 +91,7 @@ def launch(
             if (difference := difference_text(sizing, run.logs.values())) is not None:
                 display.note(warning_text(difference))
             run.enter(RunState.HEALTHY)
-            _print_ready(display, engine, run, _urls(plan), options)
+            _print_ready(display, engine, run, _urls(plan), run.write_targets(targets), options)
             code = _watch(display, engine, run, signals, background)
         display.report("")
         display.note(signals.stopped_text())
@@ -246,19 +248,22 @@ def _print_ready(
     engine: EngineProcess | DisaggregatedEngines,
     run: RunDirectory,
     named: Mapping[str, str],
+    targets: Path | None,
     options: ServeOptions,
 ) -> None:
-    """`named` are the URLs of the engines behind a proxy."""
+    """`named` are the URLs of the engines behind a proxy, `targets` is the file for Prometheus."""
     endpoint = engine.plan
     if options.as_json:
         ready = {"run": run.name, "url": endpoint.base_url, "model": endpoint.model, "log": str(engine.log_path)}
-        display.data(json.dumps({**ready, **({"engines": named} if named else {})}, indent=2))
+        found = {**({"targets": str(targets)} if targets else {}), **({"engines": named} if named else {})}
+        display.data(json.dumps({**ready, **found}, indent=2))
         return
     body = f'{{"model": "{endpoint.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{endpoint.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
     addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
     ending = f"stop it with `kvbm stop {shlex.quote(run.name)}`" if options.is_detached else "press Ctrl-C to stop it"
-    display.note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\nlog {engine.log_path}{addresses}\n")
+    files = f"log {engine.log_path}" + (f"\nPrometheus targets {targets}" if targets else "")
+    display.note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\n{files}{addresses}\n")
     display.data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
 
 

@@ -16,7 +16,7 @@ from recorded_runs import NOBODY, facts, own
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.runs import run_directory as module
-from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
+from kvbm_cli.runs.run_directory import FACTS, TARGETS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.process_identity import ProcessIdentity
 
@@ -215,3 +215,32 @@ def test_what_stop_asks_for_wins_over_the_profile(runs):
     assert run.stop_timeout_s() == 2.5
     (run.path / module.STOP).write_text("{")
     assert run.stop_timeout_s() == 30.0
+
+
+# -- targets for Prometheus --------------------------------------------------------------------------------------------
+
+
+def test_prometheus_finds_an_engine_while_it_is_healthy_and_not_after_its_end(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    path = run.write_targets(["127.0.0.1:8000"])
+    assert path == run.path / TARGETS
+    (group,) = json.loads(path.read_text())
+    assert group == {"targets": ["127.0.0.1:8000"], "labels": {"run": "demo-1", "profile": "demo"}}
+    run.end(0, "")
+    assert not path.exists()
+
+
+def test_a_launcher_that_was_killed_leaves_no_target_behind_the_next_start(runs: Runs) -> None:
+    dead, living = begin(runs, "demo", NOBODY), begin(runs, "demo")
+    for run in (dead, living):
+        run.write_targets(["127.0.0.1:8000"])
+    dead.close()
+    begin(runs, "demo")
+    assert not (dead.path / TARGETS).exists()
+    assert (living.path / TARGETS).exists()
+
+
+def test_an_engine_without_metrics_is_no_target(runs: Runs) -> None:
+    run = begin(runs, "demo")
+    assert run.write_targets([]) is None
+    assert not (run.path / TARGETS).exists()

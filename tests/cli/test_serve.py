@@ -110,7 +110,9 @@ def test_ready_as_json(home):
         program.wait(timeout=60)
         ready = json.loads(program.url + program.stdout.read())
     assert ready["model"] == f"{home}/model"
-    assert set(ready) == {"run", "url", "model", "log"}
+    assert set(ready) == {"run", "url", "model", "log", "targets"}
+    assert Path(ready["targets"]).parent == Path(ready["log"]).parent
+    assert not Path(ready["targets"]).exists(), "the run has ended"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -47,4 +47,28 @@ MUTANTS = (
         new="        total = count\n",
         fails=f"{SERIES} -k include_the_shorter",
     ),
+    Mutant(
+        name="top-counts-backwards-after-a-restart",
+        bug="after a restart of an engine, its rates are negative",
+        file="kvbm_cli/top/figures.py",
+        old="NOTHING) if _has_restarted(old.page, new.page) else old, new)",
+        new="NOTHING) if False else old, new)",
+        fails="tests/top/test_figures.py -k restart",
+    ),
+    Mutant(
+        name="top-obeys-text-of-an-engine",
+        bug="the name of a model can control the terminal",
+        file="kvbm_cli/top/screen.py",
+        old="_cut(printable(text), width)",
+        new="_cut(text, width)",
+        fails="tests/top/test_screen.py -k controls",
+    ),
+    Mutant(
+        name="runs-keep-the-target-of-an-ended-run",
+        bug="Prometheus scrapes an engine that was stopped, and the alert fires",
+        file="kvbm_cli/runs/run_directory.py",
+        old="            (self.path / TARGETS).unlink()\n        if self._facts",
+        new="            pass\n        if self._facts",
+        fails="tests/cli/test_runs.py -k not_after_its_end",
+    ),
 )
