@@ -159,6 +159,23 @@ def test_an_adapter_that_is_exchanged_under_its_name_answers_for_itself(tmp_path
         assert_equal({"a": back}, {"a": truth["a"]})
 
 
+def test_an_adapter_below_the_home_directory_that_vllm_reads_again_answers_for_itself(tmp_path):
+    """vLLM holds one adapter at a time, and resolves `~` when it reads the files."""
+    place = shutil.copytree(materialise("vllm-25m-lora-a"), tmp_path / "adapter")
+    mine = json.dumps({"name": "mine", "path": f"~/{place.name}"})
+    one_at_a_time = ("--max-loras", "1", "--max-cpu-loras", "1")
+    arguments, home = (*adapters_of("ab"), mine, *one_at_a_time), {"HOME": str(tmp_path)}
+    with start(materialise("vllm-25m"), tmp_path / "disk", *arguments, environment=home) as server:
+        first = server.ask(ONE, model="mine")
+        server.wait_until("a copy", lambda metrics: metrics["kvbm_offload_blocks_d2h"] >= CACHED // BLOCK_TOKENS)
+        shutil.copytree(materialise("vllm-25m-lora-b"), place, dirs_exist_ok=True)
+        truth = {name: server.ask(ONE, model=name) for name in "ab"}
+        assert_equal({"a": first}, {"a": truth["a"]})
+        exchanged = server.ask(ONE, model="mine")
+        assert exchanged.cached == 0
+        assert_equal({"b": exchanged}, {"b": truth["b"]})
+
+
 def test_an_engine_with_another_file_load_format_rope_or_override_starts_without_blocks(tmp_path):
     """Each start is compared with an engine without a cache; the original finds its blocks again at the end."""
     model = shutil.copytree(materialise("vllm-25m"), tmp_path / "model")
