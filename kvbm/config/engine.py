@@ -298,6 +298,11 @@ class SglangEngine(EngineSection):
         "it.",
     )
 
+    @property
+    def served_name(self) -> str:
+        """Name of the model in requests: SGLang refuses colons, which separate the name of an adapter."""
+        return super().served_name.removeprefix("synthetic:")
+
 
 def _kind_of(engine: object) -> str:
     """Return the tag by which pydantic chooses the model. An unknown kind is read as embedded, which refuses it."""

@@ -85,6 +85,8 @@ def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
         return f"`{written}` is not a valid flag name", hint
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm" if "set" in KVBM_SETS[name] else f"`{name}` cannot be used", KVBM_SETS[name]
+    if name == "served_model_name" and ":" in str(entry.value):
+        return "`served_model_name` has a colon, which SGLang refuses", "write a name without a colon"
     if name in SAME_FLAG:
         return f"`{name}` is not a flag of SGLang", f"write `{SAME_FLAG[name]}`"
     if name in _OF_OTHERS:

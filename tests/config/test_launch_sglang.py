@@ -10,6 +10,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
 from kvbm.sglang_integration.launch import plan
 from kvbm.sglang_integration.versions import is_known
+from kvbm_cli.engine.engines import launch_plan
 
 ALWAYS = ("--enable-hierarchical-cache", "--enable-metrics", "--enable-cache-report")
 
@@ -58,6 +59,12 @@ def test_flags_that_are_false_are_left_out_and_negative_numbers_are_no_flags() -
     argv = plan(profile({"disable_cuda_graph": False, "random_seed": -1}), connector=False, port=1).argv
     assert "--disable-cuda-graph" not in argv
     assert "--random-seed=-1" in argv
+
+
+def test_a_synthetic_model_is_served_without_the_colon_that_sglang_refuses() -> None:
+    demo = profile(engine={"model": "synthetic:vllm-25m"})
+    argv = launch_plan(demo, connector=True, port=1).argv
+    assert argv[argv.index("--served-model-name") + 1] == demo.engine.served_name == "vllm-25m"
 
 
 def test_stand_ins_for_kernels_are_a_module_of_kvbm() -> None:

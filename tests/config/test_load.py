@@ -352,6 +352,13 @@ FILE_MISTAKES = {
         "    |                                              ^^^^^^^^^^^^^^",
         "remove it; kvbm always sets it, to read the server's counters",
     ),
+    "name that SGLang refuses": (
+        "engine: {kind: sglang, model: m, arguments: {served_model_name: 'a:b'}}\ntiers: {disk: {blocks: 9}}\n",
+        "`served_model_name` has a colon, which SGLang refuses\n"
+        "  FILE:1:46\n    |\n  1 | engine: {kind: sglang, model: m, arguments: {served_model_name: 'a:b'}}\n"
+        "    |                                              ^^^^^^^^^^^^^^^^^",
+        "write a name without a colon",
+    ),
     "cache beside that of SGLang": (
         "engine: {kind: sglang, model: m, arguments: {enable_lmcache: true}}\ntiers: {disk: {blocks: 9}}\n",
         "`enable_lmcache` cannot be used\n"
