@@ -29,6 +29,11 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def own_children() -> list[psutil.Process]:
+    """Return the living children of this process, also those that other tests have left."""
+    return [child for child in psutil.Process().children() if not is_gone(child.pid)]
+
+
 def slept_s() -> float:
     """Return how long this thread has neither run nor waited for a core: a busy machine does not add to it."""
     on_core_ns, for_core_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())

@@ -194,8 +194,9 @@ def _of_any_kind(document: Document) -> Document:
 
 
 def _engine_kind(document: Document) -> str:
+    """Return the kind whose model reads the engine."""
     entry = entry_at(document, ["engine", "kind"])
-    return str(entry.value) if entry is not None else ENGINE_KINDS[0]
+    return entry.value if entry is not None and entry.value in ENGINE_KINDS else ENGINE_KINDS[0]
 
 
 def _sources(profile: Profile, document: Document) -> dict[str, Source | None]:

@@ -308,8 +308,7 @@ class _Served:
 
     def _do_counters(self) -> dict[str, int]:
         leader = self._engine.leader
-        found = asdict(leader.counters)
-        del found["hit_window"]
+        found = {name: value for name, value in asdict(leader.counters).items() if isinstance(value, int)}
         if (disk := tier_of(leader, Tier.DISK)) is not None:
             own = disk._disk.counters
             found |= {name: getattr(own, name) for name in ("damaged_superblocks", "damaged_indexes", "dropped_rows")}

@@ -6,10 +6,9 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 from test_process import DEADLINE_S, fake_plan
-from waiting import eventually, is_gone
+from waiting import eventually, is_gone, own_children
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
@@ -107,7 +106,7 @@ def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path):
     plan = DisaggregatedPlan((("prefill 0", started), ("decode 0", missing)), started)
     with pytest.raises(Exception, match="not a program"):
         DisaggregatedEngines.start(plan, log_path=tmp_path / "log")
-    assert [process for process in psutil.Process().children() if started.argv[-1] in process.cmdline()] == []
+    assert [process for process in own_children() if started.argv[-1] in process.cmdline()] == []
 
 
 def test_stubborn_engines_are_killed(tmp_path):

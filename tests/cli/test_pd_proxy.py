@@ -8,10 +8,10 @@ import io
 import json
 
 import aiohttp
-import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from waiting import own_children
 
 from kvbm.embedded.http.connections import BoundedSite, front
 from kvbm_cli.disaggregated import client_request, proxy
@@ -510,7 +510,7 @@ async def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
     decode = Recorder("decode")
     async with Rig([Recorder("prefill")], [decode]) as rig:
         assert await asked(rig, 2 * SHORT_BODY_BYTES) == 200
-        (process,) = [child for child in psutil.Process().children() if "body_process" in str(child.cmdline())]
+        (process,) = [child for child in own_children() if "body_process" in str(child.cmdline())]
         process.suspend()
         sent = [asyncio.create_task(asked(rig, 2 * SHORT_BODY_BYTES)) for _ in range(3)]
         assert await asked(rig, 200_000) == 200

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fake_server import FakeServer
 from terminal import FAKE_ENGINE, HANGS_S
-from waiting import eventually, is_gone
+from waiting import eventually, is_gone, own_children
 
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
@@ -121,7 +121,7 @@ def test_stubborn_engine_is_killed_when_patience_ends(tmp_path):
 def test_engine_stops_as_usual_without_its_guard(tmp_path):
     with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
         engine.wait_healthy(DEADLINE_S)
-        guard = next(child for child in psutil.Process().children() if str(GUARD) in child.cmdline())
+        guard = next(child for child in own_children() if str(GUARD) in child.cmdline())
         guard.kill()
         assert engine.stop() == 0
     assert is_gone(guard.pid)

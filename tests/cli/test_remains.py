@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from test_process import DEADLINE_S, fake_plan
-from waiting import eventually, is_gone
+from waiting import eventually, is_gone, own_children
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.process import LONGEST_TMPDIR, EngineProcess
@@ -92,8 +92,7 @@ def test_nothing_of_an_engine_is_left(tmp_path, end):
 
 
 def _guard() -> psutil.Process:
-    children = (child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE)
-    return next(child for child in children if str(GUARD) in child.cmdline())
+    return next(child for child in own_children() if str(GUARD) in child.cmdline())
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path):

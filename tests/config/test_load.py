@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbm.config.key_list import keys
@@ -778,6 +778,7 @@ NAMES = st.sampled_from([variable.name for variable in VARIABLES] + ["DYN_KVBM_"
 
 
 @given(st.lists(st.tuples(PATHS, SCALARS), max_size=3), st.dictionaries(NAMES, SCALARS, max_size=3))
+@example([("engine", "true"), ("engine.kind", "")], {})
 def test_any_overrides_and_variables_give_a_profile_or_a_profile_error(
     tmp_path_factory: pytest.TempPathFactory, overrides: list[tuple[str, str]], variables: dict[str, str]
 ) -> None:

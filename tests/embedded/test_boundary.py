@@ -424,7 +424,8 @@ def test_only_the_boundary_and_threads_catch_everything():
     at_start = ("kvbm/trtllm_integration/rank_side.py", "kvbm/device/replicas.py")
     instead_of_a_cache = "kvbm/disk/instance.py"  # logged and counted; another cache is opened
     of_any_form = "kvbm/vllm_integration/media_content.py"  # a model's processor made it; logged, nothing is kept
-    allowed = {"kvbm/boundary.py", "kvbm/disk/index_thread.py", *at_start, instead_of_a_cache, of_any_form}
+    of_a_thread = ("kvbm/disk/index_thread.py", "kvbm/sglang_integration/leader_thread.py")  # reported or counted
+    allowed = {"kvbm/boundary.py", *of_a_thread, *at_start, instead_of_a_cache, of_any_form}
     root = Path(inspect.getfile(driver)).parents[1]
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

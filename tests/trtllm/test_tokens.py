@@ -100,7 +100,7 @@ def make_flaky(engine):
 @pytest.mark.sampled(5)
 @everywhere
 def test_copies_that_fail_cost_time_and_no_token(version, ranks, overlaps):
-    with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22, host_blocks=24) as engine:
+    with Engine(version, rank_count=ranks, overlaps=overlaps, device_blocks=22, host_blocks=14) as engine:
         copiers = make_flaky(engine)
         results = conversations(engine, users=4)
         engine.forget_device()
