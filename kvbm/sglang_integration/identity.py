@@ -52,7 +52,7 @@ _OTHER_WEIGHTS = (
 # Variables of addresses, ranks, logs, limits, places, and of one start.
 _OTHER_VARIABLES = re.compile(
     "_(HOST|PORT|IP|ADDR|ADDRESS|RANK|RUN_ID|LOG|LOGGING|LOGGER|DEBUG|TRACE|PROFILE|PROFILER|TIMEOUT|INTERVAL|DIR|PATH)(_|$)"
-    "|^SGLANG_(PLUGINS|PLATFORM|TEST|HICACHE)(_|$)"
+    "|^SGLANG_(PLUGINS|PLATFORM|TEST|HICACHE|ENABLE_HEALTH)(_|$)"
 )
 _NOT_SET: tuple[object, ...] = (None, False, "", "off", [])
 

@@ -26,6 +26,8 @@ STAND_INS_VARIABLE = "KVBM_SGLANG_STAND_INS"  # set in processes of CPU_MODULE
 DEFAULT_RATIO = 2.0  # of SGLang's own host memory to G1
 RESERVE_BYTES = 10 << 30  # that SGLang leaves free: it refuses to start if its own host memory would take them
 CPU_RESERVE_BYTES = 1 << 30  # the same with stand-ins for its kernels
+# Otherwise each request to /health generates a token, and is answered after a second or more.
+QUICK_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 ALWAYS = ("--enable-hierarchical-cache", "--enable-metrics", "--enable-cache-report")
 
 
@@ -42,7 +44,7 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=tuple(argv),
-        environment=dict(engine.environment),
+        environment=QUICK_HEALTH | engine.environment,
         base_url=base_url,
         health_url=f"{base_url}/health",
         model=engine.served_name,

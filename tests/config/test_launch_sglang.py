@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
-from kvbm.sglang_integration.launch import plan
+from kvbm.sglang_integration.launch import QUICK_HEALTH, plan
 from kvbm.sglang_integration.versions import is_known
 from kvbm_cli.engine.engines import launch_plan
 
@@ -34,7 +34,13 @@ def test_whole_plan() -> None:
         *("--context-length", "8192", "--page-size", "64", "--tp-size", "2", "--enable-p2p-check"),
     )
     assert (made.base_url, made.health_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:8000/health")
-    assert (made.model, made.libraries, made.environment) == ("Qwen/Qwen3-8B", ("sglang",), {})
+    assert (made.model, made.libraries, made.environment) == ("Qwen/Qwen3-8B", ("sglang",), QUICK_HEALTH)
+
+
+def test_the_profile_decides_whether_a_request_for_the_health_generates_a_token() -> None:
+    name = next(iter(QUICK_HEALTH))
+    made = plan(profile(engine={"environment": {name: "1", "A": "b"}}), connector=True, port=8000)
+    assert made.environment == {name: "1", "A": "b"}
 
 
 def test_the_storage_is_the_only_difference_between_the_arms_and_has_the_whole_configuration() -> None:
