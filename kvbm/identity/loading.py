@@ -71,6 +71,32 @@ class Loading:
             raise
 
 
+def begun(directory: Path) -> Loading | Unidentified:
+    """Begin to watch a load. Raises nothing: the engine loads whatever happens here."""
+    try:
+        return Loading(directory)
+    except OSError as error:
+        return Unidentified(str(error))
+
+
+def ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
+    """End the watch of a load that `begun` returned. Raises nothing."""
+    if isinstance(loading, Unidentified):
+        return loading
+    try:
+        return loading.end()
+    except (Unidentified, OSError) as error:
+        return Unidentified(str(error))
+
+
+def content_of(directory: Path, found: FileContent | Unidentified | None) -> FileContent:
+    """Return what an engine has loaded. `found` is what `ended` returned, None if nothing watched the load. Raises
+    Unidentified or OSError."""
+    if isinstance(found, Unidentified):
+        raise found
+    return loaded(directory) if found is None else found
+
+
 def loaded(path: Path) -> FileContent:
     """Return the content of files that were loaded after the process started. Raises Unidentified or OSError."""
     found = look(path)

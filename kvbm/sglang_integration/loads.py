@@ -48,22 +48,18 @@ def register() -> None:
 
 def content_of(directory: Path) -> FileContent:
     """Return the content of the files that SGLang has loaded from a directory. Raises Unidentified or OSError."""
-    from kvbm.identity.digests import Unidentified
-    from kvbm.identity.loading import loaded
+    from kvbm.identity import loading
 
     path = os.path.abspath(directory)
     if (begun := _BEGUN.pop(path, None)) is not None:
-        _LOADED[path] = _ended(begun)
-    found = _LOADED.get(path)
-    if isinstance(found, Unidentified):
-        raise found
-    return loaded(directory) if found is None else found
+        _LOADED[path] = loading.ended(begun)
+    return loading.content_of(directory, _LOADED.get(path))
 
 
 def _begin(server_args: Any) -> None:
     """Begin to look and to watch. Raises nothing: SGLang loads whatever happens here."""
     from kvbm.identity.digests import Unidentified
-    from kvbm.identity.loading import Loading
+    from kvbm.identity.loading import begun
     from kvbm.identity.snapshot import snapshot_of
     from kvbm.sglang_integration import weight_updates
 
@@ -73,18 +69,4 @@ def _begin(server_args: Any) -> None:
         directory = snapshot_of(str(server_args.model_path), *names)
     except (Unidentified, OSError):
         return  # the files are not there yet; the storage says why nothing is kept
-    try:
-        _BEGUN[os.path.abspath(directory)] = Loading(directory)
-    except OSError as error:
-        _BEGUN[os.path.abspath(directory)] = Unidentified(str(error))
-
-
-def _ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
-    from kvbm.identity.digests import Unidentified
-
-    if isinstance(loading, Unidentified):
-        return loading
-    try:
-        return loading.end()
-    except (Unidentified, OSError) as error:
-        return Unidentified(str(error))
+    _BEGUN[os.path.abspath(directory)] = begun(directory)

@@ -43,21 +43,19 @@ def register() -> None:
     def __init__(self: Any, vllm_config: Any, *arguments: Any, **keys: Any) -> None:
         loadings = dict(_begun(vllm_config))
         load(self, vllm_config, *arguments, **keys)
-        for path, loading in loadings.items():
-            _LOADED[path] = _ended(loading)
+        if loadings:
+            from kvbm.identity.loading import ended
+
+            _LOADED.update({path: ended(loading) for path, loading in loadings.items()})
 
     executor.__init__ = __init__
 
 
 def content_of(directory: Path) -> FileContent:
     """Return the content of the files that vLLM has loaded from a directory. Raises Unidentified or OSError."""
-    from kvbm.identity.digests import Unidentified
-    from kvbm.identity.loading import loaded
+    from kvbm.identity import loading
 
-    found = _LOADED.get(os.path.abspath(directory))
-    if isinstance(found, Unidentified):
-        raise found
-    return loaded(directory) if found is None else found
+    return loading.content_of(directory, _LOADED.get(os.path.abspath(directory)))
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
@@ -95,28 +93,14 @@ def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
     if getattr(vllm_config, "lora_config", None) is not None or not any(_keeps_blocks(vllm_config)):
         return
     from kvbm.identity.digests import Unidentified
-    from kvbm.identity.loading import Loading
+    from kvbm.identity.loading import begun
 
     for model, load in models_of(vllm_config):
         try:
             directory = directory_of(model, load)
         except (Unidentified, OSError):
             continue  # the files are not there yet; the connector says why nothing is kept
-        try:
-            yield os.path.abspath(directory), Loading(directory)
-        except OSError as error:
-            yield os.path.abspath(directory), Unidentified(str(error))
-
-
-def _ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
-    from kvbm.identity.digests import Unidentified
-
-    if isinstance(loading, Unidentified):
-        return loading
-    try:
-        return loading.end()
-    except (Unidentified, OSError) as error:
-        return Unidentified(str(error))
+        yield os.path.abspath(directory), begun(directory)
 
 
 def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:

@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-ignores-the-look-before",
         bug="files that were exchanged while vLLM loaded are taken for the loaded ones",
-        file="kvbm/vllm_integration/loads.py",
+        file="kvbm/identity/loading.py",
         old="    return loaded(directory) if found is None else found\n",
         new="    return loaded(directory)\n",
         fails="tests/identity/test_loads_of_vllm.py",
