@@ -204,6 +204,13 @@ class Counters:
         name = name.format(_LOWER[tier])
         setattr(self, name, getattr(self, name) + count)
 
+    def count_match(self, found: int, asked: int) -> None:
+        """Count a finished request of which `found` of `asked` blocks were in a tier."""
+        self.finished_requests += 1
+        self.matches_none += not found
+        self.matches_partial += 0 < found < asked
+        self.matches_whole += found >= asked > 0
+
     def count_prompt(self, tokens: int, *, device: int, external: int, disk: int, shared: int) -> None:
         """Count the prompt of a completed request: `device` tokens were in G1, `external` ones were loaded, at most
         `disk` and `shared` of them from lower tiers."""

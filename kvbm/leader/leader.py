@@ -25,10 +25,9 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, hits_to_keep
-from kvbm.errors import EnvironmentProblem
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lower_tier import TierContext
+from kvbm.leader.lower_tier import TierContext, forget_blocks, with_ages
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
@@ -378,10 +377,7 @@ class Leader:
             disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
             host = request.hit_blocks - disk - shared
             self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
-            self.counters.finished_requests += 1
-            self.counters.matches_none += not request.hit_blocks
-            self.counters.matches_partial += 0 < request.hit_blocks < request.probed_blocks
-            self.counters.matches_whole += request.hit_blocks >= request.probed_blocks
+            self.counters.count_match(request.hit_blocks, request.probed_blocks)
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
@@ -392,13 +388,7 @@ class Leader:
         none of them, but an engine that starts before they are forgotten may.
         """
         self._forget_all()
-        is_forgotten = True
-        for tier in self.lower_tiers:
-            try:
-                tier.reset(ends_persistence=ends_persistence)
-            except EnvironmentProblem as error:
-                log.error("kvbm: %s; %s stays off until its blocks are deleted", error.message, tier.reads.name)
-                is_forgotten = False
+        is_forgotten = forget_blocks(self.lower_tiers, ends_persistence=ends_persistence)
         if self._trace is not None:
             self._trace("reset", is_forgotten=is_forgotten)
         return is_forgotten
@@ -433,14 +423,10 @@ class Leader:
     def queues(self) -> dict[str, tuple[int, float]]:
         """Return for each queue how many blocks wait or move, and for how many seconds the oldest ones have. Any thread
         may call it."""
-        now_s = self._clock()
         queues = {"offload": self._offloads.queue(), "onboard": self._onboards.queue()}
         for tier in self.lower_tiers:
             queues |= tier.queues()
-        return {
-            name: (blocks, max(0.0, now_s - since_s) if blocks and since_s is not None else 0.0)
-            for name, (blocks, since_s) in queues.items()
-        }
+        return with_ages(queues, self._clock())
 
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics of the drives of lower tiers, by metric name."""

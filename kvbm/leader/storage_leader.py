@@ -17,15 +17,13 @@ G2 is a buffer here, unless the profile has a host tier: then blocks stay in it 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from kvbm.errors import EnvironmentProblem
 from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lower_tier import TierContext
+from kvbm.leader.lower_tier import TierContext, forget_blocks, with_ages
 from kvbm.leader.rates import Rates
 from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
 from kvbm.process import deadlines
@@ -44,8 +42,6 @@ LENT_SHARE = 4  # a loan of free slots has at most this share of host memory
 
 Answer = TypeVar("Answer")
 Question = Generator[None, None, Answer]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,10 +125,7 @@ class StorageLeader:
         for store in self._stores():
             store.touch(chain)
         self.counters.durations["match"].observe(self._clock() - began_s)
-        self.counters.finished_requests += 1
-        self.counters.matches_none += not count
-        self.counters.matches_partial += 0 < count < len(hashes)
-        self.counters.matches_whole += count == len(hashes) > 0
+        self.counters.count_match(count, len(hashes))
         self.counters.hit_window.append((0, 0, 0, len(hashes)))
         return count
 
@@ -183,14 +176,7 @@ class StorageLeader:
         self.counters.host_reset_blocks += self._host.store.registered
         self._host.store.reset()
         self.counters.resets += 1
-        is_forgotten = True
-        for tier in self.lower_tiers:
-            try:
-                tier.reset(ends_persistence=ends_persistence)
-            except EnvironmentProblem as error:
-                log.error("kvbm: %s; %s stays off until its blocks are deleted", error.message, tier.reads.name)
-                is_forgotten = False
-        return is_forgotten
+        return forget_blocks(self.lower_tiers, ends_persistence=ends_persistence)
 
     def close(self) -> None:
         """Write what is due as far as the time allows, end the processes, and unmap. No question is open."""
@@ -209,12 +195,8 @@ class StorageLeader:
 
     def queues(self) -> dict[str, tuple[int, float]]:
         """Return for each queue how many blocks wait, and for how many seconds. Any thread may call it."""
-        now_s = self._clock()
-        return {
-            name: (blocks, max(0.0, now_s - since_s) if blocks and since_s is not None else 0.0)
-            for tier in self.lower_tiers
-            for name, (blocks, since_s) in tier.queues().items()
-        }
+        queues = {name: queue for tier in self.lower_tiers for name, queue in tier.queues().items()}
+        return with_ages(queues, self._clock())
 
     def wear(self) -> dict[str, float]:
         """Return the known wear metrics of the drives of lower tiers, by metric name."""
