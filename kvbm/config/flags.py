@@ -6,7 +6,7 @@ A flag that kvbm sets is refused, with the profile key that sets it: of two valu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.spelling import snake_case
@@ -50,23 +50,34 @@ def flag_name(written: str) -> str:
     return written.replace("-", "_")
 
 
-def refused_flags(document: Document) -> Iterator[Mistake]:
-    """Yield a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
+def refused_by(document: Document, reason_against: Callable[[str, Entry], tuple[str, str] | None]) -> Iterator[Mistake]:
+    """Yield a mistake for each entry of `engine.arguments` with a reason against it: a message and a hint."""
     arguments = entry_at(document, ["engine", "arguments"])
     for name, entry in ((arguments.section if arguments else None) or {}).items():
-        reason = _reason_against(name, entry)
-        if reason is not None:
+        if (reason := reason_against(name, entry)) is not None:
             yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+
+
+def invalid_name(name: str, entry: Entry, *, example: str) -> tuple[str, str] | None:
+    """Return the message and the hint for a name that is not written as a flag."""
+    if NAME.fullmatch(name):
+        return None
+    written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
+    meant = snake_case(name)
+    hint = f"write `{meant}`" if NAME.fullmatch(meant) else f"write the name as a key, such as `{example}`"
+    return f"`{written}` is not a valid flag name", hint
+
+
+def refused_flags(document: Document) -> Iterator[Mistake]:
+    """Yield a mistake for each invalid flag, flag that kvbm sets, and setting that replaces the connector's."""
+    yield from refused_by(document, _reason_against)
     transfer = entry_at(document, ["engine", "arguments", "kv_transfer_config"])
     yield from _contradictions((transfer.section if transfer else None) or {})
 
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
-    if not NAME.fullmatch(name):
-        written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
-        meant = snake_case(name)
-        hint = f"write `{meant}`" if NAME.fullmatch(meant) else "write the name as a key, such as `max_model_len: 8192`"
-        return f"`{written}` is not a valid flag name", hint
+    if (reason := invalid_name(name, entry, example="max_model_len: 8192")) is not None:
+        return reason
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm", KVBM_SETS[name]
     if name in EMBEDDED_ONLY:

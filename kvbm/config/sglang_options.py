@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import EmbeddedArguments, SglangArguments, TrtllmArguments, VllmArguments
-from kvbm.config.flags import NAME
-from kvbm.config.spelling import snake_case
+from kvbm.config.flags import invalid_name, refused_by
 
 STORAGE = {
     "backend_name": "kvbm",
@@ -65,10 +64,7 @@ _OF_OTHERS = (
 
 def refused_sglang_flags(document: Document) -> Iterator[Mistake]:
     """Yield a mistake for each flag that is not SGLang's, that kvbm sets, or that replaces its storage."""
-    arguments = entry_at(document, ["engine", "arguments"])
-    for name, entry in ((arguments.section if arguments else None) or {}).items():
-        if (reason := _reason_against(name, entry)) is not None:
-            yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+    yield from refused_by(document, _reason_against)
     extra = entry_at(document, ["engine", "arguments", "hicache_storage_backend_extra_config"])
     for name, entry in ((extra.section if extra else None) or {}).items():
         if name in STORAGE or name == "kvbm":
@@ -78,11 +74,8 @@ def refused_sglang_flags(document: Document) -> Iterator[Mistake]:
 
 
 def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
-    if not NAME.fullmatch(name):
-        written = entry.key.written if entry.key.line else entry.key.written.rpartition(".")[2]
-        meant = snake_case(name)
-        hint = f"write `{meant}`" if NAME.fullmatch(meant) else "write the name as a key, such as `page_size: 64`"
-        return f"`{written}` is not a valid flag name", hint
+    if (reason := invalid_name(name, entry, example="page_size: 64")) is not None:
+        return reason
     if name in KVBM_SETS:
         return f"`{name}` is set by kvbm" if "set" in KVBM_SETS[name] else f"`{name}` cannot be used", KVBM_SETS[name]
     if name == "served_model_name" and ":" in str(entry.value):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
-from kvbm.config.flags import NAME
+from kvbm.config.flags import NAME, refused_by
 from kvbm.config.spelling import snake_case
 
 CONNECTOR = {
@@ -102,11 +102,7 @@ _COUNTS = ("kv_cache_config.tokens_per_block", "kv_cache_config.max_tokens")  # 
 
 def refused_options(document: Document) -> Iterator[Mistake]:
     """Yield a mistake for each option that kvbm sets, that no option is, or whose value kvbm cannot work with."""
-    arguments = entry_at(document, ["engine", "arguments"])
-    for name, entry in ((arguments.section if arguments else None) or {}).items():
-        reason = _reason_against(name)
-        if reason is not None:
-            yield Mistake(reason[0], entry.key, hint=reason[1], key=f"engine.arguments.{name}")
+    yield from refused_by(document, _reason_against)
     for limit in LIMITS:
         found = _option(document, limit.option)
         if found is not None and not limit.is_kept(found.value):
@@ -118,7 +114,7 @@ def refused_options(document: Document) -> Iterator[Mistake]:
             yield _refused(option, text, found)
 
 
-def _reason_against(name: str) -> tuple[str, str] | None:
+def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
     if not NAME.fullmatch(name):
         meant = snake_case(name)
         hint = f"write `{SAME_OPTION.get(meant, meant)}`" if NAME.fullmatch(meant) else _AS_IN_TRTLLM
