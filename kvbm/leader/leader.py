@@ -20,26 +20,22 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, hits_to_keep
+from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
-from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lower_tier import TierContext, forget_blocks, with_ages
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import OffloadProgress, Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
 from kvbm.leader.prefetches import Prefetches
-from kvbm.leader.rates import Rates
 from kvbm.leader.request import LiveRequest, LoadResults
 from kvbm.leader.slices import Slices
-from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
+from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
 
 if TYPE_CHECKING:
-    from kvbm.core.store import BlockStore
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.lower_tier import OpenTier
@@ -55,11 +51,8 @@ log = logging.getLogger(__name__)
 Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of `offload`, in its order
 
 
-class Leader:
-    """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it.
-
-    `open_tiers` makes the lower tiers, the nearest one first.
-    """
+class Leader(EngineTiers):
+    """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
@@ -68,33 +61,19 @@ class Leader:
         callbacks: LeaderCallbacks,
         open_tiers: Sequence[OpenTier] = (),
     ) -> None:
-        self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
-        self.facts = Facts(settings.block_bytes, has_shared=settings.shared is not None)
-        self.counters.shared_off = int(settings.shared is not None)  # without such a tier: its blocks are in doubt
-        self._settings = settings
+        super().__init__(region, settings, callbacks, open_tiers, reads_always=settings.reads_always)
         self._groups = settings.groups
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
-        self._clock = callbacks.clock
         self._trace = callbacks.trace
-        traits = settings.traits
-        self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
-        self._rates = Rates(
-            self.counters,
-            block_tokens=traits.block_tokens,
-            clock=callbacks.clock,
-            reads_always=settings.reads_always,
-        )
-        context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
-        self.lower_tiers = tuple(open_tier(context) for open_tier in open_tiers)
-        self._host.listeners = self.lower_tiers
-        self._prefetches = Prefetches(context, self.lower_tiers)
-        if not traits.accepts_failed_loads:
+        context, tiers = self._context, self.lower_tiers
+        self._prefetches = Prefetches(context, tiers)
+        if not settings.traits.accepts_failed_loads:
             self._prefetches.warm()
         self._slices = Slices(settings.slice_blocks)
-        self._offloads = Offloads(context, self.lower_tiers, self._slices)
-        self._onboards = Onboards(context, self.lower_tiers, self._slices)
-        self._matching = Matching(context, self.lower_tiers, self._slices, self._onboards, self._prefetches)
+        self._offloads = Offloads(context, tiers, self._slices)
+        self._onboards = Onboards(context, tiers, self._slices)
+        self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
         self._results = LoadResults(settings, self.counters, self._rates, self._requests)
@@ -328,22 +307,14 @@ class Leader:
             bool(self._results)
             or self._slices.has_work()
             or self._onboards.is_under_way(within_steps=patience)
-            or self._are_lower_tiers_busy()
+            or self.is_busy()
             or self._offloads.is_under_way(within_steps=patience)
         )
 
     def needs_settle(self) -> bool:
         """Whether `settle` may have something to do although no rank has written a word: it alone notices what the
         lower tiers have read and written."""
-        return (
-            bool(self._results)
-            or bool(self._onboards.ended)
-            or self._onboards.is_reading()
-            or self._are_lower_tiers_busy()
-        )
-
-    def _are_lower_tiers_busy(self) -> bool:
-        return any(tier.is_busy() for tier in self.lower_tiers)
+        return bool(self._results) or bool(self._onboards.ended) or self._onboards.is_reading() or self.is_busy()
 
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers continue.
@@ -388,7 +359,7 @@ class Leader:
         none of them, but an engine that starts before they are forgotten may.
         """
         self._forget_all()
-        is_forgotten = forget_blocks(self.lower_tiers, ends_persistence=ends_persistence)
+        is_forgotten = self._forget_lower_tiers(ends_persistence=ends_persistence)
         if self._trace is not None:
             self._trace("reset", is_forgotten=is_forgotten)
         return is_forgotten
@@ -397,12 +368,6 @@ class Leader:
         """Return every order that holds G1 blocks, by generation; also orders that have not been handed out."""
         offloads = {generation: one.order for generation, one in self._offloads.in_flight.items() if one.is_held}
         return {**offloads, **{generation: one.order for generation, one in self._onboards.in_flight.items()}}
-
-    def close(self) -> None:
-        """Write what is due to the shared tier and the blocks that are only in host memory to disk, as far as the time
-        allows, and close both."""
-        for tier in reversed(self.lower_tiers):
-            tier.close()
 
     def take_events(self) -> list[Event]:
         """Return the blocks stored in and removed from G2 and G3 since the last call, if the engine publishes events.
@@ -415,22 +380,6 @@ class Leader:
     def has_events(self) -> bool:
         """Whether `take_events` would return something."""
         return any(store.has_events() for store in self._stores())
-
-    def blocks(self) -> TierBlocks:
-        """Return the slots of each tier by state."""
-        return {store.tier: store.counts().by_state() for store in self._stores()}
-
-    def queues(self) -> dict[str, tuple[int, float]]:
-        """Return for each queue how many blocks wait or move, and for how many seconds the oldest ones have. Any thread
-        may call it."""
-        queues = {"offload": self._offloads.queue(), "onboard": self._onboards.queue()}
-        for tier in self.lower_tiers:
-            queues |= tier.queues()
-        return with_ages(queues, self._clock())
-
-    def wear(self) -> dict[str, float]:
-        """Return the known wear metrics of the drives of lower tiers, by metric name."""
-        return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
 
     def lower_tier_tokens(self, request_id: str) -> tuple[int, int]:
         """Return how many of the tokens last promised to this request come from disk and from the shared tier."""
@@ -446,14 +395,11 @@ class Leader:
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request
 
-    def _stores(self) -> list[BlockStore]:
-        """Return the metadata of host memory and of the lower tiers that have such."""
-        return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
+    def _queues(self) -> dict[str, tuple[int, float | None]]:
+        return {"offload": self._offloads.queue(), "onboard": self._onboards.queue(), **super()._queues()}
 
     def _forget_all(self) -> None:
-        self.counters.host_reset_blocks += self._host.store.registered
-        self._host.store.reset()
-        self.counters.resets += 1
+        self._forget_host_memory()
         self._offloads.reset()
         self._onboards.reset()
         self._prefetches.reset()

@@ -15,12 +15,10 @@ does not need keeps the empty method of this Protocol.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kvbm.errors import EnvironmentProblem
 from kvbm.leader.host_tier import HostListener
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import Tier
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -181,23 +177,3 @@ class LowerTier(HostListener, Protocol):
 
 
 OpenTier = Callable[[TierContext], LowerTier]
-
-
-def forget_blocks(tiers: Sequence[LowerTier], *, ends_persistence: bool) -> bool:
-    """Reset each tier. False if one could not forget its blocks durably; it stays off until it has."""
-    is_forgotten = True
-    for tier in tiers:
-        try:
-            tier.reset(ends_persistence=ends_persistence)
-        except EnvironmentProblem as error:
-            log.error("kvbm: %s; %s stays off until its blocks are deleted", error.message, tier.reads.name)
-            is_forgotten = False
-    return is_forgotten
-
-
-def with_ages(queues: Mapping[str, tuple[int, float | None]], now_s: float) -> dict[str, tuple[int, float]]:
-    """Return for each of `LowerTier.queues` how many blocks wait or move, and for how many seconds the oldest has."""
-    return {
-        name: (blocks, max(0.0, now_s - since_s) if blocks and since_s is not None else 0.0)
-        for name, (blocks, since_s) in queues.items()
-    }

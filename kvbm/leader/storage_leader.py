@@ -22,16 +22,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lower_tier import TierContext, forget_blocks, with_ages
-from kvbm.leader.rates import Rates
-from kvbm.metrics import HIT_TIERS, Counters, Facts, TierBlocks
+from kvbm.leader.engine_tiers import EngineTiers
+from kvbm.metrics import HIT_TIERS
 from kvbm.process import deadlines
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.core.store import BlockStore
     from kvbm.host.region import Region
     from kvbm.leader.host_tier import Reservation
     from kvbm.leader.lower_tier import LowerTier, OpenTier
@@ -73,24 +70,14 @@ class _Reading:
         return bool(self.waiting or self.open or self.lent)
 
 
-class StorageLeader:
-    """See the module's text. *Consumes* the region. `open_tiers` makes the lower tiers, the nearest one first."""
+class StorageLeader(EngineTiers):
+    """See the module's text. *Consumes* the region."""
 
     def __init__(
         self, region: Region, settings: LeaderSettings, callbacks: LeaderCallbacks, open_tiers: Sequence[OpenTier]
     ) -> None:
-        self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
-        self.counters.shared_off = int(settings.shared is not None)  # without such a tier: its blocks are in doubt
-        self.facts = Facts(settings.block_bytes, has_shared=settings.shared is not None)
+        super().__init__(region, settings, callbacks, open_tiers, reads_always=True)
         self.region = region
-        self._clock = callbacks.clock
-        self._settings = settings
-        traits = settings.traits
-        self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes)
-        rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=callbacks.clock, reads_always=True)
-        context = TierContext(self._host, settings, self.counters, rates, callbacks)
-        self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(context) for open_tier in open_tiers)
-        self._host.listeners = self.lower_tiers
         self._arrived: set[Fetch] = set()
         self._numbers = itertools.count(1)
 
@@ -98,9 +85,6 @@ class StorageLeader:
     def is_on(self) -> bool:
         """Whether a lower tier is on."""
         return any(tier.is_on for tier in self.lower_tiers)
-
-    def is_busy(self) -> bool:
-        return any(tier.is_busy() for tier in self.lower_tiers)
 
     def step(self) -> None:
         """Start the writes that are due, and note what has ended."""
@@ -173,37 +157,18 @@ class StorageLeader:
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. False if that is not durable yet; until then the tier stays off."""
-        self.counters.host_reset_blocks += self._host.store.registered
-        self._host.store.reset()
-        self.counters.resets += 1
-        return forget_blocks(self.lower_tiers, ends_persistence=ends_persistence)
+        self._forget_host_memory()
+        return self._forget_lower_tiers(ends_persistence=ends_persistence)
 
     def close(self) -> None:
         """Write what is due as far as the time allows, end the processes, and unmap. No question is open."""
-        for tier in reversed(self.lower_tiers):
-            tier.close()
+        super().close()
         self.region.close()
 
     def abandon(self) -> None:
         """End the processes. Writes nothing more: the metadata may be damaged."""
         for tier in reversed(self.lower_tiers):
             tier.abandon(deadlines.ABANDON_S)
-
-    def blocks(self) -> TierBlocks:
-        """Return the slots of each tier by state."""
-        return {store.tier: store.counts().by_state() for store in self._stores()}
-
-    def queues(self) -> dict[str, tuple[int, float]]:
-        """Return for each queue how many blocks wait, and for how many seconds. Any thread may call it."""
-        queues = {name: queue for tier in self.lower_tiers for name, queue in tier.queues().items()}
-        return with_ages(queues, self._clock())
-
-    def wear(self) -> dict[str, float]:
-        """Return the known wear metrics of the drives of lower tiers, by metric name."""
-        return {name: value for tier in self.lower_tiers for name, value in tier.wear().items()}
-
-    def _stores(self) -> list[BlockStore]:
-        return [self._host.store, *(store for tier in self.lower_tiers for store in tier.stores)]
 
     def _present(self, hashes: Sequence[bytes]) -> int:
         """Return how many of `hashes` are in any tier, up to the first that is in none."""
