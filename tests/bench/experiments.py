@@ -172,7 +172,7 @@ class GivenArm:
         totals = {tier: sum(getattr(one, f"{tier}_tokens") or 0 for one in records) for tier in TIERS}
         engine = {"block_size": BLOCK, "g1_blocks": self.g1_blocks, "g1_tokens": BLOCK * self.g1_blocks}
         return {
-            "client": {"lateness_p99_ms": self.lateness_ms, "loop_lag_p99_ms": 1.0, "cpu_share": 0.1, **self.client},
+            "client": {"loop_lag_p99_ms": 1.0, "cpu_share": 0.1, **self.client},
             "server": {
                 "prompt_tokens": totals,
                 "queue_wait_ms": self.queue_wait_ms,

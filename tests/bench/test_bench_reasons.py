@@ -251,26 +251,33 @@ def test_a_floor_with_something_to_gain_is_no_reason():
     assert list(causes(summary_of_arms(kvbm=replace(KVBM, load_ms=530.0), floor=floor))) == ["host-slower"]
 
 
-@pytest.mark.parametrize("client", [{"lateness_p99_ms": 120.0}, {"cpu_share": 0.9}, {"loop_lag_p99_ms": 150.0}])
-def test_a_client_that_is_the_limit_comes_first(client):
-    summary = summary_of_arms(kvbm=replace(IDLE, client=client))
-    assert next(iter(causes(summary))) == "client-limited"
+LATE, SLOW_LOOP = {"lateness_ms": 120.0}, {"client": {"loop_lag_p99_ms": 150.0}}
 
 
-def test_a_late_client_is_named_in_an_invalid_run():
-    summary = summary_of_arms(kvbm=replace(KVBM, client={"lateness_p99_ms": 120.0}))
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [(LATE, "machine-busy"), (SLOW_LOOP, "machine-busy"), ({"client": {"cpu_share": 0.9}}, "client-limited")],
+)
+def test_a_client_that_is_the_limit_or_gets_no_core_comes_first(change, cause):
+    summary = summary_of_arms(kvbm=replace(IDLE, **change))
+    assert next(iter(causes(summary))) == cause
+
+
+def test_a_late_client_with_little_to_do_names_the_busy_machine():
+    summary = summary_of_arms(kvbm=replace(KVBM, **LATE))
     assert summary["verdict"] == "invalid"
     (why,) = causes(summary).values()
-    assert (why["cause"], why["key"]) == ("client-limited", "--rate")
+    assert (why["cause"], why["key"]) == ("machine-busy", None)
     assert "120 ms late" in why["text"]
+    assert "used only 10% of a core" in why["text"]
 
 
 def test_lost_blocks_are_named_even_if_the_client_was_late():
     """Counters do not depend on the times that make the run invalid."""
     counters = counted(offload_skipped_blocks=400)
-    summary = summary_of_arms(kvbm=replace(IDLE, counters=counters, client={"lateness_p99_ms": 120.0}))
+    summary = summary_of_arms(kvbm=replace(IDLE, counters=counters, **LATE))
     assert summary["verdict"] == "invalid"
-    assert list(causes(summary)) == ["client-limited", "offload-skipped"]
+    assert list(causes(summary)) == ["machine-busy", "offload-skipped"]
 
 
 def test_an_overloaded_engine_gets_a_rate_that_would_do():

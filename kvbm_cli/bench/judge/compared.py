@@ -127,7 +127,7 @@ def compare(
         measured_ttft_ms=medians[0],
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
-        clients=[_client(run) for run in (*one, *other)],
+        clients=[client_of(run) for run in (*one, *other)],
         warm_starts=[
             found for run in (*one, *other) if cell.plan is not None and (found := warm_start(run, cell.plan))
         ],
@@ -219,8 +219,10 @@ def _prompt_times(run: Measurement) -> list[PromptTime]:
     ]
 
 
-def _client(run: Measurement) -> ClientLoad:
-    return ClientLoad(run.run, run.client["lateness_p99_ms"] or 0.0, run.client["cpu_share"])
+def client_of(run: Measurement) -> ClientLoad:
+    """Return the client's lateness with the requests of this run, and its CPU share, which all arms may share."""
+    lateness_ms = [late for record in run.records if (late := record.lateness_ms) is not None]
+    return ClientLoad(run.run, lateness_ms, run.client["cpu_share"])
 
 
 def _utilisation(runs: Sequence[Measurement]) -> float | None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 
+from kvbm_cli.bench.judge.compared import client_of
 from kvbm_cli.bench.judge.verdict import LONGER_TIMES
+from kvbm_cli.bench.result.results import Measurement
 from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, milliseconds, share
 from kvbm_cli.bench.why.tiers import disk_slower, host_slower, kvbm_off, lost_blocks
 from kvbm_cli.bench.workload.schema import KINDS
@@ -30,7 +32,7 @@ def why_not(facts: CellFacts) -> list[Why]:
     """Empty if kvbm paid, or if its answers were wrong."""
     if facts.verdict not in (SAME, SLOWER, INVALID):
         return []
-    found = _known(client_limited(facts), overloaded(facts))
+    found = _known(client_limited(facts) or machine_busy(facts), overloaded(facts))
     if any(arm.summary["errors"] for arm in (facts.reference, facts.measured)):
         return found  # the verdict names the failed requests; tokens of the others say little
     if facts.verdict == INVALID:
@@ -147,22 +149,42 @@ def small_prefill(facts: CellFacts) -> Why | None:
 
 
 def client_limited(facts: CellFacts) -> Why | None:
-    """Return a reason if the client was late, busy, or too slow to take its own times, by the limits of the verdict."""
-    limits, cell = facts.limits, facts.cell
-    clients = [run.client for arm in (facts.reference, facts.measured) for run in cell.of_arm(arm.name)]
-    late_ms = max(client["lateness_p99_ms"] or 0.0 for client in clients)
-    lag_ms = max(client["loop_lag_p99_ms"] or 0.0 for client in clients)
-    cpu = max(client["cpu_share"] for client in clients)
-    most_ms = limits.late_ms
-    if late_ms <= most_ms and lag_ms <= most_ms and cpu <= limits.client_cpu_share:
+    """Return a reason if the load client used more CPU than the verdict allows."""
+    limit, cpu = facts.limits.client_cpu_share, _client_cpu(facts)
+    if cpu <= limit:
         return None
     action, key = (LONGER_TIMES, "time_scale") if facts.is_trace else ("use a lower `--rate`", "--rate")
     text = (
-        f"the load client was the limit: at p99 it launched requests {late_ms:.0f} ms late and its event loop lagged "
-        f"{lag_ms:.0f} ms (limit {most_ms:.0f} ms), and its busiest process used {cpu:.0%} of a core (limit "
-        f"{limits.client_cpu_share:.0%}); repeat the run on an idle machine, or {action}"
+        f"the load client was the limit: its busiest process used {cpu:.0%} of a core (limit {limit:.0%}); repeat the "
+        f"run on an idle machine, or {action}"
     )
     return Why("client-limited", text, key)
+
+
+def machine_busy(facts: CellFacts) -> Why | None:
+    """Return a reason if the load client had little to do but did not get a core in time.
+
+    Its lateness is that of the verdict, at p90. Its event loop may lag at p99 as long.
+    """
+    runs, most_ms = _compared_runs(facts), facts.limits.late_ms
+    late_ms = max(client_of(run).lateness_p90_ms for run in runs)
+    lag_ms = max(run.client["loop_lag_p99_ms"] or 0.0 for run in runs)
+    if max(late_ms, lag_ms) <= most_ms:
+        return None
+    text = (
+        f"the machine was busy: the load client launched requests {late_ms:.0f} ms late (p90) and its event loop "
+        f"lagged {lag_ms:.0f} ms (p99), the limit is {most_ms:.0f} ms, although it used only {_client_cpu(facts):.0%} "
+        "of a core; repeat the run on an idle machine"
+    )
+    return Why("machine-busy", text, None)
+
+
+def _compared_runs(facts: CellFacts) -> list[Measurement]:
+    return [run for arm in (facts.reference, facts.measured) for run in facts.cell.of_arm(arm.name)]
+
+
+def _client_cpu(facts: CellFacts) -> float:
+    return max(run.client["cpu_share"] for run in _compared_runs(facts))
 
 
 def overloaded(facts: CellFacts) -> Why | None:
