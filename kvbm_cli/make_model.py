@@ -24,6 +24,7 @@ that computes in float32 reads exactly.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -162,7 +163,21 @@ def make(preset: str, directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def _hide_broken_torchvision() -> None:
+    """Hide a torchvision for CUDA in an environment with a torch for CPUs, as SGLang installs it: transformers fails
+    when it imports it. No text model needs it."""
+    try:
+        importlib.import_module("torchvision")
+    except ImportError:
+        return
+    except RuntimeError:
+        for name in [one for one in sys.modules if one.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.modules["torchvision"] = None  # type: ignore[assignment]  # "not installed"
+
+
 def _write_model(preset: str, directory: Path) -> None:
+    _hide_broken_torchvision()
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

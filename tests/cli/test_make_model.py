@@ -84,3 +84,17 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
     assert done.returncode == 1
     assert message in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torchvision_that_does_not_load_is_left_out(tmp_path):
+    """SGLang installs one for CUDA, beside a torch for CPUs."""
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
+    program = (
+        "from kvbm_cli import make_model; make_model._hide_broken_torchvision()\n"
+        "from transformers.utils import is_torchvision_available; assert not is_torchvision_available()"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
