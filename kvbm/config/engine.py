@@ -212,6 +212,11 @@ class SglangArguments(Section):
     dp_size: Ranks | None = Field(
         default=None, description="Number of engine copies, each with device and host memory of its own."
     )
+    enable_hierarchical_cache: bool = Field(
+        default=True,
+        description="Whether SGLang has host memory of its own, below which kvbm stores pages. `false` requires "
+        "`--baseline`, or `--compare baseline:PROFILE` of `kvbm bench`.",
+    )
     hicache_ratio: float | None = Field(
         default=None,
         gt=0,

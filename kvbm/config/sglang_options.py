@@ -16,7 +16,6 @@ STORAGE = {
     "hicache_storage_pass_prefix_keys": True,
 }
 _PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
-_ALWAYS = "remove it; kvbm always sets it"
 _OTHER_CACHE = "remove it: kvbm stores what SGLang's hierarchical cache hands down"
 
 KVBM_SETS: Mapping[str, str] = {
@@ -30,7 +29,6 @@ KVBM_SETS: Mapping[str, str] = {
     "ssl_certfile": _PLAIN_HTTP,
     "enable_metrics": "remove it; kvbm always sets it, to read the server's counters",
     "enable_cache_report": "remove it; kvbm always sets it, to learn the number of cached tokens",
-    "enable_hierarchical_cache": _ALWAYS,
     "hicache_storage_backend": "remove it; kvbm sets it, and `kvbm serve --baseline` leaves it out",
     **dict.fromkeys(("enable_lmcache", "enable_flexkv", "radix_cache_backend"), _OTHER_CACHE),
     "disable_radix_cache": "remove it: without its prefix cache, SGLang stores nothing",

@@ -3,9 +3,10 @@
 Imports no SGLang and reads no environment. kvbm adds the following flags to those of the profile, with and without the
 storage, so that it is the only difference:
 
-    --enable-hierarchical-cache     SGLang's own host memory, below which kvbm stores pages
     --enable-metrics                the server's counters
     --enable-cache-report           the number of cached tokens in each answer
+
+SGLang's own host memory, below which kvbm stores pages, is on unless the profile turns it off to compare.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RESERVE_BYTES = 10 << 30  # that SGLang leaves free: it refuses to start if its 
 CPU_RESERVE_BYTES = 1 << 30  # the same with stand-ins for its kernels
 # Otherwise each request to /health generates a token, and is answered after a second or more.
 QUICK_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-ALWAYS = ("--enable-hierarchical-cache", "--enable-metrics", "--enable-cache-report")
+ALWAYS = ("--enable-metrics", "--enable-cache-report")
 
 
 def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:

@@ -142,7 +142,7 @@ def launched(profile: Profile, log: Path, *, has_kvbm: bool) -> Iterator[Running
 @contextmanager
 def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[RunningEngine]:
     traits = traits_of(profile)
-    if has_kvbm and not traits.has_metrics:
+    if has_kvbm and not traits.has_kvbm_metrics:
         profile = with_metrics_server(profile)
     port = choose_port(profile.server.host, 0)
     plan = launch_plan(profile, connector=has_kvbm, port=port).placed(log_path.parent.absolute())

@@ -25,7 +25,8 @@ class ServerTraits:
 
     `tokenizes`: its `/tokenize` counts tokens. Otherwise the model's own tokenizer does, in this process.
     `resets_cache`: a request empties its cache. Otherwise only a restart does.
-    `has_metrics`: its `/metrics` has counters, by the source of prompt tokens, and those of kvbm.
+    `has_metrics`: its `/metrics` has counters, by the source of prompt tokens.
+    `has_kvbm_metrics`: its `/metrics` has those of kvbm too. Otherwise kvbm serves them on a port of its own.
     `shares_device`: engines of several arms can run at the same time.
     `token_id_fields`: fields of a request that make it answer with token ids, and with log-probabilities if it has any.
     `variables`: what enables these requests.
@@ -35,6 +36,7 @@ class ServerTraits:
     tokenizes: bool = True
     resets_cache: bool = True
     has_metrics: bool = True
+    has_kvbm_metrics: bool = True
     shares_device: bool = True
     token_id_fields: Mapping[str, object] = field(default_factory=lambda: RETURN_TOKEN_IDS)
     variables: Mapping[str, str] = field(default_factory=dict)

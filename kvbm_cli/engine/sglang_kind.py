@@ -9,7 +9,7 @@ from kvbm.config.values import count_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.sglang_integration import launch
 from kvbm.sglang_integration.versions import INSTALL, TESTED, SglangInstallation, is_known
-from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
+from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS, ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_sglang
 from kvbm_cli.engine.synthetic_directory import with_local_model
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 class SglangKind:
     """See EngineKind."""
 
-    traits = ServerTraits("SGLang", tokenizes=False, has_metrics=False, shares_device=False, token_id_fields={})
+    traits = ServerTraits(
+        "SGLang",
+        has_kvbm_metrics=False,
+        shares_device=False,
+        token_id_fields={**RETURN_TOKEN_IDS, "return_cached_tokens_details": True},
+    )
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require `make_model` to have run either."""

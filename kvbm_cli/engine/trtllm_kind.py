@@ -33,6 +33,7 @@ class TrtllmKind:
         tokenizes=False,
         resets_cache=False,
         has_metrics=False,
+        has_kvbm_metrics=False,
         shares_device=False,
         token_id_fields={"detokenize": False},
     )

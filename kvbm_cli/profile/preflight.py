@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
-from kvbm.config.engine import VllmArguments
+from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.config.values import count_of
 from kvbm.disk.files import MAX_DIRECTORY_BYTES
@@ -165,8 +165,12 @@ def _unknown_flags(resolved: ResolvedProfile) -> Iterator[ProfileError]:
 
 
 def _require_connector(resolved: ResolvedProfile) -> None:
-    """ProfileError for the connector of another cache, which vLLM can only run without kvbm."""
+    """ProfileError for the connector of another cache, which vLLM can only run without kvbm, and for an SGLang without
+    its host memory."""
     arguments = resolved.profile.engine.arguments
+    if isinstance(arguments, SglangArguments) and not arguments.enable_hierarchical_cache:
+        message = "kvbm stores pages below SGLang's host memory, which `enable_hierarchical_cache: false` turns off"
+        raise resolved.mistake("engine.arguments.enable_hierarchical_cache", message, hint=_WITHOUT_KVBM)
     transfer = (arguments.kv_transfer_config or {}) if isinstance(arguments, VllmArguments) else {}
     for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
         value = transfer.get(name, ours)
@@ -176,6 +180,7 @@ def _require_connector(resolved: ResolvedProfile) -> None:
             raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
 
 
+_WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline`"
 _OTHER_CONNECTOR = "remove it, or keep it and start vLLM without kvbm: `kvbm serve --baseline`"
 _PD_HINT = "remove it; `disaggregated: {prefill: 1, decode: 1}` starts engines with `PdConnector` and `NixlConnector`"
 _CONNECTOR_HINTS = {

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from fake_server import FakeServer
 from mock_engine import MockEngine, Model, Options
 
 from kvbm.errors import EngineError
@@ -77,6 +78,41 @@ def test_a_server_without_a_reset_or_a_tokenizer_is_known_as_such():
         assert client.try_reset() is True
         assert engine.resets == 1
         assert client.try_tokenize("ab") == [97, 98]
+
+
+class SglangCaches(FakeServer):
+    """What empties the caches of SGLang 0.5.23: refused `refusals` times, as right after traffic."""
+
+    def __init__(self, *, refusals=0, has_storage=True):
+        super().__init__()
+        self.refusals, self.has_storage, self.emptied = refusals, has_storage, []
+
+    async def answer(self, request, connection):
+        if request.path == "/flush_cache":
+            self.refusals -= 1
+            status = 400 if self.refusals >= 0 else 200
+        elif request.path == "/hicache/storage-backend/clear":
+            status = 200 if self.has_storage else 400
+        else:
+            status = 404
+        if status == 200:
+            self.emptied.append(request.path)
+        connection.reply(status, "")
+
+
+def test_the_caches_of_sglang_are_emptied_when_its_traffic_has_ended_and_its_storage_too():
+    with SglangCaches(refusals=3) as server:
+        assert Control(server.url, "m", headers={}).try_reset() is True
+        assert server.emptied == ["/flush_cache", "/hicache/storage-backend/clear"]
+    with SglangCaches(has_storage=False) as server:
+        assert Control(server.url, "m", headers={}).try_reset() is True
+
+
+def test_an_sglang_that_is_never_idle_is_not_empty(monkeypatch):
+    monkeypatch.setattr(control, "RESET_TIMEOUT_S", 0.1)
+    with SglangCaches(refusals=10**6) as server:
+        assert Control(server.url, "m", headers={}).try_reset() is False
+        assert server.emptied == []
 
 
 @pytest.mark.parametrize(

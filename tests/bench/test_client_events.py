@@ -6,10 +6,10 @@ from kvbm_cli.bench.load.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYT
 from kvbm_cli.bench.result.results import RequestRecord
 
 
-def read_answer(*events: object, end: bytes = b"data: [DONE]\n\n") -> RequestRecord:
+def read_answer(*events: object, end: bytes = b"data: [DONE]\n\n", asks_tiers: bool = False) -> RequestRecord:
     """The record of an answer of which event number i arrives after i + 1 ms."""
     record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
-    answer = StreamedAnswer(record, start_ns=0)
+    answer = StreamedAnswer(record, start_ns=0, asks_tiers=asks_tiers)
     for number, event in enumerate(events):
         answer.take((number + 1) * 1_000_000, b"data: " + json.dumps(event).encode() + b"\n\n")
     if end:
@@ -118,6 +118,21 @@ def test_cached_tokens_are_split_by_tier_where_the_engine_says_so():
     del details["cached_tokens_by_tier"]
     record = read_answer(completion("a"), {"choices": [], "usage": usage})
     assert (record.cached_tokens, record.g1_tokens, record.g2_tokens, record.g3_tokens) == (48, None, None, None)
+
+
+def test_cached_tokens_of_sglang_are_split_by_tier_if_the_request_asks_for_it():
+    """SGLang 0.5.23 sends them in an event of its own, and only if there are any."""
+
+    def read(cached, *events):
+        details = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
+        record = read_answer(completion("a"), *events, {"choices": [], "usage": details}, asks_tiers=True)
+        return (record.g1_tokens, record.g2_tokens, record.g3_tokens, record.g4_tokens)
+
+    tiers = {"device": 16, "host": 20, "storage": 12, "storage_backend": "KvbmHiCacheStorage"}
+    event = {"choices": [], "sglext": {"routed_experts": None, "cached_tokens_details": tiers}}
+    assert read(48, event) == (16, 20, 12, 0)
+    assert read(0) == (0, 0, 0, 0)
+    assert read(48) == (None,) * 4
 
 
 def test_the_first_error_of_a_stream_is_kept():

@@ -313,6 +313,11 @@ PROFILE = {
     "profile_boolean_in_the_environment": engine("environment: {A: true}"),
     "profile_engine_nearly_right": mine("", base=VLLM.replace("kind: vllm", "kind: vlm")),
     "profile_sglang_without_disk": mine("", base=VLLM.replace("kind: vllm", "kind: sglang")),
+    "profile_sglang_without_its_host_memory": mine(
+        "  disk: {capacity: 1GB}\n",
+        base="engine:\n  kind: sglang\n  model: synthetic:vllm-25m\n"
+        "  arguments: {enable_hierarchical_cache: false}\ntiers:\n",
+    ),
     "profile_object_tier": mine("  object: {bucket: b}\n"),
     "profile_filters": mine("filters: {frequency: 2}\n"),
     "profile_priorities": mine("offload: {min_priority: 10}\n"),
@@ -522,7 +527,6 @@ IMPORT = {
         "profile import a.yaml",
         {"a.yaml": "a: &a0 [x, x]\n" + "".join(f"b{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 30))},
     ),
-    "import_of_sglang": Row("profile import a.sh", {"a.sh": "python -m sglang.launch_server --model-path a/b\n"}),
     "import_of_an_engine_that_is_not_there": Row(
         "profile import a.sh --select chat", {"a.sh": "vllm serve a/b\nvllm serve c/d\n"}
     ),

@@ -12,7 +12,7 @@ from kvbm.sglang_integration.launch import QUICK_HEALTH, plan
 from kvbm.sglang_integration.versions import is_known
 from kvbm_cli.engine.engines import launch_plan
 
-ALWAYS = ("--enable-hierarchical-cache", "--enable-metrics", "--enable-cache-report")
+ALWAYS = ("--enable-metrics", "--enable-cache-report")
 
 
 def profile(
@@ -31,7 +31,8 @@ def test_whole_plan() -> None:
     assert made.argv == (
         *(sys.executable, "-m", "sglang.launch_server", "--model-path", "Qwen/Qwen3-8B"),
         *("--host", "127.0.0.1", "--port", "8000", *ALWAYS),
-        *("--context-length", "8192", "--page-size", "64", "--tp-size", "2", "--enable-p2p-check"),
+        *("--context-length", "8192", "--page-size", "64", "--tp-size", "2"),
+        *("--enable-hierarchical-cache", "--enable-p2p-check"),
     )
     assert (made.base_url, made.health_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:8000/health")
     assert (made.model, made.libraries, made.environment) == ("Qwen/Qwen3-8B", ("sglang",), QUICK_HEALTH)
@@ -59,6 +60,12 @@ def test_the_storage_is_the_only_difference_between_the_arms_and_has_the_whole_c
         "prefetch_threshold": 64,
     }
     assert (kvbm.metrics_url, baseline.metrics_url) == ("http://127.0.0.1:6880/metrics", "")
+
+
+def test_an_sglang_to_compare_with_may_have_no_host_memory_of_its_own() -> None:
+    assert "--enable-hierarchical-cache" in plan(profile(), connector=False, port=1).argv
+    without = plan(profile({"enable_hierarchical_cache": False}), connector=False, port=1).argv
+    assert "--enable-hierarchical-cache" not in without
 
 
 def test_flags_that_are_false_are_left_out_and_negative_numbers_are_no_flags() -> None:

@@ -18,9 +18,12 @@ API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
 LONGEST_READ = 20_000  # a key that a message has further on is not shown
 TIMEOUT_S = 30.0
 RESET = "/reset_prefix_cache?reset_external=true"
+FLUSH, CLEAR_STORAGE = "/flush_cache", "/hicache/storage-backend/clear"  # of SGLang
 RESET_TIMEOUT_S = 30.0
 RESET_INTERVAL_S = 0.02
+FLUSH_INTERVAL_S = 0.1  # SGLang logs a warning each time
 IN_USE = 409
+REFUSED = 400
 CHARACTERS_PER_TOKEN = 64  # far more than words have
 MOST_TOKENS = 1e15
 LONGEST_MODEL = 4096  # it may be a path
@@ -104,11 +107,11 @@ class Control:
 
     def try_reset(self) -> bool:
         """Whether the server has an endpoint that empties its cache, which is empty afterwards: vLLM's or SGLang's."""
-        answer = request("POST", f"{self._base_url}{RESET}", headers=self._headers, timeout_s=TIMEOUT_S)
+        answer = self._post(RESET)
         if answer.is_ok or answer.status == IN_USE:
             self.reset_cache()
             return True
-        return request("POST", f"{self._base_url}/flush_cache", headers=self._headers, timeout_s=TIMEOUT_S).is_ok
+        return self._flush()
 
     def g1_tokens(self) -> int | None:
         """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""
@@ -132,6 +135,18 @@ class Control:
             if time.monotonic() > deadline:
                 raise EngineError(f"the engine's blocks were still in use {RESET_TIMEOUT_S:g} s after the last request")
             time.sleep(RESET_INTERVAL_S)
+
+    def _flush(self) -> bool:
+        """Empty the cache of SGLang, which refuses that while a request or a copy runs, and the storage below it."""
+        deadline = time.monotonic() + RESET_TIMEOUT_S
+        while not (answer := self._post(FLUSH)).is_ok:
+            if answer.status != REFUSED or time.monotonic() > deadline:
+                return False
+            time.sleep(FLUSH_INTERVAL_S)
+        return self._post(CLEAR_STORAGE).status != 0  # refused: there is no such storage
+
+    def _post(self, path: str) -> HttpAnswer:
+        return request("POST", f"{self._base_url}{path}", headers=self._headers, timeout_s=TIMEOUT_S)
 
     def _call(self, method: str, path: str, *, content: object = None, accepted: tuple[int, ...] = ()) -> HttpAnswer:
         url = f"{self._base_url}{path}"

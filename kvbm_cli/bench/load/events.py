@@ -50,11 +50,15 @@ class EventSplitter:
 
 
 class StreamedAnswer:
-    """Fills `record` from the reads of one answer. Times count from `start_ns`."""
+    """Fills `record` from the reads of one answer. Times count from `start_ns`.
 
-    def __init__(self, record: RequestRecord, start_ns: int) -> None:
+    `asks_tiers`: the request asks SGLang for its cached tokens by tier, which are in the answer if there are any.
+    """
+
+    def __init__(self, record: RequestRecord, start_ns: int, *, asks_tiers: bool = False) -> None:
         self._record = record
         self._start_ns = start_ns
+        self._tiers: dict[str, Any] | None = {} if asks_tiers else None
         self._splitter = EventSplitter()
         self._reads: list[Read] = []
         self._unparsed_bytes = self._bytes = 0
@@ -109,6 +113,8 @@ class StreamedAnswer:
                     take_choice(choice, now_ms)
             if usage := event.get("usage"):
                 self._usage = usage
+            if (extension := event.get("sglext")) and (tiers := extension.get("cached_tokens_details")):
+                self._tiers = tiers
             if error := event.get("error"):
                 self._record.error = self._record.error or error_text(f"error in the stream: {error}")
 
@@ -168,10 +174,10 @@ class StreamedAnswer:
         if cached is not None and cached > (prompt or 0):
             raise ValueError(f"`usage` has {cached} cached tokens of {prompt} prompt tokens")
         record.prompt_tokens, record.cached_tokens = prompt, cached
-        if (tiers := details.get("cached_tokens_by_tier")) is not None:
+        if (tiers := details.get("cached_tokens_by_tier", self._tiers)) is not None and (tiers or not cached):
             record.g1_tokens = _count_of(tiers, "device") or 0
             record.g2_tokens = _count_of(tiers, "host") or 0
-            record.g3_tokens = _count_of(tiers, "disk") or 0
+            record.g3_tokens = (_count_of(tiers, "disk") or 0) + (_count_of(tiers, "storage") or 0)
             record.g4_tokens = _count_of(tiers, "shared") or 0
 
     def _require_numbers(self) -> None:

@@ -104,7 +104,8 @@ class Exchange:
         """Fill `record`; a failure sets `record.error`. Does not raise, except when it is cancelled."""
         import aiohttp
 
-        answer = StreamedAnswer(record, self._start_ns)
+        asks_tiers = "return_cached_tokens_details" in dict(request.fields)
+        answer = StreamedAnswer(record, self._start_ns, asks_tiers=asks_tiers)
         failure = None
         record.launched_ms = self.now_ms()
         try:
