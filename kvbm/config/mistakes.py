@@ -77,10 +77,8 @@ class FileKind:
 
 def profile_file(engine: str = ENGINE_KINDS[0], given: Sequence[str] = ()) -> FileKind:
     """Return the kind of a profile, with the keys of one engine kind. `given` are the profiles of the command line."""
-    missing = {
-        "engine": "add `engine.model`, such as `synthetic:tiny`",
-        "tiers": "add `tiers.host.capacity`, such as `64GiB`",
-    }
+    tiers = "`tiers.disk.capacity`, such as `1TB`" if engine == "sglang" else "`tiers.host.capacity`, such as `64GiB`"
+    missing = {"engine": "add `engine.model`, such as `synthetic:tiny`", "tiers": f"add {tiers}"}
     halves = {
         "engine": f"put a profile with an engine in front: `{_check('vllm', *given)}`",
         "tiers": f"add a profile with tiers: `{_check(*given, 'storage/large-ssd')}`",

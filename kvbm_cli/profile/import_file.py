@@ -25,9 +25,9 @@ from kvbm_cli.terminal.printable import commentable
 MAX_BYTES = 1 << 18
 MAX_SHOWN = 10
 READS = (
-    "it reads a command line or a script with `vllm serve`, `dynamo.vllm` or `trtllm-serve`, a manifest of Kubernetes, "
-    "values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` variables, and options of "
-    "TensorRT-LLM or vLLM in YAML"
+    "it reads a command line or a script with `vllm serve`, `dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a "
+    "manifest of Kubernetes, values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` "
+    "variables, and options of TensorRT-LLM or vLLM in YAML"
 )
 # The first line that is no comment has a key, or begins a document.
 _YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
@@ -41,10 +41,6 @@ def import_file(
     name = "the standard input" if file == "-" else file
     launches = launches_in(_contents(file, name), name)
     taken = _taken(launches, select, name)
-    if taken.kind == "sglang":
-        raise ProfileError(
-            f"`{shown(taken.name)}` of `{shown(name)}` starts SGLang, whose flags this version does not import"
-        )
     kind, reason = kind_of(engine or taken.kind, model, taken.environment)
     chosen = absolute_model(model)
     found = imported(taken, model=None if chosen is None else (chosen, "--model"), engine=(kind, reason))

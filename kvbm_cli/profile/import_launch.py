@@ -107,8 +107,8 @@ def started(words: Sequence[Word], image: str = "") -> tuple[str, tuple[Word, ..
         name = word.rpartition("/")[2]
         if index == 0 and name in _NO_START:
             return None
-        if name == "vllm" and following == "serve":
-            return "vllm", tuple(words[index + 2 :]), False
+        if name in ("vllm", "sglang") and following == "serve":
+            return str(name), tuple(words[index + 2 :]), False
         if word == "-m" and following in MODULES:
             return MODULES[following], tuple(words[index + 2 :]), following.startswith("dynamo.")
         if name == "trtllm-serve" and following not in _OTHER_SERVERS:

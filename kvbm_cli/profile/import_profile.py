@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE, flag_name
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.layers import ARGUMENTS, merge
 from kvbm.config.load import examine_written
+from kvbm.config.sglang_options import STORAGE as SGLANG_STORAGE
 from kvbm.config.sizes import exact_size
 from kvbm.config.trtllm_options import SAME_OPTION
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
@@ -67,6 +69,34 @@ _NO_VALUE = re.compile(
     r"(?:no|enable|enforce|trust|is|skip|return|use)_\w+|disable_(?!access_log_for_endpoints)\w+|async_scheduling|headless"
     r"|grpc|numa_bind|data_parallel_\w+_lb|\w+_only|allow_(?:credentials|deprecated_\w+)|fully_sharded_loras"
 )
+# Of SGLang 0.5.23: `tests/sglang_engine` compares them with its parser. The others are as above.
+SGLANG_NAMES = {
+    **dict.fromkeys(("tp", "tensor_parallel_size"), "tp_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel_size"), "pp_size"),
+    **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
+    **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
+    "decode_context_parallel_size": "dcp_size",
+    "enable_hicache": "enable_hierarchical_cache",
+}
+_NO_VALUE_OF_SGLANG = re.compile(
+    r"quantize_and_serve|abort_on_priority_when_disabled|schedule_low_priority_values_first|prefill_only_disable_kv_cache"
+    r"|dcp_replicate_q_proj|mlx_enable_sampling|sleep_on_idle|(?:smg_)?grpc_mode|strip_thinking_cache|allow_auto_truncate"
+    r"|stream_response_default_include_usage|incremental_streaming_output|log_requests|show_time_cost"
+    r"|export_metrics_to_file|constrained_json_disable_any_whitespace|debug_cuda_graph|triton_attention_reduce_in_fp32"
+    r"|flashinfer_mla_disable_ragged|pre_warm_nccl|speculative_(?:dspark_align_\w+|use_\w+|enable_w4a4\w+|adaptive)"
+    r"|mm_enable_dp_encoder|experts_shared_outer_loras|lora_use_virtual_experts|lora_strict_loading|dllm_fdfo"
+    r"|disaggregation_(?:decode_)?enable_\w+|weight_loader_(?:disable_mmap|prefetch_checkpoints|drop_cache_after_load)"
+    r"|remote_instance_weight_loader_start_seed_via_transfer_engine|delete_ckpt_after_loading"
+    r"|checkpoint_engine_wait_weights_before_ready|ple_offload_embedding"
+)
+_WITH_VALUE_OF_SGLANG = ("return_hidden_states_mode", "return_aux_hidden_state_layer_ids")
+_MANY_VALUES_OF_SGLANG = re.compile(
+    r"numa_node|gc_threshold|log_requests_target|uvicorn_access_log_exclude_prefixes|\w+_custom_labels|\w*bucket\w*"
+    r"|flashinfer_autotune_skip_ops|cuda_graph_bs_\w+|allowed_media_domains|lora_target_modules|lora_paths|encoder_\w*urls"
+    r"|custom_weight_loader|debug_tensor_dump_layers|return_aux_hidden_state_layer_ids"
+)
+_STORAGE = "hicache_storage_backend_extra_config"
+_READ_BY_SGLANG = ("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token")  # of these entries
 _PAIR = "part of a pair of engines; `disaggregated: {prefill: 1, decode: 1}` starts both"
 _LEFT_FLAGS = (  # who reads the flag, its name, and why it is left
     ("dynamo", r"is_(?:prefill|decode)_worker|disaggregation_\w+", _PAIR),
@@ -137,6 +167,16 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
     warnings = draft.take_variables_of_kvbm()
     missing = draft.check()
     return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
+
+
+def value_count(name: str, engine: str) -> int:
+    """Return how many values a flag has at most; a large number for any."""
+    is_sglang = engine == "sglang"
+    if (is_sglang and _MANY_VALUES_OF_SGLANG.fullmatch(name)) or (not is_sglang and _MANY_VALUES.fullmatch(name)):
+        return sys.maxsize
+    if is_sglang and (name in _WITH_VALUE_OF_SGLANG or _NO_VALUE_OF_SGLANG.fullmatch(name)):
+        return int(name in _WITH_VALUE_OF_SGLANG)
+    return 0 if _NO_VALUE.fullmatch(name) else 1
 
 
 def body(document: Document) -> Iterator[str]:
@@ -267,7 +307,7 @@ class _Draft:
                 continue
             name = _OTHER_NAMES.get(name, name)
             values = [Word(inline, word.line, unknown=word.unknown)] if inline else []
-            limit = 0 if inline or _NO_VALUE.fullmatch(name) else len(words) if _MANY_VALUES.fullmatch(name) else 1
+            limit = 0 if inline else min(len(words), value_count(name, self.engine))
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
                 values.append(words.pop(0))
             if names_secret(name):
@@ -287,6 +327,10 @@ class _Draft:
             name, value = name.removeprefix("no_"), False
         if self.engine == "tensorrt-llm":
             name = SAME_OPTION.get(name, name)
+        elif self.engine == "sglang":
+            name = SGLANG_NAMES.get(name, name)
+            if name == _STORAGE and isinstance(value, dict):
+                value = {key: one for key, one in value.items() if key not in SGLANG_STORAGE}
         readers = {self.engine, "dynamo" if self.launch.is_of_dynamo else ""}
         reason = next((why for who, flag, why in _LEFT_FLAGS if who in readers and re.fullmatch(flag, name)), None)
         if has_secret(name, value):
@@ -296,6 +340,8 @@ class _Draft:
                 self.leave(written, _PAIR if "nixl" in str(value) else reason, line)
         elif name == "kv_transfer_config":
             self._take_connector(value, line)
+        elif name == _STORAGE and isinstance(value, dict):
+            self._take_storage(value, line)
         elif name == "model":
             if self.launch.model is None or not str(value).startswith("/"):  # else it is where a manifest mounts it
                 self.put("engine.model", str(value).removeprefix("hf://"), written, line)
@@ -329,6 +375,18 @@ class _Draft:
             return
         reason = _PAIR if _PAIR_CONNECTORS & set(names) else "kvbm replaces this connector"
         self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or text}", reason, line)
+
+    def _take_storage(self, value: dict[str, Any], line: int) -> None:
+        """Take over what SGLang reads of its storage's configuration, and the configuration of kvbm if it is that."""
+        of_sglang = {name: value[name] for name in _READ_BY_SGLANG if name in value}
+        if of_sglang:
+            self.put(f"{ARGUMENTS}{_STORAGE}", of_sglang, line=line)
+        ours = value.get("kvbm")
+        for name, section in ours.items() if isinstance(ours, dict) else ():
+            self.put(str(name), section, line=line)
+        others = [name for name in value if name not in {*of_sglang, "kvbm"}]
+        if others:
+            self.leave(f"{_STORAGE} with {', '.join(map(str, others))}", "kvbm replaces this storage", line)
 
     def _take_variable(self, name: str, word: Word) -> None:
         reason = next((why for pattern, why in _LEFT_VARIABLES if re.fullmatch(pattern, name)), None)

@@ -31,6 +31,8 @@ ALL = {
     "api_server.sh": (),
     "docker_run.sh": (),
     "trtllm_serve.sh": (),
+    "sglang_server.sh": (),
+    "sglang_kvbm.sh": (),
     "agg_kvbm.yaml": (),
     "agg_kvbm_v1beta1.yaml": (),
     "disagg_kvbm.yaml": ("pair/DecodeWorker",),
