@@ -15,6 +15,7 @@ STORAGE = {
     "interface_v1": 1,
     "hicache_storage_pass_prefix_keys": True,
 }
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")  # of its host memory, that kvbm can store
 _PLAIN_HTTP = "kvbm uses plain HTTP; use a reverse proxy for TLS"
 _OTHER_CACHE = "remove it: kvbm stores what SGLang's hierarchical cache hands down"
 

@@ -16,13 +16,13 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config.sglang_options import LAYOUTS
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout, Piece
 
 if TYPE_CHECKING:
     import torch
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 # What determines the order of the bytes in a page, where a pool has it.
 _SHAPE = ("page_size", "layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
 _MLA_SHAPE = ("kv_lora_rank", "qk_rope_head_dim")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.document import together
 from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
+from kvbm.config.sglang_options import LAYOUTS
 from kvbm.config.values import count_of
 from kvbm.disk.files import MAX_DIRECTORY_BYTES
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
@@ -81,7 +82,7 @@ def examine_here(
         mistakes += state_mistakes(resolved)
     if verifies_flags:
         mistakes += _unknown_flags(resolved)
-    of_cache = (_require_connector, _require_metrics, _require_directory) if has_cache else ()
+    of_cache = (_require_connector, _require_storable, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:
             require(resolved)
@@ -165,12 +166,8 @@ def _unknown_flags(resolved: ResolvedProfile) -> Iterator[ProfileError]:
 
 
 def _require_connector(resolved: ResolvedProfile) -> None:
-    """ProfileError for the connector of another cache, which vLLM can only run without kvbm, and for an SGLang without
-    its host memory."""
+    """ProfileError for the connector of another cache, which vLLM can only run without kvbm."""
     arguments = resolved.profile.engine.arguments
-    if isinstance(arguments, SglangArguments) and not arguments.enable_hierarchical_cache:
-        message = "kvbm stores pages below SGLang's host memory, which `enable_hierarchical_cache: false` turns off"
-        raise resolved.mistake("engine.arguments.enable_hierarchical_cache", message, hint=_WITHOUT_KVBM)
     transfer = (arguments.kv_transfer_config or {}) if isinstance(arguments, VllmArguments) else {}
     for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
         value = transfer.get(name, ours)
@@ -178,6 +175,29 @@ def _require_connector(resolved: ResolvedProfile) -> None:
             message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{value}`"
             hint = _CONNECTOR_HINTS.get(str(transfer.get("kv_connector")), _OTHER_CONNECTOR)
             raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
+
+
+def _require_storable(resolved: ResolvedProfile) -> None:
+    """ProfileError for an SGLang whose pages kvbm cannot store: SGLang would end only after it has loaded the model."""
+    arguments = resolved.profile.engine.arguments
+    if not isinstance(arguments, SglangArguments):
+        return
+    given = {**arguments.model_dump(), **(arguments.hicache_storage_backend_extra_config or {})}
+    layout = given.get("hicache_mem_layout", LAYOUTS[0])
+    for name, is_refused, reason in (
+        (
+            "enable_hierarchical_cache",
+            not arguments.enable_hierarchical_cache,
+            "it stores pages of SGLang's host memory",
+        ),
+        ("hicache_mem_layout", layout not in LAYOUTS, f"it can store {', '.join(f'`{one}`' for one in LAYOUTS)}"),
+        ("dcp_size", given.get("dcp_size", 1) != 1, "it does not support decode context parallelism of SGLang"),
+        ("tp_lcm_size", "tp_lcm_size" in given, "it does not split pages for engines with another number of ranks"),
+    ):
+        if is_refused:
+            place = "hicache_storage_backend_extra_config" if name == "tp_lcm_size" else name
+            message = f"`{name}: {str(given[name]).lower()}` cannot be used with kvbm: {reason}"
+            raise resolved.mistake(f"engine.arguments.{place}", message, hint=_WITHOUT_KVBM)
 
 
 _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline`"

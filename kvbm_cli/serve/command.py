@@ -97,8 +97,9 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
 def _targets(plan: LaunchPlan | DisaggregatedPlan, served: ServedProfile) -> list[str]:
     """Return the addresses at which Prometheus finds the metrics of the engines."""
     plans = list(named_plans(plan).values()) or [endpoint_of(plan)]
-    has_metrics = traits_of(served.profile).has_metrics
-    urls = [one.metrics_url or (one.base_url if has_metrics else "") for one in plans]
+    traits = traits_of(served.profile)
+    urls = [one.metrics_url for one in plans]
+    urls += [one.base_url for one in plans if traits.has_metrics and not (one.metrics_url and traits.has_kvbm_metrics)]
     return [urlsplit(url).netloc for url in urls if url]
 
 

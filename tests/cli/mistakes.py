@@ -313,11 +313,18 @@ PROFILE = {
     "profile_boolean_in_the_environment": engine("environment: {A: true}"),
     "profile_engine_nearly_right": mine("", base=VLLM.replace("kind: vllm", "kind: vlm")),
     "profile_sglang_without_disk": mine("", base=VLLM.replace("kind: vllm", "kind: sglang")),
-    "profile_sglang_without_its_host_memory": mine(
-        "  disk: {capacity: 1GB}\n",
-        base="engine:\n  kind: sglang\n  model: synthetic:vllm-25m\n"
-        "  arguments: {enable_hierarchical_cache: false}\ntiers:\n",
-    ),
+    **{
+        f"profile_sglang_{name}": mine(
+            "  disk: {capacity: 1GB}\n",
+            base=f"engine:\n  kind: sglang\n  model: synthetic:vllm-25m\n  arguments: {{{flag}}}\ntiers:\n",
+        )
+        for name, flag in (
+            ("without_its_host_memory", "enable_hierarchical_cache: false"),
+            ("with_a_layout_that_is_not_stored", "hicache_mem_layout: page_first_kv_split"),
+            ("with_decode_context_parallelism", "dcp_size: 2"),
+            ("with_split_heads", "hicache_storage_backend_extra_config: {tp_lcm_size: 8}"),
+        )
+    },
     "profile_object_tier": mine("  object: {bucket: b}\n"),
     "profile_filters": mine("filters: {frequency: 2}\n"),
     "profile_priorities": mine("offload: {min_priority: 10}\n"),

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import psutil
@@ -17,6 +18,10 @@ import pytest
 from model_configs import write_model
 from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, filtered, kvbm, kvbm_here
 from waiting import eventually, is_gone
+
+from kvbm_cli.engine.engines import launch_plan
+from kvbm_cli.profile.resolve import resolve_to_start
+from kvbm_cli.serve.command import _targets
 
 RUNS = ".local/state/kvbm/runs"
 MODEL = {
@@ -221,3 +226,12 @@ def test_taken_port_is_an_error_before_anything_starts(home):
     assert f"error: cannot listen on 127.0.0.1 port {port}: address already in use\n" in outcome.stderr
     assert "hint: choose a free port with `--port 0`" in outcome.stderr
     assert not (home / ".local").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sglang", ["127.0.0.1:6880", "127.0.0.1:8000"]), ("vllm", ["127.0.0.1:8000"])]
+)
+def test_prometheus_finds_the_metrics_of_an_engine_that_lacks_those_of_kvbm_at_two_addresses(name, expected):
+    profile = resolve_to_start(name, overrides=["metrics.serve=true"]).profile
+    plan = launch_plan(profile, connector=True, port=8000)
+    assert _targets(plan, SimpleNamespace(profile=profile)) == expected

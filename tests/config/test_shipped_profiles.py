@@ -39,6 +39,12 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "vllm": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "vllm-disk": {"engine.kind": "vllm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
     "sglang": {"engine.kind": "sglang", "tiers.host": None, "tiers.disk.capacity": "1TB"},
+    "sglang-disk": {"engine.kind": "sglang", "tiers.disk.capacity": "8TB", "tiers.disk.io": "auto"},
+    "sglang-s3": {
+        "tiers.shared.url": "s3://kv-cache/kvbm",
+        "tiers.host.capacity": "4GiB",
+        "tiers.disk.capacity": "1TB",
+    },
     "sglang-cpu-demo": {"engine.kind": "sglang", "engine.cpu_stand_ins": True, "tiers.disk.capacity": "1GB"},
     "trtllm": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk": None},
     "trtllm-disk": {"engine.kind": "tensorrt-llm", "tiers.host.capacity": "100GB", "tiers.disk.capacity": "1TB"},
