@@ -66,3 +66,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if any(tests / folder in item.path.parents for folder in WITH_DEADLINES):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print why a test was repeated: pytest prints only its name."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"why {report.nodeid} was repeated")
+        terminalreporter.write_line(report.longreprtext[-4000:])

@@ -84,9 +84,17 @@ class FakeServer:
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stopping.wait()
+        while tasks := asyncio.all_tasks() - {
+            asyncio.current_task()
+        }:  # answers, and connections that are being accepted:
+            self._end_connections()  # Python 3.11 leaves their sockets open if the server closes meanwhile
+            await asyncio.wait(tasks)
         server.close()
-        tasks = [task for connection in self.connections if (task := connection.end())]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._end_connections()
+
+    def _end_connections(self) -> None:
+        for connection in list(self.connections):
+            connection.end()
 
 
 class Connection(asyncio.Protocol):
@@ -177,13 +185,12 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.close()
 
-    def end(self) -> asyncio.Task[None] | None:
-        """At once. Returns the answer that this cancels."""
+    def end(self) -> None:
+        """At once, with its answer."""
         if self._transport is not None:
             self._transport.abort()
         if self._task is not None:
             self._task.cancel()
-        return self._task
 
     def write(self, data: bytes) -> None:
         assert self._transport is not None
