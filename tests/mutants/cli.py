@@ -237,7 +237,7 @@ MUTANTS = (
         file="kvbm_cli/system/http_client.py",
         old="            exchange,\n",
         new="            contextlib.nullcontext(),\n",
-        fails="tests/cli/test_http_client.py -k now_and_then --timeout 20 -x",
+        fails="tests/cli/test_http_client.py -k now_and_then",
     ),
     Mutant(
         name="http-client-uses-proxies",
