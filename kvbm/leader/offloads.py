@@ -9,7 +9,7 @@ waiting. At most `max_in_flight_blocks` blocks are held at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from kvbm.plan import Offload
 if TYPE_CHECKING:
     from kvbm.leader.host_tier import Reservation
     from kvbm.leader.lower_tier import LowerTier, TierContext
+    from kvbm.leader.request import LiveRequest, OffloadProgress
     from kvbm.leader.slices import Slices
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
@@ -26,21 +27,7 @@ FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the 
 PRESENT_SLICES = 2  # a step examines so many slices of a chain that is in G2 already
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
-
-@dataclass(slots=True)
-class OffloadProgress:
-    """How far the blocks of one KV cache group of a request have been offloaded.
-
-    Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
-    again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
-    than `fresh_until` blocks have been evicted; at every block this would cost the chain's length.
-    """
-
-    tenant: bytes
-    can_wait: bool = True
-    considered: int = 0
-    left_out: int = 0
-    fresh_until: int = 0
+Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of `Leader.offload`, in its order
 
 
 @dataclass(slots=True)
@@ -163,7 +150,38 @@ class Offloads:
             return missing
         return [i for i in missing if fresh[i] not in departing and block_ids[i] != NO_BLOCK]
 
-    def evicted_after(self, count: int) -> float:
+    def advance_all(
+        self,
+        completed: Sequence[Completed],
+        requests: Mapping[str, LiveRequest],
+        advance_one: Callable[[Completed], int],
+    ) -> list[int]:
+        """Advance many chains; return for each how many of its blocks have been considered.
+
+        Most running requests complete one block at a time. Those are handled together, which takes a third of the time.
+        """
+        singles: dict[int, tuple[OffloadProgress, bytes, int]] = {}
+        considered: list[int] = []
+        evicted, generated = self._evicted_after(len(completed)), self._settings.offload_generated
+        for one in completed:
+            request_id, hashes, block_ids, computed_blocks, prompt_blocks = one
+            end = min(computed_blocks, len(hashes), len(block_ids))
+            if (request := requests.get(request_id)) is not None and (generated or end <= prompt_blocks):
+                progress = request.offloads[0]
+                is_single = end == progress.considered + 1 > 1 and evicted <= progress.fresh_until
+                if is_single and request.may_offload and end <= self._host.capacity_blocks:
+                    singles[len(considered)] = (progress, hashes[end - 1], block_ids[end - 1])
+                    considered.append(end)
+                    continue
+            considered.append(advance_one(one))
+        if self._evicted_after(len(singles)) <= evicted:
+            self._advance_by_one(list(singles.values()))
+        else:  # the others have taken the room
+            for position in singles:
+                considered[position] = advance_one(completed[position])
+        return considered
+
+    def _evicted_after(self, count: int) -> float:
         """Return how many blocks will have been evicted if `count` more are collected; infinite if there is no room,
         or if blocks must be written to a lower tier before."""
         if self._room(self._settings.max_in_flight_blocks, None) < count or self.unwritten_blocks(0) is not None:
@@ -171,10 +189,10 @@ class Offloads:
         collected = len(self._collected.hashes) + len(self._snapshots.hashes) + count
         return self._counters.evicted_blocks + max(0, collected - self._host.store.free)
 
-    def advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
+    def _advance_by_one(self, blocks: Sequence[tuple[OffloadProgress, bytes, int]]) -> None:
         """Like `advance`, for the next block of each of many chains: (progress, hash, G1 block).
 
-        No chain need be made recent first: `evicted_after` of all is at most its `fresh_until`.
+        No chain need be made recent first: `_evicted_after` of all is at most its `fresh_until`.
         """
         missing = self._host.store.missing([name for _, name, _ in blocks])
         for progress, _, _ in blocks:

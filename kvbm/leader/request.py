@@ -13,12 +13,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.lower_tier import Claim, LowerTier
-    from kvbm.leader.offloads import OffloadProgress
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
     from kvbm.leader.settings import LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import Tier
+
+
+@dataclass(slots=True)
+class OffloadProgress:
+    """How far the blocks of one KV cache group of a request have been offloaded.
+
+    Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
+    again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
+    than `fresh_until` blocks have been evicted; at every block this would cost the chain's length.
+    """
+
+    tenant: bytes
+    can_wait: bool = True
+    considered: int = 0
+    left_out: int = 0
+    fresh_until: int = 0
 
 
 @dataclass(slots=True, eq=False)
