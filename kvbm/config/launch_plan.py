@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +25,16 @@ class LaunchPlan:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     base_url: str
-    health_url: str
     model: str
     libraries: tuple[str, ...] = ()
     install: str = ""
     has_admin_token: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     metrics_url: str = ""
+
+    @property
+    def health_url(self) -> str:
+        return f"{self.base_url}/health"
 
     def placed(self, directory: Path) -> LaunchPlan:
         """Return the plan with its files in `directory`. Its starter writes them."""
@@ -50,9 +54,19 @@ def reachable(host: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
+def served_at(host: str, port: int) -> str:
+    """Return the base URL by which this machine reaches a server that listens there."""
+    return f"http://{reachable(host)}:{port}"
+
+
 def metrics_url(profile: Profile) -> str:
     """Return the address of the metrics of kvbm itself, empty if they are not served or their port is chosen later."""
     metrics = profile.connector_config().metrics
     if not (metrics.serve and metrics.port and metrics.host):
         return ""
-    return f"http://{reachable(metrics.host)}:{metrics.port}/metrics"
+    return f"{served_at(metrics.host, metrics.port)}/metrics"
+
+
+def as_text(value: object) -> str:
+    """Return the text of a flag's value: JSON unless it is text."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

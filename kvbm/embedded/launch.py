@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
-from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.launch_plan import LaunchPlan, served_at
 from kvbm.config.schema import Profile
 
 
@@ -17,12 +17,10 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     argv += ["--host", host, "--port", str(port), *_flags(engine.arguments)]
     if connector:
         argv += ["--connector", _without_environment(profile).model_dump_json()]
-    base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=tuple(argv),
         environment=dict(engine.environment),
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=engine.served_name,
         libraries=("torch", "transformers"),
         install="pip install 'kvbm-cli[embedded]'",

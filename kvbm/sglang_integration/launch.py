@@ -11,12 +11,11 @@ SGLang's own host memory, below which kvbm stores pages, is on unless the profil
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 
 from kvbm.config.engine import SglangArguments, SglangEngine
-from kvbm.config.launch_plan import LaunchPlan, metrics_url, reachable
+from kvbm.config.launch_plan import LaunchPlan, as_text, metrics_url, served_at
 from kvbm.config.schema import Profile
 from kvbm.config.sglang_options import STORAGE
 from kvbm.sglang_integration.versions import INSTALL
@@ -42,12 +41,10 @@ def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
     argv += ["--host", host, "--port", str(port), *ALWAYS, *_flags(engine.arguments)]
     if connector:
         argv += ["--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", _extra(profile)]
-    base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=tuple(argv),
         environment=QUICK_HEALTH | engine.environment,
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=engine.served_name,
         libraries=("sglang",),
         install=INSTALL,
@@ -60,7 +57,7 @@ def _extra(profile: Profile) -> str:
     arguments = profile.engine.arguments
     assert isinstance(arguments, SglangArguments)
     added = arguments.hicache_storage_backend_extra_config or {}
-    return _compact({**added, **STORAGE, "kvbm": profile.connector_config().model_dump(mode="json")})
+    return as_text({**added, **STORAGE, "kvbm": profile.connector_config().model_dump(mode="json")})
 
 
 def _flags(arguments: SglangArguments) -> Iterator[str]:
@@ -72,15 +69,7 @@ def _flags(arguments: SglangArguments) -> Iterator[str]:
         if value is True:
             yield flag
         elif isinstance(value, list):
-            yield from (flag, *map(_text, value))
+            yield from (flag, *map(as_text, value))
         elif value is not False:
-            text = _text(value)
+            text = as_text(value)
             yield from ((f"{flag}={text}",) if text.startswith("-") else (flag, text))
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else _compact(value)
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -13,14 +13,13 @@ TensorRT-LLM passes only variables that start with `TLLM` or `TRTLLM` to the pro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import yaml
 
 from kvbm.config.engine import TrtllmArguments, TrtllmEngine
-from kvbm.config.launch_plan import LaunchPlan, metrics_url, reachable
+from kvbm.config.launch_plan import LaunchPlan, as_text, metrics_url, served_at
 from kvbm.config.schema import Profile
 from kvbm.config.trtllm_options import CONNECTOR
 from kvbm.trtllm_integration.versions import INSTALL, TrtllmInstallation
@@ -57,13 +56,11 @@ def plan(
     assert isinstance(engine, TrtllmEngine), f"the engine of the profile is of kind {engine.kind}"
     argv = [*_program(engine, installation), engine.model, "--backend", "pytorch"]
     argv += ["--host", host, "--port", str(port), "--extra_llm_api_options", file]
-    config = {CONFIG_VARIABLE: _compact(profile.connector_config().model_dump(mode="json"))} if connector else {}
-    base_url = f"http://{reachable(host)}:{port}"
+    config = {CONFIG_VARIABLE: as_text(profile.connector_config().model_dump(mode="json"))} if connector else {}
     return LaunchPlan(
         argv=tuple(argv),
         environment={**engine.environment, **config},
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=engine.served_name,
         libraries=("tensorrt_llm",),
         install=INSTALL,
@@ -90,12 +87,10 @@ def disaggregated_server(
         "context_servers": {"num_instances": len(prefill), "urls": list(prefill)},
         "generation_servers": {"num_instances": len(decode), "urls": list(decode)},
     }
-    base_url = f"http://{reachable(host)}:{port}"
     return LaunchPlan(
         argv=(*_program(engine, installation), "disaggregated", "-c", SERVER_FILE),
         environment=dict(engine.environment),
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=engine.served_name,
         libraries=("tensorrt_llm",),
         install=INSTALL,
@@ -122,7 +117,3 @@ def _program(engine: TrtllmEngine, installation: TrtllmInstallation | None) -> l
     if engine.python is not None:
         return [engine.python, "-m", SERVER_MODULE]
     return [PROGRAM]
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -14,14 +14,13 @@ the profile names it.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from math import ceil
 
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
-from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.launch_plan import LaunchPlan, as_text, served_at
 from kvbm.config.schema import Profile
 from kvbm.vllm_integration.versions import INSTALL, VllmInstallation
 
@@ -55,15 +54,13 @@ def plan(
     argv += _flags(arguments, profile.tiers.drain_s if connector else 0.0)
     transfer = transfer_config(profile, engine.arguments) if connector else other_connector(engine.arguments)
     if transfer is not None:
-        argv += ["--kv-transfer-config", _compact(transfer)]
-    base_url = f"http://{reachable(host)}:{port}"
+        argv += ["--kv-transfer-config", as_text(transfer)]
     defaults = _default_variables(engine.arguments, installation)
     added = {name: value for name, value in defaults.items() if name not in (environment or {})}
     return LaunchPlan(
         argv=tuple(argv),
         environment={**added, **engine.environment, **secrets},
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=engine.served_name,
         libraries=("vllm",),
         install=INSTALL,
@@ -144,16 +141,8 @@ def _flag(name: str, value: object) -> Iterator[str]:
         for one in value:
             yield from _flag(name, one)
     elif isinstance(value, list) and name not in JSON_LISTS:
-        yield from (flag, *map(_text, value))
-    elif (text := _text(value)).startswith("-"):
+        yield from (flag, *map(as_text, value))
+    elif (text := as_text(value)).startswith("-"):
         yield f"{flag}={text}"  # as a separate word it would be parsed as a flag
     else:
         yield from (flag, text)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else _compact(value)
-
-
-def _compact(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))

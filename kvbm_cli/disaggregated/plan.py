@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmEngine
 from kvbm.config.flags import CONNECTOR_MODULE
-from kvbm.config.launch_plan import LaunchPlan, reachable
+from kvbm.config.launch_plan import LaunchPlan, served_at
 from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
 from kvbm_cli.engine.engines import launch_plan
@@ -173,14 +173,12 @@ def _engine(
 
 def _proxy(profile: Profile, port: int, *, prefill: Sequence[LaunchPlan], decode: Sequence[LaunchPlan]) -> LaunchPlan:
     host = profile.server.host
-    base_url = f"http://{reachable(host)}:{port}"
     argv = [sys.executable, "-m", "kvbm_cli.disaggregated.proxy", "--host", host, "--port", str(port)]
     argv += ["--prefill", *(engine.base_url for engine in prefill)]
     argv += ["--decode", *(engine.base_url for engine in decode)]
     return LaunchPlan(
         argv=tuple(argv),
         environment={},
-        base_url=base_url,
-        health_url=f"{base_url}/health",
+        base_url=served_at(host, port),
         model=prefill[0].model,
     )

@@ -193,7 +193,7 @@ def planned(monkeypatch):
         found.append((profile.engine.arguments.num_blocks, connector, profile.metrics.port))
         base_url = f"http://127.0.0.1:{port}"
         argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
-        return LaunchPlan(argv, {}, base_url, f"{base_url}/health", "mock")
+        return LaunchPlan(argv, {}, base_url, "mock")
 
     monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
     return found

@@ -156,7 +156,7 @@ from kvbm_cli.bench.result.directory import BenchDirectory
 import kvbm.embedded.launch
 def plan(profile, *, connector, port):
     url = f"http://127.0.0.1:{{port}}"
-    return LaunchPlan((sys.executable, {mock!r}, "--port", str(port)), {{}}, url, url + "/health", "mock")
+    return LaunchPlan((sys.executable, {mock!r}, "--port", str(port)), {{}}, url, "mock")
 kvbm.embedded.launch.plan = plan
 setup = setup_of(in_turn(interval_s=30.0))
 sys.exit(command.measure(setup, BenchDirectory.create(Path({output!r})), as_json=False))

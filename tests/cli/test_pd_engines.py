@@ -24,7 +24,7 @@ def plan_of(*modes: str, proxy: LaunchPlan | None = None) -> DisaggregatedPlan:
     port = next(free_ports())
     url = f"http://127.0.0.1:{port}"
     argv = (sys.executable, "-m", "kvbm_cli.disaggregated.proxy", "--host", "127.0.0.1", "--port", str(port))
-    real = LaunchPlan((*argv, "--prefill", *urls[:-1], "--decode", urls[-1]), {}, url, f"{url}/health", "m")
+    real = LaunchPlan((*argv, "--prefill", *urls[:-1], "--decode", urls[-1]), {}, url, "m")
     return DisaggregatedPlan(engines, proxy or real)
 
 
@@ -102,7 +102,7 @@ def test_an_engine_that_is_never_healthy_takes_the_others_with_it(tmp_path):
 
 def test_an_engine_that_cannot_be_started_leaves_none_running(tmp_path):
     started = fake_plan("children")
-    missing = LaunchPlan(("/no/such/python",), {}, started.base_url, started.health_url, "m")
+    missing = LaunchPlan(("/no/such/python",), {}, started.base_url, "m")
     plan = DisaggregatedPlan((("prefill 0", started), ("decode 0", missing)), started)
     with pytest.raises(Exception, match="not a program"):
         DisaggregatedEngines.start(plan, log_path=tmp_path / "log")

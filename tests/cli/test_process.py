@@ -31,7 +31,7 @@ def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:
     port = choose_port("127.0.0.1", 0) if port is None else port
     url = f"http://127.0.0.1:{port}"
     argv = (sys.executable, str(FAKE_ENGINE), "--port", str(port))
-    return LaunchPlan(argv, {"FAKE": mode}, url, f"{url}/health", "m")
+    return LaunchPlan(argv, {"FAKE": mode}, url, "m")
 
 
 def test_healthy_engine_is_stopped_by_sigterm(tmp_path):
@@ -137,7 +137,7 @@ def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path):
 
 
 def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path):
-    plan = LaunchPlan(("/no/such/python",), {}, "http://h", "http://h/health", "m")
+    plan = LaunchPlan(("/no/such/python",), {}, "http://h", "m")
     with pytest.raises(EnvironmentProblem, match="`/no/such/python` is not a program"):
         EngineProcess.start(plan, log_path=tmp_path / "log")
 
@@ -157,7 +157,7 @@ def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path):
 
 def test_engine_gets_the_profile_and_none_of_our_variables():
     caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
-    plan = LaunchPlan((), {"A": "profile"}, "", "", "")
+    plan = LaunchPlan((), {"A": "profile"}, "", "")
     seen: Mapping[str, str] = engine_environment(plan, caller)
     assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
 
