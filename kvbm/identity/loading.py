@@ -12,6 +12,7 @@ files have equal metadata.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,19 @@ def content_of(directory: Path, found: FileContent | Unidentified | None) -> Fil
     if isinstance(found, Unidentified):
         raise found
     return loaded(directory) if found is None else found
+
+
+def require_format(load_format: str, known: Collection[str]) -> None:
+    """Raise Unidentified unless this format of an engine reads files of the model's directory that `look` finds."""
+    if load_format not in known:
+        raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
+
+
+def with_weights(found: FileContent) -> FileContent:
+    """Return the content of a model. Raises Unidentified if it has no weights."""
+    if not found.look.weights:
+        raise Unidentified(f"{found.look.root} has no weight files of a known format")
+    return found
 
 
 def loaded(path: Path) -> FileContent:

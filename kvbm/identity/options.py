@@ -25,6 +25,7 @@ from typing import Any
 from kvbm.identity.description import Hashed, digest, settled
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded
+from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 # Of a configuration of Hugging Face: where it came from, what wrote it, and what an engine notes in it.
 NOT_OF_A_MODEL = frozenset(
@@ -103,6 +104,17 @@ def without_places(configuration: Mapping[str, object]) -> dict[str, object]:
         for name, value in configuration.items()
         if name not in NOT_OF_A_MODEL
     }
+
+
+def configuration_of(directory: Path) -> Mapping[str, Any]:
+    """Return a model's configuration, empty without one. Raises Unidentified or OSError."""
+    try:
+        found = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
+    except (FileNotFoundError, ValueError):
+        return {}
+    except RecursionError as error:
+        raise Unidentified(f"`{directory}/config.json` is nested too deeply") from error
+    return found if isinstance(found, Mapping) else {}
 
 
 def depends_on_length(configuration: Mapping[str, object]) -> bool:

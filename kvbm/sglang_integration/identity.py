@@ -12,21 +12,20 @@ kvbm does not know counts in every other section.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent
+from kvbm.identity.loading import FileContent, require_format, with_weights
 from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
-from kvbm.identity.options import Options, depends_on_length
+from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
 from kvbm.sglang_integration.launch import STAND_INS_VARIABLE
 from kvbm.sglang_integration.loads import content_of
-from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 DISTRIBUTIONS = ("sglang", "torch", "transformers")
 LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
@@ -79,7 +78,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         facts["weights"] = _content(options, directory)
         facts["options"] = Options(directory).digest(_counting(options))
         facts["environment"] = _environment(Options(directory))
-        configuration = _configuration(directory)
+        configuration = configuration_of(directory)
         facts["length"] = int(options.get("context_length") or 0) if depends_on_length(configuration) else 0
     except (Unidentified, OSError) as error:
         return facts, f"the engine cannot be identified: {error}"
@@ -93,7 +92,7 @@ def part_of(storage: Any) -> list[int]:
     return [*tensor, storage.pp_rank, storage.pp_size, storage.attn_cp_rank, storage.attn_cp_size]
 
 
-def _doubt(options: dict[str, Any], configuration: dict[str, Any]) -> str:
+def _doubt(options: dict[str, Any], configuration: Mapping[str, Any]) -> str:
     for name in _OTHER_WEIGHTS:
         if options.get(name) not in _NOT_SET:
             return f"with `{name}`, the weights are not those of the model's files"
@@ -144,26 +143,11 @@ def _environment(options: Options) -> str | Hashed:
 def _content(options: dict[str, Any], directory: Path) -> FileContent:
     """Return the content of the model's files. Raises Unidentified or OSError."""
     load_format = str(getattr(options.get("load_format"), "value", options.get("load_format")))
-    if load_format not in LOAD_FORMATS:
-        raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
-    found = content_of(directory)
-    if not found.look.weights:
-        raise Unidentified(f"{directory} has no weight files of a known format")
-    return found
+    require_format(load_format, LOAD_FORMATS)
+    return with_weights(content_of(directory))
 
 
-def _configuration(directory: Path) -> dict[str, Any]:
-    """Return the model's configuration, empty without one. Raises Unidentified or OSError."""
-    try:
-        found = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
-    except (FileNotFoundError, ValueError):
-        return {}
-    except RecursionError as error:
-        raise Unidentified(f"`{directory}/config.json` is nested too deeply") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _has_media(options: dict[str, Any], configuration: dict[str, Any]) -> bool:
+def _has_media(options: dict[str, Any], configuration: Mapping[str, Any]) -> bool:
     """Return whether requests may have images, audio or video; True if that is unknown."""
     if options.get("enable_multimodal") is False or options.get("language_model_only"):
         return False

@@ -7,18 +7,16 @@ costs hits), and versions. It contains no path. Whatever is in doubt is not kept
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent, loaded
+from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
 from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
-from kvbm.identity.options import Options, depends_on_length
+from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
-from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
 
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
 LOAD_FORMATS = frozenset({"auto", "AUTO", "LoadFormat.AUTO", "0"})  # that read the files in the directory of the model
@@ -62,13 +60,8 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
 
 def _content(arguments: Any, directory: Path) -> FileContent:
     """Return the content of the model's files. Raises Unidentified or OSError."""
-    load_format = str(getattr(arguments, "load_format", "auto"))
-    if load_format not in LOAD_FORMATS:
-        raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
-    found = loaded(directory)
-    if not found.look.weights:
-        raise Unidentified(f"{directory} has no weight files of a known format")
-    return found
+    require_format(str(getattr(arguments, "load_format", "auto")), LOAD_FORMATS)
+    return with_weights(loaded(directory))
 
 
 def _digest(arguments: Any, directory: Path) -> str | Hashed:
@@ -88,13 +81,7 @@ def _length(arguments: Any, directory: Path) -> int:
 
     Raises Unidentified or OSError.
     """
-    try:
-        configuration = json.loads(read_at_most(directory / "config.json", MAX_CONFIG_BYTES))
-    except (FileNotFoundError, ValueError):
-        configuration = {}
-    except RecursionError as error:
-        raise Unidentified(f"`{directory}/config.json` is nested too deeply") from error
-    by_length = isinstance(configuration, Mapping) and depends_on_length(configuration)
+    by_length = depends_on_length(configuration_of(directory))
     return int(getattr(arguments, "max_seq_len", None) or 0) if by_length else 0
 
 

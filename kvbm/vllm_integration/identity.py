@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent, loaded
+from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
 from kvbm.identity.machine import cpu_features, release_of, version_of
 from kvbm.identity.options import Options
 from kvbm.vllm_integration.loads import content_of, directory_of, models_of
@@ -138,10 +138,6 @@ def _identified(vllm_config: VllmConfig) -> dict[str, object]:
     }
 
 
-def _load_format(load: Any) -> str:
-    return str(getattr(load.load_format, "value", load.load_format))
-
-
 def _encoder_scales(model: Any) -> FileContent | str:
     """Return the content of the file of scales that an encoder of media uses. Raises Unidentified or OSError."""
     path = getattr(getattr(model, "multimodal_config", None), "mm_encoder_fp8_scale_path", None)
@@ -150,9 +146,7 @@ def _encoder_scales(model: Any) -> FileContent | str:
 
 def _content(model: Any, load: Any) -> FileContent:
     """Return the content of a model's files. Raises Unidentified or OSError."""
-    load_format = _load_format(load)
-    if load_format not in LOAD_FORMATS:
-        raise Unidentified(f"load format `{load_format}` does not read files that kvbm knows")
+    require_format(str(getattr(load.load_format, "value", load.load_format)), LOAD_FORMATS)
     if getattr(model, "model_weights", ""):
         raise Unidentified(f"`{model.model_weights}` is not a local directory")
     repositories = (getattr(model.hf_config, "auto_map", None) or {}).values()
@@ -163,11 +157,7 @@ def _content(model: Any, load: Any) -> FileContent:
         raise Unidentified(f"the code of the model has a revision of its own, `{code_revision}`")
     if getattr(model, "model_class_overrides", None):
         raise Unidentified("`model_class_overrides` replaces the code of the model")
-    directory = directory_of(model, load)
-    found = content_of(directory)
-    if not found.look.weights:
-        raise Unidentified(f"{directory} has no weight files of a known format")
-    return found
+    return with_weights(content_of(directory_of(model, load)))
 
 
 def _instruction_set() -> str:
