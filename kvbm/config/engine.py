@@ -25,6 +25,13 @@ from kvbm.config.values import (
 ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm", "sglang")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
 
+# Flags that several engines have, under different names.
+_Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+_DTYPE: Any = Field(None, description="Data type of weights and KV cache; by default from the model's configuration.")
+_TENSOR_RANKS: Any = Field(None, description="Number of ranks that share every layer.")
+_STAGES: Any = Field(None, description="Pipeline stages: groups of ranks that each have a part of the layers.")
+_COPIES: Any = Field(None, description="Number of engine copies, each with device and host memory of its own.")
+
 
 class EmbeddedArguments(Section):
     """Flags of `python -m kvbm.embedded`. A missing key keeps the default of the engine."""
@@ -88,10 +95,7 @@ class VllmArguments(Section):
         default=None,
         description="Maximum length of a request in tokens, prompt and output; `32k` is 32000, `32K` is 32768.",
     )
-    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
-        default=None,
-        description="Data type of weights and KV cache; by default from the model's configuration.",
-    )
+    dtype: _Dtype | None = _DTYPE
     kv_cache_dtype: str | None = Field(
         default=None,
         min_length=1,
@@ -110,13 +114,9 @@ class VllmArguments(Section):
     max_num_batched_tokens: Count | None = Field(
         default=None, description="Maximum number of tokens that one step computes."
     )
-    tensor_parallel_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
-    pipeline_parallel_size: Ranks | None = Field(
-        default=None, description="Pipeline stages: groups of ranks that each have a part of the layers."
-    )
-    data_parallel_size: Ranks | None = Field(
-        default=None, description="Number of engine copies, each with device and host memory of its own."
-    )
+    tensor_parallel_size: Ranks | None = _TENSOR_RANKS
+    pipeline_parallel_size: Ranks | None = _STAGES
+    data_parallel_size: Ranks | None = _COPIES
     enable_prefix_caching: bool | None = Field(
         default=None,
         description="Whether the engine keeps the blocks of finished requests in G1 for reuse; by default it does.",
@@ -156,11 +156,8 @@ class TrtllmArguments(Section):
     max_seq_len: int | None = Field(
         default=None, ge=1, le=2**31, description="Maximum length of a request in tokens, prompt and output."
     )
-    dtype: Literal["auto", "float16", "bfloat16", "float32"] | None = Field(
-        default=None,
-        description="Data type of weights and KV cache; by default from the model's configuration.",
-    )
-    tensor_parallel_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] | None = _DTYPE
+    tensor_parallel_size: Ranks | None = _TENSOR_RANKS
     kv_cache_config: dict[str, OptionValue] | None = Field(
         default=None,
         description="Options of the KV cache, such as `free_gpu_memory_fraction`, `tokens_per_block` or `dtype`.",
@@ -188,10 +185,7 @@ class SglangArguments(Section):
     context_length: Length | None = Field(
         default=None, description="Maximum length of a request in tokens, prompt and output."
     )
-    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = Field(
-        default=None,
-        description="Data type of weights and KV cache; by default from the model's configuration.",
-    )
+    dtype: _Dtype | None = _DTYPE
     kv_cache_dtype: str | None = Field(
         default=None,
         min_length=1,
@@ -205,13 +199,9 @@ class SglangArguments(Section):
         "disk.",
     )
     max_total_tokens: Count | None = Field(default=None, description="Tokens in device memory (G1).")
-    tp_size: Ranks | None = Field(default=None, description="Number of ranks that share every layer.")
-    pp_size: Ranks | None = Field(
-        default=None, description="Pipeline stages: groups of ranks that each have a part of the layers."
-    )
-    dp_size: Ranks | None = Field(
-        default=None, description="Number of engine copies, each with device and host memory of its own."
-    )
+    tp_size: Ranks | None = _TENSOR_RANKS
+    pp_size: Ranks | None = _STAGES
+    dp_size: Ranks | None = _COPIES
     enable_hierarchical_cache: bool = Field(
         default=True,
         description="Whether SGLang has host memory of its own, below which kvbm stores pages. `false` requires "
