@@ -157,6 +157,16 @@ class Tiers(Section):
         """Return the time in which a stopping engine may write to lower tiers."""
         return sum(tier.drain_s for tier in (self.disk, self.shared) if tier is not None)
 
+    @property
+    def has_lower(self) -> bool:
+        """Whether there is a tier below host memory."""
+        return self.disk is not None or self.shared is not None
+
+    @property
+    def outlive_engine(self) -> bool:
+        """Whether blocks are kept for engines that start later."""
+        return self.shared is not None or (self.disk is not None and self.disk.persist)
+
     @model_validator(mode="after")
     def _has_one(self) -> Tiers:
         if self.host is None and self.disk is None:
@@ -390,7 +400,7 @@ class Profile(Section):
         if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
             message = "is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
             raise WrongKey("host", message)
-        if engine is not None and engine.kind == "sglang" and tiers.disk is None and tiers.shared is None:
+        if engine is not None and engine.kind == "sglang" and not tiers.has_lower:
             message = "is required with `sglang`, which has host memory of its own; or set `tiers.shared`"
             raise WrongKey("disk", message)
         return tiers

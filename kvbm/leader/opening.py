@@ -126,7 +126,7 @@ def open_tiers(
     If the identity is not known yet, the tiers are opened when it is, and blocks stay in host memory until then. Blocks
     in doubt are not kept on disk for the next start.
     """
-    if config.tiers.disk is None and config.tiers.shared is None:
+    if not config.tiers.has_lower:
         return None, None
     identity = engine.identity()
     disk, shared = _begin_disk(config, engine, identity), None

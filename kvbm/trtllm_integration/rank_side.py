@@ -169,9 +169,8 @@ class RankSide:
     @contained()
     def close(self) -> None:
         # The leader still reads this memory, to write it to lower tiers; the end of all processes frees it.
-        has_lower_tiers = self._config.tiers.disk is not None or self._config.tiers.shared is not None
         for worker in self._workers:
-            worker.stop() if has_lower_tiers else worker.close()
+            worker.stop() if self._config.tiers.has_lower else worker.close()
 
     def _start_loads(self) -> None:
         """Start the loads of the bound orders. One that is repeated as overdue starts if this rank never got it."""

@@ -113,7 +113,7 @@ def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:
             tiers = resolve_connector(extra_config, os.environ, engine="vllm", warns=False).tiers
         except ProfileError:
             continue  # the connector says what is wrong
-        yield tiers.shared is not None or (tiers.disk is not None and tiers.disk.persist)
+        yield tiers.outlive_engine
 
 
 def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:

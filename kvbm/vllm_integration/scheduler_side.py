@@ -159,10 +159,9 @@ class SchedulerSide:
 
     def _identity_of_blocks(self) -> Future[Description]:
         """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""
-        disk, identity = self._config.tiers.disk, self._described()
-        keeps_blocks = self._config.tiers.shared is not None or (disk is not None and disk.persist)
+        identity = self._described()
         is_doubtful = identity.done() and bool(identity.result()[1])  # known already
-        self._keeps_blocks = keeps_blocks and not is_doubtful
+        self._keeps_blocks = self._config.tiers.outlive_engine and not is_doubtful
         return identity
 
     def _described(self) -> Future[Description]:

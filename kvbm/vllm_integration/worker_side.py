@@ -184,8 +184,7 @@ class WorkerSide:
     def close(self) -> None:
         if self._worker is not None:
             # The scheduler side still reads this memory, to write it to lower tiers; the end of all processes frees it.
-            tiers = self._config.tiers
-            self._worker.stop() if tiers.disk is not None or tiers.shared is not None else self._worker.close()
+            self._worker.stop() if self._config.tiers.has_lower else self._worker.close()
 
     def _is_cut(self, load: LoadResult) -> bool:
         """Return whether vLLM can use the first blocks of the load. With several KV cache groups it accepts no failed
