@@ -113,6 +113,23 @@ class StorageLeader(EngineTiers):
         self.counters.hit_window.append((0, 0, 0, len(hashes)))
         return count
 
+    def which(self, hashes: Sequence[bytes]) -> Question[list[bool]]:
+        """Return for each block whether it can be read, also after one that cannot."""
+        name, found = f"question {next(self._numbers)}", []
+        try:
+            for one in hashes:
+                while not (is_there := self._present([one])):
+                    if not any(tier.must_wait(name, [one], 0, 1) for tier in self.lower_tiers):
+                        break
+                    yield
+                found.append(bool(is_there))
+        finally:
+            for tier in self.lower_tiers:
+                tier.forget_request(name)
+        for store in self._stores():
+            store.touch([one for one, is_there in zip(hashes, found, strict=True) if is_there])
+        return found
+
     def read(self, hashes: Sequence[bytes], lend: Lend) -> Question[None]:
         """Lend blocks as they arrive, in order within a tier, up to the first that is missing. The question ends when
         all loans are over."""

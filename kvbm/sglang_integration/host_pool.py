@@ -43,9 +43,14 @@ class HostPool:
         if getattr(pool, "stores_page_envelope", False):
             raise EnvironmentProblem("kvbm cannot store pages of SGLang's host pool with page envelopes")
         self._pool = pool
-        self.page_tokens = int(pool.page_size)
+        self.page_tokens = int(pool.page_size)  # positions of `indices` per page; 1 for the states of Mamba
         self._ranges = [(one.data_ptr(), one.data_ptr() + one.nbytes) for one in _buffers(pool)]
-        self._lengths = tuple(length for _, length in self._first_page())
+        try:
+            self._lengths = tuple(length for _, length in self._first_page())
+        except (NotImplementedError, ValueError) as error:
+            raise EnvironmentProblem(
+                f"SGLang cannot tell where the pages of `{type(pool).__name__}` are: {error}"
+            ) from None
         self.page_bytes = sum(self._lengths)
 
     def layout(self) -> BlockLayout:
@@ -63,7 +68,7 @@ class HostPool:
         return {
             "pool": type(pool).__name__,
             "layout": pool.layout,
-            "dtype": str(pool.dtype),
+            "dtype": str(getattr(pool, "dtype", "")),
             "format": str(getattr(pool, "storage_format_tag", None) or ""),
             "shape": shape,
         }
@@ -120,6 +125,8 @@ def copy_in(slot: int, pieces: Addresses) -> None:
 def _buffers(pool: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold the pool's pages. Raises EnvironmentProblem if there are none in host memory."""
     found = getattr(pool, "kv_buffer", None)
+    if found is None and hasattr(pool, "get_hybrid_pool_buffer"):  # states and indexes
+        found = pool.get_hybrid_pool_buffer()
     tensors = list(found) if isinstance(found, list | tuple) else [found]
     if any(one is None or one.device.type != "cpu" for one in tensors):
         raise EnvironmentProblem(f"SGLang's host pool `{type(pool).__name__}` has no buffer in host memory")

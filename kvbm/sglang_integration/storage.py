@@ -7,6 +7,7 @@ threads of its own, which wait for the answer:
     batch_exists       how many pages of a prompt are stored, from the first one on
     batch_get_v1       copies pages into SGLang's host memory. False: not there, damaged, or too late
     batch_set_v1       takes pages over. True: in kvbm's memory, and on their way to disk
+    batch_*_v2         the same for models with more than one host pool: KV, and states or indexes
     get, set, ...      the same for flat pages: SGLang's older interface
     clear              forgets every page
 
@@ -16,6 +17,7 @@ that SGLang does not start with a storage that cannot work. One thread of kvbm o
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -27,6 +29,7 @@ from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.device.worker import HostCapacity
 from kvbm.errors import EnvironmentProblem
+from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.segment import Segment
 from kvbm.identity.description import Description, describe
 from kvbm.identity.machine import version_of
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 INTERFACE = "sglang.srt.mem_cache.hicache_storage"
 KEY_BYTES = 32  # SHA-256
 KV_POOL = "kv"
+ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"  # which pages of a pool a prefix requires
 # Keys of `--hicache-storage-backend-extra-config` that SGLang reads; it removes some of them before we see it.
 SGLANG_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator"})
 
@@ -80,20 +84,61 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         self._zero_copy = bool(extra.get("interface_v1"))
         place = f"hicache-storage-backend-extra-config.{KEY}"
         group = (_replica() or storage_config.dp_rank) * storage_config.pp_size + storage_config.pp_rank
-        rank = group * storage_config.tp_size + storage_config.tp_rank
+        rank = self._rank = group * storage_config.tp_size + storage_config.tp_rank
         config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
         self._config = _for_rank(config, storage_config)
         self._telemetry = Telemetry(self._config.metrics, engine=rank)
         self._pool: HostPool | None = None
+        self._pools: dict[str, HostPool] = {}  # by SGLang's name, the one of KV included
         self._segment: Segment | None = None
         self._thread: LeaderThread | None = None
+        self._is_complete = False  # SGLang has registered all pools
         self._cause = ""  # why nothing is read or written any more
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the tiers. Raises EnvironmentProblem."""
         self.mem_pool_host = mem_pool_host
         pool = self._pool = HostPool(mem_pool_host)
-        layout = pool.layout()
+        self._pools = {KV_POOL: pool}
+        self._open(pool.layout(), pool.facts())
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Note a pool of another kind than KV. Raises EnvironmentProblem if kvbm cannot store its pages."""
+        name = _text(host_pool_name)
+        if name == KV_POOL:
+            return
+        try:
+            if name.startswith("draft"):
+                raise EnvironmentProblem("kvbm does not know the weights of the model that makes a draft")
+            if self._is_complete:
+                raise EnvironmentProblem("it was added while SGLang runs")
+            self._pools[name] = HostPool(host_pool)
+        except EnvironmentProblem as problem:
+            self.close()
+            raise EnvironmentProblem(
+                f"kvbm cannot store pages of SGLang's host pool `{name}`: {problem.message}",
+                hint="start SGLang without `--hicache-storage-backend`",
+            ) from None
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers again if there are more pools than KV: a slot holds a page of any.
+
+        SGLang calls it right after the pools, before the disk process has opened a file. Raises EnvironmentProblem.
+        """
+        self._is_complete = True
+        if len(self._pools) == 1:
+            return
+        self.close()
+        page_bytes = max(pool.page_bytes for pool in self._pools.values())
+        self._telemetry = Telemetry(self._config.metrics, engine=self._rank)
+        layout = BlockLayout((Piece(0, 0, page_bytes, page_bytes),), 1)
+        pools = sorted(self._pools.items())
+        self._open(layout, {name: {**pool.facts(), "page_bytes": pool.page_bytes} for name, pool in pools})
+
+    def _open(self, layout: BlockLayout, facts: dict[str, object]) -> None:
+        """Open the tiers for blocks of this layout. Raises EnvironmentProblem."""
+        pool = self._pool
+        assert pool is not None
         host = self._config.tiers.host_memory()
         capacity = HostCapacity(capacity_bytes=host.capacity, block_count=host.blocks)
         slots = capacity.slot_count(layout.slot_stride, self._storage.tp_size * self._storage.pp_size)
@@ -102,7 +147,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         try:
             leader = open_storage_leader(
                 self._config,
-                EngineAtStart([self._segment.info], traits, 1, partial(self._described, pool), info=self._info()),
+                EngineAtStart([self._segment.info], traits, 1, partial(self._described, facts), info=self._info()),
                 LeaderCallbacks(_no_device_blocks, _no_device_blocks),
             )
             self.boundary.counters = leader.counters
@@ -112,17 +157,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         except BaseException:
             self._segment.close()
             raise
-        log.info("kvbm: %d pages of %d bytes in kvbm's own memory", slots, pool.page_bytes)
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuse a pool of another kind than KV: its pages would be missing in a hit. Raises EnvironmentProblem."""
-        name = str(getattr(host_pool_name, "value", host_pool_name))
-        if name != KV_POOL:
-            self.close()
-            raise EnvironmentProblem(
-                f"kvbm cannot store pages of SGLang's host pool `{name}`",
-                hint="start SGLang without `--hicache-storage-backend`: this model has more than KV, or a draft",
-            )
+        log.info("kvbm: %d pages of %d bytes in kvbm's own memory", slots, layout.slot_stride)
 
     @contained(0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
@@ -132,11 +167,33 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Copy pages to these token positions of SGLang's host pool. Return which are there."""
-        return self._per_page("batch_get_v1", keys, lambda: self._get(keys, self._pages(host_indices, len(keys))))
+        return self._per_page(
+            "batch_get_v1", keys, lambda: self._get(_hashes(keys), self._pages(host_indices, len(keys)))
+        )
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Take over the pages at these token positions of SGLang's host pool. Return which are stored."""
-        return self._per_page("batch_set_v1", keys, lambda: self._set(keys, self._pages(host_indices, len(keys))))
+        return self._per_page(
+            "batch_set_v1", keys, lambda: self._set(_hashes(keys), self._pages(host_indices, len(keys)))
+        )
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Return how long a prefix can be loaded with all pools, and which shorter ones."""
+        count = self.batch_exists(keys, extra_info)
+        found, _ = self.boundary.attempt(
+            "batch_exists_v2", lambda: self._restorable(keys[:count], pool_transfers or ())
+        )
+        hits, lengths = found or ({}, [])
+        result = _interface().PoolTransferResult  # type: ignore[union-attr]  # SGLang calls this
+        return result(lengths[-1] if lengths else 0, hits, lengths)
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Copy pages of several pools. Return for each pool which are there."""
+        return {one.name: self._transfer("batch_get_v2", one, self._get) for one in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Take over pages of several pools. Return for each pool which are stored."""
+        return {one.name: self._transfer("batch_set_v2", one, self._set) for one in transfers}
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -152,7 +209,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         def run() -> list[torch.Tensor | None]:
             assert self._pool is not None
             targets = [self._pool.empty_page() for _ in keys] if target_locations is None else target_locations
-            are_there = self._get(keys, [self._pool.flat(one) for one in targets])
+            are_there = self._get(_hashes(keys), [self._pool.flat(one) for one in targets])
             return [page if is_there else None for page, is_there in zip(targets, are_there, strict=True)]
 
         found, _ = self.boundary.attempt("batch_get", run)
@@ -167,7 +224,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
     ) -> bool:
         """Take over flat pages. Return whether all are stored."""
         assert self._pool is not None
-        return all(self._set(keys, [self._pool.flat(one) for one in values]))
+        return all(self._set(_hashes(keys), [self._pool.flat(one) for one in values]))
 
     @contained()
     def clear(self) -> None:
@@ -194,8 +251,8 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             self._cause = cause
             log.warning("kvbm: `%s` can change the weights: no page is read or stored until SGLang is restarted", cause)
 
-    def _described(self, pool: HostPool) -> Future[Description]:
-        facts, doubt = identity(self._storage, pool.facts(), zero_copy=self._zero_copy)
+    def _described(self, pool: dict[str, object]) -> Future[Description]:
+        facts, doubt = identity(self._storage, pool, zero_copy=self._zero_copy)
         return describe(facts, weight_updates.watch(self) or doubt)
 
     def _info(self) -> dict[str, str]:
@@ -216,8 +273,30 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         found, _ = self.boundary.attempt(name, run)
         return found or [False] * len(keys)
 
-    def _get(self, keys: Sequence[str], pages: Sequence[Addresses]) -> list[bool]:
-        hashes, are_there = _hashes(keys), [False] * len(keys)
+    def _transfer(
+        self, name: str, transfer: Any, run: Callable[[Sequence[bytes], Sequence[Addresses]], list[bool]]
+    ) -> list[bool]:
+        keys, pool = transfer.keys or (), _text(transfer.name)
+        return self._per_page(
+            name, keys, lambda: run(_hashes(keys, pool), self._pools[pool].pages(transfer.host_indices, len(keys)))
+        )
+
+    def _restorable(self, keys: Sequence[str], transfers: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
+        """Return the pages of each pool, and the lengths of prefixes that all pools have. A pool that requires only the
+        last pages has holes: of 5 pages, 5 may be restorable, and 4 and 3 not."""
+        hits, lengths = ({KV_POOL: len(keys)} if keys else {}), list(range(1, len(keys) + 1))
+        for transfer in transfers:
+            hashes = _hashes(keys, _text(transfer.name))
+            found = self._ask(partial(_which, hashes)) or [False] * len(keys)
+            window = _window(transfer)
+            allowed = {end for end in lengths if all(found[max(0, end - (window or end)) : end])}
+            if allowed:
+                hits[transfer.name] = max(allowed)
+            lengths = [end for end in lengths if end in allowed]
+        return hits, lengths
+
+    def _get(self, hashes: Sequence[bytes], pages: Sequence[Addresses]) -> list[bool]:
+        are_there = [False] * len(hashes)
 
         def copy(loan: Loan) -> None:
             for position, slot in zip(loan.positions, self._addresses(loan), strict=True):
@@ -225,16 +304,15 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
                 are_there[position] = True
 
         self._ask(lambda leader, lend: leader.read(hashes, lend), copy)
-        return are_there if not self._cause else [False] * len(keys)
+        return are_there if not self._cause else [False] * len(hashes)
 
-    def _set(self, keys: Sequence[str], pages: Sequence[Addresses]) -> list[bool]:
-        hashes = _hashes(keys)
+    def _set(self, hashes: Sequence[bytes], pages: Sequence[Addresses]) -> list[bool]:
 
         def copy(loan: Loan) -> None:
             for position, slot in zip(loan.positions, self._addresses(loan), strict=True):
                 copy_in(slot, pages[position])
 
-        return self._ask(lambda leader, lend: leader.write(hashes, lend), copy) or [False] * len(keys)
+        return self._ask(lambda leader, lend: leader.write(hashes, lend), copy) or [False] * len(hashes)
 
     def _ask(
         self, begin: Callable[[StorageLeader, Lend], Question[Any]], copy: Callable[[Loan], None] | None = None
@@ -292,12 +370,31 @@ def _replica() -> int:
         return 0
 
 
-def _hashes(keys: Sequence[str]) -> list[bytes]:
-    """Return SGLang's keys as hashes. Raises ValueError for a key that is none of its hashes."""
+def _which(hashes: Sequence[bytes], leader: StorageLeader, _: Lend) -> Question[list[bool]]:
+    return leader.which(hashes)
+
+
+def _text(name: Any) -> str:
+    """Return the text of one of SGLang's names, which are enumerations."""
+    return str(getattr(name, "value", name))
+
+
+def _window(transfer: Any) -> int | None:
+    """Return how many pages at the end of a prefix must be there, None for all. Raises ValueError for other rules."""
+    policy = _text(transfer.hit_policy)
+    if policy not in (ALL_PAGES, TRAILING_PAGES):
+        raise ValueError(f"kvbm does not know the hit policy `{policy}` of SGLang's host pool `{_text(transfer.name)}`")
+    return max(1, len(transfer.keys or ())) if policy == TRAILING_PAGES else None
+
+
+def _hashes(keys: Sequence[str], pool: str = KV_POOL) -> list[bytes]:
+    """Return SGLang's keys as hashes of pages of a pool. Raises ValueError for a key that is none of its hashes."""
     hashes = [bytes.fromhex(key) for key in keys]
     if any(len(one) != KEY_BYTES for one in hashes):
         raise ValueError(f"{len(hashes)} keys of SGLang are not all of {KEY_BYTES} bytes")
-    return hashes
+    if pool == KV_POOL:
+        return hashes
+    return [hashlib.sha256(f"{pool}/".encode() + one).digest() for one in hashes]
 
 
 def _no_device_blocks(block_ids: Sequence[int]) -> None:

@@ -91,3 +91,35 @@ def storage_config(config, **changes):
     extra |= {"class_name": "KvbmHiCacheStorage", "interface_v1": 1, "kvbm": config}
     is_writer = not values["is_mla_model"] or values["tp_rank"] == 0
     return SimpleNamespace(**values, extra_config=extra, is_storage_writer=is_writer)
+
+
+class SGLangStatePool:
+    """States, as SGLang's host pool of Mamba has them: one position per state, which consists of two tensors."""
+
+    def __init__(self, *, states=40):
+        self.layout, self.page_size, self.layer_num = "page_first", 1, LAYERS
+        self.temporal_buffer = torch.zeros([states, LAYERS, 1, 24], dtype=torch.float32)
+        self.conv_buffer = [torch.zeros([states, LAYERS, 1, 10], dtype=torch.float16)]
+
+    def indices(self, *states):
+        return torch.tensor(states, dtype=torch.int64)
+
+    def content(self, state):
+        return torch.cat([self.temporal_buffer[state].flatten(), self.conv_buffer[0][state].flatten().float()]).clone()
+
+    def fill(self, state, seed):
+        for buffer in (self.temporal_buffer, *self.conv_buffer):
+            values = torch.randint(1, 200, buffer[state].shape, generator=torch.Generator().manual_seed(seed))
+            buffer[state] = values.to(buffer.dtype)
+
+    def get_hybrid_pool_buffer(self):
+        return [self.temporal_buffer, *self.conv_buffer]
+
+    def get_page_buffer_meta(self, indices):
+        addresses, lengths = [], []
+        for index in indices.tolist():
+            for buffer in self.get_hybrid_pool_buffer():
+                length = buffer[0].nbytes
+                addresses.append(buffer.data_ptr() + index * length)
+                lengths.append(length)
+        return addresses, lengths

@@ -23,7 +23,7 @@ MARK = 77
 @pytest.fixture(autouse=True)
 def identity(monkeypatch):
     def identity(config, pool, *, zero_copy):
-        return {"pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
+        return {"engine": "sglang", "weights": "a", "pool": pool, "part": part_of(config)}, ""
 
     monkeypatch.setattr(storage, "identity", identity)
     monkeypatch.setattr(storage.weight_updates, "watch", lambda listener: "")

@@ -18,10 +18,6 @@ from kvbm.sglang_integration.versions import TESTED
 SURFACES = json.loads(FILE.read_text())
 # Methods of the interface that kvbm leaves to SGLang's base class, and why.
 NOT_OURS = {
-    "batch_exists_v2": "of models with more than one host pool, which stop the start",
-    "batch_get_v2": "the same",
-    "batch_set_v2": "the same",
-    "on_host_pools_registered": "everything is open then",
     "get_stats": "kvbm has metrics of its own",
 }
 CONFIG_NAMES = {"_storage", "storage", "storage_config"}  # of the configuration, in the modules that read it

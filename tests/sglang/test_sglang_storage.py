@@ -371,7 +371,7 @@ def test_what_cannot_be_stored_stops_the_start(disk):
         storage.KvbmHiCacheStorage(storage_config({"tiers": {"disk": disk}}, should_split_heads=True), {})
     pool = SGLangHostPool("page_first")
     with opened(pool, {"disk": disk}) as backend, pytest.raises(EnvironmentProblem, match="`mamba`"):
-        backend.register_mem_host_pool_v2(object(), "mamba")
+        backend.register_mem_host_pool_v2(unknown, "mamba")
 
 
 def test_an_unknown_identity_keeps_nothing_for_the_next_start(disk, monkeypatch):
