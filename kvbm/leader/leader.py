@@ -250,7 +250,7 @@ class Leader(EngineTiers):
         if not self.counters.disabled and self._host.region.has_different_copies:
             self._disable_if_unreliable()
         for tier in self.lower_tiers:
-            self._onboards.fetched(self._prefetches.settle(tier.settle()))
+            self._onboards.fetched(tier.settle())
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.ended:
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):

@@ -206,7 +206,7 @@ class Onboards:
         """Continue with blocks that have arrived from a lower tier, or failed to."""
         for fetch in fetches:
             load = self._fetches.pop(fetch, None)
-            if load is None:  # it failed with an earlier fetch of this batch
+            if load is None:  # read ahead, or it failed with an earlier fetch of this batch
                 if fetch.blocks is not None:
                     fetch.blocks.release()
                 continue

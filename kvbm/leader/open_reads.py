@@ -69,6 +69,7 @@ class Fetch:
     blocks: PinnedBlocks | None = None
     is_void: bool = False
     is_abandoned: bool = False
+    has_ended: bool = False
     is_copy: bool = False
     idle_s: float = 0.0
     has_moved: bool = False
@@ -150,6 +151,7 @@ class OpenReads:
         read = self._open.pop(ticket, None)
         if read is None:
             return None
+        read.has_ended = True
         self._blocks -= len(read.hashes)
         self._host.arriving_blocks -= len(read.hashes)
         for other, later in self._open.items():

@@ -7,7 +7,8 @@ engine, a block in a lower tier is useful once it has been read ahead and verifi
     want    a lookup found these blocks in a lower tier only; a repeated request, or another one with the same prefix,
             finds them in host memory
 
-A read that fails costs a hit only. The leader's thread owns it. Nothing here waits, except `warm`.
+What has been read stays in host memory, unpinned: Onboards releases what no load waits for. A read that fails costs a
+hit only. The leader's thread owns it. Nothing here waits, except `warm`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Prefetches:
 
     def step(self) -> None:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
+        self._open = {fetch for fetch in self._open if not fetch.has_ended}
         for tier, wanted in self._wanted.items():
             while wanted and len(self._open) < READS_AT_A_TIME and tier.reads.has_room(len(wanted[0].hashes)):
                 hashes, tenant, extent = wanted.popleft()
@@ -75,18 +77,6 @@ class Prefetches:
                     due = [one for one in due if tier.contains(one)]
                 if due and not tier.has_lost(due, extent) and (fetch := tier.fetch(due, tenant, extent)) is not None:
                     self._open.add(fetch)
-
-    def settle(self, fetches: Sequence[Fetch]) -> list[Fetch]:
-        """Release what has been read: it stays in host memory. Return the fetches of others."""
-        others = []
-        for fetch in fetches:
-            if fetch not in self._open:
-                others.append(fetch)
-                continue
-            self._open.discard(fetch)
-            if fetch.blocks is not None:
-                fetch.blocks.release()
-        return others
 
     def reset(self) -> None:
         self._wanted.clear()
@@ -108,6 +98,8 @@ class Prefetches:
         while (self._wanted[tier] or self._open) and tier.is_on and self._clock() - began_s < WARM_S:
             self.step()
             time.sleep(POLL_S)
-            self.settle(tier.settle())
+            for fetch in tier.settle():
+                if fetch.blocks is not None:
+                    fetch.blocks.release()
         held = len(newest) - len(self._host.store.missing(newest))
         log.info("kvbm: read %d of %d blocks from disk into host memory before the start", held, len(newest))

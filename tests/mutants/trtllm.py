@@ -44,8 +44,8 @@ MUTANTS = (
         name="trtllm-prefetched-blocks-stay-pinned",
         bug="blocks that were read ahead are never evicted",
         file="kvbm/leader/prefetches.py",
-        old="                fetch.blocks.release()\n",
-        new="                pass\n",
+        old="                    fetch.blocks.release()\n",
+        new="                    pass\n",
         fails="tests/trtllm/test_disk_of_trtllm.py -k used_last",
     ),
     Mutant(
