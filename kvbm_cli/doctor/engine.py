@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config.engine import SglangEngine
 from kvbm.config.installation import shown
 from kvbm.errors import EnvironmentProblem
+from kvbm.sglang_integration.launch import CPU_MODULE
 from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
 from kvbm.vllm_integration.versions import RUN as VLLM_RUN
@@ -52,7 +54,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     else:
         yield ok("version", "embedded, part of this kvbm")
     if profile is not None:
-        yield _connector(context, python, profile.engine.kind)
+        yield _connector(context, python, modules_of(profile))
     yield _cuda(context, python)
     yield from _nixl(context, python)
 
@@ -81,15 +83,22 @@ def _installed(profile: Profile) -> Iterator[Check]:
         yield ok("command", command)
 
 
-def _connector(context: DoctorContext, python: str, kind: str) -> Check:
+def modules_of(profile: Profile) -> list[str]:
+    """Return what an engine imports of kvbm, in this order. On a CPU, SGLang cannot be imported without stand-ins."""
+    engine = profile.engine
+    stand_ins = [CPU_MODULE] if isinstance(engine, SglangEngine) and engine.cpu_stand_ins else []
+    return [*stand_ins, *MODULES[engine.kind]]
+
+
+def _connector(context: DoctorContext, python: str, modules: list[str]) -> Check:
     if context.is_quick:
         return skipped("connector", "importing an engine is slow", "run `kvbm doctor` without `--quick`")
     context.on_phase("importing the connector")
-    answer = _run_probe(context, python, "connector", MODULES[kind], timeout_s=IMPORT_TIMEOUT_S)
+    answer = _run_probe(context, python, "connector", modules, timeout_s=IMPORT_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if answer["error"] is not None:
-        remedy = f"run `{python} -c 'import {', '.join(MODULES[kind])}'` for the traceback"
+        remedy = f"run `{python} -c 'import {', '.join(modules)}'` for the traceback"
         return failure("connector", f"cannot be imported: {answer['error']}", remedy)
     return ok("connector", f"imported in {answer['seconds']:.1f} s", seconds=answer["seconds"])
 

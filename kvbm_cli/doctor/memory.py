@@ -210,7 +210,9 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
     present = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
     for (above, larger), (below, smaller) in pairwise((name, tier) for name, tier in present if tier is not None):
         yield _order_of(above, larger, below, smaller)
-    if host is None:
+    if host is None and isinstance(resolved.profile.engine, SglangEngine):
+        yield ok("G2", "SGLang's own host memory; pages pass through a small buffer of kvbm")
+    elif host is None:
         yield warning("G2", "no host tier: every block passes through a small buffer", "set `tiers.host.capacity`")
 
 

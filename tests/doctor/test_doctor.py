@@ -22,13 +22,15 @@ from kvbm.config.load import load
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
+from kvbm_cli.doctor.engine import modules_of
 from kvbm_cli.doctor.environment import with_variables
-from kvbm_cli.doctor.memory import checks
+from kvbm_cli.doctor.memory import checks, order_checks
 from kvbm_cli.doctor.probes.disk import RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome
 from kvbm_cli.doctor.probes.engine import PROBES as ENGINE_PROBES
 from kvbm_cli.doctor.probes.quota import Quota
 from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.size import size_of
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import state_directory
 from kvbm_cli.system.mounts import Mount
@@ -431,3 +433,13 @@ def test_answers_cover_every_program():
 
     programs = {path.stem for path in PROBES.glob("*.py") if "__main__" in path.read_text()}
     assert programs - {"engine"} | ENGINE_PROBES.keys() == {*ANSWERS, "disk", "store"}
+
+
+def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_host_tier(tmp_path):
+    found = load("sglang-cpu-demo", directories=[profiles_directory()])
+    assert modules_of(found.profile) == ["kvbm.sglang_integration.cpu_server", "kvbm.sglang_integration.storage"]
+    assert modules_of(load("sglang", directories=[profiles_directory()]).profile) == ["kvbm.sglang_integration.storage"]
+    sizing = size_of(found)
+    context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
+    (host,) = [one for one in order_checks(context) if one.name == "G2"]
+    assert (host.state.value, "SGLang" in host.finding) == ("ok", True)
