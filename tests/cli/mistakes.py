@@ -60,6 +60,13 @@ def mine(added: str, *, base: str = MINE, command: str = "profile check mine.yam
     return Row(command, {"mine.yaml": base + added}, **rest)  # type: ignore[arg-type]
 
 
+def whole(
+    text: str | bytes, *, name: str = "mine.yaml", others: Mapping[str, str] | None = None, **rest: object
+) -> Row:
+    """A profile that is this text, next to other files."""
+    return Row(f"profile check {name}", {name: text, **(others or {})}, **rest)  # type: ignore[arg-type]
+
+
 def engine(line: str, *, base: str = MINE) -> Row:
     """A profile whose engine has one more line, that is wrong."""
     return mine("", base=base.replace("tiers:", f"  {line}\ntiers:"))
@@ -149,8 +156,8 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
 
 
 PROFILE = {
-    "profile_empty": Row("profile check mine.yaml", {"mine.yaml": ""}),
-    "profile_not_text": Row("profile check mine.yaml", {"mine.yaml": b"\xff\xfe\x00"}),
+    "profile_empty": whole(""),
+    "profile_not_text": whole(b"\xff\xfe\x00"),
     "profile_not_text_in_one_line": mine("", base=MINE + "description: caf\u00e9\n").encoded("latin-1"),
     "profile_utf_16": mine("").encoded("utf-16"),
     "profile_with_a_nul": mine("description: a\0b\n"),
@@ -177,60 +184,46 @@ PROFILE = {
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
     "profile_file_without_its_path": Row("profile check mine", {"mine.yaml": MINE}),
-    "profile_is_several_manifests": Row(
-        "profile check pods.yaml", {"pods.yaml": "---\napiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Service\n"}
+    "profile_is_several_manifests": whole(
+        "---\napiVersion: v1\nkind: Pod\n---\napiVersion: v1\nkind: Service\n", name="pods.yaml"
     ),
-    "profile_is_values_of_a_chart": Row(
-        "profile check values.yaml", {"values.yaml": "servingEngineSpec:\n  modelSpec: []\n"}
+    "profile_is_values_of_a_chart": whole("servingEngineSpec:\n  modelSpec: []\n", name="values.yaml"),
+    "profile_is_an_old_configuration_of_lmcache": whole("chunk_size: 256\nlocal_device: cpu\n"),
+    "profile_is_a_recipe_of_vllm": whole("kv-cache-dtype: fp8\nmax-num-batched-tokens: 8192\n", name="recipe.yaml"),
+    "profile_is_a_recipe_with_meta": whole(
+        "meta: {title: Qwen3}\nmodel: {model_id: a/b}\nguide: text\n", name="recipe.yaml"
     ),
-    "profile_is_an_old_configuration_of_lmcache": Row(
-        "profile check mine.yaml", {"mine.yaml": "chunk_size: 256\nlocal_device: cpu\n"}
+    "profile_is_a_kv_transfer_config": whole(
+        '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}', name="kv.json"
     ),
-    "profile_is_a_recipe_of_vllm": Row(
-        "profile check recipe.yaml", {"recipe.yaml": "kv-cache-dtype: fp8\nmax-num-batched-tokens: 8192\n"}
+    "profile_is_a_graph_of_dynamo": whole("Frontend: {port: 8000}\nVllmWorker: {model: a/b}\n", name="graph.yaml"),
+    "profile_is_of_tensorrt_llm_without_a_cache": whole(
+        "tensor_parallel_size: 8\ncache_transceiver_config: {backend: NIXL}\n"
     ),
-    "profile_is_a_recipe_with_meta": Row(
-        "profile check recipe.yaml", {"recipe.yaml": "meta: {title: Qwen3}\nmodel: {model_id: a/b}\nguide: text\n"}
+    "profile_is_another_file": whole(
+        "description: a dashboard\npanels: []\nrefresh: 5s\n$schema: a\nv1.2: b\n", name="config.yaml"
     ),
-    "profile_is_a_kv_transfer_config": Row(
-        "profile check kv.json", {"kv.json": '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'}
-    ),
-    "profile_is_a_graph_of_dynamo": Row(
-        "profile check graph.yaml", {"graph.yaml": "Frontend: {port: 8000}\nVllmWorker: {model: a/b}\n"}
-    ),
-    "profile_is_of_tensorrt_llm_without_a_cache": Row(
-        "profile check mine.yaml", {"mine.yaml": "tensor_parallel_size: 8\ncache_transceiver_config: {backend: NIXL}\n"}
-    ),
-    "profile_is_another_file": Row(
-        "profile check config.yaml",
-        {"config.yaml": "description: a dashboard\npanels: []\nrefresh: 5s\n$schema: a\nv1.2: b\n"},
-    ),
-    "profile_is_a_template_of_helm": Row(
-        "profile check pod.yaml", {"pod.yaml": "{{- if .Values.redis }}\napiVersion: v1\nkind: Pod\n{{- end }}\n"}
+    "profile_is_a_template_of_helm": whole(
+        "{{- if .Values.redis }}\napiVersion: v1\nkind: Pod\n{{- end }}\n", name="pod.yaml"
     ),
     "profile_key_that_is_a_name_with_a_dot": mine("Llama-3.1-8B: 1\n"),
-    "flag_with_an_empty_text": Row(
-        "profile check mine.yaml",
-        {
-            "mine.yaml": "engine:\n  kind: vllm\n  model: Qwen/Qwen3-8B\n"
-            '  arguments:\n    enable-auto-tool-choice: ""\ntiers: {host: {capacity: 1GiB}}\n'
-        },
+    "flag_with_an_empty_text": whole(
+        "engine:\n  kind: vllm\n  model: Qwen/Qwen3-8B\n"
+        '  arguments:\n    enable-auto-tool-choice: ""\ntiers: {host: {capacity: 1GiB}}\n'
     ),
     "size_of_an_address_of_the_hub": Row("size https://huggingface.co/Qwen/Qwen3-8B/tree/main"),
-    "profile_is_a_manifest": Row("profile check pod.yaml", {"pod.yaml": "apiVersion: v1\nkind: Pod\nspec: {}\n"}),
+    "profile_is_a_manifest": whole("apiVersion: v1\nkind: Pod\nspec: {}\n", name="pod.yaml"),
     "profile_is_a_compose_file": Row("serve -p mine.yaml", {"mine.yaml": "services:\n  vllm: {image: a}\n"}),
-    "profile_is_of_lmcache": Row("profile check mine.yaml", {"mine.yaml": "chunk_size: 256\nlocal_cpu: true\n"}),
-    "profile_is_of_vllm": Row("profile check mine.yaml", {"mine.yaml": "model: a/b\ntensor-parallel-size: 2\n"}),
-    "profile_is_of_tensorrt_llm": Row("profile check mine.yaml", {"mine.yaml": "kv_cache_config: {}\n"}),
-    "profile_is_of_a_model": Row(
-        "profile check config.json", {"config.json": '{"architectures": ["A"], "model_type": "llama"}'}
-    ),
-    "profile_is_an_env_file": Row("profile check kvbm.env", {"kvbm.env": "DYN_KVBM_CPU_CACHE_GB=100\nA=b\n"}),
-    "profile_file_without_a_suffix": Row("profile check mine", {"mine": MINE + "server: {prt: 1}\n"}),
-    "profile_in_json": Row("profile check mine.json", {"mine.json": '{"engine": {"model": "synthetic:tiny"}}\n'}),
+    "profile_is_of_lmcache": whole("chunk_size: 256\nlocal_cpu: true\n"),
+    "profile_is_of_vllm": whole("model: a/b\ntensor-parallel-size: 2\n"),
+    "profile_is_of_tensorrt_llm": whole("kv_cache_config: {}\n"),
+    "profile_is_of_a_model": whole('{"architectures": ["A"], "model_type": "llama"}', name="config.json"),
+    "profile_is_an_env_file": whole("DYN_KVBM_CPU_CACHE_GB=100\nA=b\n", name="kvbm.env"),
+    "profile_file_without_a_suffix": whole(MINE + "server: {prt: 1}\n", name="mine"),
+    "profile_in_json": whole('{"engine": {"model": "synthetic:tiny"}}\n', name="mine.json"),
     "profile_name_like_no_other": Row("serve --profile zzz"),
-    "profile_is_a_list": Row("profile check mine.yaml", {"mine.yaml": "- engine\n- tiers\n"}),
-    "profile_is_json_with_a_trailing_bracket": Row("profile check mine.yaml", {"mine.yaml": '{"engine": {}}}\n'}),
+    "profile_is_a_list": whole("- engine\n- tiers\n"),
+    "profile_is_json_with_a_trailing_bracket": whole('{"engine": {}}}\n'),
     "profile_tab": mine("\tport: 1\n"),
     "profile_tab_after_a_colon": mine("server:\n  port:\t1\n"),
     "profile_no_break_space_after_a_colon": mine("server:\n  host:\u00a0localhost\n  port: 1\n"),
@@ -243,9 +236,7 @@ PROFILE = {
     "profile_typographic_quotes_around_a_colon": mine("server: {host: \u201ca: b\u201d}\nmetrics: {prt: 1}\n"),
     "profile_open_quote": mine('server: {host: "::1}\n'),
     "profile_colon_without_space": mine("server:\n  port:8000\n"),
-    "profile_wrong_indentation": Row(
-        "profile check mine.yaml", {"mine.yaml": "engine:\n  model: m\n tiers:\n  host: {blocks: 1}\n"}
-    ),
+    "profile_wrong_indentation": whole("engine:\n  model: m\n tiers:\n  host: {blocks: 1}\n"),
     "profile_anchor": mine("server: &a {port: 1}\nmetrics: *a\n"),
     "profile_tag": mine("server: !port {port: 1}\n"),
     "profile_control_character": mine("description: a\x07b\n"),
@@ -282,9 +273,7 @@ PROFILE = {
         """arguments: {kv-transfer-config: '{"kv_connector": "PdConnector"}'}""", base=VLLM
     ),
     "profile_another_connector": engine("arguments: {kv_transfer_config: {kv_connector: LMCache}}", base=VLLM),
-    "profile_no_model": Row(
-        "profile check mine.yaml", {"mine.yaml": "engine: {kind: vllm}\ntiers: {host: {blocks: 9}}\n"}
-    ),
+    "profile_no_model": whole("engine: {kind: vllm}\ntiers: {host: {blocks: 9}}\n"),
     "profile_no_tier": mine("", base="engine: {model: synthetic:tiny}\n"),
     "profile_tier_without_a_size": mine("  disk: {threads: 2}\n"),
     "profile_size_without_a_unit": mine("", base=MINE.replace("256MiB", "64")),
@@ -350,44 +339,31 @@ PROFILE = {
 }
 
 EXTENDS = {
-    "extends_nothing": Row("profile check mine.yaml", {"mine.yaml": "extends:\n"}),
-    "extends_a_list_of_lists": Row("profile check mine.yaml", {"mine.yaml": "extends: [[demo]]\n"}),
-    "extends_a_misspelt_name": Row("profile check mine.yaml", {"mine.yaml": "extends: vlm\n"}),
-    "extends_no_file": Row("profile check mine.yaml", {"mine.yaml": "extends: ../no.yaml\n"}),
-    "extends_a_misspelt_file": Row(
-        "profile check mine.yaml", {"mine.yaml": "extends: ./parnt.yaml\n", "parent.yaml": MINE}
+    "extends_nothing": whole("extends:\n"),
+    "extends_a_list_of_lists": whole("extends: [[demo]]\n"),
+    "extends_a_misspelt_name": whole("extends: vlm\n"),
+    "extends_no_file": whole("extends: ../no.yaml\n"),
+    "extends_a_misspelt_file": whole("extends: ./parnt.yaml\n", others={"parent.yaml": MINE}),
+    "extends_a_file_without_its_path": whole("extends: parent\n", others={"parent.yaml": MINE}),
+    "extends_a_file_in_json_without_its_path": whole("extends: parent.json\n", others={"parent.json": "{}"}),
+    "extends_a_directory": whole("extends: ./\n"),
+    "extends_a_device": whole("extends: /dev/zero\n"),
+    "extends_a_fifo": whole("extends: ./pipe.yaml\n", prepare=fifo),
+    "extends_a_loop": whole("extends: ./loop.yaml\n", prepare=LOOP),
+    "extends_below_a_loop": whole("extends: ./loop/a.yaml\n", prepare=LOOP),
+    "extends_no_file_next_to_a_loop": whole("extends: ./a.yaml\n", prepare=LOOP),
+    "extends_a_name_too_long": whole(f"extends: ./{'a' * 300}.yaml\n"),
+    "extends_itself": whole("extends: ./mine.yaml\n"),
+    "extends_in_a_circle": whole(
+        "extends: ./b.yaml\n", others={"b.yaml": "extends: ./c.yaml\n", "c.yaml": "extends: ./a.yaml\n"}, name="a.yaml"
     ),
-    "extends_a_file_without_its_path": Row(
-        "profile check mine.yaml", {"mine.yaml": "extends: parent\n", "parent.yaml": MINE}
+    "extends_a_file_that_is_wrong": whole(
+        "extends: ./parent.yaml\n", others={"parent.yaml": MINE + "server: {hots: a}\n"}
     ),
-    "extends_a_file_in_json_without_its_path": Row(
-        "profile check mine.yaml", {"mine.yaml": "extends: parent.json\n", "parent.json": "{}"}
+    "extends_a_file_that_is_no_yaml": whole(
+        "extends: ./parent.yaml\nserver: {port: x}\n", others={"parent.yaml": "engine: [\n"}
     ),
-    "extends_a_directory": Row("profile check mine.yaml", {"mine.yaml": "extends: ./\n"}),
-    "extends_a_device": Row("profile check mine.yaml", {"mine.yaml": "extends: /dev/zero\n"}),
-    "extends_a_fifo": Row("profile check mine.yaml", {"mine.yaml": "extends: ./pipe.yaml\n"}, prepare=fifo),
-    "extends_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop.yaml\n"}, prepare=LOOP),
-    "extends_below_a_loop": Row("profile check mine.yaml", {"mine.yaml": "extends: ./loop/a.yaml\n"}, prepare=LOOP),
-    "extends_no_file_next_to_a_loop": Row(
-        "profile check mine.yaml", {"mine.yaml": "extends: ./a.yaml\n"}, prepare=LOOP
-    ),
-    "extends_a_name_too_long": Row("profile check mine.yaml", {"mine.yaml": f"extends: ./{'a' * 300}.yaml\n"}),
-    "extends_itself": Row("profile check mine.yaml", {"mine.yaml": "extends: ./mine.yaml\n"}),
-    "extends_in_a_circle": Row(
-        "profile check a.yaml",
-        {"a.yaml": "extends: ./b.yaml\n", "b.yaml": "extends: ./c.yaml\n", "c.yaml": "extends: ./a.yaml\n"},
-    ),
-    "extends_a_file_that_is_wrong": Row(
-        "profile check mine.yaml",
-        {"mine.yaml": "extends: ./parent.yaml\n", "parent.yaml": MINE + "server: {hots: a}\n"},
-    ),
-    "extends_a_file_that_is_no_yaml": Row(
-        "profile check mine.yaml",
-        {"mine.yaml": "extends: ./parent.yaml\nserver: {port: x}\n", "parent.yaml": "engine: [\n"},
-    ),
-    "extends_another_kind_of_engine": Row(
-        "profile check mine.yaml", {"mine.yaml": "extends: vllm\nengine: {kind: embedded}\n"}
-    ),
+    "extends_another_kind_of_engine": whole("extends: vllm\nengine: {kind: embedded}\n"),
 }
 
 INTERPOLATION = {
@@ -515,24 +491,25 @@ metadata: {name: a}
 spec:
   containers:
 """
+
+
+def imported(name: str, contents: str | bytes) -> Row:
+    return Row(f"profile import {name}", {name: contents})
+
+
 IMPORT = {
     "import_of_no_file": Row("profile import no.sh"),
     "import_of_a_directory": Row("profile import ."),
-    "import_of_text_in_another_encoding": Row("profile import a.sh", {"a.sh": b"vllm serve caf\xe9\n"}),
-    "import_of_a_large_file": Row("profile import a.sh", {"a.sh": "# a line\n" * 40_000}),
-    "import_of_a_file_without_an_engine": Row(
-        "profile import web.yaml", {"web.yaml": "services:\n  web: {image: nginx}\n"}
-    ),
-    "import_of_variables_of_others": Row("profile import .env", {".env": "A=b\nC=d\n"}),
-    "import_of_a_profile": Row("profile import mine.yaml", {"mine.yaml": MINE}),
-    "import_of_a_template": Row(
-        "profile import a.yaml", {"a.yaml": f"{{{{- if .Values.a }}}}\n{MANIFEST}{{{{- end }}}}\n"}
-    ),
-    "import_of_broken_yaml": Row("profile import a.yaml", {"a.yaml": f"{MANIFEST}  - name: [a\n"}),
-    "import_of_an_open_quote": Row("profile import a.sh", {"a.sh": "A=1\nvllm serve 'a/b\n"}),
-    "import_of_aliases_that_grow": Row(
-        "profile import a.yaml",
-        {"a.yaml": "a: &a0 [x, x]\n" + "".join(f"b{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 30))},
+    "import_of_text_in_another_encoding": imported("a.sh", b"vllm serve caf\xe9\n"),
+    "import_of_a_large_file": imported("a.sh", "# a line\n" * 40_000),
+    "import_of_a_file_without_an_engine": imported("web.yaml", "services:\n  web: {image: nginx}\n"),
+    "import_of_variables_of_others": imported(".env", "A=b\nC=d\n"),
+    "import_of_a_profile": imported("mine.yaml", MINE),
+    "import_of_a_template": imported("a.yaml", f"{{{{- if .Values.a }}}}\n{MANIFEST}{{{{- end }}}}\n"),
+    "import_of_broken_yaml": imported("a.yaml", f"{MANIFEST}  - name: [a\n"),
+    "import_of_an_open_quote": imported("a.sh", "A=1\nvllm serve 'a/b\n"),
+    "import_of_aliases_that_grow": imported(
+        "a.yaml", "a: &a0 [x, x]\n" + "".join(f"b{at}: &a{at} [*a{at - 1}, *a{at - 1}]\n" for at in range(1, 30))
     ),
     "import_of_an_engine_that_is_not_there": Row(
         "profile import a.sh --select chat", {"a.sh": "vllm serve a/b\nvllm serve c/d\n"}
@@ -690,6 +667,10 @@ LFS_POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64
 FAILED = '{"timestamp": 0, "input_length": 9, "output_length": 0}\n'
 
 
+def workload(name: str, contents: str) -> Row:
+    return Row(f"bench --profile demo --workload {name}", {name: contents})
+
+
 def trace(contents: str | bytes, name: str = "t.jsonl") -> Row:
     """A trace that is none."""
     return Row(f"bench trace {name}", {name: contents})
@@ -720,16 +701,23 @@ VLLM_BENCH = '{"backend": "vllm", "num_prompts": 9, "request_throughput": 1.5, "
 AIPERF = '{"time_to_first_token": {"unit": "ms", "avg": 30.1}, "request_count": {"avg": 9}}'
 GUIDELLM = '{"metadata": {}, "benchmarks": [{"metrics": {}}]}'
 LMBENCHMARK = "prompt_tokens,generation_tokens,ttft,generation_time,user_id\n1,2,3,4,5\n"
+
+
+def result(name: str, contents: str) -> Row:
+    """A result of another tool."""
+    return Row(f"bench report ./{name}", {name: contents})
+
+
 RESULTS = {
-    "result_of_vllm_bench": Row("bench report ./vllm.json", {"vllm.json": VLLM_BENCH}),
-    "result_of_a_client_made_from_vllm_bench": Row(
-        "bench report ./x.json", {"x.json": '{"request_throughput": 0.5, "total_output_tokens": 9, "median_ttft": 4.4}'}
+    "result_of_vllm_bench": result("vllm.json", VLLM_BENCH),
+    "result_of_a_client_made_from_vllm_bench": result(
+        "x.json", '{"request_throughput": 0.5, "total_output_tokens": 9, "median_ttft": 4.4}'
     ),
     "result_of_aiperf": Row("bench diff ./a.json ./b.json", {"a.json": AIPERF, "b.json": AIPERF}),
-    "result_of_guidellm": Row("bench report ./g.json", {"g.json": GUIDELLM}),
-    "result_of_lmbenchmark": Row("bench report ./summary.csv", {"summary.csv": LMBENCHMARK}),
+    "result_of_guidellm": result("g.json", GUIDELLM),
+    "result_of_lmbenchmark": result("summary.csv", LMBENCHMARK),
     "result_in_a_directory": Row("bench report .", {"profile_export_aiperf.json": AIPERF}),
-    "result_of_nobody_known": Row("bench report ./x.json", {"x.json": "{}"}),
+    "result_of_nobody_known": result("x.json", "{}"),
     "result_file_of_a_run": Row("bench report ./summary.json", {"summary.json": "{}", "plan.json": "{}"}),
 }
 
@@ -770,26 +758,19 @@ TRACE = {
     "trace_other_names": trace('{"prompt_tokens": 5, "at": 3}\n'),
     "trace_with_other_names_for_lengths": trace('{"timestamp": 5, "num_prompt_tokens": 5, "num_decode_tokens": 3}\n'),
     "trace_only_failed_requests": trace(2 * FAILED),
-    "trace_as_a_workload": Row("bench --profile demo --workload t.jsonl", {"t.jsonl": 2 * FAILED}),
-    "trace_as_a_workload_with_another_suffix": Row("bench --profile demo --workload t.json", {"t.json": 2 * FAILED}),
+    "trace_as_a_workload": workload("t.jsonl", 2 * FAILED),
+    "trace_as_a_workload_with_another_suffix": workload("t.json", 2 * FAILED),
     "trace_of_csv_with_comments": trace("# Format\n# one, two\nfield,type\na,gauge\n", "metrics.csv"),
     "trace_of_lmbenchmarks_agents": trace('{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'),
-    "trace_of_lmbenchmarks_agents_as_a_workload": Row(
-        "bench --profile demo --workload demo.jsonl",
-        {"demo.jsonl": '{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'},
+    "trace_of_lmbenchmarks_agents_as_a_workload": workload(
+        "demo.jsonl", '{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'
     ),
-    "trace_of_one_long_list_as_a_workload": Row(
-        "bench --profile demo --workload chats.json", {"chats.json": '[{"conversations": []}' + " " * (1 << 17) + "]"}
-    ),
-    "values_of_a_chart_as_a_workload": Row(
-        "bench --profile demo --workload values.yaml", {"values.yaml": "replicaCount: 2\nimage: {repository: a}\n"}
-    ),
-    "profile_as_a_workload": Row("bench --profile demo --workload mine.yaml", {"mine.yaml": MINE}),
-    "other_file_as_a_workload": Row("bench --profile demo --workload mine.yaml", {"mine.yaml": "pages: 2\n"}),
-    "workload_with_commas_in_its_first_comment": Row(
-        "bench --profile demo --workload mine.yaml", {"mine.yaml": "# users, turns, tokens\nkind: nothing\n"}
-    ),
-    "trace_of_azure_as_a_workload": Row("bench --profile demo --workload azure.csv", {"azure.csv": AZURE}),
+    "trace_of_one_long_list_as_a_workload": workload("chats.json", '[{"conversations": []}' + " " * (1 << 17) + "]"),
+    "values_of_a_chart_as_a_workload": workload("values.yaml", "replicaCount: 2\nimage: {repository: a}\n"),
+    "profile_as_a_workload": workload("mine.yaml", MINE),
+    "other_file_as_a_workload": workload("mine.yaml", "pages: 2\n"),
+    "workload_with_commas_in_its_first_comment": workload("mine.yaml", "# users, turns, tokens\nkind: nothing\n"),
+    "trace_of_azure_as_a_workload": workload("azure.csv", AZURE),
     "trace_of_a_workload_is_wrong": Row(
         "bench --profile demo --dry-run --workload w.yaml",
         {"w.yaml": "name: w\nkind: trace\nfile: t.jsonl\n", "t.jsonl": '{"input_length": -1}\n'},
