@@ -58,7 +58,7 @@ class FakeServer:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10), "the server did not start within 10 s"
+        assert self._ready.wait(60), "the server did not start within 60 s"
         return self
 
     def __exit__(self, kind: object, *ended: object) -> None:

@@ -11,7 +11,13 @@ from kvbm_cli.bench.load.drive import drive
 from kvbm_cli.bench.load.launcher import encoding_starts
 from kvbm_cli.bench.workload.plan import PlannedRequest
 
-LATE_MS = 150.0  # on a busy machine
+LATE_MS = 150.0
+
+
+def are_in_time(late_ms) -> bool:
+    """None is early, and three quarters are in time: a busy machine makes some late, a wrong client all or most."""
+    ordered = sorted(late_ms)
+    return ordered[0] >= 0 and ordered[len(ordered) * 3 // 4 - 1] < LATE_MS
 
 
 def session_plan(sessions: int, turns: int, **launches):
@@ -35,29 +41,29 @@ def in_flight_at_most(records, key):
 def test_a_slow_server_does_not_slow_down_an_open_loop():
     """Launches stay on schedule; all queueing counts into the time to first token."""
     plan = open_loop(20, 0.02)
-    result, records, _ = drive_plan(plan, Answer(first_ms=600))
+    result, records, _ = drive_plan(plan, Answer(first_ms=1500))
     for record, request in zip(records, plan.requests, strict=True):
         assert record.error is None
         assert record.intended_ms == pytest.approx(request.intended_s * 1e3)
-        assert 0 <= record.lateness_ms < LATE_MS
+    assert are_in_time(record.lateness_ms for record in records)
     assert records[-1].launched_ms < min(record.first_token_ms for record in records)
-    assert 0.98 <= result.duration_s < 6, "12 s one after the other"
+    assert 1.88 <= result.duration_s < 15, "30 s one after the other"
 
 
 def test_a_stalled_request_delays_no_other():
-    plan = plan_of([planned(index, intended_s=index * 0.03) for index in range(6)], timeout_s=0.5, interval_s=0.03)
+    plan = plan_of([planned(index, intended_s=index * 0.03) for index in range(6)], timeout_s=2.0, interval_s=0.03)
     _, records, _ = drive_plan(plan, by_number={0: Answer(stall_after=0)})
-    assert records[0].error == "no complete answer within 0.5 s"
-    assert all(record.is_ok and record.end_ms < 400 for record in records[1:])
+    assert records[0].error == "no complete answer within 2 s"
+    assert all(record.is_ok and record.end_ms < records[0].end_ms for record in records[1:])
 
 
 def test_the_start_is_the_same_moment_in_all_clocks():
     before_unix_s, before_ns = time.time(), time.perf_counter_ns()
     result, records, mock = drive_plan(open_loop(2, 0.01))
-    assert result.started_unix_s - before_unix_s == pytest.approx((result.start_ns - before_ns) / 1e9, abs=0.01)
+    assert result.started_unix_s - before_unix_s == pytest.approx((result.start_ns - before_ns) / 1e9, abs=0.5)
     arrived_ms = (mock.arrivals[0].complete_s - result.start_ns / 1e9) * 1e3
-    assert records[0].launched_ms <= arrived_ms < records[0].launched_ms + LATE_MS
-    assert result.duration_s == pytest.approx(records[-1].end_ms / 1e3, abs=0.3)
+    assert records[0].launched_ms <= arrived_ms < records[0].first_token_ms
+    assert result.duration_s == pytest.approx(records[-1].end_ms / 1e3, abs=2.0)
 
 
 def test_a_closed_loop_keeps_its_number_of_sessions_in_flight():
@@ -68,7 +74,7 @@ def test_a_closed_loop_keeps_its_number_of_sessions_in_flight():
     for record in records:
         if record.turn > 1:
             assert record.intended_ms == records[record.index - 1].end_ms
-        assert 0 <= record.lateness_ms < LATE_MS
+    assert are_in_time(record.lateness_ms for record in records)
     firsts = [record.intended_ms for record in records if record.turn == 1]
     assert firsts[:2] == [0.0, 0.0]
     assert firsts == sorted(firsts), "sessions start in the order of the plan"
@@ -80,7 +86,7 @@ def test_think_time_counts_from_the_end_of_the_last_answer():
     requests = [planned(0), planned(1, session=0, turn=2, after=(0,), delay_s=0.2)]
     _, records, _ = drive_plan(plan_of(requests, concurrency=1))
     assert records[1].intended_ms == pytest.approx(records[0].end_ms + 200)
-    assert 0 <= records[1].lateness_ms < LATE_MS
+    assert records[1].lateness_ms >= 0
 
 
 def test_a_request_awaits_all_others_and_its_time():
@@ -125,7 +131,8 @@ def test_the_duration_ends_new_launches_and_leaves_no_records():
     _, records, mock = drive_plan(plan, Answer(first_ms=20))
     assert 3 <= len(records) < 100, "60 on an idle machine, 400 without an end"
     assert len(mock.arrivals) == len(records)
-    assert all(record.is_ok and record.launched_ms < 400 + LATE_MS for record in records)
+    assert all(record.is_ok for record in records)
+    assert are_in_time(max(0.0, record.launched_ms - 400) for record in records)
     assert max(record.end_ms for record in records) > 400, "requests in flight at the end are completed"
 
 
@@ -197,9 +204,9 @@ def test_bodies_are_encoded_shortly_before_the_launch(monkeypatch):
     after = planned(4, session=3, turn=2, after=(3,))
     plan = plan_of([*(planned(index, intended_s=index * 0.3) for index in range(4)), after])
     result, records, _ = drive_plan(plan, Answer(first_ms=100))
-    for record in records[:4]:
-        early_ms = record.launched_ms - (encoded_s[record.index] - result.start_ns / 1e9) * 1e3
-        assert 0 < early_ms < launcher.ENCODE_AHEAD_S * 1e3 + LATE_MS + (300 if record.index == 0 else 0)
+    early_ms = [record.launched_ms - (encoded_s[record.index] - result.start_ns / 1e9) * 1e3 for record in records[:4]]
+    assert min(early_ms) > 0
+    assert are_in_time(max(0.0, early - launcher.ENCODE_AHEAD_S * 1e3) for early in early_ms)
     encoded_ms = (encoded_s[4] - result.start_ns / 1e9) * 1e3
     assert records[3].launched_ms < encoded_ms < records[3].end_ms, "while its predecessor was in flight"
 

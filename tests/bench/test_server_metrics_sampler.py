@@ -14,7 +14,7 @@ from metrics_server import MetricsServerForTests
 from waiting import eventually, is_gone
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.metrics.sampler import Sampler
+from kvbm_cli.bench.metrics.sampler import START_TIMEOUT_S, Sampler
 from kvbm_cli.bench.metrics.summary import summarise
 from kvbm_cli.system.usage import Gpus, ProcessTree
 
@@ -128,14 +128,12 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
     started = time.monotonic()
     sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
     try:
-        assert time.monotonic() - started < 10  # 1.5 s on an idle machine
+        assert time.monotonic() - started < START_TIMEOUT_S  # 1.5 s on an idle machine
         assert "no complete answer" in lines(path)[0]["error"]
         time.sleep(0.3)  # it waits for the next answer
     finally:
-        stopping = time.monotonic()
         sampler.stop()
-    assert time.monotonic() - stopping < 3.0
-    assert sampler.failure is None
+    assert sampler.failure is None, "it was killed, because it did not end in time"
     assert max(line["took_ms"] for line in lines(path)) < 1e3 * (INTERVAL_S + 3)  # 1.1 s on an idle machine
     assert summarise(path).caveats[-1] == "the server reported no metrics"
 
@@ -144,9 +142,7 @@ def test_a_sample_that_waits_does_not_delay_the_end(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=1.5) as sampler:
         server.pages.hangs = True
         eventually(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
-        stopping = time.monotonic()
-    assert time.monotonic() - stopping < 2.4
-    assert sampler.failure is None
+    assert sampler.failure is None, "it was killed, because it did not end in time"
     assert ["error" in line for line in lines(path)] == [False, True]
 
 

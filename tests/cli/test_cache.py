@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from terminal import (
+    HANGS_S,
     PROGRAM,
     Kvbm,
     Outcome,
@@ -26,6 +27,7 @@ from terminal import (
     stored_entries,
     ways,
 )
+from waiting import eventually
 
 from kvbm import hashing
 from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
@@ -57,10 +59,7 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     slots = list(range(len(salts)))
     hashes, tenants = [hash_of(slot) for slot in slots], [hashing.tenant(salt) for salt in salts]
     tier.submit(Write(1, hashes, slots, slots, tenants, generations=[0] * len(hashes)))
-    deadline = time.monotonic() + 30
-    while not (results := tier.poll()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    results = eventually(tier.poll)
     assert all(results[0].is_good), results
     tier.close(10)
     made = next(path for path in (directory / namespace.digest.hex()).iterdir() if path.name not in (OLD, NEW))
@@ -331,7 +330,7 @@ def test_question_is_asked_on_a_terminal(home, caches, answer, code, left):
         stdin=follower,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANGS_S,
     )
     os.close(leader)
     os.close(follower)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from terminal import environment, kvbm
+from terminal import HANGS_S, environment, kvbm
 
 SHIPPED = {"demo", "demo-disk", "demo-shared"}
 ASKED = {
@@ -61,7 +61,7 @@ def asked_by(shell: str, line: str, home: Path, bin_directory: Path) -> set[str]
         "fish": (f"{script}\ncomplete -C '{line}'\n", "--no-config"),
     }[shell]
     done = subprocess.run(
-        [shell, options, "-c", program], env=variables, cwd=home, capture_output=True, text=True, timeout=60
+        [shell, options, "-c", program], env=variables, cwd=home, capture_output=True, text=True, timeout=HANGS_S
     )
     assert done.stderr == "", done.stderr
     return {entry.split("\t")[0] for entry in done.stdout.splitlines() if entry}
@@ -124,8 +124,8 @@ def test_shell_completes_at_a_terminal(shell, tmp_path, bin_directory):
 
 
 def _read_until(terminal: int, text: str) -> str:
-    """What the terminal shows, at most ten seconds long, without what moves its cursor."""
-    shown, deadline = "", time.monotonic() + 10
+    """What the terminal shows until this text, without what moves its cursor."""
+    shown, deadline = "", time.monotonic() + HANGS_S
     output = select.poll()
     output.register(terminal, select.POLLIN)
     while text not in shown and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import HANGS_S
 
 from kvbm_cli import make_model
 
@@ -80,7 +81,7 @@ def test_the_states_of_a_hybrid_remember(tmp_path, preset):
     [((), "usage:"), (("vllm-26m", "x"), "presets: vllm-25m"), (("vllm-25m-lora-a", "."), "exists already")],
 )
 def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
-    done = subprocess.run([*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*PROGRAM, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 1
     assert message in done.stderr
     assert list(tmp_path.iterdir()) == []

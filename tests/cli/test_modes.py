@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from recorded_runs import facts
-from terminal import FAKE_ENGINE, PROGRAM, environment
+from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, environment
 
 from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories
@@ -35,7 +35,7 @@ def mode(path: Path) -> int:
 def run(home: Path, umask: int, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     env = environment(home, **extra)
     return subprocess.run(
-        [*PROGRAM, *arguments], cwd=home, env=env, umask=umask, text=True, capture_output=True, timeout=60
+        [*PROGRAM, *arguments], cwd=home, env=env, umask=umask, text=True, capture_output=True, timeout=HANGS_S
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from doctor_machine import PATIENT
-from terminal import ROOT, environment
+from terminal import HANGS_S, ROOT, environment
 from test_pd_engines import plan_of
 
 from kvbm.disk.io.select import PROGRAM, _in_a_process
@@ -150,7 +150,7 @@ def test_child_of_the_leader_imports_nothing_from_the_working_directory(planted,
     with contextlib.chdir(planted):
         child, channel = start_child(module, "a child")
     channel.close()  # the child ends once its modules are imported
-    assert child.wait(30) == 0
+    assert child.wait(HANGS_S) == 0
 
 
 def test_trial_of_disk_io_imports_nothing_from_the_working_directory(planted):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
+from terminal import HANGS_S, PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.load import load
@@ -141,7 +141,7 @@ def on_a_terminal(home: Path, typed: str, *arguments: str) -> tuple[int, str]:
         except OSError:  # the other end is closed
             break
     os.close(leader)
-    return process.wait(timeout=30), shown.decode().replace("\r\n", "\n")
+    return process.wait(timeout=HANGS_S), shown.decode().replace("\r\n", "\n")
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

@@ -296,7 +296,6 @@ def test_neither_a_directory_nor_the_disk_tier_needs_the_library(home):
             env={**environment(home), "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            timeout=60,
         )
         assert done.stdout.splitlines()[-1] == "set()", done.stderr
 

@@ -43,9 +43,9 @@ class Meeting:
 
     def _gather(self, index, value):
         self._values[index] = value
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         values = list(self._values)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return values
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from doctor_machine import machine
 from filesystems import KINDS, MIB, Unavailable, mounted
+from waiting import eventually
 
 from kvbm.config.load import load
 from kvbm.disk.orders import Read, Write
@@ -209,12 +210,7 @@ def move_blocks(directory: Path, recommended: Mapping[str, Any], *, persist: boo
 
 
 def _result(tier: DiskStorage) -> Any:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if found := tier.poll():
-            return found[0]
-        time.sleep(0.001)
-    raise AssertionError("no result")
+    return eventually(tier.poll)[0]
 
 
 @pytest.mark.sampled(3)
@@ -249,11 +245,8 @@ def test_kill_leaves_nothing_where_files_have_names(delay_s, tmp_path):
     with filesystem("fuse-refuses", tmp_path) as point:
         command = [sys.executable, "-c", "from kvbm_cli.app import main; main()", "doctor", "--quick", "--dir", point]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while not os.listdir(point):
-            assert child.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: os.listdir(point) or child.poll() is not None)
+        assert child.poll() is None
         time.sleep(delay_s)
         child.kill()
         child.wait()

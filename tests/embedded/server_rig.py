@@ -264,7 +264,7 @@ async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0) 
 
 @contextmanager
 def connected(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         yield connection
 
 

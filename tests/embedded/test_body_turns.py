@@ -28,4 +28,4 @@ def test_the_smallest_of_those_that_wait_is_next_and_none_that_left() -> None:
         await turns.take(0)
         return taken
 
-    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == [3, 3, 5]
+    assert asyncio.run(asyncio.wait_for(scenario(), 60)) == [3, 3, 5]

@@ -22,7 +22,7 @@ def test_a_running_engine_tells_of_its_cache_in_all_three_ways(tmp_path, caplog)
         engine.forget_g1()
         engine.ask(prompt(1, 100))
         found = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", caplog.text)
-        with urllib.request.urlopen(found[1], timeout=10) as answer:
+        with urllib.request.urlopen(found[1], timeout=60) as answer:
             text = answer.read().decode()
         samples = {
             sample.name: sample.value

@@ -247,7 +247,7 @@ def test_the_first_chunk_arrives_with_the_first_token() -> None:
     async def use(client: Client) -> None:
         engine.permit(1)
         async with client.session.post(COMPLETIONS, json={"prompt": "a", "stream": True}) as response:
-            first = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10)
+            first = await asyncio.wait_for(response.content.readuntil(b"\n\n"), 60)
             assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "H"
             engine.permit(100)
             assert (await response.read()).endswith(b"data: [DONE]\n\n")

@@ -46,7 +46,7 @@ class Process:
             time.sleep(0.02)
 
     def health(self) -> str | None:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)) as connection:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             try:
                 connection.request("GET", "/health")
                 return str(json.loads(connection.getresponse().read())["status"])

@@ -194,8 +194,8 @@ async def raw(client: Client, *parts: bytes, until: bytes = b"", pause_s: float 
             await writer.drain()
             await asyncio.sleep(pause_s)
         if until:
-            return await asyncio.wait_for(reader.readuntil(until), 10)
-        return await asyncio.wait_for(reader.read(), 10)
+            return await asyncio.wait_for(reader.readuntil(until), 60)
+        return await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
         await writer.wait_closed()

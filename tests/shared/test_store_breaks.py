@@ -7,6 +7,7 @@ import time
 
 import pytest
 from storage_rig import make_run
+from waiting import eventually
 
 from kvbm.process import channel as channel_module
 from kvbm.process.channel import Channel
@@ -121,8 +122,8 @@ def test_one_call_that_never_returns_turns_the_tier_off_once(rig, monkeypatch):
     monkeypatch.setattr(rig.store, "_get", lambda one: hangs.wait(60) if one.key == blocked else get(one))
     try:
         rig.submit(storage.Get, RUNS[1], tuple(range(4)))
-        await_that(lambda: rig.storage.poll() or rig.storage.off_because)
-        await_that(lambda: rig.storage.poll() or rig.storage.off_because is None)
+        eventually(lambda: rig.storage.poll() or rig.storage.off_because)
+        eventually(lambda: rig.storage.poll() or rig.storage.off_because is None)
         until_s = time.monotonic() + 3.0
         while time.monotonic() < until_s:
             rig.storage.poll()
@@ -148,14 +149,14 @@ def test_a_store_whose_reads_hang_stays_off_although_its_directory_can_be_listed
     monkeypatch.setattr(directory, "_read_all", hang)
     try:
         rig.submit(storage.Get, RUNS[0], tuple(range(4)))
-        await_that(lambda: rig.storage.poll() or rig.storage.off_because)
-        await_that(tried.is_set)
+        eventually(lambda: rig.storage.poll() or rig.storage.off_because)
+        eventually(tried.is_set)
         time.sleep(0.5)
         rig.storage.poll()
         assert rig.storage.off_because is not None
     finally:
         hangs.set()
-    await_that(lambda: rig.storage.poll() or rig.storage.off_because is None)
+    eventually(lambda: rig.storage.poll() or rig.storage.off_because is None)
 
 
 def test_a_bare_mount_point_is_not_taken_for_a_store_that_answers(rig, root):
@@ -166,13 +167,6 @@ def test_a_bare_mount_point_is_not_taken_for_a_store_that_answers(rig, root):
     assert rig.store.check(None) is None, "mounted again, with the description of the namespace"
     rig.store._facts.unlink()
     assert "is not mounted" in rig.store.check(None)
-
-
-def await_that(is_so):
-    deadline_s = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_one_call_takes_a_limited_part_of_what_a_process_sends(monkeypatch):
