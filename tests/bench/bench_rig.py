@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from mock_engine import MockEngine, Options
 
 from kvbm.config.launch_plan import LaunchPlan
@@ -59,6 +60,12 @@ timed = pytest.mark.flaky(reruns=2)
 
 def in_turn(workload: Workload = WORKLOAD, *, pairs: int = 1, interval_s: float | None = 0.05) -> Workload:
     return workload.model_copy(update={"schedule": Schedule(arms="in_turn", interval_s=interval_s, pairs=pairs)})
+
+
+def workload_file(directory: Path, workload: Workload = WORKLOAD) -> str:
+    path = directory / "small.yaml"
+    path.write_text(yaml.safe_dump(workload.model_dump(mode="json")))
+    return str(path)
 
 
 def launched(engine: MockEngine, model: str = "mock") -> RunningEngine:

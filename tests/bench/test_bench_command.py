@@ -5,30 +5,28 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from bench_rig import (
     MOCK,
     SLOW_G2_TOKEN_MS,
     SMALL_G1_BLOCKS,
     STEADY_WORKLOAD,
-    WORKLOAD,
     MockEngines,
     measure,
     planned,  # noqa: F401
     summary_of,
     timed,
     without_sampler,  # noqa: F401
+    workload_file,
 )
+from waiting import eventually
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
-from kvbm_cli.bench.judge.verdict import VerdictLimits
 
 fast = pytest.mark.usefixtures("without_sampler")
 
@@ -117,12 +115,6 @@ def test_an_engine_like_vllm_is_measured(tmp_path, capsys):
     assert kvbm["turns"][1]["prompt_tokens"]["computed"] > 0
 
 
-def workload_file(tmp_path, workload=WORKLOAD) -> str:
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(workload.model_dump(mode="json")))
-    return str(path)
-
-
 @pytest.mark.usefixtures("planned")
 def test_the_whole_command_with_processes(tmp_path, capsys):
     request = command.BenchRequest(
@@ -177,10 +169,7 @@ def test_a_signal_stops_the_engine_and_leaves_a_marked_run(tmp_path, number):
         rest = process.stderr.read()
         assert process.wait() == 130
     assert "this command continues" in rest
-    deadline_s = time.monotonic() + 10
-    while left := [child for child in children if Path(f"/proc/{child}").exists()]:  # until somebody reaps them
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.05)
+    eventually(lambda: not [child for child in children if Path(f"/proc/{child}").exists()], "somebody reaps them")
     assert summary_of(tmp_path)["complete"] is False
 
 
@@ -189,7 +178,3 @@ def test_importing_the_command_is_light():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert shown.stdout.strip() == ""
-
-
-def test_default_limits_are_those_of_the_documentation():
-    assert VerdictLimits() == VerdictLimits(margin=0.05, lateness_ms=25.0, client_cpu_share=0.7)

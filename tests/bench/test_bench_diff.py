@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bench_rig import in_turn
-from experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
+from experiments import SIX, SURROUNDINGS, made, summary_in
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.diff import diff
@@ -243,79 +243,11 @@ def test_a_missing_summary_is_refused_with_the_command_that_writes_it(tmp_path):
     assert error.hint == f"`kvbm bench report {one}` writes it"
 
 
-def damage_plan(path):
-    (path / "plan.json").unlink()
-
-
-def damage_format(path):
-    (path / "plan.json").write_text('{"workload": {"name": "conversations"}, "requests": []}')
-
-
-def damage_cells(path):
-    plan = json.loads((path / "plan.json").read_text())
-    (path / "plan.json").write_text(json.dumps({name: plan[name] for name in plan if name != "cells"}))
-
-
-def damage_plan_of_cell(path):
-    (path / "cells/small/plan.json").write_text("{")
-
-
-def damage_line(path):
-    text = (path / "requests.jsonl").read_text()
-    (path / "requests.jsonl").write_text(text.replace("\n", "\n{]\n", 3))
-
-
-def damage_list(path):
-    (path / "requests.jsonl").write_text("[]\n")
-
-
-def damage_field(path):
-    rewrite_lines(path / "requests.jsonl", 4, first_token_ms="soon")
-
-
-def damage_missing_field(path):
-    rewrite_lines(path / "requests.jsonl", 5, session=None)
-
-
-def damage_run(path):
-    rewrite_lines(path / "runs.jsonl", 2, arm=None)
-
-
-def damage_run_type(path):
-    rewrite_lines(path / "runs.jsonl", 3, client=[])
-
-
-def damage_directory(path):
-    (path / "requests.jsonl").unlink()
-    (path / "requests.jsonl").mkdir()
-
-
-def damage_summary(path):
-    (path / "summary.json").write_text('{"complete"')
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damage_plan, "{path} is not the directory of a run: it has no plan.json"),
-        (damage_format, "{path}/plan.json: `format` is missing, this version reads 2"),
-        (damage_cells, "{path} is damaged: KeyError: 'cells'"),
-        (damage_plan_of_cell, "{path}/cells/small/plan.json is not JSON: "),
-        (damage_line, "{path}/requests.jsonl, line 2: not JSON: "),
-        (damage_list, "{path}/requests.jsonl, line 1: must be a JSON object"),
-        (damage_field, "{path}/requests.jsonl, line 4: `first_token_ms` is 'soon', not `float | None`"),
-        (damage_missing_field, "{path}/requests.jsonl, line 5: "),
-        (damage_run, "{path}/runs.jsonl, line 2: `arm` is missing"),
-        (damage_run_type, "{path}/runs.jsonl, line 3: `client` is []"),
-        (damage_directory, "cannot read {path}/requests.jsonl: "),
-        (damage_summary, "{path}/summary.json is not JSON: "),
-    ],
-)
-def test_damaged_files_are_named(tmp_path, damage, message):
-    path = made(tmp_path / "a", workloads=[in_turn(SIX)])
-    damage(path)
-    assert refusal(path, path).message.startswith(message.format(path=path))
-
-
 def test_a_path_that_cannot_be_read_is_refused(tmp_path):
     assert refusal(tmp_path / ("a" * 300), tmp_path).message.startswith("cannot read ")
+
+
+def test_a_damaged_summary_is_named(tmp_path):
+    one = made(tmp_path / "a")
+    (one / "summary.json").write_text('{"complete"')
+    assert refusal(one, one).message.startswith(f"{one}/summary.json is not JSON: ")

@@ -4,8 +4,7 @@ import json
 import subprocess
 
 import pytest
-import yaml
-from bench_rig import WORKLOAD, in_turn
+from bench_rig import WORKLOAD, in_turn, workload_file
 
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
@@ -26,10 +25,9 @@ def nothing_starts(monkeypatch, tmp_path):
 
 
 def dry_run(tmp_path, capsys, *, workload=WORKLOAD, as_json=True, **options):
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(workload.model_dump(mode="json")))
+    workloads = [workload_file(tmp_path, workload)]
     request = BenchRequest(
-        **{"profiles": ("demo",), "workloads": [str(path)], **options}, is_dry_run=True, as_json=as_json
+        **{"profiles": ("demo",), "workloads": workloads, **options}, is_dry_run=True, as_json=as_json
     )
     assert command.bench(request) == 0
     shown = capsys.readouterr().out

@@ -19,8 +19,6 @@ from bench_rig import (
 )
 
 from kvbm.errors import EngineError, UsageError
-from kvbm_cli.bench import command
-from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.workload.plan import Plan
@@ -237,14 +235,6 @@ def test_the_rule_of_the_command_looks_at_the_compared_arms(tmp_path):
     assert summary["cells"][0]["stopped_early"] is True
     assert summary["cells"][0]["pairs_done"] < 6
     assert "the interval is tight" in progress.phases[-1]
-
-
-def test_a_cell_of_lmbenchmark_that_is_faithful_needs_no_recording():
-    from kvbm_cli.bench.workload.schema import Lmbenchmark
-
-    workload = Lmbenchmark(name="l", kind="lmbenchmark", scenario="short", mode="faithful")
-    setup = command._setup(setup_of().comparison, (Cell("l", workload),))
-    assert all(cell.is_faithful for cell in setup.cells)
 
 
 def test_a_directory_with_something_in_it_is_refused(tmp_path):

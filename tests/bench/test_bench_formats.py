@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from client_rig import planned
 
-from kvbm.errors import UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
@@ -376,11 +375,6 @@ def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path):
     cell = CELL | {"workload": workload}
     (directory / "plan.json").write_text(json.dumps({"format": 2, "arms": {}, "cells": [cell]}))
     assert [file for file in write_exports(directory) if file.suffix == ".csv"] == []
-
-
-def test_a_directory_without_a_plan_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match=r"is not the directory of a run"):
-        write_exports(tmp_path)
 
 
 def test_every_key_of_ours_and_every_omission_is_documented(tmp_path):

@@ -39,12 +39,6 @@ def changed_profile(**sections: dict[str, Any]) -> dict[str, Any]:
     return profile
 
 
-def test_a_run_that_pays_gets_no_reasons():
-    summary = summary_of_arms()
-    assert summary["verdict"] == "faster"
-    assert causes(summary) == {}
-
-
 def test_a_working_set_that_fits_into_g1():
     found = (0.98, 0.0, 0.0)
     arms = {"baseline": replace(BASELINE, found=found, g1_blocks=600), "kvbm": replace(KVBM, found=found)}
@@ -172,12 +166,10 @@ def test_blocks_that_were_skipped_because_copies_were_slow():
 
 
 def test_the_cause_that_lost_more_blocks_comes_first():
-    counters = counted(offload_blocks_d2h=900, evicted_blocks=700, offload_skipped_blocks=300)
-    found = causes(summary_of_arms(kvbm=replace(IDLE, g2_blocks=256, counters=counters)))
-    assert list(found) == ["g2-too-small", "offload-skipped"]
-    counters = counted(offload_blocks_d2h=900, evicted_blocks=700, offload_skipped_blocks=800)
-    found = causes(summary_of_arms(kvbm=replace(IDLE, g2_blocks=256, counters=counters)))
-    assert list(found) == ["offload-skipped", "g2-too-small"]
+    for skipped, first in ((300, "g2-too-small"), (800, "offload-skipped")):
+        counters = counted(offload_blocks_d2h=900, evicted_blocks=700, offload_skipped_blocks=skipped)
+        found = causes(summary_of_arms(kvbm=replace(IDLE, g2_blocks=256, counters=counters)))
+        assert (len(found), next(iter(found))) == (2, first)
 
 
 def test_kvbm_that_turned_itself_off():

@@ -1,6 +1,7 @@
 """Scripts of every kind: lengths, what prompts share, phases, order, and the seed."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -58,7 +59,7 @@ def tokens(whole: Script, request: ScriptedRequest) -> list[int]:
     return found
 
 
-def common(first: list[int], second: list[int]) -> int:
+def common(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = zip(first, second, strict=False)
     return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
 
@@ -77,7 +78,7 @@ def test_the_seed_decides_every_token(kind):
 def test_no_request_contains_the_warm_up(kind):
     whole = script(kind)
     assert len(whole.warmup) == whole.requests[0].prompt_token_count
-    assert all(common(list(whole.warmup), tokens(whole, one)) < 8 for one in whole.requests)
+    assert all(common(whole.warmup, tokens(whole, one)) < 8 for one in whole.requests)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SMALLEST if kind in BUILT])

@@ -5,16 +5,17 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-import yaml
 from bench_rig import (
     COMPUTED_TOKEN_MS,
     PATIENT,
     REQUESTS,
     WORKLOAD,
     SilentProgress,
+    in_turn,
     lines_of,
     timed,
     without_sampler,  # noqa: F401
+    workload_file,
 )
 from mock_engine import MockEngine, Options
 
@@ -218,17 +219,14 @@ def test_different_answers_of_two_servers_are_wrong_if_the_reference_repeats_its
 
 
 @pytest.fixture
-def workload_file(tmp_path):
-    path = tmp_path / "small.yaml"
-    schedule = Schedule(interval_s=0.04, pairs=1)
-    path.write_text(yaml.safe_dump(WORKLOAD.model_copy(update={"schedule": schedule}).model_dump()))
-    return str(path)
+def workload(tmp_path):
+    return workload_file(tmp_path, in_turn(interval_s=0.04))
 
 
-def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_file):
+def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload):
     with MockEngine(PLAIN) as server:
         request = command.BenchRequest(
-            compare=[server.url], workloads=[workload_file], output=tmp_path / "run", as_json=True
+            compare=[server.url], workloads=[workload], output=tmp_path / "run", as_json=True
         )
         assert command.bench(request) == 0
     summary = json.loads(capsys.readouterr().out)
@@ -241,25 +239,25 @@ def test_the_whole_command_with_the_url_of_a_server(tmp_path, capsys, workload_f
     assert summary["profile"] is None
 
 
-def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload_file):
+def test_pressure_takes_the_size_of_g1_from_the_server(tmp_path, capsys, workload):
     with MockEngine(replace(PLAIN, g1_blocks=100)) as server:
         request = command.BenchRequest(
-            compare=[server.url], workloads=[workload_file], pressure="0.5,2", output=tmp_path / "run", as_json=True
+            compare=[server.url], workloads=[workload], pressure="0.5,2", output=tmp_path / "run", as_json=True
         )
         assert command.bench(request) == 0
     cells = json.loads(capsys.readouterr().out)["cells"]
     assert [(cell["name"], cell["g1_tokens"]) for cell in cells] == [("small-x0.5", 1600), ("small-x2", 1600)]
     assert [cell["working_set_tokens"] for cell in cells] == pytest.approx([800, 3200], rel=0.35)
     with MockEngine(replace(PLAIN, has_metrics=False)) as server:
-        request = command.BenchRequest(compare=[server.url], workloads=[workload_file], pressure="2")
+        request = command.BenchRequest(compare=[server.url], workloads=[workload], pressure="2")
         with pytest.raises(UsageError, match="the engine does not report it"):
             command.bench(request)
 
 
-def test_a_server_that_is_not_there_is_an_error_before_a_directory_is_made(tmp_path, workload_file, monkeypatch):
+def test_a_server_that_is_not_there_is_an_error_before_a_directory_is_made(tmp_path, workload, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with MockEngine(PLAIN) as server:
         address = server.url
     with pytest.raises(EngineError, match=f"no server answers at {address}/v1/models: .*refused"):
-        command.bench(command.BenchRequest(compare=[address], workloads=[workload_file]))
+        command.bench(command.BenchRequest(compare=[address], workloads=[workload]))
     assert not (tmp_path / "kvbm-runs").exists()

@@ -3,10 +3,11 @@
 import copy
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import FASTER, Experiment, Turns, summary_in
+from experiments import FASTER, Experiment, Turns, rewrite_lines, summary_in
 from rich.console import Console
 
 from kvbm.errors import UsageError
@@ -191,23 +192,38 @@ def test_equal_results_give_an_equal_summary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "damage", "message"),
     [
-        (PLAN, "{", "plan.json is not JSON"),
-        (PLAN, "[]", "plan.json must be a JSON object"),
-        (PLAN, "{}", "plan.json: `format` is missing, this version reads 2"),
-        (PLAN, '{"format": 2}', "is damaged: KeyError: 'cells'"),
-        (REQUESTS, '{"run": 1}\n', "line 1: "),
-        (REQUESTS, "x\ny\n", "requests.jsonl, line 1: not JSON"),
-        (RUNS, "1\n", "runs.jsonl, line 1: must be a JSON object"),
-        ("cells/small/plan.json", "{}", "is damaged: KeyError"),
+        (PLAN, None, "{path} is not the directory of a run: it has no plan.json"),
+        (PLAN, "{", "{path}/plan.json is not JSON: "),
+        (PLAN, "[]", "{path}/plan.json must be a JSON object"),
+        (PLAN, '{"requests": []}', "{path}/plan.json: `format` is missing, this version reads 2"),
+        (PLAN, '{"format": 2}', "{path} is damaged: KeyError: 'cells'"),
+        ("cells/small/plan.json", "{", "{path}/cells/small/plan.json is not JSON: "),
+        ("cells/small/plan.json", "{}", "{path} is damaged: KeyError"),
+        (REQUESTS, "x\ny\n", "{path}/requests.jsonl, line 1: not JSON"),
+        (REQUESTS, "[]\n", "{path}/requests.jsonl, line 1: must be a JSON object"),
+        (REQUESTS, (4, {"first_token_ms": "soon"}), "{path}/requests.jsonl, line 4: `first_token_ms` is 'soon', not "),
+        (REQUESTS, (5, {"session": None}), "{path}/requests.jsonl, line 5: "),
+        (REQUESTS, Path.mkdir, "cannot read {path}/requests.jsonl: "),
+        (RUNS, (2, {"arm": None}), "{path}/runs.jsonl, line 2: `arm` is missing"),
+        (RUNS, (3, {"client": []}), "{path}/runs.jsonl, line 3: `client` is []"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path, name, text, message):
-    faster().write(tmp_path / "made")
-    (tmp_path / "made" / name).write_text(text)
-    with pytest.raises(UsageError, match=message):
-        Results.read(BenchDirectory.open(tmp_path / "made"))
+def test_a_damaged_file_is_named(tmp_path, name, damage, message):
+    """`damage` is a new text, a line with other fields, or what is in place of the file."""
+    path = faster().write(tmp_path / "made")
+    file = path / name
+    if isinstance(damage, tuple):
+        rewrite_lines(file, damage[0], **damage[1])
+    elif isinstance(damage, str):
+        file.write_text(damage)
+    else:
+        file.unlink()
+        (damage or Path.exists)(file)
+    with pytest.raises(UsageError) as caught:
+        Results.read(BenchDirectory.open(path))
+    assert caught.value.message.startswith(message.format(path=path))
 
 
 def test_an_interrupted_summary_has_the_keys_of_a_whole_one(tmp_path):

@@ -10,6 +10,8 @@ from kvbm.config.document import parse_document, together
 from kvbm.errors import ProfileError, UsageError
 from kvbm_cli.bench.workload.files import _validated, load_workload, shipped_workloads, workload_keys
 from kvbm_cli.bench.workload.schema import KINDS, Conversations, Workload, as_definition
+from kvbm_cli.profile.resolve import resolve
+from kvbm_cli.profile.size import size_of
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/bench.md"
 TEXT = """
@@ -223,12 +225,19 @@ def test_every_shipped_workload_is_valid_and_named_after_its_file(name):
     assert load_workload(name).name == name
 
 
-def test_the_default_workload_is_large_enough_to_mean_something():
-    workload = load_workload("conversations")
-    assert isinstance(workload, Conversations)
+def test_the_shipped_demo_keeps_its_promises():
+    """Six users of four turns, long prompts, room for two conversations in G1 and not for all, room for all in G2."""
+    resolved = resolve("demo")
+    workload = load_workload(resolved.profile.bench.workload or "")
+    sizing = size_of(resolved)
     assert workload.users >= 6
     assert workload.turns >= 4
     assert workload.prompt_tokens(1) >= 1500
+    assert sizing.device.token_count >= 2 * workload.conversation_tokens
+    assert sizing.device.token_count < 0.6 * workload.working_set_tokens
+    assert sizing.host.token_count > workload.working_set_tokens
+    assert resolved.profile.engine.arguments.prefix_caching
+    assert resolved.profile.engine.arguments.dtype == "float32"
 
 
 def test_lengths_grow_by_question_and_answer():
@@ -309,10 +318,13 @@ def test_what_is_no_mapping_is_refused_once(text, message):
     assert caught.value.__cause__ is None
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ProfileError, match="not UTF-8"):
-        load_workload(str(tmp_path / "binary.yaml"))
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe\x00", "not UTF-8"), (b"a: " + b"[" * 5000, "nested too deeply")]
+)
+def test_a_file_that_cannot_be_parsed_is_refused(tmp_path, content, message):
+    (tmp_path / "odd.yaml").write_bytes(content)
+    with pytest.raises(ProfileError, match=message):
+        load_workload(str(tmp_path / "odd.yaml"))
 
 
 @pytest.mark.parametrize(

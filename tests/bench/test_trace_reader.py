@@ -26,20 +26,14 @@ def read(path, **form):
     return list(TraceReader(path, TraceFormat(**form)))
 
 
-def refused(tmp_path, *lines, **form):
-    """The message about wrong lines, without the directory of the file."""
-    with pytest.raises(ProfileError) as caught:
-        read(written(tmp_path, *lines), **form)
-    return caught.value.message.replace(f"{tmp_path}/", "")
-
-
 def placed(tmp_path, *lines, **form):
     path = written(tmp_path, *lines)
     sessions = Sessions(path, TraceFormat(**form))
     return [sessions.place(request) for request in read(path, **form)]
 
 
-def misplaced(tmp_path, *lines, **form):
+def refused(tmp_path, *lines, **form):
+    """The message about wrong lines, without the directory of the file."""
     with pytest.raises(ProfileError) as caught:
         placed(tmp_path, *lines, **form)
     return caught.value.message.replace(f"{tmp_path}/", "")
@@ -287,7 +281,7 @@ def test_turns_follow_each_other_and_times_are_estimated(tmp_path):
 )
 def test_a_line_that_contradicts_another_is_refused(tmp_path, first, second, expected):
     base = {"session_id": "a", "input_length": 1}
-    message = misplaced(tmp_path, {**base, **first}, {**base, **second})
+    message = refused(tmp_path, {**base, **first}, {**base, **second})
     assert message.startswith("t.jsonl:2: ")
     assert expected in message
 

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from test_bench_scripts import common
 
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.cells import script_of as script_of_workload
@@ -40,10 +41,6 @@ def planned(script, *, answers=(), has_token_ids=True):
 def answers_of(script):
     """One answer of the right length per request; its tokens occur nowhere else."""
     return [RecordedAnswer((1000 + index,) * (one.answer_tokens or 0)) for index, one in enumerate(script.requests)]
-
-
-def common(one, another):
-    return next((i for i, (a, b) in enumerate(zip(one, another, strict=False)) if a != b), min(len(one), len(another)))
 
 
 def test_prompts_of_the_head_have_the_lengths_and_the_sharing_of_the_trace():
