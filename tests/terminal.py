@@ -14,6 +14,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -108,17 +109,27 @@ def ways(names: Iterable[str]) -> list[tuple[str, Kvbm]]:
 
 def on_a_terminal(*command: str, home: Path, columns: int, **extra: str) -> list[str]:
     """The lines that are shown on a terminal of that width."""
+    exit_code, shown = typed("", *command, home=home, **extra, COLUMNS=str(columns), TERM="dumb")
+    assert exit_code == 0, shown
+    return shown.splitlines()
+
+
+def typed(keys: str, *command: str, home: Path, **extra: str) -> tuple[int, str]:
+    """The exit code, and what was seen on a terminal without echo on which the keys were typed."""
     leader, follower = pty.openpty()
-    env = {**environment(home, **extra), "COLUMNS": str(columns), "TERM": "dumb"}
-    with subprocess.Popen([*PROGRAM, *command], cwd=home, env=env, stdout=follower, stderr=follower) as program:
+    state = termios.tcgetattr(follower)
+    state[3] &= ~termios.ECHO
+    termios.tcsetattr(follower, termios.TCSANOW, state)
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), follower)
+    with subprocess.Popen([*PROGRAM, *command], cwd=home, env=environment(home, **extra), **streams) as program:
         os.close(follower)
+        os.write(leader, keys.encode())
         shown = b""
         with contextlib.suppress(OSError):  # the end of a terminal
             while part := os.read(leader, 4096):
                 shown += part
         os.close(leader)
-    assert program.returncode == 0, shown
-    return shown.decode().splitlines()
+    return program.returncode, shown.decode().replace("\r\n", "\n")
 
 
 def assert_snapshot(name: str, text: str) -> None:

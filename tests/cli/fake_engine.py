@@ -5,9 +5,9 @@ FAKE says how: `crash` ends before it is healthy, `long_farewell` too and says m
 ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if all were well, `children` starts a
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
-answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `full_disk` and others of LAST_WORDS end
-with such words, `noisy` prints control characters and then a line per millisecond, `held_stop` ends once there is a
-file `may_end`. Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
+answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `own_words` ends with an error and a hint,
+`noisy` prints control characters and then a line per millisecond, `held_stop` ends once there is a file `may_end`.
+Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
 """
 
 import asyncio
@@ -30,12 +30,7 @@ from fake_server import Connection, FakeServer, Request
 MODE = os.environ.get("FAKE", "")
 NOISE = b"\x1b[31mred\x1b[0m \x1b]0;title\x07 \xff end\n 10%|#\r100%|##########\n"
 REFUSALS = {"refuses": (404, 99), "broken": (500, 99), "busy": (503, 2)}  # status, and how often
-LAST_WORDS = {
-    "full_disk": "OSError: [Errno 28] No space left on device",
-    "no_library": "ModuleNotFoundError: No module named 'flash'",
-    "no_gpu_memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    "own_words": "error: the model cannot be read: config.json is missing\n\nhint: `engine.model`",
-}
+OWN_WORDS = "error: the model cannot be read: config.json is missing\n\nhint: `engine.model`"
 
 
 class FakeEngine(FakeServer):
@@ -93,8 +88,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda *ignored: end_when_allowed())
     if MODE == "crash":
         sys.exit("Traceback (most recent call last):\nMemoryError: not enough of it")
-    if MODE in LAST_WORDS:
-        sys.exit(LAST_WORDS[MODE])
+    if MODE == "own_words":
+        sys.exit(OWN_WORDS)
     if MODE == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if MODE == "long_farewell":

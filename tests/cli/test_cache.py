@@ -45,10 +45,6 @@ OLD, NEW = "00000000000000aa", "00000000000000bb"
 HOUR = 3600
 
 
-def hash_of(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
 def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None], age_s: float) -> Path:
     """A cache of one block per salt in 16 slots, made `age_s` ago and last used half that time ago."""
     shards = [np.frombuffer(mmap.mmap(-1, len(salts) * BLOCK), np.uint8).reshape(-1, BLOCK)]
@@ -57,7 +53,7 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     settings = DiskSettings(directory, block_count=16, o_direct=False)
     tier = DiskStorage.open(settings, namespace, shards, hash_bytes=hashing.HASH_BYTES)
     slots = list(range(len(salts)))
-    hashes, tenants = [hash_of(slot) for slot in slots], [hashing.tenant(salt) for salt in salts]
+    hashes, tenants = [slot.to_bytes(16, "little") for slot in slots], [hashing.tenant(salt) for salt in salts]
     tier.submit(Write(1, hashes, slots, slots, tenants, generations=[0] * len(hashes)))
     results = eventually(tier.poll)
     assert all(results[0].is_good), results

@@ -97,14 +97,6 @@ def test_check_finds_what_a_dry_run_finds(home, change, way):
     assert hint is None or hint in checked.stderr.partition("\nhint: ")[2]
 
 
-def test_check_finds_a_workload_that_does_not_exist(home):
-    write(home, "workload: zzz")
-    outcome = kvbm_here("profile", "check", "./mine.yaml", home=home)
-    assert outcome.exit_code == 2
-    assert "zzz" in outcome.stderr.splitlines()[0]
-    assert "\n  mine.yaml:14:13\n" in outcome.stderr
-
-
 def test_check_finds_a_mistake_inside_a_workload(home):
     write(home, "workload: ./mine-too.yaml")
     (home / "mine-too.yaml").write_text("name: x\nuserz: 3\n")

@@ -44,15 +44,6 @@ def test_a_log_must_be_a_file(tmp_path):
     _open_log(Path("/dev/null")).close()
 
 
-@pytest.mark.parametrize("content", [b"\xff", b"a: " + b"[" * 5000])
-def test_a_workload_that_cannot_be_read_is_the_users_mistake(tmp_path, content):
-    (tmp_path / "w.yaml").write_bytes(content)
-    command = [*PROGRAM, "bench", "--profile", "demo", "--workload", str(tmp_path / "w.yaml")]
-    outcome = subprocess.run(command, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True)
-    assert outcome.returncode == 2
-    assert "bug" not in outcome.stderr
-
-
 def test_a_server_whose_log_is_full_goes_on(monkeypatch):
     class Full:
         def write(self, text: str) -> int:

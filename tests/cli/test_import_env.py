@@ -189,8 +189,3 @@ def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path):
     refused = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
     assert refused.exit_code == 2
     assert "only from host memory, but the variables set only a disk tier" in refused.stderr
-
-
-def test_unknown_engine_is_a_usage_error(tmp_path):
-    refused = kvbm_here("profile", "import-env", "--engine", "trt", home=tmp_path, **TRTLLM)
-    assert (refused.exit_code, refused.stderr.splitlines()[0]) == (2, "error: `--engine trt` is not a kind of engines")

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from terminal import PROGRAM, environment, kvbm
+from terminal import HANGS_S, kvbm
+from test_serve import started
 from test_serve_embedded import ask
 from waiting import eventually, is_gone
 
@@ -135,22 +136,19 @@ def _is_taken(port: int) -> bool:
 @contextmanager
 def serving(home: Path, mode: str) -> Iterator[tuple[subprocess.Popen[str] | None, psutil.Process, str]]:
     """(the foreground program if it is one, the launcher, the URL)"""
-    command = [*PROGRAM, "serve", "-p", "./kill.yaml", "--json"]
     if mode == "detached":
         outcome = kvbm("serve", "-p", "./kill.yaml", "--json", "-d", home=home, timeout_s=120)
         assert outcome.exit_code == 0, outcome.stderr
         (seen,) = json.loads(kvbm("status", "--json", home=home).stdout)
         yield None, psutil.Process(seen["pid"]), seen["url"]
         return
-    with (home / "stderr").open("w") as stderr:
-        streams = {"stdout": subprocess.PIPE, "stderr": stderr, "text": True}
-        with subprocess.Popen(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]
-            try:
-                ready = "".join(_until_brace(program.stdout))
-                assert ready, (home / "stderr").read_text()
-                yield program, psutil.Process(program.pid), json.loads(ready)["url"]
-            finally:
-                program.kill()
+    with (
+        (home / "stderr").open("w") as stderr,
+        started(home, "--json", profile="./kill.yaml", stderr=stderr) as program,
+    ):
+        ready = "".join(_until_brace(program.stdout))
+        assert ready, (home / "stderr").read_text()
+        yield program, psutil.Process(program.pid), json.loads(ready)["url"]
 
 
 def _until_brace(lines: Iterable[str]) -> Iterator[str]:
@@ -187,20 +185,12 @@ def kill(home: Path, victim: str, mode: str) -> dict[str, object]:
             stopped = kvbm("stop", home=home)
             assert stopped.exit_code == 0, (stopped, (home / "stderr").read_text() if program else "")
         if program is not None:
-            code = program.wait(timeout=60)
+            code = program.wait(timeout=HANGS_S)
             assert code == {"launcher": -signal.SIGKILL, "engine": 128 + signal.SIGKILL}.get(victim, 0)
         eventually(lambda: not family.left(home, port))
         gone_s = time.monotonic() - killed
     assert json.loads(kvbm("status", "--json", home=home).stdout) == []
     return {"victim": victim, "mode": mode, "start_s": round(started_s, 2), "gone_s": round(gone_s, 2), "left": 0}
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-def test_whoever_is_killed_nothing_is_left_and_the_next_start_works(home):
-    """Three engines one after the other: each shows that the one before left nothing. The long form kills the rest."""
-    for number, victim in enumerate(("launcher", "engine", "disk")):
-        kill(home, victim, MODES[number % 2])
 
 
 @pytest.mark.soak

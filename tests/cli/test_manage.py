@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -14,20 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 from recorded_runs import NOBODY, facts
-from terminal import PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm, kvbm_here
+from terminal import HANGS_S, PROGRAM, Outcome, assert_snapshot, environment, filtered, kvbm, kvbm_here
 from test_runs import states
-from test_serve import RUNS, serving
+from test_serve import LONG_STOP, RUNS, serving, started
 from test_serve import home as home  # the fixture
 from waiting import eventually, is_gone
 
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.runs.log_tail import start_of_last_lines
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import duration
 from kvbm_cli.terminal.progress import Pace
 
-ABCD = "a\nb\nc\nd\n"
 SERVE = ("serve", "-p", "./mine.yaml", "--detach")
 
 
@@ -91,10 +88,8 @@ def test_json_of_a_detached_start_can_be_captured(home):
     assert kvbm("stop", ready["run"], home=home).exit_code == 0
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mode", ["crash", "full_disk"])
-def test_failed_detached_start_says_what_one_in_the_foreground_says(home, mode):
-    override = ("--set", f"engine.environment.FAKE={mode}")
+def test_failed_detached_start_says_what_one_in_the_foreground_says(home):
+    override = ("--set", "engine.environment.FAKE=crash")
     before = kvbm("serve", "-p", "./mine.yaml", *override, home=home)
     after = kvbm(*SERVE, *override, home=home)
     assert after.exit_code == before.exit_code == 1
@@ -109,12 +104,10 @@ def test_failed_detached_start_says_what_one_in_the_foreground_says(home, mode):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_of_a_detached_start_stops_it(home, number):
-    command = [*PROGRAM, *SERVE, "--set", "engine.environment.FAKE=hang"]
-    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+    with started(home, "--detach", "--set", "engine.environment.FAKE=hang") as program:
         eventually(lambda: any(b"loading" in log.read_bytes() for log in home.glob(f"{RUNS}/*/engine.log")))
         family = psutil.Process(program.pid).children(recursive=True)
-        program.send_signal(number)
-        assert program.wait(timeout=60) == 128 + number
+        assert program.code_after(number) == 128 + number
     assert all(is_gone(process.pid) for process in family)
 
 
@@ -122,7 +115,7 @@ def test_engine_in_the_foreground_can_be_stopped_from_elsewhere(home):
     with serving(home) as program:
         assert [run["state"] for run in status(home)] == ["healthy"]
         outcome = kvbm("stop", "mine", "--json", home=home)
-        assert program.wait(timeout=60) == 0
+        assert program.wait(timeout=HANGS_S) == 0
     (stopped,) = json.loads(outcome.stdout)
     assert {**stopped, "took_s": 0} == {
         "run": "mine-1",
@@ -138,8 +131,8 @@ def test_stops_at_the_same_time_do_not_kill(home):
     with serving(home) as program:
         command = [*PROGRAM, "stop"]
         stops = [subprocess.Popen(command, cwd=home, env=environment(home), text=True, stdout=-1) for _ in range(3)]
-        told = [stop.communicate(timeout=60)[0] for stop in stops]
-        assert program.wait(timeout=60) == 0
+        told = [stop.communicate(timeout=HANGS_S)[0] for stop in stops]
+        assert program.wait(timeout=HANGS_S) == 0
     assert [stop.returncode for stop in stops] == [0, 0, 0]
     assert not any("killed" in text for text in told)
 
@@ -152,18 +145,16 @@ def test_interrupt_in_the_foreground_ends_with_what_stop_says(home, mode, how, c
             program.send_signal(signal.SIGINT)  # a second one counts only when the first was handled
             eventually(lambda: states(home, with_ended=True) in (["stopping"], ["ended"]))
         told = program.stderr.read().splitlines()
-        assert program.wait(timeout=60) == code
+        assert program.wait(timeout=HANGS_S) == code
     assert re.fullmatch(rf"mine-1 {how} after \d+\.\d s", told[-1])
 
 
 def test_stubborn_engine_is_killed_at_the_deadline_of_the_command_line(home):
-    kvbm(*SERVE, "--set", "engine.environment.FAKE=stubborn", home=home)
+    kvbm(*SERVE, "--set", "engine.environment.FAKE=stubborn", "--set", LONG_STOP % home, home=home)
     processes = processes_of(home)
-    began = time.monotonic()
-    outcome = kvbm("stop", "--timeout", "1", home=home)
+    outcome = kvbm("stop", "--timeout", "1", home=home)  # the timeout of the profile would be longer than this may take
     assert outcome.exit_code == 3
     assert re.search(r"mine-1 was killed after [1-9]\d*\.", outcome.stdout)
-    assert time.monotonic() - began < 25, "the timeout of the profile, 30 s, was awaited"
     assert all(is_gone(process.pid) for process in processes)
 
 
@@ -205,7 +196,7 @@ def test_several_engines_keep_apart(home):
 def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(home):
     command = [*PROGRAM, *SERVE]
     starts = [subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) for _ in range(4)]
-    assert [start.wait(timeout=60) for start in starts] == [0] * 4
+    assert [start.wait(timeout=HANGS_S) for start in starts] == [0] * 4
     seen = status(home)
     assert len({run["url"] for run in seen}) == len({run["run"] for run in seen}) == 4
     assert kvbm("stop", "--all", home=home).exit_code == 0
@@ -230,18 +221,7 @@ def test_logs_are_followed_until_the_engine_ends(detached):
         assert following.stdout.readline() == b"one more\n"
         kvbm("stop", home=detached)
         assert following.stdout.read() == b"and a half\n"
-        assert following.wait(timeout=60) == 0
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, ""), (1, "d\n"), (2, "c\nd\n"), (4, "a\nb\nc\nd\n"), (9, "a\nb\nc\nd\n")]
-)
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_last_lines_of_a_file(tmp_path, count, text, end):
-    (tmp_path / "log").write_text(f"a\nb\nc\nd{end}")
-    with (tmp_path / "log").open("rb") as file:
-        file.seek(start_of_last_lines(file, count))
-        assert file.read().decode() == (text if end else text.removesuffix("\n"))
+        assert following.wait(timeout=HANGS_S) == 0
 
 
 def test_runs_of_another_boot_are_ended_and_never_signalled(home):
@@ -318,8 +298,7 @@ def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
 
 def test_port_of_a_starting_engine_is_taken_before_it_listens(home):
     port = choose_port("127.0.0.1", 0)
-    command = [*PROGRAM, *SERVE, "--port", str(port), "--set", "engine.environment.FAKE=hang"]
-    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+    with started(home, "--detach", "--port", str(port), "--set", "engine.environment.FAKE=hang") as program:
         eventually(lambda: [run["state"] for run in status(home)] == ["starting"])
         outcome = kvbm("serve", "-p", "./mine.yaml", "--port", str(port), home=home)
         assert outcome.stderr == (
@@ -327,7 +306,7 @@ def test_port_of_a_starting_engine_is_taken_before_it_listens(home):
             "hint: choose a free port with `--port 0`, or stop the other engine with `kvbm stop mine-1`\n"
         )
         kvbm("stop", "--all", home=home)
-        assert program.wait(timeout=60) == 128 + signal.SIGTERM
+        assert program.wait(timeout=HANGS_S) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2e5, "2 d")])
@@ -344,10 +323,3 @@ def test_counted_progress_has_a_rate_and_the_time_left(monkeypatch):
     now[0] += 2
     assert pace.of("taking space, 200 of 1000 MiB") == "taking space, 200 of 1000 MiB, 100 MiB/s, 8 s left"
     assert pace.of("taking memory, 200 of 1000 MiB") == "taking memory, 200 of 1000 MiB"
-
-
-def test_a_url_that_nobody_serves_any_more_is_gone(detached):
-    url = str(status(detached)[0]["url"])
-    kvbm("stop", home=detached)
-    with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"{url}/health")

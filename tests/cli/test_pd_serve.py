@@ -11,7 +11,7 @@ import urllib.request
 import psutil
 import pytest
 from model_configs import write_model
-from terminal import assert_snapshot, filtered, kvbm, kvbm_here
+from terminal import HANGS_S, assert_snapshot, filtered, kvbm, kvbm_here
 from test_serve import serving
 from test_serve_vllm import PROFILE
 from waiting import eventually, is_gone
@@ -48,8 +48,7 @@ def test_all_are_announced_and_a_signal_ends_all(home):
     with serving(home) as program:
         processes = psutil.Process(program.pid).children(recursive=True)
         assert json.load(urllib.request.urlopen(f"{program.url}/health"))["status"] == "ok"
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=30) == 0
+        assert program.code_after(signal.SIGTERM) == 0
         noted = filtered(program.stderr.read())
     for name in NAMES:
         assert re.search(rf"^{name} +http://127.0.0.1:\[PORT\]$", noted, flags=re.MULTILINE), noted
@@ -58,8 +57,7 @@ def test_all_are_announced_and_a_signal_ends_all(home):
 
 def test_ready_as_json_names_every_engine(home):
     with serving(home, "--json") as program:
-        program.send_signal(signal.SIGINT)
-        program.wait(timeout=30)
+        program.code_after(signal.SIGINT)
         ready = json.loads(program.url + program.stdout.read())
     assert list(ready["engines"]) == NAMES
     assert ready["url"] not in ready["engines"].values()
@@ -70,7 +68,7 @@ def test_the_death_of_one_is_reported_with_its_name(home):
         engines = [one for one in psutil.Process(program.pid).children() if "--kv-transfer-config" in one.cmdline()]
         decode = next(one for one in engines if "PdConnector" not in one.cmdline()[-1])
         os.kill(decode.pid, signal.SIGKILL)
-        assert program.wait(timeout=30) == 137
+        assert program.wait(timeout=HANGS_S) == 137
         assert "error: decode 0: the engine exited unexpectedly, with exit code 137" in program.stderr.read()
     eventually(lambda: all(is_gone(one.pid) for one in engines))
 

@@ -116,8 +116,7 @@ def test_all_start_and_a_signal_ends_all(pd):
             *("decode-0.yaml", "disaggregated.yaml", "prefill-0.yaml", "prefill-1.yaml", "profile.yaml"),
         ]
         assert program.url.endswith(f":{yaml.safe_load((directory / 'disaggregated.yaml').read_text())['port']}")
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=30) == 0
+        assert program.code_after(signal.SIGTERM) == 0
     assert all(is_gone(process.pid) for process in processes)
 
 

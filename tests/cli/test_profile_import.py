@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
+from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
@@ -296,7 +296,7 @@ def test_standard_input_may_be_non_blocking(tmp_path):
         time.sleep(0.1)
         os.write(writer, b"a/b")
         os.close(writer)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=HANGS_S)
     assert b"model: a/b" in output
 
 

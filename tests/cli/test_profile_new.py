@@ -1,15 +1,11 @@
 """`kvbm profile new`: what it writes is right whatever was asked for, and it never writes anything else."""
 
-import os
-import pty
-import subprocess
-import termios
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import HANGS_S, PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, ways
+from terminal import Kvbm, assert_snapshot, kvbm_here, typed, ways
 
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.load import load
@@ -109,7 +105,9 @@ ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n\n12\n1GiB\nrelative\n
 
 
 def test_questions_are_asked_on_a_terminal(tmp_path: Path) -> None:
-    outcome, shown = on_a_terminal(tmp_path, ANSWERS, "profile", "new", "mine.yaml", "--set", "server.host=::1")
+    outcome, shown = typed(
+        ANSWERS, "profile", "new", "mine.yaml", "--set", "server.host=::1", home=tmp_path, NO_COLOR="1"
+    )
     assert outcome == 0, shown
     assert_snapshot("profile_new_questions", shown)
     values = load(str(tmp_path / "mine.yaml"), directories=[]).values
@@ -118,30 +116,8 @@ def test_questions_are_asked_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_end_of_the_answers_writes_nothing(tmp_path: Path) -> None:
-    exit_code, _ = on_a_terminal(tmp_path, "embedded\n\x04", "profile", "new", "mine.yaml")
+    exit_code, _ = typed("embedded\n\x04", "profile", "new", "mine.yaml", home=tmp_path)
     assert (exit_code, list(tmp_path.iterdir())) == (130, [])
-
-
-def on_a_terminal(home: Path, typed: str, *arguments: str) -> tuple[int, str]:
-    """The exit code, and what was seen on a terminal without echo."""
-    leader, follower = pty.openpty()
-    state = termios.tcgetattr(follower)
-    state[3] &= ~termios.ECHO
-    termios.tcsetattr(follower, termios.TCSANOW, state)
-    env = {**environment(home), "NO_COLOR": "1"}
-    process = subprocess.Popen(
-        [*PROGRAM, *arguments], cwd=home, env=env, stdin=follower, stdout=follower, stderr=follower
-    )
-    os.close(follower)
-    os.write(leader, typed.encode())
-    shown = b""
-    while True:
-        try:
-            shown += os.read(leader, 4096)
-        except OSError:  # the other end is closed
-            break
-    os.close(leader)
-    return process.wait(timeout=HANGS_S), shown.decode().replace("\r\n", "\n")
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)

@@ -40,8 +40,7 @@ def home(tmp_path):
 @pytest.mark.parametrize(("says", "expected"), [("", ""), (AS_COMPUTED, ""), (OTHERS, DIFFERENT)])
 def test_a_difference_is_one_line(home, says, expected):
     with serving(home, "--set", f"engine.environment.FAKE_SAYS={json.dumps(says)}") as program:
-        program.send_signal(signal.SIGTERM)
-        program.wait(timeout=20)
+        program.code_after(signal.SIGTERM)
         lines = program.stderr.read().splitlines()
     assert [line for line in lines if "the engine reports sizes" in line] == ([expected] if expected else [])
 

@@ -1,22 +1,20 @@
 """`kvbm serve` right after its predecessor: it waits for a port and a disk cache that an ending engine still holds."""
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from terminal import PROGRAM, environment
 from test_runs import states
+from test_serve import LONG_STOP as DISK
 from test_serve import home as home  # the fixture
-from test_serve import serving
+from test_serve import serving, started
 from waiting import eventually
 
 from kvbm_cli.engine.process import choose_port
 
-DISK = "tiers.disk={capacity: 1MiB, directory: %s/cache, drain_s: 240}"  # a busy machine may take long to stop
 HELD = ("--set", "engine.environment.FAKE=held_stop")
 
 
@@ -69,12 +67,5 @@ def test_start_waits_for_what_a_killed_launcher_has_left(home):
 
 @contextmanager
 def serving_in_background(home: Path, options: list[str]) -> Iterator[None]:
-    command = [*PROGRAM, "serve", "-p", "./mine.yaml", *options]
-    with (
-        open(home / "err", "w") as err,
-        subprocess.Popen(command, cwd=home, env=environment(home), stdout=err, stderr=err) as program,
-    ):
-        try:
-            yield
-        finally:
-            program.kill()
+    with open(home / "err", "w") as err, started(home, *options, stdout=err, stderr=err):
+        yield

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from model_configs import write_model
-from terminal import assert_snapshot, kvbm, kvbm_here
+from terminal import HANGS_S, assert_snapshot, kvbm, kvbm_here
 from test_manage import status
 from test_serve import home as home  # the fixture
 from test_serve import serving
@@ -85,7 +85,7 @@ def test_baseline_takes_no_memory_and_is_named_so(home):
         assert "no cache" in kvbm_here("status", home=home).stdout
         assert "cache      none: this is the baseline" in kvbm_here("status", "mine-baseline-1", home=home).stdout
         assert kvbm("stop", "mine", home=home).exit_code == 0, "the name of the profile names it too"
-        assert program.wait(timeout=60) == 0
+        assert program.wait(timeout=HANGS_S) == 0
 
 
 WRONG = {

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from terminal import PROGRAM, environment, kvbm
+from terminal import HANGS_S, kvbm
 from test_runs import states
-from test_serve import RUNS, serving
+from test_serve import RUNS, serving, started
 from test_serve import home as home  # the fixture
 from waiting import eventually
 
@@ -26,8 +26,7 @@ LINE = re.compile(r"^line (\d+)$", re.MULTILINE)
 
 
 def stop(program: subprocess.Popen[str]) -> None:
-    program.send_signal(signal.SIGTERM)
-    assert program.wait(timeout=60) == 0
+    assert program.code_after(signal.SIGTERM) == 0
 
 
 def log_of(home: Path, run: str = "mine-1") -> str:
@@ -79,15 +78,12 @@ def test_reader_that_goes_away_does_not_end_the_engine(home):
 @contextlib.contextmanager
 def on_a_terminal(home: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     leader, follower = pty.openpty()
-    command = [*PROGRAM, "serve", "-p", "./mine.yaml", *arguments]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": follower, "stderr": follower, "text": True}
-    with subprocess.Popen(command, cwd=home, env=environment(home), **streams) as program:  # type: ignore[call-overload]
-        try:
+    try:
+        with started(home, *arguments, stdin=subprocess.DEVNULL, stdout=follower, stderr=follower) as program:
             yield program, leader, follower
-        finally:
-            program.kill()
-            os.close(leader)
-            os.close(follower)
+    finally:
+        os.close(leader)
+        os.close(follower)
 
 
 @pytest.mark.parametrize("stopped_while", ["starting", "healthy"])
@@ -101,7 +97,7 @@ def test_stopped_terminal_delays_neither_engine_nor_stop(home, stopped_while):
         eventually(lambda: len(log_of(home)) > before + 1000)
         outcome = kvbm("stop", home=home)
         assert re.fullmatch(r"mine-1 stopped after \d+\.\d s\n", outcome.stdout), outcome
-        assert program.wait(timeout=60) == 0
+        assert program.wait(timeout=HANGS_S) == 0
         termios.tcflow(follower, termios.TCOON)
 
 
@@ -159,7 +155,10 @@ def test_snapshot_of_a_growing_log_ends(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "count", "start"),
-    [("a\nb\nc\n", 2, 2), ("a\nb", 5, 0), ("\n\n", 1, 0), ("x" * 200_000 + "\nb\n\n", 1, 200_001), ("", 1, 0)],
+    [
+        *(("a\nb\nc\n", 2, 2), ("a\nb\nc\n", 0, 6), ("a\nb\nc\n", 3, 0), ("a\nb\nc", 1, 4), ("a\nb", 5, 0)),
+        *(("\n\n", 1, 0), ("x" * 200_000 + "\nb\n\n", 1, 200_001), ("", 1, 0)),
+    ],
 )
 def test_last_lines_are_found(tmp_path, text, count, start):
     (tmp_path / "log").write_text(text)
@@ -179,14 +178,3 @@ def test_last_lines_are_found(tmp_path, text, count, start):
 )
 def test_line_cannot_control_the_terminal(line, text):
     assert shown_line(line) == text
-
-
-def test_logs_escapes_on_a_terminal_and_copies_bytes_elsewhere(home):
-    from terminal import on_a_terminal as shown_on_a_terminal
-
-    with serving(home, *NOISY, "-q") as program:
-        stop(program)
-    lines = shown_on_a_terminal("logs", "mine-1", home=home, columns=80)
-    assert lines[1] == "red \\x1b]0;title\\x07 \\xff end"
-    raw = subprocess.run([*PROGRAM, "logs", "mine-1"], cwd=home, env=environment(home), capture_output=True).stdout
-    assert raw == (home / RUNS / "mine-1" / "engine.log").read_bytes()

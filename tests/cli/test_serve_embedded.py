@@ -1,7 +1,6 @@
 """`kvbm serve` in front of the real embedded engine: it serves, stops, and leaves nothing behind, whoever is killed."""
 
 import json
-import os
 import signal
 import subprocess
 import urllib.request
@@ -12,7 +11,9 @@ from typing import Any
 
 import psutil
 import pytest
-from terminal import PROGRAM, environment, kvbm
+from terminal import kvbm, kvbm_here
+from test_serve import serving as serving_profile
+from test_serve import started
 from waiting import eventually, is_gone
 
 from kvbm.config.launch_plan import ADMIN_HEADER
@@ -39,19 +40,13 @@ def home(tmp_path):
 @contextmanager
 def serving(home: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A healthy `kvbm serve` and its URL."""
-    command = [*PROGRAM, "serve", "-p", "./tiny.yaml", *(f"--set={override}" for override in overrides)]
+    options = [f"--set={override}" for override in overrides]
     with (
         (home / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command, cwd=home, env=environment(home), stdout=subprocess.PIPE, stderr=stderr, text=True
-        ) as program,
+        serving_profile(home, *options, profile="./tiny.yaml", stderr=stderr) as program,
     ):
-        url = program.stdout.readline().strip()
-        try:
-            assert url, (home / "stderr").read_text()
-            yield program, url
-        finally:
-            program.kill()
+        assert program.url, (home / "stderr").read_text()
+        yield program, program.url
 
 
 def descendants(program: subprocess.Popen[Any]) -> list[psutil.Process]:
@@ -75,18 +70,7 @@ def test_engine_serves_and_sigterm_ends_it_with_zero(home):
         metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
         assert "kvbm_offload_blocks_d2h" in metrics
         children = descendants(program)
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(timeout=60) == 0
-    assert all(is_gone(child.pid) for child in children)
-
-
-@pytest.mark.soak
-def test_interrupt_twice_ends_it_at_once(home):
-    with serving(home) as (program, _):
-        children = descendants(program)
-        program.send_signal(signal.SIGINT)
-        program.send_signal(signal.SIGINT)
-        assert program.wait(timeout=60) in (0, 128 + signal.SIGKILL)
+        assert program.code_after(signal.SIGTERM) == 0
     assert all(is_gone(child.pid) for child in children)
 
 
@@ -103,22 +87,8 @@ def test_killed_parent_leaves_no_process_and_no_memory(home, worker_process):
     assert not [path for path in mapped if path.parent == SHARED_MEMORY and path.exists()]
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.soak)])
-def test_killed_engine_is_reported_and_leaves_no_process(home, number):
-    """Other numbers are reported alike; test_failure_reason.py says what of each."""
-    with serving(home, "engine.arguments.worker_process=true") as (program, _):
-        children = descendants(program)
-        engine = next(child for child in children if "kvbm.embedded" in child.cmdline())
-        os.kill(engine.pid, number)
-        assert program.wait(timeout=60) == 128 + number
-        eventually(lambda: all(is_gone(child.pid) for child in children))
-    assert f"the engine exited unexpectedly, with exit code {128 + number}" in (home / "stderr").read_text()
-
-
 def test_parent_killed_while_the_engine_loads_leaves_no_process(home):
-    command = [*PROGRAM, "serve", "-p", "./tiny.yaml"]
-    with subprocess.Popen(command, cwd=home, env=environment(home), stderr=subprocess.DEVNULL) as program:
+    with started(home, profile="./tiny.yaml") as program:
         eventually(lambda: len(descendants(program)) == 2)
         children = descendants(program)
         program.kill()
@@ -137,7 +107,7 @@ def test_too_little_memory_is_an_error_that_says_how_much_there_is(home):
 
 
 def test_model_that_is_too_long_for_the_pool_is_an_error_of_the_profile(home):
-    outcome = kvbm("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
+    outcome = kvbm_here("serve", "-p", "./tiny.yaml", "--set", "engine.arguments.max_model_len=999999", home=home)
     assert outcome.exit_code == 2
     assert "max_model_len" in outcome.stderr
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from fake_trtllm import installation, wrapper
 from model_configs import write_model
-from terminal import assert_snapshot, kvbm, kvbm_here, ways
+from terminal import HANGS_S, assert_snapshot, kvbm, kvbm_here, ways
 from test_manage import status
 from test_serve import RUNS, serving
 from waiting import eventually, is_gone
@@ -142,7 +142,7 @@ def test_serve_starts_it_and_stop_stops_it(home, arguments):
         assert run["versions"]["tensorrt_llm"] == "1.2.0"
         pid = int(str(run["pid"]))
         assert kvbm("stop", "mine", home=home).exit_code == 0
-        assert program.wait(timeout=20) == 0
+        assert program.wait(timeout=HANGS_S) == 0
         eventually(lambda: is_gone(pid))
 
 
@@ -165,12 +165,6 @@ def test_printed_commands_start_the_same_engine(home):
     done = subprocess.run(["sh", "-c", script], cwd=home, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"{home}/qwen --backend pytorch --host 127.0.0.1 --port 1 --extra_llm_api_options")
     assert yaml.safe_load((home / "trtllm.yaml").read_text())["max_seq_len"] == 4096
-
-
-def test_failed_start_shows_what_the_engine_said(home):
-    outcome = kvbm("serve", "-p", "./mine.yaml", "--set", "engine.arguments.max_sequence_length=7", home=home)
-    assert outcome.exit_code == 1
-    assert "extra inputs are not permitted: ['max_sequence_length']" in outcome.stderr
 
 
 @pytest.mark.parametrize("interface", ["connectors/kv_cache_connector.py", "kv_cache_connector.py", None])

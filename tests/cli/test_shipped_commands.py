@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from terminal import assert_snapshot, kvbm_here, ways
+from terminal import assert_snapshot, kvbm, kvbm_here, ways
 
 from kvbm.config.layers import shipped, shipped_halves
 from kvbm_cli.package_data import profiles_directory
@@ -23,7 +23,7 @@ def test_it_checks_clean_and_makes_a_plan(tmp_path, name, way):
 
 
 def test_the_list_has_them_all(tmp_path):
-    assert_snapshot("profile_list", kvbm_here("profile", "list", home=tmp_path).text("kvbm profile list"))
+    assert_snapshot("profile_list", kvbm("profile", "list", home=tmp_path).text("kvbm profile list"))
     listed = json.loads(kvbm_here("profile", "list", "--json", home=tmp_path).stdout)
     assert [one["name"] for one in listed] == [*NAMES, *HALVES]
     assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm", "sglang", None}

@@ -2,15 +2,14 @@
 
 import fcntl
 import json
-import os
 import subprocess
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from recorded_runs import facts
-from terminal import kvbm
+from recorded_runs import facts, own
+from terminal import HANGS_S, kvbm
 from test_manage import status
 from test_serve import RUNS, serving
 from test_serve import home as home  # the fixture
@@ -41,7 +40,7 @@ def test_engine_whose_description_is_damaged_is_stopped(home, what, options):
         assert outcome.exit_code == 0, outcome
         assert outcome.stdout.startswith("mine-1 stopped after ")
         assert "no engine" not in outcome.stderr
-        assert program.wait(timeout=60) == 0
+        assert program.wait(timeout=HANGS_S) == 0
         assert is_gone(engine)
 
 
@@ -89,7 +88,7 @@ def test_all_others_are_stopped_when_one_cannot_be_found(runs, processes, capsys
     assert "hint: find its launcher with" in shown.err
     assert "no engine is running" not in shown.err
     assert processes[0].poll() is None
-    assert processes[1].wait(timeout=60) == -15
+    assert processes[1].wait(timeout=HANGS_S) == -15
 
 
 @pytest.mark.parametrize("command", ["stop --all", "stop demo-1"])
@@ -128,11 +127,11 @@ def test_all_others_are_stopped_when_one_runs_elsewhere_or_belongs_to_another_us
     assert "`demo-1` runs on other-machine or in another container" in shown.err
     assert "`demo-2` belongs to another user" in shown.err
     assert shown.out.startswith("demo-3 ")
-    assert processes[1].wait(timeout=60) == -15
+    assert processes[1].wait(timeout=HANGS_S) == -15
 
 
 def test_lock_that_cannot_be_opened_is_not_taken_for_free(runs, capsys):
-    path = written(runs, identity_of_this_process())
+    path = written(runs, own())
     (path / FACTS).write_text("half")
     (path / LOCK).unlink()
     assert run(["stop", "--all"]) == 1
@@ -143,15 +142,9 @@ def test_lock_that_cannot_be_opened_is_not_taken_for_free(runs, capsys):
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": "x"}', "[" * 100_000, "\x00"])
 def test_lock_that_names_nothing_stops_no_command(runs, content, capsys):
-    path = written(runs, identity_of_this_process())
+    path = written(runs, own())
     (path / FACTS).write_text("half")
     (path / LOCK).write_text(content)
     for command, exit_code in (("status", 0), ("status demo-1", 1), ("logs demo-1", 1), ("stop --all", 0)):
         assert run(command.split()) == exit_code
         assert "is damaged; its engine has ended" in capsys.readouterr().err
-
-
-def identity_of_this_process() -> ProcessIdentity:
-    found = ProcessIdentity.of(os.getpid())
-    assert found is not None
-    return found
