@@ -174,7 +174,6 @@ class HostWorker:
     is_async: bool
     latency_steps: int | None = 1
     fail_next: int = 0  # so many of the next blocks to load come out wrong
-    fails_early: bool = False  # report failed blocks a step before the load ends
     store: dict[bytes, object] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 

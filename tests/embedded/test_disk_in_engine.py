@@ -27,7 +27,6 @@ from kvbm.process import deadlines, service_process
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
-READ_ALWAYS = {"policy": "always"}
 POLICIES = ["frequency", "always", "on_evict"]
 HOSTS = {"small": 30, "smaller than a request": 6, "none": None}
 OFTEN = {("small", "frequency"), ("small", "on_evict"), ("smaller than a request", "always"), ("none", "always")}

@@ -6,7 +6,6 @@ from mutant import Mutant
 
 DIFF = "kvbm_cli/bench/diff.py"
 ANSWERS = "kvbm_cli/bench/judge/answers.py"
-UNFINISHED = "kvbm_cli/bench/cells.py"
 SUMMARY = "kvbm_cli/bench/summary.py"
 
 MUTANTS = (

@@ -16,7 +16,6 @@ from pathlib import Path
 from kvbm_cli import make_model
 
 PLACE = {"image": "<image>", "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
-MEDIUM_TOKENS = {"image": 67, "audio": 52}  # with those around it
 _TOKENS = {
     "image": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"],
     "audio": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
