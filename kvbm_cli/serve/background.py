@@ -88,7 +88,7 @@ class Background:
 
     def _require_answers(self, may_hang: Collection[Path]) -> None:
         """Raise EnvironmentProblem if the child hangs in the file system of a path while it should stop its engine."""
-        silent = silent_among(may_hang) if self.signals else ()
+        silent = silent_among(may_hang, changes=True) if self.signals else ()
         for path in silent:
             for pid in list(descendants(self.child)):
                 with contextlib.suppress(OSError):
