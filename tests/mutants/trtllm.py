@@ -41,12 +41,24 @@ MUTANTS = (
         fails="tests/trtllm/test_disk_of_trtllm.py -k used_last",
     ),
     Mutant(
-        name="trtllm-prefetched-blocks-stay-pinned",
-        bug="blocks that were read ahead are never evicted",
+        name="trtllm-blocks-read-at-the-start-stay-pinned",
+        bug="blocks that were read at the start are never evicted",
         file="kvbm/leader/prefetches.py",
         old="                    fetch.blocks.release()\n",
         new="                    pass\n",
         fails="tests/trtllm/test_disk_of_trtllm.py -k used_last",
+    ),
+    Mutant(
+        name="trtllm-blocks-read-ahead-stay-pinned",
+        bug="blocks that were read ahead while the engine serves are never evicted",
+        file="kvbm/leader/onboards.py",
+        old="""\
+                if fetch.blocks is not None:
+                    fetch.blocks.release()
+                continue
+""",
+        new="                continue\n",
+        fails="tests/leader/test_prefetches.py",
     ),
     Mutant(
         name="trtllm-writes-blocks-without-their-tenant",
