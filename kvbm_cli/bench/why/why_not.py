@@ -184,7 +184,7 @@ def _compared_runs(facts: CellFacts) -> list[Measurement]:
 
 
 def _client_cpu(facts: CellFacts) -> float:
-    return max(run.client["cpu_share"] for run in _compared_runs(facts))
+    return max(float(run.client["cpu_share"]) for run in _compared_runs(facts))
 
 
 def overloaded(facts: CellFacts) -> Why | None:
