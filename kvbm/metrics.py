@@ -152,6 +152,15 @@ class Counters:
     offload_skipped_blocks: int = _counter(
         "computed blocks not copied: host memory was full, or too many copies in flight"
     )
+    offload_declined_blocks: int = _counter(
+        "computed blocks not copied because adaptive eviction would not keep them in host memory"
+    )
+    eviction_order: int = _counter(
+        "how host memory chooses what it evicts: 0 `lru`; with `adaptive` 1 LRU, 2 probation, 3 incumbents"
+    )
+    eviction_gain_percent: int = _counter(
+        "percent of hits that the shadow cache of this order has more than that of LRU, in the last requests"
+    )
     onboard_failed_blocks: int = _counter(
         "promised blocks that the engine recomputed: a copy failed, or the disk failed or was too slow, "
         "which kvbm_disk_late_blocks also counts"

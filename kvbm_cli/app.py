@@ -18,6 +18,7 @@ from kvbm_cli.bench.app import bench_app
 from kvbm_cli.cache.app import cache_app
 from kvbm_cli.completion import COMPLETION_VARIABLE, completion
 from kvbm_cli.doctor.app import doctor
+from kvbm_cli.plan.app import plan
 from kvbm_cli.profile.app import profile_app
 from kvbm_cli.runs.app import logs, status, stop
 from kvbm_cli.serve.app import serve
@@ -42,7 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (serve, status, top, stop, logs, size, doctor, completion):
+for command in (serve, status, top, stop, logs, size, plan, doctor, completion):
     app.command(cls=Command)(command)
 for name, group in (("profile", profile_app), ("cache", cache_app), ("bench", bench_app)):
     app.add_typer(group, name=name)

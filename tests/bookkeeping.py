@@ -1,5 +1,8 @@
 """Consistency check of a leader: what is in flight, what is held and what is registered must agree."""
 
+from itertools import chain
+
+from kvbm.core.ranking import CLASS_MASK
 from kvbm.core.store import COMPLETE, FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.host.control_words import LANES
@@ -68,13 +71,21 @@ def check_store(store):
         raise InvariantError(f"counts are {counts}, counted in the slots: {counted}")
     if len(store._index) != counts.inactive + pinned:
         raise InvariantError(f"{len(store._index)} hashes for {counts.inactive} inactive and {pinned} pinned slots")
-    _check_list(store, store._lists.free, FREE, counts.free)
-    _check_list(store, store._lists.inactive, INACTIVE, counts.inactive)
+    lists, order = store._lists, store._order
+    _check_list(store, lists.walk(lists.free), FREE, counts.free)
+    nodes = getattr(order, "_nodes", [lists.inactive])
+    _check_list(store, chain.from_iterable(map(lists.walk, nodes)), INACTIVE, counts.inactive)
+    for node in nodes[: len(nodes) * (store.adaptive is not None)]:
+        of_class = list(lists.walk(node))
+        if {order.marks[slot] & CLASS_MASK for slot in of_class} - {node - lists.inactive}:
+            raise InvariantError(f"the list of class {node - lists.inactive} has slots of other classes: {of_class}")
+        if (used := [order.used_s(slot) for slot in of_class]) != sorted(used):
+            raise InvariantError(f"the list of class {node - lists.inactive} is not in the order of use")
 
 
-def _check_list(store, which, state, expected):
+def _check_list(store, slots, state, expected):
     length = 0
-    for slot in store._lists.walk(which):
+    for slot in slots:
         length += 1
         if store._states[slot] != state or length > expected:
             raise InvariantError(

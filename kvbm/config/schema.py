@@ -35,6 +35,11 @@ class HostTierSection(Section):
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Host memory as a number of blocks; overrides `capacity`."
     )
+    eviction: Literal["lru", "adaptive"] = Field(
+        default="lru",
+        description="Which blocks leave a full host memory: the least recently used ones (`lru`), or those that the "
+        "requests so far show to be the least useful (`adaptive`).",
+    )
 
     _has_a_size = model_validator(mode="after")(with_a_size)
 

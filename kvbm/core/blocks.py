@@ -117,14 +117,15 @@ class CompleteBlocks(NamedBlocks):
 
     __slots__ = ()
 
-    def register(self) -> PinnedBlocks:
-        """Consumes. Make the blocks findable and return them pinned.
+    def register(self, marks: bytes = b"") -> PinnedBlocks:
+        """Consumes. Make the blocks findable and return them pinned. `marks[i]` is the mark of `slots[i]`, if known.
 
         A hash that is already registered keeps its slot: the returned handle holds that slot, and the new one becomes
         free. Slots that were allocated before a reset become pinned without being findable.
         """
         store = self._consume()
-        return PinnedBlocks(store, store._register(self._slots, self._hashes, self._epoch), self._epoch, self._hashes)
+        holders = store._register(self._slots, self._hashes, self._epoch, marks)
+        return PinnedBlocks(store, holders, self._epoch, self._hashes)
 
     def release(self) -> None:
         """Give the slots back without registering them; ends the handle."""

@@ -1,10 +1,13 @@
-"""SlotLists: the order in which slots are allocated and evicted, as a list of free and a list of inactive slots.
+"""The order in which slots are allocated and evicted.
 
-Both are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends. A
-slot is in at most one list and costs eight bytes. Every operation changes only the slots it is given. The order is
-exactly least recently used: slots that are appended last are taken last.
+SlotLists are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends.
+A slot is in at most one list and costs eight bytes. Every operation changes only the slots it is given.
 
        node of the list ──newer──▶ oldest slot ──newer──▶ ... ──newer──▶ newest slot ──newer──▶ node of the list
+
+One list holds the free slots. The others hold the inactive blocks; an Order says which one is evicted next. LeastRecent
+is the order of `eviction: lru`: one list, slots that are appended last are taken last. The order of `adaptive` is in
+ranking.py.
 
 Only the store uses them. It decides from the states which slots belong in which list.
 """
@@ -13,38 +16,42 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
 
 
 class SlotLists:
-    """Two ordered lists over `slot_count` slots, `free` and `inactive`. All start in `free`, in ascending order."""
+    """Ordered lists over `slot_count` slots: `free`, and `list_count` lists of inactive slots from `inactive` on. All
+    slots start in `free`, in ascending order. `older` and `newer` are the neighbours of each slot and node."""
 
-    def __init__(self, slot_count: int) -> None:
+    def __init__(self, slot_count: int, list_count: int = 1) -> None:
         self.free = slot_count
         self.inactive = slot_count + 1
-        neighbours = array("i", range(-1, slot_count + 3))
-        self._older, self._newer = neighbours[:-2], neighbours[2:]
-        self._join(self.free, 0 if slot_count else self.free)
-        self._join(slot_count - 1 if slot_count else self.free, self.free)
-        self._join(self.inactive, self.inactive)
+        neighbours = array("i", range(-1, slot_count + list_count + 2))
+        self.older, self.newer = neighbours[:-2], neighbours[2:]
+        self.join(self.free, 0 if slot_count else self.free)
+        self.join(slot_count - 1 if slot_count else self.free, self.free)
+        for node in range(self.inactive, self.inactive + list_count):
+            self.join(node, node)
 
     def append(self, which: int, slots: Iterable[int]) -> None:
         """Put `slots`, which are in no list, at the newest end, the last one newest."""
-        newer, older = self._newer, self._older
+        newer, older = self.newer, self.older
         last = older[which]
         for slot in slots:
             newer[last] = slot
             older[slot] = last
             last = slot
-        self._join(last, which)
+        self.join(last, which)
 
     def take(self, which: int, count: int) -> list[int]:
         """Remove and return the `count` oldest slots, oldest first. The list must hold as many."""
-        newer = self._newer
+        newer = self.newer
         slot, taken = newer[which], []
         for _ in range(count):
             taken.append(slot)
             slot = newer[slot]
-        self._join(which, slot)
+        self.join(which, slot)
         return taken
 
     def remove(self, slots: Sequence[int]) -> None:
@@ -55,7 +62,7 @@ class SlotLists:
         """
         if not slots:
             return
-        newer, older = self._newer, self._older
+        newer, older = self.newer, self.older
         head = tail = slots[0]
         for slot in slots:
             if slot != head and older[tail] != slot:
@@ -63,28 +70,70 @@ class SlotLists:
                 newer[before], older[after] = after, before
                 head = slot
             tail = slot
-        self._join(older[tail], newer[head])
+        self.join(older[tail], newer[head])
 
     def append_all(self, which: int, source: int) -> None:
         """Move the whole list `source` to the newest end of `which`, in constant time."""
-        if self._newer[source] == source:
+        if self.newer[source] == source:
             return
-        oldest, newest = self._newer[source], self._older[source]
-        self._join(self._older[which], oldest)
-        self._join(newest, which)
-        self._join(source, source)
+        oldest, newest = self.newer[source], self.older[source]
+        self.join(self.older[which], oldest)
+        self.join(newest, which)
+        self.join(source, source)
 
     def walk(self, which: int) -> Iterator[int]:
         """Yield the slots of a list, oldest first."""
-        slot = self._newer[which]
+        slot = self.newer[which]
         while slot != which:
             yield slot
-            slot = self._newer[slot]
+            slot = self.newer[slot]
 
     def is_linked(self, slot: int) -> bool:
         """Whether both neighbours of `slot` link to it."""
-        return self._older[self._newer[slot]] == slot == self._newer[self._older[slot]]
+        return self.older[self.newer[slot]] == slot == self.newer[self.older[slot]]
 
-    def _join(self, older: int, newer: int) -> None:
-        self._newer[older] = newer
-        self._older[newer] = older
+    def join(self, older: int, newer: int) -> None:
+        """Make two slots or nodes neighbours."""
+        self.newer[older] = newer
+        self.older[newer] = older
+
+
+class Order(Protocol):
+    """The inactive slots of `lists`, and which of them is evicted next."""
+
+    lists: SlotLists
+
+    def add(self, slots: Sequence[int]) -> None:
+        """Make `slots`, which are in no list, the most recently used inactive ones, the last one newest."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return the `count` slots that are evicted next, in that order. There must be as many."""
+        ...
+
+    def first(self, count: int) -> list[int]:
+        """Return up to `count` slots that would be evicted next, in that order."""
+        ...
+
+    def free_all(self) -> None:
+        """Move all slots to the newest end of the free list."""
+        ...
+
+
+class LeastRecent(Order):
+    """Evicts the least recently used block first."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.lists = SlotLists(slot_count)
+
+    def add(self, slots: Sequence[int]) -> None:
+        self.lists.append(self.lists.inactive, slots)
+
+    def take(self, count: int) -> list[int]:
+        return self.lists.take(self.lists.inactive, count)
+
+    def first(self, count: int) -> list[int]:
+        return list(islice(self.lists.walk(self.lists.inactive), count))
+
+    def free_all(self) -> None:
+        self.lists.append_all(self.lists.free, self.lists.inactive)

@@ -21,11 +21,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import islice
+from itertools import compress
 
 from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-from kvbm.core.eviction import SlotLists
+from kvbm.core.chooser import LONGEST_CHAIN, Adaptive, ChainUse
+from kvbm.core.eviction import LeastRecent, Order
 from kvbm.core.index import HashIndex
+from kvbm.core.ranking import PLAIN
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
@@ -43,6 +45,7 @@ class BlockState(IntEnum):
 
 
 SAMPLE_DISTANCE = 16  # blocks of a chain
+PLAIN_MARK = bytes([PLAIN])
 
 # Plain ints: the loops below run for every block.
 FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
@@ -68,13 +71,17 @@ class StoreCounts:
 class BlockStore:
     """Metadata of `capacity_blocks` slots of one tier. See the module for states and ownership."""
 
-    def __init__(self, capacity_blocks: int, *, tier: Tier, hash_bytes: int = 16, events: bool = True) -> None:
+    def __init__(
+        self, capacity_blocks: int, *, tier: Tier, hash_bytes: int = 16, events: bool = True, adaptive: bool = False
+    ) -> None:
         self.capacity_blocks = capacity_blocks
         self.tier = tier
         self._states = bytearray(capacity_blocks)
         # Pins of a slot after the first one. Few slots have any, so this is small.
         self._extra_pins: dict[int, int] = {}
-        self._lists = SlotLists(capacity_blocks)
+        self.adaptive = Adaptive(capacity_blocks) if adaptive else None
+        self._order: Order = LeastRecent(capacity_blocks) if self.adaptive is None else self.adaptive.order
+        self._lists = self._order.lists
         self._index = HashIndex(self._states, bytes((PINNED, INACTIVE)), hash_bytes)
         self._free_count = capacity_blocks
         self._inactive_count = 0
@@ -91,7 +98,8 @@ class BlockStore:
     def allocate(self, count: int) -> MutableBlocks | None:
         """Return `count` slots, or None if there are fewer free and evictable ones.
 
-        Free slots are used first, then the least recently used inactive blocks are evicted.
+        Free slots are used first, then inactive blocks are evicted: the least recently used ones, or those that the
+        adaptive order ranks lowest.
         """
         if count < 0:
             raise InvariantError(f"cannot allocate {count} blocks")
@@ -108,7 +116,7 @@ class BlockStore:
         return MutableBlocks(self, slots, self._epoch)
 
     def _evict(self, count: int) -> list[int]:
-        slots = self._lists.take(self._lists.inactive, count)
+        slots = self._order.take(count)
         if not self._has_events:  # which report the order of eviction
             slots.sort()
         self._inactive_count -= count
@@ -140,8 +148,10 @@ class BlockStore:
         self._mutable_count -= len(slots)
         self._complete_count += len(slots)
 
-    def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int) -> list[int]:
+    def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int, marks: bytes) -> list[int]:
         self._complete_count -= len(slots)
+        if self.adaptive is not None:
+            self.adaptive.order.mark(slots, marks or PLAIN_MARK * len(slots))
         if epoch != self._epoch:
             self._set_states(slots, ORPHANED)
             return slots
@@ -241,7 +251,7 @@ class BlockStore:
             self._free([slot for slot in unheld if states[slot] == ORPHANED])
             unheld = [slot for slot in unheld if states[slot] == PINNED]
         self._set_states(unheld, INACTIVE)
-        self._lists.append(self._lists.inactive, unheld)
+        self._order.add(unheld)
         self._inactive_count += len(unheld)
 
     def _drop_extra_pins(self, slots: list[int]) -> list[int]:
@@ -260,10 +270,26 @@ class BlockStore:
                 unheld.append(slot)
         return unheld
 
-    def touch(self, hashes: Sequence[bytes]) -> list[int]:
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived; its blocks get the marks that the ChainUse has for
+        them when they are touched or registered. None with `eviction: lru`."""
+        if self.adaptive is None:
+            return None
+        chain = hashes[:LONGEST_CHAIN]
+        return self.adaptive.arrive(chain, self._index.find_prefix(chain), now_s)
+
+    def room(self, marks: bytes, taken: int = 0) -> int:
+        """Return how many of the next blocks of a chain, which have these marks, this store would keep, if `taken`
+        others are allocated before."""
+        if self.adaptive is None:
+            return min(len(marks), self.available - taken)
+        return self.adaptive.order.room(marks, self._free_count - taken, self._inactive_count)
+
+    def touch(self, hashes: Sequence[bytes], marks: bytes = b"") -> list[int]:
         """Make those of `hashes` that are registered the most recently used, the first one newest.
 
-        Pinned ones become so when they are released. Return the positions of those that are not registered.
+        Pinned ones become so when they are released. `marks[i]` is the mark of `hashes[i]`; without marks, blocks keep
+        their marks. Return the positions of those that are not registered.
         """
         found = self._index.find(hashes)
         slots = [slot for slot in found if slot is not None]
@@ -271,14 +297,17 @@ class BlockStore:
             states = self._states
             inactive = [slot for slot in dict.fromkeys(slots) if states[slot] == INACTIVE]
             self._lists.remove(inactive)
-            self._lists.append(self._lists.inactive, reversed(inactive))
+            if marks and self.adaptive is not None:
+                known = compress(marks, [slot is not None for slot in found])
+                self.adaptive.order.mark(slots, bytes(known))
+            self._order.add(inactive[::-1])
         if len(slots) == len(found):
             return []
         return [position for position, slot in enumerate(found) if slot is None]
 
     def oldest(self, count: int) -> tuple[bytes, ...]:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""
-        return self._index.hashes_of(list(islice(self._lists.walk(self._lists.inactive), count)))
+        return self._index.hashes_of(self._order.first(count))
 
     def restore(
         self, slots: list[int], hashes: Sequence[bytes], notes: Sequence[bytes] = (), *, is_last: bool = False
@@ -292,7 +321,9 @@ class BlockStore:
             raise InvariantError(f"a hash occurs twice or is registered already: {len(hashes)} blocks restored")
         self._lists.remove(slots[::-1])  # in this order, blocks that were written together form runs
         self._set_states(slots, INACTIVE)
-        self._lists.append(self._lists.inactive, slots)
+        if self.adaptive is not None:
+            self.adaptive.order.mark(slots, PLAIN_MARK * len(slots))
+        self._order.add(slots)
         self._free_count -= len(slots)
         self._inactive_count += len(slots)
         if self._has_events and (hashes or is_last):
@@ -327,7 +358,9 @@ class BlockStore:
         """
         self._index.clear()
         self._states[:] = self._states.translate(_AFTER_RESET)
-        self._lists.append_all(self._lists.free, self._lists.inactive)
+        self._order.free_all()
+        if self.adaptive is not None:
+            self.adaptive.clear()
         self._free_count += self._inactive_count
         self._inactive_count = 0
         self._epoch += 1

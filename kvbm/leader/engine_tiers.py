@@ -45,7 +45,13 @@ class EngineTiers:
         self._settings = settings
         self._clock = clock = callbacks.clock
         traits = settings.traits
-        self._host = HostTier(region, self.counters, hash_bytes=traits.hash_bytes, events=traits.publishes_events)
+        self._host = HostTier(
+            region,
+            self.counters,
+            hash_bytes=traits.hash_bytes,
+            events=traits.publishes_events,
+            adaptive=settings.has_adaptive_host,
+        )
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)
         self._context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(self._context) for open_tier in open_tiers)

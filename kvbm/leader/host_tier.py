@@ -26,6 +26,7 @@ from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.core.chooser import ChainUse
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 
@@ -61,17 +62,36 @@ class HostListener(Protocol):
 class HostTier:
     """See the module's text. Counts evictions in `counters`. `listeners` hear of them."""
 
-    def __init__(self, region: Region, counters: Counters, *, hash_bytes: int = 16, events: bool = False) -> None:
+    def __init__(
+        self,
+        region: Region,
+        counters: Counters,
+        *,
+        hash_bytes: int = 16,
+        events: bool = False,
+        adaptive: bool = False,
+    ) -> None:
         self.region = region
-        self.store = BlockStore(region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events)
+        self.store = BlockStore(
+            region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events, adaptive=adaptive
+        )
         self.capacity_blocks = region.slot_count
         self.listeners: Sequence[HostListener] = ()
         self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
         self._counters = counters
+        counters.eviction_order = int(adaptive)
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._generation = 0
         self._steps = 0
         self._next_slot = 0
+
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived, and return what it is to adaptive eviction."""
+        arrival, adaptive = self.store.arrive(hashes, now_s), self.store.adaptive
+        if adaptive is not None:
+            table, self._counters.eviction_gain_percent = adaptive.choice()
+            self._counters.eviction_order = 1 + table
+        return arrival
 
     def next_generation(self) -> int:
         """Return a number that no transfer has had."""
@@ -79,7 +99,7 @@ class HostTier:
         return self._generation
 
     def reserve(self, count: int, *, keeps_unwritten: bool = False) -> Reservation | None:
-        """Return `count` slots, free ones first, then those of the least recently used blocks. None without room.
+        """Return `count` slots, free ones first, then those of the blocks that are evicted next. None without room.
 
         `keeps_unwritten`: evict only blocks that no lower tier has still to write.
         """
@@ -115,20 +135,24 @@ class HostTier:
             return [True] * len(states)
         return None if SlotState.EMPTY in states else [state is SlotState.READY for state in states]
 
-    def register(self, target: Reservation, hashes: Sequence[bytes], is_good: Sequence[bool]) -> PinnedBlocks:
-        """Consumes. Make the good blocks findable and return them pinned; `hashes[i]` names `slots[i]`."""
+    def register(
+        self, target: Reservation, hashes: Sequence[bytes], is_good: Sequence[bool], marks: bytes = b""
+    ) -> PinnedBlocks:
+        """Consumes. Make the good blocks findable and return them pinned; `hashes[i]` names `slots[i]`, and `marks[i]`
+        is its mark, if known."""
         proven = target.blocks
         if not all(is_good):
             proven, failed = target.blocks.split(is_good)
             failed.release()
             hashes = list(compress(hashes, is_good))
+            marks = bytes(compress(marks, is_good))
         generations, slots = self._slot_generations, proven.slots
         if is_consecutive(slots):
             generations[slots[0] : slots[-1] + 1] = array("Q", [target.generation]) * len(slots)
         else:
             for slot in slots:
                 generations[slot] = target.generation
-        return proven.stage(hashes).register()
+        return proven.stage(hashes).register(marks)
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""

@@ -60,6 +60,7 @@ class Leader(EngineTiers):
     ) -> None:
         super().__init__(region, settings, callbacks, open_tiers, reads_always=settings.reads_always)
         self._groups = settings.groups
+        self._is_one_chain = settings.can_cut_loads
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
@@ -86,7 +87,10 @@ class Leader(EngineTiers):
         """
         end = len(hashes) if end is None else min(end, len(hashes))
         began_s = self._clock()
-        blocks = self._matching.match(self._live(request_id), hashes, start, end)
+        request = self._live(request_id)
+        if self._is_one_chain and not request.has_probed:
+            request.offloads[0].arrival = self._host.arrive(hashes, began_s)
+        blocks = self._matching.match(request, hashes, start, end)
         self.counters.durations["match"].observe(self._clock() - began_s)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
+from kvbm.core.ranking import PLAIN
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
 PRESENT_SLICES = 2  # a step examines so many slices of a chain that is in G2 already
+PLAIN_MARK = bytes([PLAIN])
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of `Leader.offload`, in its order
@@ -32,22 +34,31 @@ Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of
 
 @dataclass(slots=True)
 class _Batch:
-    """Blocks that one order copies: `block_ids[i]` in G1 holds `hashes[i]` of `tenants[i]`."""
+    """Blocks that one order copies: `block_ids[i]` in G1 holds `hashes[i]` of `tenants[i]`, with `marks[i]`."""
 
     hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     tenants: list[bytes] = field(default_factory=list)
+    marks: bytearray = field(default_factory=bytearray)
 
-    def add(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes) -> None:
+    def add(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, marks: bytes) -> None:
         self.hashes += hashes
         self.block_ids += block_ids
         self.tenants += [tenant] * len(hashes)
+        self.marks += marks or PLAIN_MARK * len(hashes)
+
+    def extend(self, other: _Batch) -> None:
+        self.hashes += other.hashes
+        self.block_ids += other.block_ids
+        self.tenants += other.tenants
+        self.marks += other.marks
 
     def remove(self, positions: Collection[int]) -> None:
         is_kept = [position not in positions for position in range(len(self.hashes))]
         self.hashes = list(compress(self.hashes, is_kept))
         self.block_ids = list(compress(self.block_ids, is_kept))
         self.tenants = list(compress(self.tenants, is_kept))
+        self.marks = bytearray(compress(self.marks, is_kept))
 
     def positions_of(self, block_ids: Set[int]) -> set[int]:
         return {position for position, block_id in enumerate(self.block_ids) if block_id in block_ids}
@@ -106,6 +117,9 @@ class Offloads:
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. A long chain is examined in slices over several
         steps.
         """
+        if progress.is_declined:
+            progress.considered = max(progress.considered, end)
+            return
         begin, store, unwritten = progress.considered, self._host.store, self.unwritten_blocks(end)
         if unwritten is None:
             end = min(end, self._host.capacity_blocks)
@@ -113,12 +127,14 @@ class Offloads:
                 return
         if progress.can_wait and end - begin > self._slices.size:
             present = store.match(hashes[begin : min(end, begin + PRESENT_SLICES * self._slices.size)])
+            if progress.arrival is not None:
+                store.touch(hashes[begin : begin + present], progress.marks(begin, begin + present))
             begin = progress.considered = begin + present
             end = min(end, begin + self._slices.size)
-        fresh = hashes[begin:end]
+        fresh, marks = hashes[begin:end], progress.marks(begin, end)
         missing = store.missing_of_chain(fresh) if progress.can_wait else store.missing(fresh)
-        if begin == 0 and len(missing) < len(fresh):
-            store.touch(fresh)
+        if (begin == 0 or marks) and len(missing) < len(fresh):
+            store.touch(fresh, marks)
         absent = self._absent(missing, fresh, block_ids[begin:end])
         collected = len(self._collected.hashes) + len(self._snapshots.hashes)
         if unwritten is None:
@@ -127,13 +143,17 @@ class Offloads:
                 if begin:  # so that no block is evicted for its own tail
                     self._slices.run(store.touch, hashes[:end])
                 progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
+        if marks and absent:
+            absent = self._worthwhile(progress, absent, bytes(map(marks.__getitem__, absent)), collected)
         chosen = absent
         if absent:
             room = self._room(self._settings.max_in_flight_blocks, unwritten)
             if room < len(absent) or not progress.can_wait:
                 chosen = (absent if progress.can_wait else absent[::-1])[:room]
             sources = [block_ids[begin + i] for i in chosen]
-            self._collect(self._collected, [fresh[i] for i in chosen], sources, progress.tenant, unwritten)
+            of_chosen = bytes(map(marks.__getitem__, chosen)) if marks else b""
+            names = [fresh[i] for i in chosen]
+            self._collect(self._collected, names, sources, progress.tenant, unwritten, of_chosen)
         left_out = len(absent) - len(chosen)
         if progress.can_wait and left_out:
             progress.left_out = left_out
@@ -142,6 +162,20 @@ class Offloads:
             progress.left_out = 0
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
+
+    def _worthwhile(self, progress: OffloadProgress, absent: list[int], marks: bytes, collected: int) -> list[int]:
+        """Return those of the `absent` blocks that host memory would keep, with `collected` others in this step.
+
+        It keeps the beginning of a chain. A request that is declined once stays so: a later part is of no use without
+        the one before it.
+        """
+        store = self._host.store
+        kept = store.room(marks, taken=collected)
+        if kept >= min(len(absent), store.available - collected):
+            return absent
+        progress.is_declined = True
+        self._counters.offload_declined_blocks += len(absent) - kept
+        return absent[:kept]
 
     def _absent(self, missing: list[int], fresh: Sequence[bytes], block_ids: Sequence[int]) -> list[int]:
         """Return the positions of blocks to copy: `missing` ones that the engine keeps and that are not in flight."""
@@ -169,7 +203,8 @@ class Offloads:
             if (request := requests.get(request_id)) is not None and (generated or end <= prompt_blocks):
                 progress = request.offloads[0]
                 is_single = end == progress.considered + 1 > 1 and evicted <= progress.fresh_until
-                if is_single and request.may_offload and end <= self._host.capacity_blocks:
+                may_copy = request.may_offload and not progress.is_declined
+                if is_single and may_copy and end <= self._host.capacity_blocks:
                     singles[len(considered)] = (progress, hashes[end - 1], block_ids[end - 1])
                     considered.append(end)
                     continue
@@ -198,14 +233,16 @@ class Offloads:
         for progress, _, _ in blocks:
             progress.considered += 1
             progress.left_out = 0
-        wanted: dict[bytes, tuple[int, bytes]] = {}
+        wanted: dict[bytes, tuple[int, bytes, bytes]] = {}
         for index in missing:
             progress, name, block_id = blocks[index]
             if name not in self._departing and block_id != NO_BLOCK:
-                wanted.setdefault(name, (block_id, progress.tenant))
+                at = progress.considered - 1
+                wanted.setdefault(name, (block_id, progress.tenant, progress.marks(at, at + 1)))
         for tenant, group in groupby(wanted, key=lambda name: wanted[name][1]):
             names = list(group)
-            self._collect(self._collected, names, [wanted[name][0] for name in names], tenant, None)
+            marks = b"".join(wanted[name][2] or PLAIN_MARK for name in names)
+            self._collect(self._collected, names, [wanted[name][0] for name in names], tenant, None, marks)
 
     def add_snapshot(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes) -> bool:
         """Collect the blocks of one snapshot, one per state group, that are missing in G2: all or none.
@@ -219,7 +256,7 @@ class Offloads:
             return False
         if absent:
             sources = [block_ids[i] for i in absent]
-            self._collect(self._snapshots, [hashes[i] for i in absent], sources, tenant, unwritten)
+            self._collect(self._snapshots, [hashes[i] for i in absent], sources, tenant, unwritten, b"")
         return True
 
     def step(self) -> tuple[Offload, ...]:
@@ -227,9 +264,7 @@ class Offloads:
         self._step += 1
         batch, snapshots = self._collected, self._snapshots
         self._collected, self._snapshots = _Batch(), _Batch()
-        batch.hashes += snapshots.hashes
-        batch.block_ids += snapshots.block_ids
-        batch.tenants += snapshots.tenants
+        batch.extend(snapshots)
         if (room := self._host.store.available) < len(batch.hashes):  # others have pinned blocks since `advance`
             left_out = range(room, len(batch.hashes))
             self._counters.offload_skipped_blocks += len(left_out)
@@ -300,13 +335,19 @@ class Offloads:
             self._release(flight)
 
     def _collect(
-        self, batch: _Batch, hashes: list[bytes], block_ids: list[int], tenant: bytes, unwritten: int | None
+        self,
+        batch: _Batch,
+        hashes: list[bytes],
+        block_ids: list[int],
+        tenant: bytes,
+        unwritten: int | None,
+        marks: bytes,
     ) -> None:
         self._block_pool.hold(block_ids)
         self._held_blocks += len(block_ids)
         self._departing.update(hashes)
         self._keeps_unwritten |= unwritten is not None
-        batch.add(hashes, block_ids, tenant)
+        batch.add(hashes, block_ids, tenant, marks)
 
     def _drop(self, batch: _Batch, positions: Collection[int]) -> None:
         """Remove blocks that no order contains yet."""
@@ -332,7 +373,7 @@ class Offloads:
         failed = is_ready.count(False)
         if flight.dropped:
             is_ready = [good and index not in flight.dropped for index, good in enumerate(is_ready)]
-        blocks = self._host.register(flight.target, hashes, is_ready)
+        blocks = self._host.register(flight.target, hashes, is_ready, bytes(flight.batch.marks))
         registered = len(blocks.hashes)
         self._counters.offload_failed_blocks += failed
         self._counters.offload_blocks += registered

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.chooser import ChainUse
     from kvbm.leader.lower_tier import Claim, LowerTier
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
@@ -27,6 +28,9 @@ class OffloadProgress:
     Of the first `considered` blocks, `left_out` found no room. With `can_wait`, blocks that found no room are tried
     again at a later step; without, the engine may have given them up by then. The chain is made recent again when more
     than `fresh_until` blocks have been evicted; at every block this would cost the chain's length.
+
+    `arrival` says what the chain was when the request arrived, if eviction is adaptive. A request is `declined` when
+    its next block would not be kept in host memory: no more of its blocks are copied.
     """
 
     tenant: bytes
@@ -34,6 +38,12 @@ class OffloadProgress:
     considered: int = 0
     left_out: int = 0
     fresh_until: int = 0
+    arrival: ChainUse | None = None
+    is_declined: bool = False
+
+    def marks(self, begin: int, end: int) -> bytes:
+        """Return the marks of these blocks of the chain; empty if they are not known."""
+        return b"" if self.arrival is None else self.arrival.marks(begin, end)
 
 
 @dataclass(slots=True, eq=False)

@@ -91,7 +91,8 @@ class LeaderSettings:
 
     Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
-    blocks only pass through it to the disk. `shared` is None unless the profile has the tier, which may be off anyway.
+    blocks only pass through it to the disk. With `has_adaptive_host`, it evicts as docs/concepts/eviction.md describes,
+    else the least recently used block. `shared` is None unless the profile has the tier, which may be off anyway.
     """
 
     traits: EngineTraits
@@ -107,6 +108,7 @@ class LeaderSettings:
     read_timeout_s: float = 30.0
     reads_always: bool = False
     is_buffer: bool = False
+    has_adaptive_host: bool = False
     disk: TierPolicy = TierPolicy()
     shared: TierPolicy | None = None
 
@@ -134,6 +136,7 @@ class LeaderSettings:
             read_timeout_s=config.onboard.disk_timeout_s,
             reads_always=config.onboard.policy == "always",
             is_buffer=tiers.host is None,
+            has_adaptive_host=tiers.host is not None and tiers.host.eviction == "adaptive",
             disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
             shared=shared,
         )

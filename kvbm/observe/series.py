@@ -111,6 +111,7 @@ COUNTED: dict[str, Family] = {
         ("tier", "decision", "reason"),
         {
             ("host", "admitted", "policy"): "offload_blocks",
+            ("host", "rejected", "policy"): "offload_declined_blocks",
             ("host", "rejected", "room"): "offload_skipped_blocks",
             ("disk", "admitted", "policy"): "disk_admitted_blocks",
             ("disk", "rejected", "policy"): "disk_filter_rejected_blocks",

@@ -29,18 +29,21 @@ FREE = "free"
 UNREACHABLE = "no answer"
 UNREADABLE = "unreadable"
 _OFF = re.compile(r"^kvbm_(disk|shared)_(off|unnamed|silent)(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
+_EVICTION = re.compile(r"^kvbm_eviction_(order|gain_percent)(?:\{[^}\n]*\})? (-?\d{1,9})(?:\.0)?$", re.MULTILINE)
+ORDERS = ("lru", "adaptive: lru", "adaptive: probation", "adaptive: incumbents")  # by `kvbm_eviction_order`
 _BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, and why
-    lower tiers are off, by WHY_OFF."""
+    """A run with the answer of its engine: `is_healthy` (None if not probed), blocks of each tier by state, why
+    lower tiers are off, by WHY_OFF, and how host memory evicts."""
 
     run: EngineRun
     is_healthy: bool | None
     blocks: dict[str, dict[str, int]]
     off: dict[str, str] = field(default_factory=dict)
+    eviction: dict[str, int] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -55,6 +58,16 @@ class RunStatus:
             shares[name] = f"{(total - states.get(FREE, 0)) / total:.0%}" if total else ""
         shares |= {name: "waits" if why == "unnamed" else "off" for name, why in self.off.items()}
         return ", ".join(f"{TIERS[name]} {share}" for name, share in shares.items() if share) or "-"
+
+    def eviction_text(self) -> str:
+        """Say which blocks leave host memory first, and why. Empty if it is not known."""
+        order, gain = self.eviction.get("order", -1), self.eviction.get("gain_percent", 0)
+        if not 0 <= order < len(ORDERS):
+            return ""
+        why = (
+            ("", "no other order has a significant gain")[order] if order < 2 else f"{gain:+} % hits compared with lru"
+        )
+        return f"{ORDERS[order]} ({why})" if why else ORDERS[order]
 
     def notes(self) -> list[str]:
         """Say of each tier that is off why."""
@@ -86,6 +99,7 @@ class RunStatus:
             "memory_bytes": facts.memory_bytes,
             "blocks": self.blocks,
             "off": self.off,
+            "eviction": self.eviction_text() or None,
             "is_shared_off": "shared" in self.off,
             "directory": str(self.run.path),
             "logs": dict(facts.logs),
@@ -157,13 +171,15 @@ def _probe(run: EngineRun) -> RunStatus:
     is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
     off: dict[str, str] = {}
+    eviction: dict[str, int] = {}
     if is_healthy and not run.facts.is_baseline:
         text = get_metrics(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
         for tier, state, count in _BLOCKS.findall(text):
             states = blocks.setdefault(tier, {})
             states[state] = states.get(state, 0) + int(float(count))
         off = _off(text)
-    return RunStatus(run, is_healthy, blocks, off)
+        eviction = {name: int(value) for name, value in _EVICTION.findall(text)}
+    return RunStatus(run, is_healthy, blocks, off, eviction)
 
 
 def _off(metrics: str) -> dict[str, str]:
@@ -227,6 +243,7 @@ def _page(status: RunStatus) -> str:
         ("url", facts.url),
         *([("processes", processes)] if run.is_living else []),
         *([("used", status.tiers())] if status.blocks else []),
+        *([("eviction", text)] if (text := status.eviction_text()) else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
         *(("log", path if len(facts.logs) == 1 else f"{path} ({name})") for name, path in facts.logs.items()),
     ]

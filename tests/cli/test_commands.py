@@ -26,7 +26,8 @@ from kvbm_cli.terminal.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.terminal.show_error import show_error
 
 HELPS = [
-    *("", "serve", "completion", "status", "top", "stop", "logs", "bench", "bench trace", "size", "doctor", "profile"),
+    *("", "serve", "completion", "status", "top", "stop", "logs", "bench", "bench trace", "size", "plan", "doctor"),
+    "profile",
     *("profile list", "profile show", "profile check", "profile diff", "profile new", "profile schema", "cache"),
     *("cache ls", "cache verify", "cache purge", "cache clear", "cache export-stats"),
 ]

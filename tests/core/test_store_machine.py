@@ -23,9 +23,9 @@ class StoreMachine(RuleBasedStateMachine):
     complete = Bundle("complete")
     pinned = Bundle("pinned")
 
-    @initialize(capacity=st.integers(0, 9))
-    def create(self, capacity):
-        self.store = BlockStore(capacity, tier=Tier.HOST)
+    @initialize(capacity=st.integers(0, 9), is_adaptive=st.booleans())
+    def create(self, capacity, is_adaptive):
+        self.store = BlockStore(capacity, tier=Tier.HOST, adaptive=is_adaptive)  # without requests, both are LRU
         self.capacity = capacity
         self.epoch = 0
         self.out = []  # live handles: [kind, handle, slots, hashes, epoch]

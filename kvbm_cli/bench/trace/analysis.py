@@ -79,17 +79,23 @@ class TraceAnalysis:
 def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
     """Read the file once, then computes. `report` is called with what is being done."""
     reader = TraceReader(path, form)
-    trace = _CollectedTrace(Sessions(path, form), form)
+    trace = collect(reader, report=report)
+    return replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
+
+
+def collect(reader: TraceReader, *, report: Report = lambda phase: None) -> CollectedTrace:
+    """Read the file. `report` is called with what is being done."""
+    trace = CollectedTrace(Sessions(reader.path, reader.form), reader.form)
     for number, request in enumerate(reader):
         trace.add(request)
         if number % REPORT_EVERY == 0:
             lines = reader.lines
             report(f"reading, {lines.bytes_read / 2**20:.1f} of {lines.byte_count / 2**20:.1f} MiB")
-    return replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
+    return trace
 
 
 @dataclass(slots=True)
-class _CollectedTrace:
+class CollectedTrace:
     """What is kept of the requests while the file is read."""
 
     sessions: Sessions
@@ -132,9 +138,14 @@ class _CollectedTrace:
         self.histories[placed.session] = kept
         return Use(prompt, kept)
 
+    def in_order(self) -> list[tuple[float, Use]]:
+        """Return when each request with a known prompt is launched, in milliseconds, and what it uses."""
+        order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
+        return [(self.use_launches[index], self.uses[index]) for index in order]
+
     def analysis(self, ignored: Counter[str], report: Report) -> TraceAnalysis:
         tree = self.tree
-        uses = [self.uses[index] for index in sorted(range(len(self.uses)), key=self.use_launches.__getitem__)]
+        uses = [use for _, use in self.in_order()]
         counts = tree.use_counts(use.prompt for use in uses)
         prompt_nodes = sum(count > 0 for count in counts[1:])
         block_uses = sum(counts[1:])

@@ -46,18 +46,23 @@ def trace(
     as_json: bool = False,
 ) -> int:
     """Print the analysis. `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
-    form = TraceFormat(block_tokens, time_scale, parse_columns(list(columns)), _turns(turns))
-    token_bytes = _token_bytes(bytes_per_token, model)
+    form = trace_format(block_tokens, time_scale, columns, turns)
+    per_token = token_bytes(bytes_per_token, model)
     with ProgressDisplay("trace", delay_s=PROGRESS_AFTER_S) as progress:
         analysis = analyse(file, form, report=progress.report)
     if as_json:
-        print_json(as_trace_data(analysis, file.name, bytes_per_token=token_bytes))
+        print_json(as_trace_data(analysis, file.name, bytes_per_token=per_token))
     else:
         from rich.console import Console
 
         console = Console(width=WIDTH, markup=False, emoji=False)
-        show_trace(analysis, file.name, console, bytes_per_token=token_bytes)
+        show_trace(analysis, file.name, console, bytes_per_token=per_token)
     return 0
+
+
+def trace_format(block_tokens: int, time_scale: float, columns: Sequence[str], turns: str) -> TraceFormat:
+    """Return the format from the options of the command line."""
+    return TraceFormat(block_tokens, time_scale, parse_columns(list(columns)), _turns(turns))
 
 
 def _turns(text: str) -> Turns:
@@ -68,7 +73,7 @@ def _turns(text: str) -> Turns:
         raise UsageError(f"`--turns` must be {names}, not `{text}`") from None
 
 
-def _token_bytes(given: str | None, model: str | None) -> int | None:
+def token_bytes(given: str | None, model: str | None) -> int | None:
     """Return the bytes of a token's KV. SizeUnknown if only the engine of the model knows them."""
     if given is not None and model is not None:
         raise UsageError("use either `--bytes-per-token` or `--model`: a model sets the bytes of a token")

@@ -1,0 +1,276 @@
+"""Adaptive eviction: what is known of the blocks of a request, and which table of ranking.py the store uses.
+
+`Adaptive.arrive` gets the whole chain of a request. From the blocks in the cache, and a History of blocks that were
+used before, it derives an ChainUse: the marks of all blocks of the chain.
+
+Each table has a shadow cache: a small cache of its own, without bytes, of every n-th block, n being such that it has
+about SHADOW_BLOCKS places. A table's gain is the sum of the hits that its shadow cache has more than that of LRU, in
+the same requests. The store uses a table other than LRU only while its gain is significant. Without requests, or
+without a difference, the table stays LRU.
+
+Memory: 8 bytes per block for the History, and a constant for the shadow caches. The owner of the store calls this.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from kvbm.core.ranking import (
+    ARRIVING,
+    NEW,
+    PAUSES,
+    PAUSES_S,
+    RESIDENT,
+    REUSED,
+    SHARED,
+    TABLES,
+    Ranked,
+    Table,
+)
+
+SHADOW_BLOCKS = 2048  # places of a shadow cache, of larger stores
+DECIDE_AFTER = 500  # sampled blocks between two decisions
+MEMORY_BLOCKS = 20_000  # after so many sampled blocks, gains have decreased to 1/e
+STANDARD_ERRORS = 0.5  # that a gain must exceed, so that it counts as significant
+LEAST_GAIN = 0.005  # of the hits of LRU
+LONGEST_CHAIN = 16_384  # blocks that are examined when a request arrives
+LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing competed for the cache
+HISTORY_SHARE_BITS = 2  # one block of four is kept in the history
+
+_IS_SHARED = bytes(mark & SHARED for mark in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainUse:
+    """What a chain is when its request arrives. Positions are in blocks:
+
+        [0, hit)                in the cache
+        [0, shared_end)         other chains that continue differently begin with these blocks, too
+        [0, reused_end)         used before
+        [reused_end, ...)       new blocks; their mark is `fresh`
+
+    `pause` is the class of the pause since the last use, 0 for the longest one.
+    """
+
+    hit: int
+    shared_end: int
+    reused_end: int
+    pause: int
+    continues: bool
+
+    @property
+    def fresh(self) -> int:
+        """The mark of blocks that were never used before."""
+        return ARRIVING + self.pause if self.continues or self._has_resident_tail else NEW
+
+    @property
+    def _has_resident_tail(self) -> bool:
+        return self.shared_end < self.hit
+
+    def marks(self, begin: int, end: int) -> bytes:
+        """Return the marks of the blocks from `begin` to `end`."""
+        shortest = PAUSES - 1
+        spans = (
+            (min(self.hit, self.shared_end), RESIDENT + shortest | REUSED | SHARED),
+            (self.shared_end, ARRIVING + shortest | REUSED | SHARED),
+            (self.hit, RESIDENT + self.pause | REUSED),
+            (self.reused_end, ARRIVING + self.pause | REUSED),
+            (end, self.fresh),
+        )
+        marks = bytearray()
+        at = begin
+        for span_end, mark in spans:
+            if (upto := min(end, span_end)) > at:
+                marks += bytes([mark]) * (upto - at)
+                at = upto
+        return bytes(marks)
+
+    def seen_by(self, positions: Sequence[int], hit: int) -> ChainUse:
+        """Return the arrival in a shadow cache that has the first `hit` of the blocks at these positions."""
+        shared_end = bisect_left(positions, self.shared_end)
+        reused_end = max(hit, bisect_left(positions, self.reused_end))
+        return ChainUse(hit, shared_end, reused_end, self.pause, self.continues)
+
+
+class History:
+    """When blocks were last used and what was known of them, for one block of four, in or out of the cache.
+
+    A direct-mapped table: a later block overwrites an earlier one in its place. Blocks are named by their crc. An entry
+    has the crc (32 bits), the time of the last use in quarters of a second (30 bits), and the bits of a mark (2).
+    """
+
+    def __init__(self, places: int) -> None:
+        self._entries = array("Q", bytes(8 * max(1, places)))
+
+    def find_last(self, crcs: Sequence[int], start: int) -> tuple[int, int, float] | None:
+        """Return the last position from `start` on that is known, with its mark and the time of its last use."""
+        entries, places = self._entries, len(self._entries)
+        for position in range(len(crcs) - 1, start - 1, -1):
+            crc = crcs[position]
+            if crc < 1 << 32 - HISTORY_SHARE_BITS:
+                entry = entries[crc % places]
+                if entry and entry >> 32 == crc:
+                    return position, (entry & 3) << 4, (entry >> 2 & (1 << 30) - 1) / 4
+        return None
+
+    def note(self, crcs: Sequence[int], arrival: ChainUse, now_s: float) -> None:
+        """Note that these blocks, a chain, are used now."""
+        entries, places = self._entries, len(self._entries)
+        when = (int(now_s * 4) & (1 << 30) - 1) << 2
+        marks = ((arrival.shared_end, (REUSED | SHARED) >> 4), (arrival.reused_end, REUSED >> 4), (len(crcs), 0))
+        at = 0
+        for end, bits in marks:
+            for crc in crcs[at : max(at, end)]:
+                if crc < 1 << 32 - HISTORY_SHARE_BITS:
+                    entries[crc % places] = crc << 32 | when | bits
+            at = max(at, end)
+
+    def clear(self) -> None:
+        self._entries = array("Q", bytes(8 * len(self._entries)))
+
+
+class ShadowCache:
+    """A cache of sampled blocks with a fixed table. `gain` and `variance` compare its hits with those of LRU."""
+
+    def __init__(self, places: int, table: Table) -> None:
+        self.table = table
+        self.hits = self.gain = self.variance = 0.0
+        self._order = Ranked(places, table)
+        self._slots: dict[int, int] = {}
+        self._names = array("L", bytes(8 * places))  # of the block in each slot
+        self._free = places
+
+    def use(self, names: Sequence[int], positions: Sequence[int], arrival: ChainUse, now_s: float) -> int:
+        """Look for the blocks `names`, which are at these positions of a chain, and keep them. Return how many were
+        found before the first one that was not."""
+        order, slots = self._order, self._slots
+        order.advance_to(now_s)
+        found = list(map(slots.get, names))
+        hit = found.index(None) if None in found else len(found)
+        marks = arrival.seen_by(positions, hit).marks(0, len(names))
+        held = [(at, slot) for at, slot in enumerate(found) if slot is not None]
+        order.lists.remove([slot for _, slot in held])
+        absent = [at for at, slot in enumerate(found) if slot is None]
+        room = order.room(bytes([marks[at] for at in absent]), self._free, len(slots) - len(held))
+        arrived = list(zip(absent, self._allocate(room), strict=False))
+        for at, slot in arrived:
+            slots[names[at]] = slot
+            self._names[slot] = names[at]
+        kept = sorted(held + arrived, reverse=True)
+        kept_slots = [slot for _, slot in kept]
+        order.mark(kept_slots, bytes([marks[at] for at, _ in kept]))
+        order.add(kept_slots)
+        return hit
+
+    def note(self, hits: int, hits_of_lru: int) -> None:
+        self.hits += hits
+        self.gain += hits - hits_of_lru
+        self.variance += (hits - hits_of_lru) ** 2
+
+    def decay(self, factor: float) -> None:
+        self.hits *= factor
+        self.gain *= factor
+        self.variance *= factor
+
+    def _allocate(self, count: int) -> list[int]:
+        order = self._order
+        from_free = min(count, self._free)
+        evicted = order.take(count - from_free)
+        for slot in evicted:
+            del self._slots[self._names[slot]]
+        self._free -= from_free
+        return order.lists.take(order.lists.free, from_free) + evicted
+
+
+class Adaptive:
+    """The order of eviction of a store of `capacity_blocks`, and the choice of its table."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self.order = Ranked(capacity_blocks)
+        self._history = History(2 * capacity_blocks)
+        self._every = max(1, capacity_blocks // SHADOW_BLOCKS)
+        places = -(-capacity_blocks // self._every)
+        self._shadows = [ShadowCache(places, table) for table in TABLES]
+        self._current = self._shadows[0]
+        self._sampled = 0
+        self._clock_s: float | None = None
+        self._time_s = 0.0
+
+    def arrive(self, hashes: Sequence[bytes], slots: Sequence[int], now_s: float) -> ChainUse:
+        """Note the arrival of a request for the chain `hashes`, of which the first ones are in `slots`."""
+        time_s = self._pass_time(now_s)
+        crcs = list(map(crc32, hashes))
+        arrival = self._examine(crcs, slots, time_s)
+        self._history.note(crcs, arrival, time_s)
+        every = self._every
+        sampled: dict[int, int] = {}
+        for position, crc in enumerate(crcs):
+            if crc % every == 0:
+                sampled.setdefault(crc, position)
+        if sampled:
+            self._compare(list(sampled), list(sampled.values()), arrival, time_s)
+        return arrival
+
+    def clear(self) -> None:
+        """Forget what is known of blocks. The choice stays: it is about requests."""
+        self._history.clear()
+
+    def choice(self) -> tuple[int, int]:
+        """Return the position of the table in TABLES, and the hits of its shadow cache above those of LRU, in
+        percent."""
+        lru, current = self._shadows[0], self._current
+        return TABLES.index(current.table), round(100 * current.gain / lru.hits) if lru.hits else 0
+
+    def _pass_time(self, now_s: float) -> float:
+        passed_s = 0.0 if self._clock_s is None else now_s - self._clock_s
+        self._clock_s = now_s
+        self._time_s += min(max(0.0, passed_s), LONGEST_PAUSE_S)
+        self.order.advance_to(self._time_s)
+        return self._time_s
+
+    def _examine(self, crcs: Sequence[int], slots: Sequence[int], time_s: float) -> ChainUse:
+        order, hit, end = self.order, len(slots), len(crcs)
+        marks = bytes(map(order.marks.__getitem__, slots))
+        shared_end = 1 + marks.translate(_IS_SHARED).rfind(SHARED)
+        if (known := self._history.find_last(crcs, hit)) is not None:
+            last, mark, used_s = known
+            if mark & SHARED:
+                shared_end = last + 1
+        elif hit:
+            last, mark, used_s = hit - 1, marks[-1], order.used_s(slots[-1])
+        else:
+            return ChainUse(0, 0, 0, pause=0, continues=False)
+        continues = not mark & REUSED or (not mark & SHARED and last == end - 1)
+        if not continues:
+            return ChainUse(hit, last + 1, last + 1, pause=0, continues=False)
+        pause = PAUSES - 1 - bisect_right(PAUSES_S, time_s - used_s)
+        return ChainUse(hit, shared_end, last + 1, pause, continues=True)
+
+    def _compare(self, names: Sequence[int], positions: Sequence[int], arrival: ChainUse, time_s: float) -> None:
+        hits = [shadow.use(names, positions, arrival, time_s) for shadow in self._shadows]
+        for shadow, its_hits in zip(self._shadows, hits, strict=True):
+            shadow.note(its_hits, hits[0])
+        self._sampled += len(names)
+        if self._sampled >= DECIDE_AFTER:
+            self._current = self._decide()
+            self.order.use_table(self._current.table)
+            for shadow in self._shadows:
+                shadow.decay(math.exp(-self._sampled / MEMORY_BLOCKS))
+            self._sampled = 0
+
+    def _decide(self) -> ShadowCache:
+        lru, current = self._shadows[0], self._current
+
+        def score(shadow: ShadowCache) -> float:
+            if shadow is lru:
+                return 0.0
+            return shadow.gain - STANDARD_ERRORS * math.sqrt(shadow.variance) - LEAST_GAIN * lru.hits
+
+        best = max(self._shadows, key=score)  # LRU if none is better
+        is_clear = best.gain > current.gain + STANDARD_ERRORS * math.sqrt(best.variance)
+        return best if best is lru or current is lru or is_clear else current

@@ -1,0 +1,204 @@
+"""Ranked: the order of eviction of `eviction: adaptive`. See docs/concepts/eviction.md.
+
+Each block has a class, from what is known of its use when a request arrives:
+
+    NEW        no block of its chain is known, or none but a prefix that many share
+    ARRIVING   not in the cache, but its chain continues known blocks; by the pause since their last use
+    RESIDENT   in the cache when the request arrived; by the pause before that
+
+Each class is a list in the order of use. The victim is the head of one of these lists. A table says which: it has a
+weight and a least age for each class, and the victim is the head with the largest `weight * max(age, least age)`. With
+the table LRU, that is the least recently used block.
+
+Classes are monotone along a chain: a block's class is never lower than that of the block after it. With every table a
+chain therefore loses its tail first.
+
+A block costs nine bytes here: a double for the time of its last use, and a mark, the byte with its class and what is
+known of it. Only the store and the shadow caches use this.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+
+from kvbm.core.eviction import Order, SlotLists
+from kvbm.core.index import is_consecutive
+
+PAUSES_S = (25.0, 100.0, 400.0)  # the limits between classes of pauses
+# A block that came back after such a pause counts as at least so old. Blocks behind it in a chain were last used before
+# the pause, so they are at least as old.
+LEAST_AGES_S = (0.0, *PAUSES_S)
+
+# Classes, from the tail of a chain to its head. ARRIVING and RESIDENT have one class per pause, the longest one first.
+PAUSES = len(LEAST_AGES_S)
+NEW, ARRIVING, RESIDENT = 0, 1, 1 + PAUSES
+CLASSES = 1 + 2 * PAUSES
+CLASS_MASK, REUSED, SHARED = 0x0F, 0x10, 0x20  # the bits of a mark
+PLAIN = ARRIVING + PAUSES - 1  # the mark of a block of which nothing is known, such as one read from disk
+LEAST_WINDOW = 32  # slots that are examined together; more while all of them are evicted
+TICK_S = 1e-6  # between two uses at the same time, so that their order is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How long blocks stay. `new` and `arriving` are the weights of these classes; the weight of RESIDENT is 1.
+
+    With `uses_pauses`, LEAST_AGES_S apply. With `admits_new` false, a new block may replace new blocks only.
+    """
+
+    name: str
+    new: float
+    arriving: float
+    uses_pauses: bool = True
+    admits_new: bool = True
+
+    def weights(self) -> tuple[float, ...]:
+        return (self.new, *[self.arriving] * PAUSES, *[1.0] * PAUSES)
+
+    def least_ages_s(self) -> tuple[float, ...]:
+        ages = LEAST_AGES_S[::-1] if self.uses_pauses else (0.0,) * PAUSES
+        return (0.0, *ages, *ages)
+
+
+LRU = Table("lru", 1, 1, uses_pauses=False)
+PROBATION = Table("probation", 4, 1)
+INCUMBENTS = Table("incumbents", math.inf, 4, admits_new=False)
+TABLES = (LRU, PROBATION, INCUMBENTS)
+
+
+class Ranked(Order):
+    """Evicts the block that `table` ranks lowest. `marks` has a byte per slot; `now_s` is the time of the next use."""
+
+    def __init__(self, slot_count: int, table: Table = LRU) -> None:
+        self.lists = SlotLists(slot_count, CLASSES)
+        self.marks = bytearray([PLAIN]) * slot_count
+        self.now_s = 0.0
+        self._used_s = array("d", [-1.0]) * (slot_count + 1 + CLASSES)  # the nodes of the lists were never used
+        self._nodes = range(self.lists.inactive, self.lists.inactive + CLASSES)
+        self.use_table(table)
+
+    def use_table(self, table: Table) -> None:
+        self.table = table
+        self._ranks = list(zip(self._nodes, table.weights(), table.least_ages_s(), strict=True))
+
+    def advance_to(self, now_s: float) -> None:
+        """Set the time of the next use. Time never goes back."""
+        self.now_s = max(self.now_s, now_s)
+
+    def mark(self, slots: Sequence[int], marks: bytes) -> None:
+        """Set the marks of slots that are in no list of inactive ones."""
+        all_marks = self.marks
+        if is_consecutive(slots):
+            all_marks[slots[0] : slots[-1] + 1] = marks
+        elif marks and marks.count(marks[0]) == len(marks):
+            mark = marks[0]
+            for slot in slots:
+                all_marks[slot] = mark
+        else:
+            for slot, mark in zip(slots, marks, strict=True):
+                all_marks[slot] = mark
+
+    def add(self, slots: Sequence[int]) -> None:
+        if not slots:
+            return
+        self.now_s += TICK_S
+        of_slots, inactive, count = self.marks, self.lists.inactive, len(slots)
+        first, last = slots[0], slots[-1]
+        if first - last == count - 1 and slots == list(range(first, last - 1, -1)):  # as most chains are
+            marks = of_slots[last : first + 1]
+            if marks.count(marks[0]) == count:
+                self._used_s[last : first + 1] = array("d", (self.now_s,)) * count
+                self.lists.append(inactive + (marks[0] & CLASS_MASK), slots)
+                return
+        else:
+            uniform = of_slots[first]
+            if [of_slots[slot] for slot in slots].count(uniform) == count:
+                self._append(inactive + (uniform & CLASS_MASK), slots)
+                return
+        for its_class, group in groupby(slots, key=lambda slot: of_slots[slot] & CLASS_MASK):
+            self._append(inactive + its_class, group)
+
+    def _append(self, node: int, slots: Iterable[int]) -> None:
+        """Append to a list like SlotLists, and note the time, in one pass: it runs for every block."""
+        newer, older, used_s, now_s = self.lists.newer, self.lists.older, self._used_s, self.now_s
+        last = older[node]
+        for slot in slots:
+            newer[last] = slot
+            older[slot] = last
+            used_s[slot] = now_s
+            last = slot
+        self.lists.join(last, node)
+
+    def take(self, count: int) -> list[int]:
+        found, heads = self._next(count)
+        for node, head in heads.items():
+            self.lists.join(node, head)
+        return found
+
+    def first(self, count: int) -> list[int]:
+        return self._next(count)[0]
+
+    def _next(self, count: int) -> tuple[list[int], dict[int, int]]:
+        """Return up to `count` slots that are evicted next, and what is then the head of each list."""
+        newer = self.lists.newer
+        found: list[int] = []
+        heads = {node: newer[node] for node in self._nodes}
+        window = LEAST_WINDOW
+        while (left := count - len(found)) > 0 and (next_list := self._lowest(heads)) is not None:
+            node, outranks = next_list
+            slot, chunk = heads[node], []
+            for _ in range(min(left, window)):
+                if slot == node:
+                    break
+                chunk.append(slot)
+                slot = newer[slot]
+            window *= 4
+            if not outranks(chunk[-1]):  # ranks fall along a list
+                window = LEAST_WINDOW
+                end = bisect_left(chunk, True, lo=1, key=lambda one: not outranks(one))
+                slot = chunk[end]
+                del chunk[end:]
+            found += chunk
+            heads[node] = slot
+        return found, heads
+
+    def free_all(self) -> None:
+        for node in self._nodes:
+            self.lists.append_all(self.lists.free, node)
+
+    def used_s(self, slot: int) -> float:
+        """Return when the block in this slot last became inactive."""
+        return self._used_s[slot]
+
+    def room(self, marks: bytes, free: int, inactive: int) -> int:
+        """Return how many blocks with these marks, which never rise, may be kept, if so many slots are free and
+        inactive."""
+        room = max(0, min(len(marks), free + inactive))
+        if self.table.admits_new:
+            return room
+        known = min(room, len(marks) - marks.count(NEW))
+        new_in_cache = sum(1 for _ in islice(self.lists.walk(self.lists.inactive + NEW), max(0, room - free)))
+        return max(known, min(room, free + new_in_cache))
+
+    def _lowest(self, heads: dict[int, int]) -> tuple[int, Callable[[int], bool]] | None:
+        """Return the list whose head is evicted next, and a function that says whether a slot of this list is evicted
+        before the other heads. Of equal ones, the lowest class comes first. None if all lists are empty."""
+        now_s, used_s = self.now_s + TICK_S, self._used_s
+        ranks = [
+            (-weight * max(now_s - used_s[head], least_age_s), node, weight, least_age_s)
+            for node, weight, least_age_s in self._ranks
+            if (head := heads[node]) != node
+        ]
+        if not ranks:
+            return None
+        ranks.sort()
+        _, node, weight, least_age_s = ranks[0]
+        if len(ranks) == 1:
+            return node, lambda slot: True
+        limit = ranks[1][:2]
+        return node, lambda slot: (-weight * max(now_s - used_s[slot], least_age_s), node) < limit

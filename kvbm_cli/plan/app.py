@@ -1,0 +1,46 @@
+"""`kvbm plan`: its options and help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
+
+
+def plan(
+    trace: Annotated[Path, path_option("--trace", "FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
+    capacity_blocks: Annotated[
+        str | None,
+        option("--capacity-blocks", "N,N", "Capacities in blocks [default: shares of the trace's blocks]."),
+    ] = None,
+    policy: Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`, `adaptive`.")] = "lru,adaptive",
+    exact: Annotated[bool, flag("--exact", "Simulate every block, not a sample of 32,768.")] = False,
+    bytes_per_token: Annotated[
+        str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
+    ] = None,
+    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
+    time_scale: Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")] = 1.0,
+    column: Annotated[
+        list[str] | None,
+        option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
+    ] = None,
+    turns: Annotated[
+        str,
+        option("--turns", "added|whole", "Whether a line of a session holds what its turn adds, or the whole prompt."),
+    ] = "added",
+    json: JsonOption = False,
+) -> int:
+    """Show the hit rates of a trace by capacity."""
+    from kvbm_cli.bench.trace.command import trace_format
+    from kvbm_cli.plan import command as body
+
+    request = body.PlanRequest(
+        file=trace,
+        form=trace_format(block_tokens, time_scale, column or [], turns),
+        capacities=body.parse_capacities(capacity_blocks),
+        policies=body.parse_policies(policy),
+        is_exact=exact,
+        bytes_per_token=body.parse_bytes(bytes_per_token),
+    )
+    return body.show_plan(request, as_json=json)

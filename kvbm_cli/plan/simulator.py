@@ -1,0 +1,128 @@
+"""Simulator: the hit rate of a cache, from the product's own block store driven with the requests of a trace.
+
+A request looks for its chain, uses the blocks that are there, and keeps the others as far as the store has room for
+them. The blocks of a running request are held. There is no device memory above the cache, and transfers take no time.
+The hit rate is hit blocks over all blocks; the last block of a prompt counts as one, also if it is partial.
+
+A sample has every block whose digest is below a limit, so that at most `tracked` different blocks are simulated. A
+cache of a share of the blocks then has the same share of the places. All blocks of a chain are evicted from its tail,
+so the sampled blocks of a chain are, too.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvbm.core.store import BlockStore
+from kvbm.types import Tier
+from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use
+
+NAME_BYTES = 8
+TRACKED_BLOCKS = 32_768
+REPORT_EVERY = 1000
+LRU, ADAPTIVE = "lru", "adaptive"
+POLICIES = (LRU, ADAPTIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedUse:
+    """A request of a trace: its use of the tree, and when it arrives."""
+
+    at_s: float
+    use: Use
+
+
+class Sample:
+    """Which nodes of a tree are simulated. `share` of all nodes are."""
+
+    def __init__(self, tree: PrefixTree, tracked: int, *, seed: int = 0) -> None:
+        key = seed.to_bytes(8, "big")
+        digests = array("Q", [0])
+        for node in range(1, len(tree)):
+            digest = blake2b(name_of(node), digest_size=8, key=key).digest()
+            digests.append(int.from_bytes(digest, "big"))
+        count = len(digests) - 1
+        limit = 1 << 64 if count <= tracked else sorted(digests[1:])[tracked]
+        self.is_in = bytearray(1 if digest < limit else 0 for digest in digests)
+        self.is_in[0] = 0  # the root has no block
+        self.share = sum(self.is_in) / count if count else 1.0
+
+    def chain(self, path: Sequence[int]) -> list[bytes]:
+        """Return the names of the sampled blocks of a path, which begins with its last node."""
+        is_in = self.is_in
+        return [name_of(node) for node in reversed(path) if is_in[node]]
+
+
+def name_of(node: int) -> bytes:
+    return node.to_bytes(NAME_BYTES, "big")
+
+
+class SimulatedCache:
+    """A store without bytes. `hit_blocks` of `asked_blocks` were found."""
+
+    def __init__(self, capacity_blocks: int, policy: str) -> None:
+        self.store = BlockStore(
+            capacity_blocks, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, adaptive=policy == ADAPTIVE
+        )
+        self.hit_blocks = self.asked_blocks = 0
+
+    def use(self, at_s: float, chain: Sequence[bytes], *, asked: int) -> None:
+        """Serve a request whose prompt has the first `asked` blocks of `chain`; it leaves all of them."""
+        store = self.store
+        arrival = store.arrive(chain, at_s)
+        marks = b"" if arrival is None else arrival.marks(0, len(chain))
+        with store.pin_prefix(chain) as held:
+            self.hit_blocks += min(asked, len(held.slots))
+            self.asked_blocks += asked
+            store.touch(chain, marks)
+            self._keep(chain, marks)
+        store.touch(chain)
+
+    def _keep(self, chain: Sequence[bytes], marks: bytes) -> None:
+        store = self.store
+        missing = store.missing(chain)
+        of_missing = bytes(map(marks.__getitem__, missing)) if marks else bytes(len(missing))
+        kept = missing[: store.room(of_missing)]
+        target = store.allocate(len(kept))
+        assert target is not None, (len(kept), store.counts())
+        blocks = target.stage([chain[at] for at in kept]).register(of_missing[: len(kept)] if marks else b"")
+        blocks.release()
+
+
+def hit_rate(
+    tree: PrefixTree,
+    uses: Iterable[TimedUse],
+    sample: Sample,
+    capacity_blocks: int,
+    policy: str,
+    *,
+    report: Callable[[int], None] = lambda done: None,
+) -> float:
+    """Return the hit rate of a cache of `capacity_blocks`. `uses` are in the order of the arrivals.
+
+    With a sample, the misses are counted and the uses are known: a block that nearly all requests use has few misses,
+    whether it is in the sample or not, but many hits.
+    """
+    all_blocks = 0
+    cache = SimulatedCache(max(1, round(capacity_blocks * sample.share)), policy)
+    for number, one in enumerate(uses):
+        all_blocks += tree.depth[one.use.prompt]
+        chain, asked = _request(tree, one.use, sample)
+        if chain:
+            cache.use(one.at_s, chain, asked=asked)
+        if number % REPORT_EVERY == 0:
+            report(number)
+    misses = cache.asked_blocks - cache.hit_blocks
+    return max(0.0, 1 - misses / (sample.share * all_blocks)) if sample.share and all_blocks else 0.0
+
+
+def _request(tree: PrefixTree, use: Use, sample: Sample) -> tuple[list[bytes], int]:
+    """Return the sampled blocks that a request leaves in the cache, and how many of them are its prompt."""
+    chain = sample.chain(tree.path(use.prompt))
+    asked = len(chain)
+    if use.kept != use.prompt and sample.is_in[use.kept]:
+        chain.append(name_of(use.kept))
+    return chain, asked

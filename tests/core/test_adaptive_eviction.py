@@ -1,0 +1,221 @@
+"""Adaptive eviction: classes along a chain, what each table keeps, and when the chooser leaves LRU."""
+
+import random
+
+import pytest
+from bookkeeping import check_store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbm.core.chooser import ChainUse, History
+from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
+from kvbm.core.store import BlockStore
+from kvbm.types import Tier
+from kvbm_cli.plan.simulator import ADAPTIVE, NAME_BYTES, SimulatedCache, name_of
+from kvbm_cli.plan.simulator import LRU as LRU_POLICY
+
+positions = st.integers(0, 12)
+
+
+@st.composite
+def arrivals(draw):
+    hit = draw(positions)
+    reused_end = draw(st.integers(hit, 12))
+    shared_end = draw(st.integers(0, reused_end))
+    return ChainUse(hit, shared_end, reused_end, draw(st.integers(0, PAUSES - 1)), draw(st.booleans()))
+
+
+def chain(start, count):
+    return [name_of(number) for number in range(start, start + count)]
+
+
+def forced(capacity, table):
+    """A cache that evicts by one table, whatever its shadow caches say."""
+    cache = SimulatedCache(capacity, ADAPTIVE)
+    cache.store.adaptive.order.use_table(table)
+    cache.store.adaptive._decide = lambda: next(one for one in cache.store.adaptive._shadows if one.table is table)
+    return cache
+
+
+def use(cache, at_s, names):
+    """Serve a request and return how many of its blocks were found."""
+    before = cache.hit_blocks
+    cache.use(at_s, names, asked=len(names))
+    return cache.hit_blocks - before
+
+
+# Classes
+
+
+@given(arrivals(), positions, positions)
+def test_classes_never_rise_along_a_chain(arrival, begin, length):
+    marks = arrival.marks(begin, begin + length)
+    assert len(marks) == length
+    classes = [mark & CLASS_MASK for mark in arrival.marks(0, begin + length)]
+    assert classes == sorted(classes, reverse=True)
+    assert bytes(marks) == arrival.marks(0, begin + length)[begin:]
+
+
+conversations = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 9), st.floats(0, 2000)), min_size=1, max_size=40
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(TABLES), st.integers(1, 24), conversations)
+def test_no_table_leaves_a_hole_in_a_chain(table, capacity, requests):
+    cache, now_s, chains = forced(capacity, table), 0.0, []
+    for system, conversation, length, pause_s in requests:
+        now_s += pause_s
+        names = [*chain(1000 * (system + 1), 3), *chain(100_000 + 10_000 * system + 100 * conversation, length)]
+        chains.append(names)
+        use(cache, now_s, names)
+        check_store(cache.store)
+        for one in chains:
+            present = [cache.store.contains(name) for name in one]
+            assert present == sorted(present, reverse=True), (one, present)
+
+
+# Tables
+
+
+def test_probation_evicts_new_blocks_before_older_ones_that_came_back():
+    cache = forced(8, PROBATION)
+    use(cache, 0, chain(0, 4))
+    use(cache, 10, chain(0, 5))  # comes back
+    use(cache, 20, chain(100, 3))  # new, and used later
+    use(cache, 30, chain(200, 2))
+    assert cache.store.match(chain(0, 5)) == 5
+    assert cache.store.match(chain(100, 3)) < 3
+
+
+def test_incumbents_give_new_blocks_only_what_is_free_or_new():
+    cache = forced(8, INCUMBENTS)
+    use(cache, 0, chain(0, 6))
+    use(cache, 1, chain(0, 6))
+    use(cache, 2, chain(100, 5))
+    assert cache.store.match(chain(0, 6)) == 6
+    assert cache.store.match(chain(100, 5)) == 2
+    use(cache, 3, chain(200, 5))
+    assert cache.store.match(chain(0, 6)) == 6
+
+
+def test_a_block_that_came_back_after_a_long_pause_counts_as_old():
+    order = Ranked(4, PROBATION)
+    long, short = 0, PAUSES - 1
+    order.advance_to(100.0)
+    order.lists.take(order.lists.free, 4)
+    order.mark([0, 1], ChainUse(2, 0, 2, short, True).marks(0, 2))
+    order.add([0, 1])
+    order.advance_to(400.0)
+    order.mark([2, 3], ChainUse(2, 0, 2, long, True).marks(0, 2))
+    order.add([2, 3])
+    assert order.first(4) == [2, 3, 0, 1]
+    order.use_table(LRU)
+    assert order.first(4) == [0, 1, 2, 3]
+
+
+# The chooser
+
+
+def requests_of(choice, count, conversations=60, longest=12):
+    """Requests of growing conversations that share a beginning, with what comes once between them."""
+    lengths, now_s = [1] * conversations, 0.0
+    for number in range(count):
+        now_s += choice.expovariate(1.0)
+        one = choice.randrange(conversations)
+        if number % 3 == 0:
+            yield now_s, chain(10_000_000 + 100 * number, choice.randrange(1, longest))
+        else:
+            lengths[one] = min(90, lengths[one] + choice.randrange(4))
+            yield now_s, [*chain(0, 3), *chain(1000 * (one + 1), lengths[one])]
+
+
+def hits(cache, requests):
+    for now_s, names in requests:
+        cache.use(now_s, names, asked=len(names))
+    return cache.hit_blocks
+
+
+def test_without_requests_the_order_is_that_of_lru():
+    store = BlockStore(50, tier=Tier.HOST, hash_bytes=NAME_BYTES, adaptive=True)
+    store.allocate(50).stage(chain(0, 50)).register().release()
+    store.touch(chain(20, 10))
+    assert store.oldest(50) == (*chain(30, 20)[::-1], *chain(0, 20)[::-1], *chain(20, 10)[::-1])
+    assert store.adaptive.choice() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "clock",
+    [
+        pytest.param(lambda number, now_s: 0.0, id="stands still"),
+        pytest.param(lambda number, now_s: -now_s, id="goes back"),
+        pytest.param(lambda number, now_s: now_s + 1e6 * (number // 100), id="jumps"),
+        pytest.param(lambda number, now_s: now_s + random.Random(number).uniform(-1e5, 1e5), id="is random"),
+    ],
+)
+def test_lru_table_equals_lru_whatever_the_clock_does(clock):
+    requests = list(requests_of(random.Random(3), 600))
+    plain, ranked = SimulatedCache(400, LRU_POLICY), forced(400, LRU)
+    for number, (now_s, names) in enumerate(requests):
+        assert use(plain, now_s, names) == use(ranked, clock(number, now_s), names)
+        assert plain.store.oldest(400) == ranked.store.oldest(400)
+
+
+@pytest.mark.parametrize("capacity", [100, 300, 1000])
+def test_a_clock_that_jumps_costs_at_most_a_hundredth_of_the_hits(capacity):
+    choice = random.Random(5)
+    requests = [
+        (now_s + 1e6 * (number // 200), names) for number, (now_s, names) in enumerate(requests_of(choice, 2000))
+    ]
+    assert hits(SimulatedCache(capacity, ADAPTIVE), requests) >= 0.99 * hits(
+        SimulatedCache(capacity, LRU_POLICY), requests
+    )
+
+
+def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes():
+    choice = random.Random(1)
+    cache = SimulatedCache(300, ADAPTIVE)
+    tables = []
+    for number in range(1200):  # a set that fits, and scans that would push it out
+        names = chain(1000 * (number % 5), 30) if number % 2 else chain(1_000_000 + 200 * number, 100)
+        use(cache, float(number), names)
+        tables.append(cache.store.adaptive.order.table)
+    assert tables[0] is LRU
+    assert tables[-1] is not LRU
+    gained = cache.hit_blocks
+    plain = SimulatedCache(300, LRU_POLICY)
+    for number in range(1200):
+        names = chain(1000 * (number % 5), 30) if number % 2 else chain(1_000_000 + 200 * number, 100)
+        use(plain, float(number), names)
+    assert gained > 1.5 * plain.hit_blocks
+    for number in range(1200, 3000):  # each chain is used twice, soon after: only recency matters
+        names = chain(50_000_000 + 100 * (number // 2 + choice.randrange(2)), 40)
+        use(cache, float(number), names)
+    assert cache.store.adaptive.order.table.name in {"lru", "probation"}
+
+
+def test_new_blocks_have_their_own_class_only_without_a_known_chain():
+    cache = SimulatedCache(100, ADAPTIVE)
+    adaptive = cache.store.adaptive
+    assert cache.store.arrive(chain(0, 8), 0.0).fresh == NEW
+    use(cache, 1.0, chain(0, 8))
+    grown = cache.store.arrive(chain(0, 12), 2.0)
+    assert (grown.hit, grown.continues) == (8, True)
+    assert grown.fresh != NEW
+    use(cache, 3.0, chain(0, 12))
+    other = cache.store.arrive([*chain(0, 4), *chain(500, 4)], 4.0)  # goes on differently
+    assert (other.hit, other.shared_end, other.continues) == (4, 4, False)
+    assert other.fresh == NEW
+    assert adaptive.choice() == (0, 0)
+
+
+def test_history_knows_blocks_that_have_left_the_cache():
+    history = History(64)
+    crcs = list(range(1, 9))
+    history.note(crcs, ChainUse(0, 2, 4, 0, False), now_s=12.5)
+    assert history.find_last(crcs, 0) == (7, 0, 12.5)
+    assert history.find_last(crcs[:2], 0)[1:] == (0x30, 12.5)
+    assert history.find_last(crcs, 8) is None
+    history.clear()
+    assert history.find_last(crcs, 0) is None

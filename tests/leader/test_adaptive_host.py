@@ -1,0 +1,130 @@
+"""Adaptive eviction of host memory, as requests of an engine see it."""
+
+import pytest
+from rig import Rig, chain
+
+from kvbm.core.chooser import ChainUse
+from kvbm.core.ranking import ARRIVING, CLASS_MASK, INCUMBENTS, NEW, RESIDENT
+
+
+@pytest.fixture
+def rig():
+    rig = Rig(slots=8, blocks=32, has_adaptive_host=True)
+    yield rig
+    rig.close()
+
+
+def serve(rig, name, hashes):
+    """A request from its lookup to its end, without a load. Returns how many blocks were found."""
+    found = rig.leader.match(name, hashes, 0)
+    blocks = rig.compute(name, hashes)
+    rig.step()
+    rig.finish(name, hashes, blocks)
+    return found
+
+
+def classes(rig, hashes):
+    store = rig.leader._host.store
+    with store.pin(hashes) as held:
+        return [store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots]
+
+
+def use_incumbents(rig):
+    adaptive = rig.leader._host.store.adaptive
+    adaptive.order.use_table(INCUMBENTS)
+    adaptive._current = adaptive._shadows[-1]
+
+
+def test_blocks_get_the_class_that_their_request_had_when_it_arrived(rig):
+    hashes = chain("a", 5)
+    assert serve(rig, "first", hashes[:3]) == 0
+    assert classes(rig, hashes[:3]) == [NEW] * 3
+    assert serve(rig, "second", hashes) == 3
+    assert all(one >= RESIDENT for one in classes(rig, hashes[:3]))
+    assert all(NEW < one < RESIDENT for one in classes(rig, hashes[3:]))
+
+
+def test_blocks_that_host_memory_would_not_keep_are_not_copied(rig):
+    use_incumbents(rig)
+    kept = chain("kept", 6)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    before = rig.leader.counters.offload_blocks
+    scan = chain("scan", 5)
+    rig.leader.match("scan", scan, 0)
+    blocks = rig.compute("scan", scan)
+    for _ in range(3):  # it is not tried again
+        rig.step()
+        rig.leader.offload("scan", scan, blocks, computed_blocks=5, prompt_blocks=5)
+    rig.finish("scan", scan, blocks)
+    assert rig.leader._host.store.match(kept) == 6
+    assert rig.leader._host.store.match(scan) == 2  # what was free
+    counters = rig.leader.counters
+    assert (counters.offload_blocks - before, counters.offload_declined_blocks) == (2, 3)
+    assert (counters.eviction_order, counters.offload_skipped_blocks) == (3, 0)
+
+
+def test_a_declined_request_copies_no_generated_blocks_either(rig):
+    use_incumbents(rig)
+    kept = chain("kept", 8)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    scan = chain("scan", 5)
+    rig.leader.match("scan", scan, 0)
+    blocks = rig.compute("scan", scan)
+    rig.step()
+    longer = chain("scan", 6)
+    blocks += rig.g1.allocate(1)
+    rig.g1.compute(blocks[-1], longer[-1])
+    rig.leader._requests["scan"].offloads[0].fresh_until = 1000  # so that it is handled with other requests
+    assert rig.leader.offload_all([("scan", longer, blocks, 6, 5)]) == [6]
+    assert rig.step() == []
+    assert not any(map(rig.leader._host.store.contains, longer))
+    rig.finish("scan", longer, blocks)
+
+
+def test_requests_of_one_step_do_not_share_the_same_room(rig):
+    use_incumbents(rig)
+    kept = chain("kept", 6)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    for name in ("one", "two"):
+        rig.leader.match(name, chain(name, 2), 0)
+        rig.compute(name, chain(name, 2))
+    rig.step()
+    assert rig.leader._host.store.match(kept) == 6
+    assert rig.leader._host.store.match(chain("one", 2)) == 2
+    assert rig.leader._host.store.match(chain("two", 2)) == 0
+
+
+def test_with_lru_a_request_is_nothing_special():
+    rig = Rig(slots=8, blocks=32)
+    serve(rig, "first", chain("a", 6))
+    serve(rig, "second", chain("b", 5))
+    assert rig.leader._host.store.match(chain("a", 6)) == 3
+    assert (rig.leader.counters.eviction_order, rig.leader.counters.offload_declined_blocks) == (0, 0)
+    rig.close()
+
+
+def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
+    rig = Rig(slots=40, blocks=80, has_adaptive_host=True, slice_blocks=4)
+    hashes = chain("a", 30)
+    for name in ("first", "second"):
+        rig.leader.match(name, hashes, 0)
+        blocks = rig.compute(name, hashes)
+        for _ in range(10):
+            rig.step()
+            rig.leader.offload(name, hashes, blocks, computed_blocks=30, prompt_blocks=30)
+        rig.finish(name, hashes, blocks)
+    assert all(one >= RESIDENT for one in classes(rig, hashes))
+    rig.close()
+
+
+def test_an_arrival_says_what_follows_a_hit():
+    arrival = ChainUse(hit=2, shared_end=0, reused_end=3, pause=1, continues=True)
+    assert [mark & CLASS_MASK for mark in arrival.marks(0, 4)] == [
+        RESIDENT + 1,
+        RESIDENT + 1,
+        ARRIVING + 1,
+        ARRIVING + 1,
+    ]
