@@ -439,6 +439,31 @@ def test_status_says_which_tiers_of_an_engine_are_off_and_why(metrics, off, show
     assert (data["off"], data["is_shared_off"]) == (off, "shared" in off)
 
 
+@pytest.mark.parametrize(
+    ("order", "gain", "shown"),
+    [
+        ("", "", None),
+        ("0.0", "0.0", "lru"),
+        ("1.0", "0.0", "adaptive: lru (no other order has a significant gain)"),
+        ("3.0", "38.0", "adaptive: incumbents (+38 % hits compared with lru)"),
+        ("2.0", "-1.0", "adaptive: probation (-1 % hits compared with lru)"),
+        ("9.0", "0.0", None),
+        ("nan", "0.0", None),
+    ],
+)
+def test_status_says_how_host_memory_evicts_and_why(order, gain, shown, tmp_path, monkeypatch, capsys):
+    written_run(tmp_path, monkeypatch)
+    lines = [f'kvbm_eviction_order{{engine="0"}} {order}', f'kvbm_eviction_gain_percent{{engine="0"}} {gain}']
+    found = {name: int(value) for name, value in status._EVICTION.findall("\n".join(lines))}
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, {}, {}, found))
+    assert run(["status", "--all", "--json"]) == 0
+    (data,) = json.loads(capsys.readouterr().out)
+    assert data["eviction"] == shown
+    assert run(["status", data["run"]]) == 0
+    page = capsys.readouterr().out
+    assert (f"eviction   {shown}\n" in page) if shown else ("eviction" not in page)
+
+
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     file.unlink()
