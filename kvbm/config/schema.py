@@ -178,6 +178,11 @@ class Tiers(Section):
             raise ValueError("requires `host`, `disk` or both")
         return self
 
+    @property
+    def knows_uses(self) -> bool:
+        """Whether host memory knows which blocks were used before."""
+        return self.host is not None and self.host.eviction == "adaptive"
+
     def host_memory(self) -> HostTierSection:
         """Return G2, or a small buffer for the transfers of the disk tier if there is no host tier."""
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
@@ -196,6 +201,12 @@ class OffloadSection(Section):
         le=100,
         description="Minimum priority: blocks of a prompt are offloaded up to the first block with a lower priority. "
         "Only for engines that send priorities.",
+    )
+    to_host: Literal["auto", "always", "second_hit"] = Field(
+        default="auto",
+        description="Which computed blocks are copied to host memory: all (`always`), those of chains that were used "
+        "before (`second_hit`), or those that host memory would keep (`auto`). Without `eviction: adaptive`, and if a "
+        "lower tier takes every block, `auto` copies all.",
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(
         default="frequency",
@@ -412,10 +423,12 @@ class Profile(Section):
 
     @field_validator("offload")
     @classmethod
-    def _has_priorities(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
-        engine = info.data.get("engine")
+    def _fits_engine_and_tiers(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
+        engine, tiers = info.data.get("engine"), info.data.get("tiers")
         if engine is not None:
             offload.require_priorities_from(engine.kind)
+        if offload.to_host == "second_hit" and tiers is not None and not tiers.knows_uses:
+            raise WrongKey("to_host", "`second_hit` requires `tiers.host.eviction: adaptive`, which knows earlier uses")
         return offload
 
     @field_validator("disaggregated")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import PLAIN
+from kvbm.core.ranking import NEW, PLAIN
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Offloads:
                 if begin:  # so that no block is evicted for its own tail
                     self._slices.run(store.touch, hashes[:end])
                 progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
-        if marks and absent:
+        if marks and absent and self._settings.may_decline:
             absent = self._worthwhile(progress, absent, bytes(map(marks.__getitem__, absent)), collected)
         chosen = absent
         if absent:
@@ -170,7 +170,9 @@ class Offloads:
         the one before it.
         """
         store = self._host.store
-        kept = store.room(marks, taken=collected)
+        kept = len(marks) - marks.count(NEW)
+        if self._settings.to_host != "second_hit":
+            kept = store.room(marks, taken=collected)
         if kept >= min(len(absent), store.available - collected):
             return absent
         progress.is_declined = True

@@ -92,7 +92,8 @@ class LeaderSettings:
     Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
     blocks only pass through it to the disk. With `has_adaptive_host`, it evicts as docs/concepts/eviction.md describes,
-    else the least recently used block. `shared` is None unless the profile has the tier, which may be off anyway.
+    else the least recently used block. `to_host` says which blocks are copied there: `auto`, `always` or `second_hit`.
+    `shared` is None unless the profile has the tier, which may be off anyway.
     """
 
     traits: EngineTraits
@@ -109,6 +110,7 @@ class LeaderSettings:
     reads_always: bool = False
     is_buffer: bool = False
     has_adaptive_host: bool = False
+    to_host: str = "auto"
     disk: TierPolicy = TierPolicy()
     shared: TierPolicy | None = None
 
@@ -136,6 +138,7 @@ class LeaderSettings:
             read_timeout_s=config.onboard.disk_timeout_s,
             reads_always=config.onboard.policy == "always",
             is_buffer=tiers.host is None,
+            to_host=offload.to_host,
             has_adaptive_host=tiers.host is not None and tiers.host.eviction == "adaptive",
             disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
             shared=shared,
@@ -145,6 +148,13 @@ class LeaderSettings:
     def groups(self) -> tuple[Group, ...]:
         """KV cache groups of the engine, at least one."""
         return self.traits.groups or (Group(self.traits.block_tokens),)
+
+    @property
+    def may_decline(self) -> bool:
+        """Whether blocks may stay out of host memory: with `auto`, not if a lower tier takes every block from there."""
+        if self.to_host != "auto":
+            return self.to_host == "second_hit"
+        return not any(tier is not None and tier.writes in ("always", "on_evict") for tier in (self.disk, self.shared))
 
     @property
     def can_cut_loads(self) -> bool:

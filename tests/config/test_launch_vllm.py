@@ -24,10 +24,15 @@ TRANSFER = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {
         "kvbm": {
-            "tiers": {"host": {"capacity": "2GiB", "blocks": None}, "disk": None, "shared": None},
+            "tiers": {
+                "host": {"capacity": "2GiB", "blocks": None, "eviction": "lru"},
+                "disk": None,
+                "shared": None,
+            },
             "offload": {
                 "generated": True,
                 "min_priority": 0,
+                "to_host": "auto",
                 "to_disk": "frequency",
                 "to_shared": "frequency",
                 "frequency_threshold": 2,

@@ -194,7 +194,7 @@ FILE_MISTAKES = {
     "key like no other": (
         f"{BASE}    zzz: 5\n",
         "unknown key `tiers.host.zzz`\n  FILE:6:5\n    |\n  6 |     zzz: 5\n    |     ^^^",
-        "keys of `tiers.host`: `capacity`, `blocks`",
+        "keys of `tiers.host`: `capacity`, `blocks`, `eviction`",
     ),
     "engine flag like no other": (
         f"{BASE}qqqq: 5\n",
@@ -218,6 +218,12 @@ FILE_MISTAKES = {
         "engine: {model: m}\ntiers: {host: {capacity: true}}\n",
         "`tiers.host.capacity` must be a size such as 100GB or 64GiB\n"
         "  FILE:2:26\n    |\n  2 | tiers: {host: {capacity: true}}\n    |                          ^^^^",
+        None,
+    ),
+    "second hit without a history": (
+        f"{BASE}offload: {{to_host: second_hit}}\n",
+        "`offload.to_host` `second_hit` requires `tiers.host.eviction: adaptive`, which knows earlier uses\n"
+        "  FILE:6:20\n    |\n  6 | offload: {to_host: second_hit}\n    |                    ^^^^^^^^^^",
         None,
     ),
     "boolean that is not one": (

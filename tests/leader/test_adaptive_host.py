@@ -1,10 +1,13 @@
 """Adaptive eviction of host memory, as requests of an engine see it."""
 
+from zlib import crc32
+
 import pytest
 from rig import Rig, chain
 
 from kvbm.core.chooser import ChainUse
 from kvbm.core.ranking import ARRIVING, CLASS_MASK, INCUMBENTS, NEW, RESIDENT
+from kvbm.leader.settings import TierPolicy
 
 
 @pytest.fixture
@@ -81,6 +84,31 @@ def test_a_declined_request_copies_no_generated_blocks_either(rig):
     assert rig.step() == []
     assert not any(map(rig.leader._host.store.contains, longer))
     rig.finish("scan", longer, blocks)
+
+
+@pytest.mark.parametrize(
+    "tier", [{"disk": TierPolicy("always")}, {"shared": TierPolicy("always")}, {"to_host": "always"}]
+)
+def test_no_block_is_declined_if_all_are_wanted(tier):
+    rig = Rig(slots=8, blocks=32, has_adaptive_host=True, **tier)
+    use_incumbents(rig)
+    kept = chain("kept", 8)
+    serve(rig, "first", kept)
+    serve(rig, "again", kept)
+    serve(rig, "scan", chain("scan", 5))
+    assert rig.leader._host.store.match(chain("scan", 5)) == 5
+    assert rig.leader.counters.offload_declined_blocks == 0
+    rig.close()
+
+
+def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
+    rig = Rig(slots=8, blocks=32, has_adaptive_host=True, to_host="second_hit")
+    one = next(one for one in chain("a", 99) if crc32(one) < 1 << 30)  # one of four blocks is remembered
+    serve(rig, "first", [one])
+    assert rig.leader._host.store.match([one]) == 0
+    serve(rig, "second", [one])
+    assert rig.leader._host.store.match([one]) == 1
+    rig.close()
 
 
 def test_requests_of_one_step_do_not_share_the_same_room(rig):
