@@ -60,6 +60,7 @@ class KvbmEngine:
         offload: dict | None = None,
         onboard: dict | None = None,
         metrics: dict | None = None,
+        eviction: str = "lru",
         **config,
     ):
         defaults = {"model": "synthetic:tiny", "num_blocks": 40, "max_num_batched_tokens": 128, "verify": False}
@@ -68,7 +69,11 @@ class KvbmEngine:
             profile = Profile.model_validate(
                 {
                     "engine": {"model": "synthetic:tiny"},
-                    "tiers": {"host": host_blocks and {"blocks": host_blocks}, "disk": disk, "shared": shared},
+                    "tiers": {
+                        "host": host_blocks and {"blocks": host_blocks, "eviction": eviction},
+                        "disk": disk,
+                        "shared": shared,
+                    },
                     "offload": {"generated": generated, **(offload or {})},
                     "onboard": onboard or {},
                     "transfer": {"max_concurrent": 2},

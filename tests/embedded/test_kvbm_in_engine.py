@@ -13,6 +13,7 @@ import pytest
 from bookkeeping import check_leader
 from kvbm_engine import assert_same, prompt, running
 
+from kvbm.core.ranking import TABLES
 from kvbm.errors import EnvironmentProblem
 from kvbm.types import Tier
 
@@ -50,6 +51,21 @@ def test_multi_turn_outputs_are_equal_and_blocks_really_travel(expected, worker_
         assert engine.counters.offload_blocks > 30
         assert engine.counters.onboard_failed_blocks == engine.counters.offload_failed_blocks == 0
         check_leader(engine.leader)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_no_table_of_adaptive_eviction_changes_an_output(expected, table):
+    with running(host_blocks=40, eviction="adaptive", prefix_caching=False) as engine:
+        adaptive = engine.leader._host.store.adaptive
+        adaptive.order.use_table(table)
+        adaptive._decide = lambda: next(one for one in adaptive._shadows if one.table is table)
+        assert_same(conversations(engine), expected)
+        engine.settle()
+        check_leader(engine.leader)
+        counters = engine.counters
+        assert counters.onboard_blocks > 0
+        assert counters.evicted_blocks + counters.offload_declined_blocks > 0
+        assert counters.onboard_failed_blocks == counters.offload_failed_blocks == 0
 
 
 def test_no_process_can_shorten_the_memory_that_the_engine_shares_with_its_worker():

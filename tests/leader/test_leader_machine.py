@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rig import Rig, chain, disk_policy, pattern
 
 from kvbm.core.groups import Group, StateGroup
+from kvbm.core.ranking import TABLES
 from kvbm.leader.settings import TierPolicy
 from kvbm.types import Tier
 
@@ -41,9 +42,11 @@ class LeaderMachine(RuleBasedStateMachine):
         ranks=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
         limit=st.integers(1, 8),
         slice_blocks=st.sampled_from([1, 2, 4096]),
+        table=st.sampled_from([None, *TABLES]),
     )
-    def build(self, ranks, limit, slice_blocks):
+    def build(self, ranks, limit, slice_blocks, table):
         self.rig = Rig(
+            has_adaptive_host=table is not None,
             slots=6,
             blocks=12,
             ranks=ranks[0],
@@ -53,6 +56,8 @@ class LeaderMachine(RuleBasedStateMachine):
             overdue_steps=3,
             onboard_parts=2,
         )
+        if table is not None:
+            self.rig.leader._host.store.adaptive.order.use_table(table)
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 
