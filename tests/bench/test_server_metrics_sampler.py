@@ -129,12 +129,12 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
     sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
     try:
         assert time.monotonic() - started < START_TIMEOUT_S  # 1.5 s on an idle machine
-        assert "no complete answer" in lines(path)[0]["error"]
+        assert lines(path)[0]["error"].startswith("engine: no ")
         time.sleep(0.3)  # it waits for the next answer
     finally:
         sampler.stop()
     assert sampler.failure is None, "it was killed, because it did not end in time"
-    assert max(line["took_ms"] for line in lines(path)) < 1e3 * (INTERVAL_S + 3)  # 1.1 s on an idle machine
+    assert max(line["took_ms"] for line in lines(path)) < 10e3  # 1.1 s on an idle machine
     assert summarise(path).caveats[-1] == "the server reported no metrics"
 
 
