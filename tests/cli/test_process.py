@@ -149,6 +149,13 @@ def test_missing_library_is_named_with_the_command_that_brings_it(tmp_path):
     assert (caught.value.message, caught.value.hint) == ("the engine needs no_such_library", "`pip install it`")
 
 
+def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path):
+    """Where it became so after the check of the profile."""
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="cannot write the engine's log"):
+        EngineProcess.start(fake_plan(), log_path=tmp_path / "file" / "log")
+
+
 def test_engine_gets_the_profile_and_none_of_our_variables():
     caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
     plan = LaunchPlan((), {"A": "profile"}, "", "")
