@@ -37,7 +37,7 @@ from kvbm_cli.bench.trace.request import TraceFormat  # noqa: E402
 from kvbm_cli.plan.simulator import POLICIES, Sample, TimedUse, hit_rate  # noqa: E402
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks of a trace
-CAPACITIES = {"conversation": (1827, 3655, 9139, 18279, 36558), "agents": (2008, 4017, 10043, 20087)}
+CAPACITIES = {"conversation": (1827, 3655, 9139, 18279, 36558), "agents": (2008, 4017, 10043)}
 LIMITS = {
     "conversation": {1827: 0.100, 3655: 0.136, 9139: 0.206, 18279: 0.284, 36558: 0.345},
     "agents": {2008: 0.405, 4017: 0.660, 10043: 0.917},
