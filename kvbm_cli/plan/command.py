@@ -12,7 +12,7 @@ from typing import Any
 from kvbm.config.sizes import format_size
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import one_line
-from kvbm_cli.bench.trace.analysis import collect
+from kvbm_cli.bench.trace.analysis import Report, collect
 from kvbm_cli.bench.trace.command import token_bytes
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
@@ -87,7 +87,7 @@ def show_plan(request: PlanRequest, *, as_json: bool) -> int:
     return 0
 
 
-def make_plan(request: PlanRequest, report: Any = lambda phase: None) -> CapacityPlan:
+def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> CapacityPlan:
     trace = collect(TraceReader(request.file, request.form), report=report)
     uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
     if not uses:
@@ -98,14 +98,14 @@ def make_plan(request: PlanRequest, report: Any = lambda phase: None) -> Capacit
     unique = len(tree) - 1
     sample = Sample(tree, unique if request.is_exact else TRACKED_BLOCKS)
     capacities = request.capacities or tuple(sorted({max(1, round(share * unique)) for share in SHARES}))
-    rates: dict[str, list[float]] = {}
-    for policy in request.policies:
-        rates[policy] = []
-        for capacity in capacities:
-            what = f"simulating {policy} with {capacity:,} blocks"
-            rates[policy].append(
-                hit_rate(tree, uses, sample, capacity, policy, report=lambda done, what=what: report(f"{what}, {done}"))
-            )
+
+    def rate(policy: str, capacity: int) -> float:
+        def report_requests(done: int) -> None:
+            report(f"simulating {policy} with {capacity:,} blocks, {done} of {len(uses)} requests")
+
+        return hit_rate(tree, uses, sample, capacity, policy, report=report_requests)
+
+    rates = {policy: [rate(policy, capacity) for capacity in capacities] for policy in request.policies}
     return CapacityPlan(capacities, rates, len(uses), unique, sum(sample.is_in))
 
 
