@@ -40,13 +40,13 @@ from kvbm.sglang_integration import weight_updates
 from kvbm.sglang_integration.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.sglang_integration.identity import identity
 from kvbm.sglang_integration.leader_thread import LeaderThread
+from kvbm.sglang_integration.ranks import for_rank, replica
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     import torch
 
-    from kvbm.config.schema import ConnectorConfig
     from kvbm.leader.storage_leader import Lend, Loan, Question, StorageLeader
 
 INTERFACE = "sglang.srt.mem_cache.hicache_storage"
@@ -83,10 +83,10 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         ours = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
         self._zero_copy = bool(extra.get("interface_v1"))
         place = f"hicache-storage-backend-extra-config.{KEY}"
-        group = (_replica() or storage_config.dp_rank) * storage_config.pp_size + storage_config.pp_rank
+        group = (replica() or storage_config.dp_rank) * storage_config.pp_size + storage_config.pp_rank
         rank = self._rank = group * storage_config.tp_size + storage_config.tp_rank
         config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
-        self._config = _for_rank(config, storage_config)
+        self._config = for_rank(config, storage_config)
         self._telemetry = Telemetry(self._config.metrics, engine=rank)
         self._pool: HostPool | None = None
         self._pools: dict[str, HostPool] = {}  # by SGLang's name, the one of KV included
@@ -327,47 +327,6 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         assert self._segment is not None
         payload = self._segment.payload
         return [payload.ctypes.data + slot * payload.strides[0] for slot in loan.slots]
-
-
-def _for_rank(config: ConnectorConfig, storage: Any) -> ConnectorConfig:
-    """Return the configuration of one rank, whose process has its own part of the disk tier.
-
-    With MLA, all ranks have equal pages, and SGLang lets one of them write. The others read them from the shared tier.
-    Raises EnvironmentProblem if the pages of this engine cannot be stored.
-    """
-    if getattr(storage, "should_split_heads", False):
-        raise EnvironmentProblem(
-            "kvbm does not split pages for engines with another number of ranks", hint="remove `tp_lcm_size`"
-        )
-    if getattr(storage, "dcp_size", 1) > 1:
-        raise EnvironmentProblem("kvbm does not support decode context parallelism of SGLang (`--dcp-size`)")
-    tiers = config.tiers
-    is_shared = storage.is_mla_model and storage.tp_size > 1
-    if is_shared and tiers.shared is None:
-        raise EnvironmentProblem(
-            f"the {storage.tp_size} ranks of a model with MLA have one copy of each page, which only a shared tier has "
-            "for all of them",
-            hint="add `tiers.shared`",
-        )
-    disk = tiers.disk
-    if is_shared and not storage.is_storage_writer:
-        disk = None
-    elif disk is not None and disk.capacity is not None:
-        ranks = storage.pp_size * (1 if is_shared else storage.tp_size)
-        disk = disk.model_copy(update={"capacity": disk.capacity // ranks})
-    offload = config.offload
-    if is_shared:  # what only one rank has is no hit for the others
-        offload = offload.model_copy(update={"to_shared": "always"})
-    return config.model_copy(update={"tiers": tiers.model_copy(update={"disk": disk}), "offload": offload})
-
-
-def _replica() -> int:
-    """Return the number of this data-parallel engine, which SGLang's configuration of the storage does not have."""
-    try:
-        parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
-        return int(getattr(parallel, "dp_rank", None) or 0)
-    except (ImportError, AttributeError, ValueError):
-        return 0
 
 
 def _which(hashes: Sequence[bytes], leader: StorageLeader, _: Lend) -> Question[list[bool]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from collect_surface import FILE
 
-from kvbm.sglang_integration import host_pool, identity, storage, weight_updates
+from kvbm.sglang_integration import host_pool, identity, ranks, storage, weight_updates
 from kvbm.sglang_integration.storage import KvbmHiCacheStorage
 from kvbm.sglang_integration.versions import TESTED
 
@@ -61,7 +61,7 @@ def test_the_factory_constructs_our_class(surface):
 def test_the_configuration_has_what_we_read(surface):
     has = set(surface["classes"]["HiCacheStorageConfig"]["attributes"])
     read = set()
-    for module in (storage, identity):
+    for module in (storage, ranks, identity):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.Attribute) and _last(node.value) in CONFIG_NAMES:
                 read.add(node.attr)
