@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from kvbm_cli.size.app import models
 from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
 
 
@@ -16,6 +17,10 @@ def plan(
     ] = None,
     policy: Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`, `adaptive`.")] = "lru,adaptive",
     exact: Annotated[bool, flag("--exact", "Simulate every block, not a sample of 32,768.")] = False,
+    model: Annotated[
+        str | None,
+        option("--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", models),
+    ] = None,
     bytes_per_token: Annotated[
         str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
     ] = None,
@@ -32,7 +37,7 @@ def plan(
     json: JsonOption = False,
 ) -> int:
     """Show the hit rates of a trace by capacity."""
-    from kvbm_cli.bench.trace.command import trace_format
+    from kvbm_cli.bench.trace.command import token_bytes, trace_format
     from kvbm_cli.plan import command as body
 
     request = body.PlanRequest(
@@ -41,6 +46,6 @@ def plan(
         capacities=body.parse_capacities(capacity_blocks),
         policies=body.parse_policies(policy),
         is_exact=exact,
-        bytes_per_token=body.parse_bytes(bytes_per_token),
+        bytes_per_token=token_bytes(bytes_per_token, model),
     )
     return body.show_plan(request, as_json=json)

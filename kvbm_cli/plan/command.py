@@ -13,7 +13,6 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Report, collect
-from kvbm_cli.bench.trace.command import token_bytes
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.plan.simulator import ADAPTIVE, LRU, POLICIES, TRACKED_BLOCKS, Sample, TimedUse, hit_rate
@@ -71,10 +70,6 @@ def parse_policies(text: str) -> tuple[str, ...]:
             known = " or ".join(f"`{one}`" for one in POLICIES)
             raise UsageError(f"`--policy` must be {known}, not `{one_line(name[:40])}`")
     return names
-
-
-def parse_bytes(text: str | None) -> int | None:
-    return token_bytes(text, None)
 
 
 def show_plan(request: PlanRequest, *, as_json: bool) -> int:
