@@ -195,6 +195,15 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
     assert cache.store.adaptive.order.table.name in {"lru", "probation"}
 
 
+def test_without_a_difference_between_the_tables_the_order_stays_lru():
+    cache = SimulatedCache(2000, ADAPTIVE)
+    for number in range(60):  # all blocks fit
+        use(cache, float(number), chain(1000 * (number % 20), 50))
+    assert cache.hit_blocks == 40 * 50
+    assert cache.store.adaptive.order.table is LRU
+    assert cache.store.adaptive.choice() == (0, 0)
+
+
 def test_new_blocks_have_their_own_class_only_without_a_known_chain():
     cache = SimulatedCache(100, ADAPTIVE)
     adaptive = cache.store.adaptive
