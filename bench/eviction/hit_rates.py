@@ -140,7 +140,7 @@ COLOURS = {"lru": "#8a8f98", "adaptive": "#1f6feb"}
 
 def picture(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return an SVG with one chart per trace: hit rate by capacity, on a logarithmic axis."""
-    columns = 2
+    columns = min(2, len(results))
     rows = -(-len(results) // columns)
     size = (columns * (WIDTH + LEFT + GAP), rows * (HEIGHT + TOP + 2 * GAP))
     parts = [
