@@ -76,7 +76,14 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.observe",
-        ("kvbm.leader", "kvbm.plan", "kvbm.metrics", "kvbm.config.schema", "kvbm.host.directories"),
+        (
+            "kvbm.leader",
+            "kvbm.plan",
+            "kvbm.metrics",
+            "kvbm.config.schema",
+            "kvbm.host.directories",
+            "kvbm.host.threads",
+        ),
         never=("numpy", *ENGINES),
     ),
     Rule("kvbm.config"),

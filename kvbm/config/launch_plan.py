@@ -37,13 +37,17 @@ class LaunchPlan:
         return f"{self.base_url}/health"
 
     def placed(self, directory: Path) -> LaunchPlan:
-        """Return the plan with its files in `directory`. Its starter writes them."""
+        """Return the plan with its files, and the socket of its live control, in `directory`. Its starter writes the
+        files."""
         paths = {name: str(directory / name) for name in self.files}
         argv = tuple(paths.get(word, word) for word in self.argv)
-        return replace(self, argv=argv, files={paths[name]: text for name, text in self.files.items()})
+        environment = {CONTROL_VARIABLE: str(directory), **self.environment}
+        files = {paths[name]: text for name, text in self.files.items()}
+        return replace(self, argv=argv, environment=environment, files=files)
 
 
 ADMIN_VARIABLE = "KVBM_ADMIN_TOKEN"
+CONTROL_VARIABLE = "KVBM_CONTROL_DIRECTORY"  # where an engine makes the socket of its live control
 ADMIN_HEADER = "X-Kvbm-Admin-Token"
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

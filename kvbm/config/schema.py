@@ -297,6 +297,12 @@ class MetricsSection(Section):
     port: Port = Field(
         default=6880, description="Port of the metrics server; `0` or `auto` chooses a free port, which is logged."
     )
+    control_token_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with a token: who sends it may list and clear the cache by `POST /control` on the metrics "
+        "port. An absolute path, or one that starts with `~`.",
+    )
     window_requests: int = Field(
         default=1000,
         ge=1,
@@ -321,6 +327,11 @@ class MetricsSection(Section):
     )
 
     _is_absolute = field_validator("record_directory")(absolute)
+
+    @field_validator("control_token_file")
+    @classmethod
+    def _is_absolute_if_given(cls, path: str | None) -> str | None:
+        return None if path is None else absolute(path)
 
 
 class EventsSection(Section):

@@ -49,6 +49,7 @@ PLAIN_MARK = bytes([PLAIN])
 
 # Plain ints: the loops below run for every block.
 FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)
+_IS_REGISTERED = bytes.maketrans(bytes(range(6)), bytes(state in (PINNED, INACTIVE) for state in range(6)))
 _AFTER_RESET = bytes.maketrans(bytes((PINNED, INACTIVE)), bytes((ORPHANED, FREE)))
 
 
@@ -387,6 +388,14 @@ class BlockStore:
             pinned=self.capacity_blocks - out,
             inactive=self._inactive_count,
         )
+
+    def registered_mask(self, start: int, count: int) -> bytes:
+        """Return a byte for each of `count` slots from `start` on: 1 if its block can be found, else 0."""
+        return bytes(self._states[start : start + count].translate(_IS_REGISTERED))
+
+    def hashes_at(self, slots: Sequence[int]) -> tuple[bytes, ...]:
+        """Return the hashes of the blocks in these slots, all of which can be found."""
+        return self._index.hashes_of(slots)
 
     def leaked(self) -> list[str]:
         """Return a description of each handle that was dropped while it held blocks, since the last call."""

@@ -79,13 +79,18 @@ class IndexRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """All rows of an index, unordered. `misfits` are slots of rows with a wrong type, or a hash of another length."""
+    """All rows of an index, unordered. `misfits` are slots of rows with a wrong type, or a hash of another length.
+
+    `written`: in seconds since 1970. `tenants` has those rows with one, by slot.
+    """
 
     slots: NDArray[np.int64]
     generations: NDArray[np.int64]
     lengths: NDArray[np.int64]
     checksums: NDArray[np.uint64]
+    written: NDArray[np.int64]
     hashes: NDArray[np.void]
+    tenants: dict[int, bytes]
     misfits: tuple[int, ...] = ()
 
     def at(self, positions: NDArray[np.intp]) -> Recovered:
@@ -95,7 +100,9 @@ class Recovered:
             generations=self.generations[positions],
             lengths=self.lengths[positions],
             checksums=self.checksums[positions],
+            written=self.written[positions],
             hashes=self.hashes[positions],
+            tenants=self.tenants,
         )
 
 
@@ -162,23 +169,31 @@ class BlockIndex:
 
     def load(self, hash_bytes: int) -> Recovered:
         """Load all rows of one snapshot. Raises sqlite3.Error, also for a row whose slot is not a number."""
-        cursor = self._connection.execute("SELECT slot, generation, length, checksum, hash FROM blocks")
-        parts = [np.empty((4, 0), np.int64)]
+        cursor = self._connection.execute(
+            "SELECT slot, generation, length, checksum, CAST(written AS INTEGER), CAST(tenant AS BLOB), hash "
+            "FROM blocks"
+        )
+        parts = [np.empty((5, 0), np.int64)]
         hashes: list[bytes] = []
+        tenants: dict[int, bytes] = {}
         misfits: list[int] = []
         while rows := cursor.fetchmany(ROWS_PER_FETCH):
-            *columns, found = zip(*rows, strict=True)
+            *columns, owners, found = zip(*rows, strict=True)
             if not _are_sound(columns, found, hash_bytes):
-                sound = [row for row in rows if _are_sound([row[:-1]], [row[-1]], hash_bytes)]
+                sound = [row for row in rows if _are_sound([row[:-2]], [row[-1]], hash_bytes)]
                 misfits += _slots_of(set(rows).difference(sound))
                 if not sound:
                     continue
-                *columns, found = zip(*sound, strict=True)
+                *columns, owners, found = zip(*sound, strict=True)
+            if any(owners):
+                tenants |= {slot: owner for slot, owner in zip(columns[0], owners, strict=True) if owner}
             parts.append(np.array(columns, np.int64))
             hashes.append(b"".join(found))
-        slots, generations, lengths, checksums = np.concatenate(parts, axis=1)
+        slots, generations, lengths, checksums, written = np.concatenate(parts, axis=1)
         names = np.frombuffer(b"".join(hashes), f"V{hash_bytes}")
-        return Recovered(slots, generations, lengths, checksums.view(np.uint64), names, tuple(misfits))
+        return Recovered(
+            slots, generations, lengths, checksums.view(np.uint64), written, names, tenants, tuple(misfits)
+        )
 
     def block_count(self) -> int:
         return int(self._connection.execute("SELECT count(*) FROM blocks").fetchone()[0])

@@ -84,14 +84,17 @@ class DiskResult:
 class FoundBlocks(NamedTuple):
     """Blocks that an instance held when it was opened, oldest first.
 
-    `slots` holds int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch. `notes` has one entry
-    per block, empty without a note, or none at all.
+    `slots` and `written` hold int64 values, `hashes` all hashes concatenated. `is_last` marks the final batch. `notes`
+    and `tenants` have one entry per block, empty without one, or none at all. `written`: in seconds since 1970, or
+    nothing at all.
     """
 
     slots: bytes
     hashes: bytes
     is_last: bool
     notes: tuple[bytes, ...] = ()
+    written: bytes = b""
+    tenants: tuple[bytes, ...] = ()
 
     def parts(self, block_count: int) -> Iterator[FoundBlocks]:
         """Split into batches of at most `block_count` blocks."""
@@ -104,7 +107,13 @@ class FoundBlocks(NamedTuple):
                 self.hashes[start * width : end * width],
                 self.is_last and end >= count,
                 self.notes[start:end],
+                self.written[start * SLOT_BYTES : end * SLOT_BYTES],
+                self.tenants[start:end],
             )
+
+    def ages_s(self, now_s: float) -> list[int]:
+        """Return how many seconds ago each block was written; 0 if that is not known. `now_s`: since 1970."""
+        return [int(now_s) - one for one in array("q", self.written)] or [0] * (len(self.slots) // SLOT_BYTES)
 
     def lists(self) -> tuple[list[int], list[bytes]]:
         """(slots, hashes)."""

@@ -29,7 +29,7 @@ from kvbm.disk.transfers import Geometry, Transfer, TransferThreads, WriteTransf
 from kvbm.errors import EnvironmentProblem, InvariantError
 
 FOUND_BATCH_BLOCKS = 16_384
-NOTHING = np.empty(0, np.int64), np.empty(0, np.void)  # slots and hashes
+NOTHING = np.empty(0, np.int64), np.empty(0, np.void), np.empty(0, np.int64)  # slots, hashes, times of writing
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class DiskStorage:
         self._finished: deque[Transfer] = deque()  # filled by any thread, emptied by the owner
         self.on_result: Callable[[], None] = lambda: None  # any thread calls it after a result or a durable clear
         self._found = NOTHING  # not yet returned by `recovered`
+        self._tenants: dict[int, bytes] = {}  # of these blocks, by slot
         last_generation = self._recover()
         self._index_thread = IndexThread(
             instance,
@@ -121,13 +122,17 @@ class DiskStorage:
 
     def recovered(self) -> FoundBlocks:
         """Return the next batch of blocks found at opening, oldest first, each block once."""
-        slots, hashes = self._found
+        slots, hashes, written = self._found
         some, rest = slice(FOUND_BATCH_BLOCKS), slice(FOUND_BATCH_BLOCKS, None)
         is_last = len(slots) <= FOUND_BATCH_BLOCKS
-        self._found = NOTHING if is_last else (slots[rest], hashes[rest])
-        notes = self._instance.notes
-        found_notes = tuple(notes.pop(slot, b"") for slot in slots[some].tolist()) if notes else ()
-        return FoundBlocks(slots[some].tobytes(), hashes[some].tobytes(), is_last, found_notes)
+        self._found = NOTHING if is_last else (slots[rest], hashes[rest], written[rest])
+        notes, tenants = (
+            tuple(known.pop(slot, b"") for slot in slots[some].tolist()) if known else ()
+            for known in (self._instance.notes, self._tenants)
+        )
+        return FoundBlocks(
+            slots[some].tobytes(), hashes[some].tobytes(), is_last, notes, written[some].tobytes(), tenants
+        )
 
     def submit(self, order: Read | Write) -> None:
         """Start an order; if the disk is off, it fails at once. Raises InvariantError for invalid slots."""
@@ -244,7 +249,7 @@ class DiskStorage:
             return 0
         np.frombuffer(self._checksums, np.uint64)[found.slots] = found.checksums
         order = np.argsort(found.generations, kind="stable")
-        self._found = found.slots[order], found.hashes[order]
+        self._found, self._tenants = (found.slots[order], found.hashes[order], found.written[order]), found.tenants
         return int(found.generations[order[-1]])
 
     def _check_slots(self, order: Read | Write) -> None:

@@ -8,6 +8,7 @@ share an object by accident.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
+from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import ProcessWorker
@@ -73,13 +75,16 @@ class KvbmScheduler:
 
     def __init__(self, profile: Profile, progress: Progress | None = None) -> None:
         self._profile = profile
-        self._telemetry = Telemetry(profile.connector_config().metrics)
+        self._telemetry = Telemetry(
+            profile.connector_config().metrics, control_directory=os.environ.get(CONTROL_VARIABLE)
+        )
         self._progress = progress
         self._identity = known({})
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
         self._guarded: GuardedLeader | None = None
+        self._wake_engine: Callable[[], None] | None = None
         self.boundary = Boundary()
         self._requests: dict[str, Request] = {}
         self._starts: dict[str, int] = {}
@@ -87,6 +92,9 @@ class KvbmScheduler:
     def accept_handshake(self, message: bytes) -> None:
         self._handshake = pickle.loads(message)
         self._create_leader()
+
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        self._wake_engine = wake
 
     def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None:
         """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
@@ -119,7 +127,7 @@ class KvbmScheduler:
             EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress, info),
             LeaderCallbacks(pool.hold, pool.release, self._tenant_of, self._telemetry.trace),
         )
-        self._telemetry.watch(self._guarded)
+        self._telemetry.watch(self._guarded, self._wake_engine)
 
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)

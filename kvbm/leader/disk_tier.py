@@ -28,6 +28,7 @@ from kvbm.core.store import BlockStore
 from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
+from kvbm.leader.slot_labels import SlotLabels
 from kvbm.process import deadlines
 from kvbm.types import Tier
 
@@ -71,7 +72,7 @@ class DiskTier(LowerTier):
         self._host = context.host
         self._counters = context.counters
         self._clock = clock = context.callbacks.clock
-        self.store = self._empty_store()
+        self.store, self._labels = self._empty_store(), SlotLabels(disk.slot_count, clock)
         self._losses = disk.losses
         self._is_filled = False  # all blocks that the process found are registered
         self._awake_until_s = 0.0
@@ -82,7 +83,6 @@ class DiskTier(LowerTier):
         self._due_since_s: float | None = None  # the first of them
         self._cleaned = 0  # number of offloads and evictions at the last `_clean`
         self._departing: set[bytes] = set()
-        self._tenants: dict[int, bytes] = {}  # per G2 slot, if its block has one
         self._unowned: set[bytes] = set()  # read from disk for an unknown tenant: not written until a request has them
         self._writes: dict[int, _Write] = {}
         self.reads = OpenReads("the disk tier", self, self._host, clock)
@@ -95,7 +95,7 @@ class DiskTier(LowerTier):
         self._copy_counters()
 
     def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        self.adopt(hashes, slots, tenant)
+        self.adopt(hashes)
         if self._policy.writes == "always":
             self._enqueue(hashes)
         elif self._policy.writes == "frequency":
@@ -103,10 +103,9 @@ class DiskTier(LowerTier):
             self._counters.disk_filter_rejected_blocks += len(hashes) - len(admitted)
             self._admit(admitted)
 
-    def adopt(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
+    def adopt(self, hashes: Sequence[bytes]) -> None:
         if self._unowned:
             self._unowned.difference_update(hashes)
-        self._note_tenant(slots, tenant)
 
     def hit(self, hashes: Sequence[bytes]) -> None:
         """Those that the hit admits are written if still in G2."""
@@ -126,6 +125,10 @@ class DiskTier(LowerTier):
     @property
     def stores(self) -> Sequence[BlockStore]:
         return (self.store,)
+
+    @property
+    def labels(self) -> SlotLabels:
+        return self._labels
 
     def refresh(self) -> None:
         """Detect a process that was replaced while the engine was idle."""
@@ -164,7 +167,6 @@ class DiskTier(LowerTier):
             return None
         source = fetch.source = self.store.pin(hashes)
         assert source is not None, "blocks to be fetched are held"
-        self._note_tenant(fetch.target.slots, tenant or b"")
         if tenant is None:
             self._unowned.update(hashes)
         self._disk.submit(Read(ticket, source.hashes, source.slots, fetch.target.slots))
@@ -226,6 +228,24 @@ class DiskTier(LowerTier):
         return {name: value for name, value in found.items() if value is not None}
 
     def reset(self, *, ends_persistence: bool) -> None:
+        self._drop_all()
+        self.clear(ends_persistence=ends_persistence)
+
+    def begin_clear(self, tenant: bytes | None) -> None:
+        if tenant is None:
+            self._drop_all()
+        else:
+            self.reads.void(tenant)
+        self._disk.begin_clear(tenant)
+
+    @property
+    def is_clearing(self) -> bool:
+        return self._disk.is_clearing
+
+    def off_because(self) -> str | None:
+        return self._disk.process.off_because
+
+    def _drop_all(self) -> None:
         self._counters.disk_reset_blocks += self.store.registered
         self.store.reset()
         self._filter.clear()
@@ -235,7 +255,6 @@ class DiskTier(LowerTier):
         for write in self._writes.values():
             write.is_void = True
         self.reads.void()
-        self.clear(ends_persistence=ends_persistence)
 
     def clear(self, *, ends_persistence: bool) -> None:
         self._disk.clear(ends_persistence=ends_persistence)
@@ -299,7 +318,7 @@ class DiskTier(LowerTier):
         if counts.free + counts.inactive < self.store.capacity_blocks:
             return
         if self.store.capacity_blocks != self._disk.slot_count:  # the first process has just started
-            self.store = self._empty_store()
+            self.store, self._labels = self._empty_store(), SlotLabels(self._disk.slot_count, self._clock)
         end_s = self._clock() + limit_s
         while not self._is_filled and self._clock() < end_s:
             found = self._disk.recovered(waits=waits)
@@ -307,6 +326,8 @@ class DiskTier(LowerTier):
                 return
             slots, hashes = found.lists()
             self.store.restore(slots, hashes, found.notes, is_last=found.is_last)
+            self._labels.begin_at(slots, found.ages_s(time.time()))
+            self._labels.own_each(slots, found.tenants or [b""] * len(slots))
             self._is_filled = found.is_last
             self._awake_until_s = self._clock() + AWAKE_S
         count = self.store.counts().inactive
@@ -329,13 +350,6 @@ class DiskTier(LowerTier):
         return BlockStore(
             self._disk.slot_count, tier=Tier.DISK, hash_bytes=traits.hash_bytes, events=traits.publishes_events
         )
-
-    def _note_tenant(self, slots: Sequence[int], tenant: bytes) -> None:
-        if tenant:
-            self._tenants.update(dict.fromkeys(slots, tenant))
-        elif self._tenants:
-            for slot in slots:
-                self._tenants.pop(slot, None)
 
     def _admit(self, hashes: Sequence[bytes]) -> None:
         self._counters.disk_filter_admitted_blocks += len(hashes)
@@ -394,7 +408,8 @@ class DiskTier(LowerTier):
             self._writes[ticket] = _Write(source, target, len(source.slots), self._clock())
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
-            tenants = [self._tenants.get(slot, b"") for slot in source.slots]
+            tenants = self._host.labels.tenants_of(source.slots)
+            self._labels.own_each(target.slots, tenants)
             notes = () if self._notes_of is None else self._notes_of(source.hashes)
             self._disk.submit(Write(ticket, source.hashes, target.slots, source.slots, tenants, generations, notes))
 
@@ -408,7 +423,8 @@ class DiskTier(LowerTier):
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
-        written.stage(good).register().release()
+        with written.stage(good).register() as blocks:
+            self._labels.begin(blocks.slots)
         self._counters.disk_offload_blocks += len(good)
         self._counters.disk_only_blocks += len(good) * self._settings.is_buffer
         self._counters.disk_offload_bytes += len(good) * self._settings.block_bytes

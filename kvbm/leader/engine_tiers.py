@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
+from kvbm.leader.control import CacheControl
 from kvbm.leader.host_tier import HostTier
 from kvbm.leader.lower_tier import TierContext
 from kvbm.leader.rates import Rates
@@ -51,11 +52,23 @@ class EngineTiers:
             hash_bytes=traits.hash_bytes,
             events=traits.publishes_events,
             adaptive=settings.has_adaptive_host,
+            clock=clock,
         )
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)
         self._context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(self._context) for open_tier in open_tiers)
         self._host.listeners = self.lower_tiers
+        self.control = CacheControl(self, clock)
+
+    @property
+    def host(self) -> HostTier:
+        return self._host
+
+    def forget_host(self, tenant: bytes | None) -> None:
+        """Forget every block in host memory, and what is on its way there from the device; or only what is on its way
+        there for a tenant."""
+        if tenant is None:
+            self._forget_host_memory()
 
     def is_busy(self) -> bool:
         """Whether a lower tier needs to be settled soon."""

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters, Facts
 
+OFF = "the cache is off until the engine is restarted: its log says why"
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight
 
 
@@ -65,6 +66,7 @@ class GuardedLeader:
         trace = None if callbacks.trace is None else _that_never_raises(callbacks.trace, boundary)
         ours = replace(callbacks, hold=self._hold, release=self._release, trace=trace)
         self.leader = Leader(region, settings, ours, open_tiers)
+        self.control = self.leader.control
         boundary.counters = self.leader.counters
 
     match = forwarded("leader", Leader.match, 0)
@@ -103,7 +105,11 @@ class GuardedLeader:
 
     @hook(StepPlan(step=0), when_off=True)
     def step(self) -> StepPlan:
-        return self._query() if self.boundary.is_off else self.leader.step()
+        if self.boundary.is_off:
+            self.control.refuse_all(OFF)
+            return self._query()
+        self.control.advance()
+        return self.leader.step()
 
     @hook(list, when_off=True)
     def settle(self) -> list[LoadResult]:
@@ -121,13 +127,15 @@ class GuardedLeader:
     @hook(False, when_off=True)
     def has_pending(self) -> bool:
         if not self.boundary.is_off:
-            return self.leader.has_pending()
+            return self.control.has_work() or self.leader.has_pending()
         is_open = self._orders is None or bool(self._orders or self._loads)
-        return is_open and self._steps_off <= 2 * self._settings.overdue_steps
+        return self.control.has_work() or (is_open and self._steps_off <= 2 * self._settings.overdue_steps)
 
     @hook(False, when_off=True)
     def needs_settle(self) -> bool:
-        return bool(self._loads) if self.boundary.is_off else self.leader.needs_settle()
+        if self.boundary.is_off:
+            return bool(self._loads)
+        return self.control.has_work() or self.leader.needs_settle()
 
     @hook(when_off=True)
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
@@ -150,6 +158,7 @@ class GuardedLeader:
     def close(self) -> None:
         """Like `Leader.close`, and unmap the memory of the ranks. If the cache is off, write nothing more to a lower
         tier."""
+        self.control.refuse_all("the engine ends")
         self._close()
         for tier in reversed(self.leader.lower_tiers) if self.boundary.is_off else ():
             self.boundary.attempt("abandon", partial(tier.abandon, deadlines.ABANDON_S))

@@ -14,14 +14,16 @@ registers blocks, and reads or writes slot words. After `store.reset`, nothing r
 from __future__ import annotations
 
 import logging
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.index import is_consecutive
 from kvbm.core.store import BlockStore
+from kvbm.leader.slot_labels import SlotLabels
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
@@ -60,7 +62,8 @@ class HostListener(Protocol):
 
 
 class HostTier:
-    """See the module's text. Counts evictions in `counters`. `listeners` hear of them."""
+    """See the module's text. Counts evictions in `counters`. `listeners` hear of them. Who knows the tenants of blocks
+    notes them in `labels`."""
 
     def __init__(
         self,
@@ -70,12 +73,14 @@ class HostTier:
         hash_bytes: int = 16,
         events: bool = False,
         adaptive: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.region = region
         self.store = BlockStore(
             region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events, adaptive=adaptive
         )
         self.capacity_blocks = region.slot_count
+        self.labels = SlotLabels(region.slot_count, clock)
         self.listeners: Sequence[HostListener] = ()
         self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
         self._counters = counters
@@ -152,6 +157,7 @@ class HostTier:
         else:
             for slot in slots:
                 generations[slot] = target.generation
+        self.labels.begin(slots)
         return proven.stage(hashes).register(marks)
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:

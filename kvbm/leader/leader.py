@@ -366,10 +366,16 @@ class Leader(EngineTiers):
         disk, shared = (0 if request is None else request.lower_tokens.get(tier, 0) for tier in LOWER)
         return disk, shared
 
+    def forget_host(self, tenant: bytes | None) -> None:
+        if tenant is None:
+            self._forget_all()
+        else:
+            self._offloads.discard_tenant(tenant)
+
     def _live(self, request_id: str) -> LiveRequest:
         request = self._requests.get(request_id)
         if request is None:
-            tenant = self._tenant_of(request_id) if self.lower_tiers else b""
+            tenant = self._tenant_of(request_id)
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
         return request

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.leader.slot_labels import SlotLabels
     from kvbm.metrics import Counters
     from kvbm.types import Tier
 
@@ -110,8 +111,8 @@ class LowerTier(HostListener, Protocol):
         while there is no room or the tier is off."""
         ...
 
-    def adopt(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """Note that the blocks in these slots of host memory belong to a tenant."""
+    def adopt(self, hashes: Sequence[bytes]) -> None:
+        """Note that a request has these blocks of host memory, so that their tenant is known."""
         return
 
     def hit(self, hashes: Sequence[bytes]) -> None:
@@ -166,6 +167,25 @@ class LowerTier(HostListener, Protocol):
     def clear(self, *, ends_persistence: bool) -> None:
         """Delete every block that an engine that starts later could find. Raises EnvironmentProblem."""
         return
+
+    @property
+    def labels(self) -> SlotLabels | None:
+        """Ages and tenants of the blocks in `stores`; None for a tier without."""
+        return None
+
+    def begin_clear(self, tenant: bytes | None) -> None:
+        """Start to delete all blocks, or those of one tenant. The caller makes those of a tenant unfindable. Nothing
+        is read or written while `is_clearing`. For a tier with `labels`."""
+        return
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether `begin_clear` is not durable yet."""
+        return False
+
+    def off_because(self) -> str | None:
+        """Return why the tier is off, as far as it is known; None if it is on."""
+        return None
 
     def drop_results(self) -> None:
         """Take the results of what is in flight, and ignore them."""

@@ -189,8 +189,9 @@ class Matching:
             request.promised = self._host.store.pin(hashes)
             assert request.promised is not None, "blocks that were just found can be pinned"
             self._promises += 1
+            self._host.labels.own(request.promised.slots, request.tenant)
             for tier in self._tiers:
-                tier.adopt(hashes, request.promised.slots, request.tenant)
+                tier.adopt(hashes)
 
     def _prefetch(self, request: LiveRequest, hashes: Sequence[bytes], at: int, end: int) -> None:
         """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""

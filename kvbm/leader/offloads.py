@@ -330,6 +330,12 @@ class Offloads:
         for batch in (self._collected, self._snapshots):
             self._drop(batch, batch.positions_of(block_ids))
 
+    def discard_tenant(self, tenant: bytes) -> None:
+        """Register nothing of a tenant that is collected or in flight."""
+        batches = [self._collected, self._snapshots, *(flight.batch for flight in self.in_flight.values())]
+        pairs = (pair for batch in batches for pair in zip(batch.block_ids, batch.tenants, strict=True))
+        self.discard({block_id for block_id, owner in pairs if owner == tenant})
+
     def abandon(self) -> None:
         """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""
         self.reset()
@@ -382,11 +388,11 @@ class Offloads:
         self._counters.offload_bytes += registered * self._settings.block_bytes
         if registered:
             self._counters.durations["device-host"].observe(self._clock() - flight.born_s)
-        if self._host.listeners:
-            of_blocks = list(compress(tenants, is_ready))
-            for begin, end in _runs(of_blocks):
-                for listener in self._host.listeners:
-                    listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
+        of_blocks = list(compress(tenants, is_ready))
+        for begin, end in _runs(of_blocks):
+            self._host.labels.own(blocks.slots[begin:end], of_blocks[begin])
+            for listener in self._host.listeners:
+                listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
         blocks.release()
 
     def _release(self, flight: _OffloadInFlight) -> None:

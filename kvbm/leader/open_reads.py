@@ -173,6 +173,7 @@ class OpenReads:
         self._host.prove(fetch.target, is_good)
         blocks = self._host.register(fetch.target, fetch.hashes, is_good)
         count = len(blocks.slots)
+        self._host.labels.own(blocks.slots, fetch.tenant or b"")
         for other in self._host.listeners:
             if other is not self._tier:
                 other.registered(blocks.hashes, blocks.slots, fetch.tenant or b"")
@@ -182,10 +183,10 @@ class OpenReads:
             fetch.blocks = blocks
         return count
 
-    def void(self) -> None:
-        """Let no read in flight register its blocks."""
+    def void(self, tenant: bytes | None = None) -> None:
+        """Let no read in flight, or none for this tenant or an unknown one, register its blocks."""
         for fetch in self._open.values():
-            fetch.is_void = True
+            fetch.is_void |= tenant is None or fetch.tenant in (None, tenant)
 
     def check(self, *, is_on: bool) -> None:
         """Find out whether a read hangs. Call after the ends that are known have been noted. `is_on`: nothing else has

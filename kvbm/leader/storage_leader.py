@@ -86,8 +86,12 @@ class StorageLeader(EngineTiers):
         """Whether a lower tier is on."""
         return any(tier.is_on for tier in self.lower_tiers)
 
+    def is_busy(self) -> bool:
+        return self.control.has_work() or super().is_busy()
+
     def step(self) -> None:
-        """Start the writes that are due, and note what has ended."""
+        """Start the writes that are due, note what has ended, and advance what an operator asks."""
+        self.control.advance()
         for tier in self.lower_tiers:
             tier.step(computes=False)
             self._arrived.update(tier.settle())

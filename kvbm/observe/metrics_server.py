@@ -1,8 +1,8 @@
 """Metrics server: the kvbm_* series on a separate port, where the dashboards of NVIDIA's block manager scrape them.
 
 It runs in the leader's process. The port is bound before the leader exists, so that a used port fails the start-up; the
-collector is registered later. HTTP threads answer scrapes and only read. There are at most MAX_CLIENTS of them, and
-none waits long for its client: the process is the engine's. Pages are made one at a time, in a fifth of the time.
+collector is registered later. HTTP threads answer scrapes and only read. Their number is bounded, and none
+waits long for its client: the process is the engine's. Pages are made one at a time, in a fifth of the time.
 """
 
 from __future__ import annotations
@@ -13,40 +13,43 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.metrics import PagePace
+from kvbm.observe.bounded_server import CLIENT_TIMEOUT_S, BoundedServer
+from kvbm.observe.control_route import ControlRoute
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
+    from kvbm.observe.control_desk import ControlDesk
+
 MAX_PORT = 65535
 HOST = "127.0.0.1"
-MAX_CLIENTS = 16
-CLIENT_TIMEOUT_S = 2.0
-PAUSE_S = 0.5  # after a client could not be accepted
 
 log = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Serves `GET /metrics` at `host` and `port`; port 0 selects a free one.
+    """Serves `GET /metrics` at `host` and `port`, and with a token `POST /control`; port 0 selects a free one.
 
     Raises EnvironmentProblem if it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, control_token: str | None = None) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._registry = CollectorRegistry()
+        self._control: ControlRoute | None = None
         if port > MAX_PORT:
             raise EnvironmentProblem(f"port {port} for metrics is above {MAX_PORT}", hint=_HINT)
         try:
             kind = _server_of(host)
-            app = _Paced(make_wsgi_app(self._registry))
+            app: Any = _Paced(make_wsgi_app(self._registry))
+            if control_token is not None:
+                app = self._control = ControlRoute(control_token, app)
             self._server = make_server(host, port, app, kind, handler_class=_Handler)
         except OSError as error:  # includes a host name that does not resolve
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
@@ -60,6 +63,11 @@ class MetricsServer:
 
     def show(self, collector: Collector) -> None:
         self._registry.register(collector)
+
+    def control(self, desk: ControlDesk) -> None:
+        """Pass messages to `desk`, if they are served here."""
+        if self._control is not None:
+            self._control.desk = desk
 
     def close(self) -> None:
         self._server.shutdown()
@@ -87,39 +95,8 @@ class _Paced:
             return self._pace.make(lambda: self._app(*request))
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._places = threading.BoundedSemaphore(MAX_CLIENTS)
-        super().__init__(*arguments, **options)
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError:  # no descriptors; the client stays in the queue, and the selector would return it at once
-            time.sleep(PAUSE_S)
-            raise
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self._places.release()
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("kvbm: a request for metrics failed", exc_info=True)
+class _Server(BoundedServer, WSGIServer):
+    """The server of the standard library, within bounds."""
 
 
 class _Handler(WSGIRequestHandler):

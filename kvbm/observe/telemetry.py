@@ -1,4 +1,4 @@
-"""Telemetry of one engine's cache: a metrics server, hit rates in the log, a recording of decisions.
+"""Telemetry of one engine's cache: a metrics server, hit rates in the log, a recording of decisions, live control.
 
 The integration that creates the leader owns it, in the leader's process. Whatever can fail at start-up fails in the
 constructor, before any memory is allocated. While the engine serves, nothing here fails, waits or decides.
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.metrics import KvbmCollector
+from kvbm.observe.control_desk import ControlDesk
+from kvbm.observe.control_route import read_token
+from kvbm.observe.control_server import ControlServer, opened
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.metrics_server import HOST, MetricsServer
 from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvbm.config.schema import MetricsSection
+    from kvbm.leader.control import CacheControl
     from kvbm.metrics import Counters
 
 log = logging.getLogger(__name__)
@@ -27,6 +31,9 @@ log = logging.getLogger(__name__)
 
 class Watched(Reporting, Protocol):
     """What telemetry reads of a leader, from any thread."""
+
+    @property
+    def control(self) -> CacheControl: ...
 
     def wear(self) -> dict[str, float]: ...
 
@@ -71,28 +78,35 @@ def hit_rates(counters: Counters) -> str:
 
 
 class Telemetry:
-    """Telemetry of engine number `engine` of a server.
+    """Telemetry of engine number `engine` of a server. Its control socket is in `control_directory`.
 
     Raises EnvironmentProblem if a port is not available or a file cannot be created.
     """
 
-    def __init__(self, settings: MetricsSection, *, engine: int = 0) -> None:
+    def __init__(self, settings: MetricsSection, *, engine: int = 0, control_directory: str | None = None) -> None:
         self._engine = engine
+        self._control_directory = control_directory
+        self._control: ControlServer | None = None
         self._log_interval_s = settings.log_interval_s
         self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
         self._log: HitRateLog | None = None
         self._server: MetricsServer | None = None
         if settings.serve:
             port = settings.port + engine if settings.port else 0
-            self._server = MetricsServer(settings.host or HOST, port)
+            self._server = MetricsServer(settings.host or HOST, port, read_token(settings.control_token_file))
 
     @property
     def trace(self) -> Callable[..., None] | None:
         """What the leader calls with each decision; None unless decisions are recorded."""
         return None if self._trace is None else self._trace.record
 
-    def watch(self, leader: Watched) -> None:
-        """Start to report on `leader`."""
+    def watch(self, leader: Watched, wake: Callable[[], None] | None = None) -> None:
+        """Start to report on `leader`, and to pass messages to it. `wake()` lets an idle engine take a step; None if
+        nothing can."""
+        desk = ControlDesk(leader.control, wake, engine=self._engine)
+        self._control = opened(self._control_directory, desk, engine=self._engine)
+        if self._server is not None:
+            self._server.control(desk)
         if self._trace is not None:
             self._trace.counters = leader.counters
         if self._server is not None:
@@ -102,6 +116,6 @@ class Telemetry:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._log, self._server, self._trace):
+        for part in (self._control, self._log, self._server, self._trace):
             if part is not None:
                 part.close()

@@ -91,6 +91,10 @@ class LeaderThread:
             asked.is_given_up = True
             self._inbox.put(None)
 
+    def wake(self) -> None:
+        """Begin the next turn now. Any thread may call it."""
+        self._inbox.put(None)
+
     def close(self) -> bool:
         """Let the leader write what is due, and end. False if it has not ended in time. No thread may ask any more."""
         self._is_closing = True
@@ -112,6 +116,7 @@ class LeaderThread:
             self._boundary.caught("leader thread", error, turns_off=True)
             self._boundary.attempt("abandon", self._leader.abandon)
         finally:
+            self._leader.control.refuse_all("kvbm has ended in this engine: its log says why")
             for one in self._open:
                 one.answers.put(None)
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
+from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.device.worker import HostCapacity
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, Piece
@@ -87,7 +88,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         rank = self._rank = group * storage_config.tp_size + storage_config.tp_rank
         config = resolve_connector(ours, os.environ, engine="sglang", warns=rank == 0, place=place)
         self._config = for_rank(config, storage_config)
-        self._telemetry = Telemetry(self._config.metrics, engine=rank)
+        self._telemetry = self._new_telemetry()
         self._pool: HostPool | None = None
         self._pools: dict[str, HostPool] = {}  # by SGLang's name, the one of KV included
         self._segment: Segment | None = None
@@ -130,10 +131,14 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             return
         self.close()
         page_bytes = max(pool.page_bytes for pool in self._pools.values())
-        self._telemetry = Telemetry(self._config.metrics, engine=self._rank)
+        self._telemetry = self._new_telemetry()
         layout = BlockLayout((Piece(0, 0, page_bytes, page_bytes),), 1)
         pools = sorted(self._pools.items())
         self._open(layout, {name: {**pool.facts(), "page_bytes": pool.page_bytes} for name, pool in pools})
+
+    def _new_telemetry(self) -> Telemetry:
+        directory = os.environ.get(CONTROL_VARIABLE)
+        return Telemetry(self._config.metrics, engine=self._rank, control_directory=directory)
 
     def _open(self, layout: BlockLayout, facts: dict[str, object]) -> None:
         """Open the tiers for blocks of this layout. Raises EnvironmentProblem."""
@@ -151,9 +156,9 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
                 LeaderCallbacks(_no_device_blocks, _no_device_blocks),
             )
             self.boundary.counters = leader.counters
-            self._telemetry.watch(leader)
             total_s, drain_s = self._config.onboard.disk_timeout_s, self._config.tiers.drain_s
             self._thread = LeaderThread(leader, self.boundary, total_s=total_s, drain_s=drain_s)
+            self._telemetry.watch(leader, self._thread.wake)
         except BaseException:
             self._segment.close()
             raise

@@ -18,6 +18,7 @@ Blocks on disk are not promised. The leader reads them into host memory, where a
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, hook
+from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import HASH_BYTES, extend, namespace, root, tenant
 from kvbm.identity.description import Description, describe
@@ -83,7 +85,7 @@ class LeaderSide:
         self._size = facts.block_tokens
         self._namespace = namespace({"engine": "tensorrt-llm"})  # host memory belongs to one engine
         self._has_salts = has_salts
-        self._telemetry = Telemetry(config.metrics)
+        self._telemetry = Telemetry(config.metrics, control_directory=os.environ.get(CONTROL_VARIABLE))
         self._requests: dict[int, TrackedRequest] = {}
         self._held: Counter[int] = Counter()  # G1 blocks that a copy uses, by the first group's id
         self._tables: dict[int, tuple[int, ...]] = {}  # block ids of all groups, by the first group's id

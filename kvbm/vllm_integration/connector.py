@@ -32,6 +32,7 @@ from kvbm.host.log_queue import queue_log
 from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
 from kvbm.vllm_integration.engine_facts import VllmFacts, rank_count_of, rank_of
 from kvbm.vllm_integration.identity import identity
+from kvbm.vllm_integration.idle_engine import watch_cores
 from kvbm.vllm_integration.placement import require_parent, require_role
 from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
@@ -85,6 +86,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             groups = cache_groups(kv_cache_config)
             self._scheduler = SchedulerSide(config, groups, facts, partial(identity, vllm_config))
             watch(self._scheduler)
+            watch_cores()
             preempt_before_resets(DynamoConnector)
         else:
             self._worker = self.worker_side_class()(

@@ -7,6 +7,7 @@ segments and vLLM has bound its block pool; until then every hook does nothing.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from operator import add, ge
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
+from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.core.groups import StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
@@ -27,6 +29,7 @@ from kvbm.leader.request import LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
 from kvbm.text.outside import shown
+from kvbm.vllm_integration import idle_engine
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.block_tables import tables_of
@@ -71,7 +74,9 @@ class SchedulerSide:
     ) -> None:
         self._config = config
         self._facts = facts
-        self._telemetry = Telemetry(config.metrics, engine=facts.index)
+        self._telemetry = Telemetry(
+            config.metrics, engine=facts.index, control_directory=os.environ.get(CONTROL_VARIABLE)
+        )
         self._identity = identity
         self._groups = groups
         self._announcer: Announcer | None = None
@@ -154,7 +159,7 @@ class SchedulerSide:
             ),
             LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
         )
-        self._telemetry.watch(self.leader)
+        self._telemetry.watch(self.leader, idle_engine.wake)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(segments))
 
     def _identity_of_blocks(self) -> Future[Description]:

@@ -8,10 +8,13 @@ from typing import Annotated
 
 from kvbm.errors import UsageError
 from kvbm_cli.profile.options import profile_option
+from kvbm_cli.runs.app import living_runs
 from kvbm_cli.terminal.command_line import Command
-from kvbm_cli.terminal.options import JsonOption, command_group, flag, option, path_option
+from kvbm_cli.terminal.options import JsonOption, argument, command_group, flag, option, path_option
 
 cache_app = command_group("List, verify and clear caches.")
+RUN_HELP = "Name of a running engine (`demo-1`) or of its profile [default: caches on disk]."
+CachedRunArgument = Annotated[str | None, argument("RUN", RUN_HELP, living_runs)]
 DIR_HELP = "Directory of the caches [default: from the profile, else ~/.cache/kvbm]."
 CacheDirectoryOption = Annotated[Path | None, path_option("--dir", "DIR", DIR_HELP)]
 PROFILE_HELP = "Use the `tiers.disk.directory` of this profile. May be repeated; the last one wins."
@@ -29,6 +32,7 @@ AgeOption = Annotated[str | None, option("--older-than", "AGE", AGE_HELP)]
 
 @cache_app.command("ls", cls=Command)
 def cache_ls(
+    run: CachedRunArgument = None,
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
     url: StoreOption = None,
@@ -38,8 +42,13 @@ def cache_ls(
     older_than: AgeOption = None,
     json: JsonOption = False,
 ) -> int:
-    """List caches, or objects of a store."""
+    """List caches. With RUN, list the blocks of a running engine; with --url, objects of a store."""
     options = {"--namespace": namespace, "--model": model, "--tenant": tenant, "--older-than": older_than}
+    if run is not None:
+        _require_alone(run, {"--dir": dir_, "--profile": profile, "--url": url, **options})
+        from kvbm_cli.cache.live_caches import list_blocks
+
+        return list_blocks(run, as_json=json)
     if url is None:
         _require_url(options)
         from kvbm_cli.cache.disk_caches import list_caches
@@ -50,6 +59,13 @@ def cache_ls(
     from kvbm_cli.cache.store_selection import StoreRequest
 
     return list_objects(StoreRequest(url, namespace, model, tenant, older_than), as_json=json)
+
+
+def _require_alone(run: str, options: Mapping[str, object]) -> None:
+    """UsageError for a running engine and an option of something else."""
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"`{name}` cannot be used with the run `{run}`", hint="remove one of them")
 
 
 def _require_url(options: Mapping[str, object]) -> None:
@@ -122,14 +138,27 @@ def cache_purge(
 
 @cache_app.command("clear", cls=Command)
 def cache_clear(
+    run: CachedRunArgument = None,
     dir_: CacheDirectoryOption = None,
     profile: CacheProfileOption = None,
     salt: Annotated[
         str | None, option("--salt", "SALT", "Remove only blocks of requests with this cache salt.")
     ] = None,
+    tier: Annotated[str | None, option("--tier", "TIER", "Clear only G2 or G3; requires RUN.")] = None,
+    tenant_digest: Annotated[
+        str | None, option("--tenant-digest", "HEX", "Like --salt, as `ls RUN --json` names a tenant; requires RUN.")
+    ] = None,
     yes: Annotated[bool, flag("--yes", "Do not ask for confirmation.")] = False,
 ) -> int:
-    """Remove caches. Refuses to run while an engine uses one of them."""
+    """Remove caches. With RUN, remove blocks of a running engine; else refuse a cache that an engine uses."""
+    if run is not None:
+        _require_alone(run, {"--dir": dir_, "--profile": profile})
+        from kvbm_cli.cache.live_caches import clear_blocks
+
+        return clear_blocks(run, tier=tier, salt=salt, digest=tenant_digest, is_sure=yes)
+    for name, value in {"--tier": tier, "--tenant-digest": tenant_digest}.items():
+        if value is not None:
+            raise UsageError(f"`{name}` requires a running engine", hint="add the name of its run: `kvbm status`")
     from kvbm_cli.cache.disk_caches import clear_caches
 
     return clear_caches(dir_, profile or (), salt=salt, is_sure=yes)

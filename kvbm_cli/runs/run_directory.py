@@ -8,6 +8,7 @@
       lock           held by the launcher while it lives, and names it; other containers that share the directory see it
       stop.json      timeout that `kvbm stop --timeout` requested
       prometheus-targets.json    where Prometheus (`file_sd_configs`) finds the metrics of a run that is healthy
+      control-*.sock live control of the engines, for `kvbm cache ls` and `clear`
       admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
@@ -48,6 +49,7 @@ ABANDONED_AFTER_S = 3600.0  # age of a directory without run.json before it is r
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FACTS, PROFILE, LOCK, STOP, ADMIN_TOKEN = "run.json", "profile.yaml", "lock", "stop.json", "admin-token"
 TARGETS = "prometheus-targets.json"
+CONTROL_SOCKETS = "control-*.sock"
 ENGINE_LOG, OWN_LOG = "engine.log", "kvbm.log"
 _NUMBERED = re.compile(r"(.+)-(\d+)")
 
@@ -160,8 +162,9 @@ class RunDirectory:
         self.change(state=state, **ready)
 
     def end(self, exit_code: int, message: str) -> None:
-        with contextlib.suppress(OSError):
-            (self.path / TARGETS).unlink()
+        for left in (self.path / TARGETS, *self.path.glob(CONTROL_SOCKETS)):
+            with contextlib.suppress(OSError):
+                left.unlink()
         if self._facts is not None:
             self.change(state=RunState.ENDED, ended_s=time.time(), exit_code=exit_code, message=message)
 

@@ -92,6 +92,9 @@ class HostScheduler:
         self._loads: list[Load] = []
         self._saving: list[bytes] = []
 
+    def bind_wake(self, wake) -> None:
+        """It has work in steps only."""
+
     def bind_block_pool(self, pool, identity, doubt) -> None:
         self.pool = pool
 

@@ -131,7 +131,8 @@ class FakeDisk:
         self.slots_carry: Callable[[Sequence[int], Sequence[int]], bool] = lambda slots, generations: True
         self.tenants: dict[int, bytes] = {}
         self.shards: list[np.ndarray] = []
-        self.is_closed = False
+        self.is_clearing = self.is_closed = False
+        self.confirms_clears = True
         self.earlier_rates: KnownRates | None = None
         self.kept_rates: list[KnownRates] = []
         self._ended: list[DiskResult] = []
@@ -168,7 +169,21 @@ class FakeDisk:
         self.kept.clear()
         self.found.clear()
 
+    def begin_clear(self, tenant=None):
+        """Nothing else is read or written until `poll` has returned."""
+        self.is_clearing, self.is_on = True, False
+        cleared = [slot for slot in self.kept if tenant in (None, self.tenants.get(slot))]
+        for slot in cleared:
+            del self.kept[slot]
+        self.found.clear()
+
+    @property
+    def off_because(self):
+        return None if self.is_on else "it does not answer"
+
     def poll(self):
+        if self.is_clearing and self.confirms_clears:
+            self.is_clearing, self.is_on = False, True
         ended, self._ended = self._ended, []
         return ended
 

@@ -126,7 +126,7 @@ def test_blocks_have_the_tenant_of_the_request_that_looked_for_them(rig):
     settled(rig)
     tier = rig.disk_tier
     slots = rig.leader._host.store.pin(hashes)
-    assert {tier._tenants[slot] for slot in slots.slots} == {b"alice"}
+    assert set(tier._host.labels.tenants_of(slots.slots)) == {b"alice"}
     slots.release()
 
 

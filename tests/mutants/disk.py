@@ -236,8 +236,8 @@ MUTANTS = (
         name="disk-tells-the-last-found-again",
         bug="the last of what was found at opening is told again and again",
         file="kvbm/disk/storage.py",
-        old="self._found = NOTHING if is_last else (slots[rest], hashes[rest])",
-        new="self._found = (slots, hashes) if is_last else (slots[rest], hashes[rest])",
+        old="self._found = NOTHING if is_last else (slots",
+        new="self._found = (slots, hashes, written) if is_last else (slots",
         fails="tests/disk/test_storage.py -k told_some_at_a_time",
     ),
     Mutant(

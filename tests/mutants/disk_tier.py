@@ -141,7 +141,7 @@ MUTANTS = (
         name="lasting-disk-does-not-repeat-a-clear",
         bug="A clear that was sent to a process that has ended is not repeated by the next one.",
         file="kvbm/disk/service/client.py",
-        old="        self._is_clear_sent = False\n        if (self._has_ended",
+        old="        self._is_clear_sent = False\n        self._clear_tenant = None\n        if (self._has_ended",
         new="        if (self._has_ended",
         fails="tests/disk/test_supervisor.py -k repeated_by_the_next",
     ),
@@ -151,7 +151,7 @@ MUTANTS = (
         file="kvbm/disk/service/client.py",
         old="""\
             self._is_clear_sent = True
-            self.process.clear(ends_persistence=self._has_ended_persistence)
+            self.process.clear(self._clear_tenant, ends_persistence=self._has_ended_persistence)
 """,
         new="""\
             self._uncleared = None

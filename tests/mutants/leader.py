@@ -232,8 +232,8 @@ MUTANTS = (
         name="guard-keeps-an-idle-engine-awake",
         bug="after a fault, a copy that never ends keeps an idle engine awake",
         file="kvbm/leader/guarded.py",
-        old="return is_open and self._steps_off <= 2 * self._settings.overdue_steps",
-        new="return is_open",
+        old="(is_open and self._steps_off <= 2 * self._settings.overdue_steps)",
+        new="is_open",
         fails="tests/embedded/test_boundary.py -k awake",
     ),
     Mutant(

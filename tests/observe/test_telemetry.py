@@ -22,8 +22,9 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
 from kvbm.observe import decision_trace
+from kvbm.observe.bounded_server import MAX_CLIENTS
 from kvbm.observe.decision_trace import DecisionTrace
-from kvbm.observe.metrics_server import MAX_CLIENTS, MetricsServer
+from kvbm.observe.metrics_server import MetricsServer
 from kvbm.observe.telemetry import HitRateLog, Telemetry, hit_rates
 from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port

@@ -267,7 +267,8 @@ def test_blocks_read_for_an_unknown_tenant_are_not_written_again_before_a_reques
         assert not tier._unowned & set(chain)
         tier._enqueue(chain)
         slots = leader_of(engine)._requests["2"].promised.slots
-        assert {tier._tenants[slot] for slot in slots} == {leader_of(engine)._tenant_of("2")} != {b""}
+        tenants = set(leader_of(engine)._host.labels.tenants_of(slots))
+        assert tenants == {leader_of(engine)._tenant_of("2")} != {b""}
 
 
 def facts_of(model: str | Path, **more: object) -> dict[str, object]:

@@ -221,6 +221,7 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
         """`progress` is for the first process, see DiskClient."""
         self._uncleared: Path | None = None  # instance with a clear that is not durable yet
         self._is_clear_sent = self._is_clear_impossible = False
+        self._clear_tenant: bytes | None = None  # whose blocks that clear deletes; None for all
         self._has_ended_persistence = False  # every further process forgets what it finds, and persists nothing
         self._clears_first = False  # the first process forgets what it finds
         # Owned by the thread.
@@ -246,6 +247,22 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
     def forget(self, disk_slots: Sequence[int]) -> None:
         self.process.forget(disk_slots)
 
+    def begin_clear(self, tenant: bytes | None = None) -> None:
+        """Start to delete all blocks, or those of one tenant. The disk is off until that is durable, which `poll`
+        follows. If it cannot be known to be, as when the process ends meanwhile, all are deleted."""
+        if not self.process.pid:
+            self._clears_first = True
+            return
+        self._clear_tenant = tenant if self._uncleared is None else None
+        self._uncleared = self.process.path
+        self._is_clear_sent = self._is_clear_impossible = False
+        self._advance()
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether a clear is not durable yet."""
+        return self._uncleared is not None or self._clears_first
+
     def clear(self, timeout_s: float = deadlines.ANSWER_LIMIT_S, *, ends_persistence: bool = False) -> None:
         """Delete all blocks, durably on return. Waits at most `timeout_s`, and not for a process that does not answer.
 
@@ -255,14 +272,12 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
         follows.
         """
         self._has_ended_persistence |= ends_persistence
-        if not self.process.pid:
-            self._clears_first = True
+        self.begin_clear()
+        if self._clears_first:
             raise EnvironmentProblem(
                 f"the disk cache is not cleared yet: {self.process.off_because}; it is cleared before it is used"
             )
-        path = self._uncleared = self.process.path
-        self._is_clear_sent = self._is_clear_impossible = False
-        self._advance()
+        path = self.process.path
         deadline_s = time.monotonic() + timeout_s
         while self._uncleared is not None and not self.process.is_silent and time.monotonic() < deadline_s:
             self.process.wait(CHECK_INTERVAL_S)
@@ -290,7 +305,7 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
         """Send a clear to the process, or note that it is durable."""
         if not self._is_clear_sent:
             self._is_clear_sent = True
-            self.process.clear(ends_persistence=self._has_ended_persistence)
+            self.process.clear(self._clear_tenant, ends_persistence=self._has_ended_persistence)
         elif not self.process.is_clearing:
             self._uncleared = None
             if self.process.path != path and path.exists():
@@ -299,6 +314,7 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
 
     def _note_next(self) -> None:
         self._is_clear_sent = False
+        self._clear_tenant = None
         if (self._has_ended_persistence or self._clears_first) and self._uncleared is None:
             self._uncleared = self.process.path
         self._clears_first = False

@@ -27,7 +27,7 @@ Rules of the contract:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,6 +61,9 @@ class ConnectorOutput:
 
 class SchedulerConnector(Protocol):
     """Called in the engine thread only; every call should take microseconds."""
+
+    def bind_wake(self, wake: Callable[[], None]) -> None:
+        """Any thread may call `wake`: the engine then asks `has_pending_work`, although it has nothing to do."""
 
     def bind_block_pool(self, pool: BlockPool, identity: Mapping[str, object], doubt: str) -> None: ...
     def on_new_request(self, request: Request) -> None: ...

@@ -110,6 +110,7 @@ class Engine:
         if self._connector is not None:
             scheduler_connector, worker_connector = self._connector
             worker_connector.register_kv_pool(self.pool)
+            scheduler_connector.bind_wake(self._wake)
             scheduler_connector.bind_block_pool(self.blocks, self.model.identity, self.model.doubt)
         return EngineCore(
             Scheduler(self.blocks, _limits(self.config, self.model.device), scheduler_connector),
@@ -153,6 +154,9 @@ class Engine:
             request = self.new_request(request_id, prompt_token_ids, params, self._forgetting(on_output), seed=seed)
             self._in_flight[request_id] = request
             self._orders.put(_Order(lambda: self._add(request)))
+
+    def _wake(self) -> None:
+        self._orders.put(_Order(lambda: True))
 
     def abort(self, request_id: str) -> None:
         """End a request with finish reason "abort". Ignores a request that has ended."""

@@ -1,0 +1,101 @@
+"""ControlDesk: takes operators' messages from any thread, checks them, and passes them to the leader's thread.
+
+A message is one JSON object, and so is the answer:
+
+    {"verb": "ls"}                                        {"answer": {...}}
+    {"verb": "clear", "tier": "G2", "tenant": "<hex>"}    {"refused": "why"}
+
+`tier` and `tenant` may be missing. Every message is answered within LIMIT_S, or refused with the reason, and is logged
+with its sender. What a message says is checked here; what it does is a verb of `kvbm/leader/control.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvbm.leader.control import CacheControl, Refused
+from kvbm.text.outside import shown, shown_json
+from kvbm.types import Tier
+
+LIMIT_S = 1.0
+MAX_BYTES = 4096  # of a message
+IDLE = (
+    "the engine takes no step, so that nothing was done: it computes a long step, hangs, or cannot be woken while idle"
+)
+_TENANT = re.compile(r"[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
+
+
+class ControlDesk:
+    """`wake()` makes an engine that has nothing to do take a step; it may be called by any thread. None if
+    nothing can."""
+
+    def __init__(self, control: CacheControl, wake: Callable[[], None] | None, *, engine: int) -> None:
+        self._control = control
+        self._wake = wake
+        self._engine = engine
+
+    def reply(self, message: bytes, sender: str) -> bytes:
+        """Return the answer to a message. Never raises."""
+        began_s = time.monotonic()
+        text = shown(message.decode("utf-8", "replace"))
+        try:
+            reply = {"engine": self._engine, "answer": self._answer(*parsed(message))}
+            result = "done"
+        except Refused as refusal:
+            reply = {"engine": self._engine, "refused": str(refusal)}
+            result = f"refused, {refusal}"
+        log.info("kvbm: control: %s sent %s: %s, %.0f ms", sender, text, result, 1000 * (time.monotonic() - began_s))
+        return json.dumps(reply).encode()
+
+    def _answer(self, verb: str, arguments: dict[str, str]) -> dict[str, Any]:
+        future = self._control.submit(verb, arguments)
+        if self._wake is not None:
+            self._wake()
+        return awaited(future)
+
+
+def awaited(future: Future[dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer; Refused if there is none within LIMIT_S."""
+    try:
+        return future.result(timeout=LIMIT_S)
+    except TimeoutError:
+        if future.cancel():
+            raise Refused(IDLE) from None
+    raise Refused(f"it has begun, and has not ended within {LIMIT_S:g} s; it continues")
+
+
+def parsed(message: bytes) -> tuple[str, dict[str, str]]:
+    """Return the verb and the arguments of a message. Raises Refused."""
+    try:
+        document = json.loads(message)
+    except (ValueError, RecursionError):
+        raise Refused("the message is not JSON") from None
+    if not isinstance(document, dict):
+        raise Refused("the message is not a JSON object")
+    verb = document.pop("verb", None)
+    checks = ARGUMENTS.get(verb) if isinstance(verb, str) else None
+    if checks is None:
+        raise Refused(f"unknown verb {shown_json(verb)}; known are {', '.join(sorted(ARGUMENTS))}")
+    for name, value in document.items():
+        if name not in checks:
+            raise Refused(f"`{verb}` has no argument `{shown(name)}`")
+        if not isinstance(value, str) or not checks[name](value):
+            raise Refused(f"`{name}` cannot be {shown_json(value)}")
+    return verb, document
+
+
+ARGUMENTS: dict[str, dict[str, Callable[[str], bool]]] = {
+    "ls": {},
+    "clear": {
+        "tier": lambda text: text in (Tier.HOST, Tier.DISK),
+        "tenant": lambda text: _TENANT.fullmatch(text) is not None,
+    },
+}

@@ -1,0 +1,71 @@
+"""`kvbm cache ls RUN` and `kvbm cache clear RUN` with a running embedded engine."""
+
+import json
+import urllib.request
+
+import pytest
+from terminal import kvbm, kvbm_here
+from test_serve_embedded import home, serving  # noqa: F401
+from waiting import eventually
+
+from kvbm.hashing import tenant
+from kvbm_cli.runs.run_directory import CONTROL_SOCKETS
+
+pytest.importorskip("torch")
+
+
+def complete(url: str, prompt: list[int], salt: str) -> None:
+    body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 2, "cache_salt": salt}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(request, timeout=60).read()
+
+
+def cache(home, text: str):  # noqa: F811
+    return kvbm_here("cache", *text.split(), home=home)
+
+
+def listed(home) -> dict[str, int]:  # noqa: F811
+    outcome = cache(home, "ls tiny-1 --json")
+    assert outcome.exit_code == 0, outcome.stderr
+    ((tier,),) = [one["tiers"] for one in json.loads(outcome.stdout)]
+    return {one["tenant"]: sum(one["blocks_by_age"]) for one in tier["tenants"]}
+
+
+def test_blocks_of_a_running_engine_are_listed_and_those_of_a_tenant_cleared(home):  # noqa: F811
+    with serving(home) as (program, url):
+        complete(url, list(range(5, 75)), "alice")
+        complete(url, list(range(105, 145)), "bob")
+        alice, bob = tenant("alice").hex(), tenant("bob").hex()
+        eventually(lambda: {alice, bob} <= set(listed(home)))
+        before = listed(home)
+        table = kvbm("cache", "ls", "tiny-1", home=home).stdout
+        assert table.splitlines()[0].split()[:5] == ["engine", "tier", "tenant", "blocks", "bytes"]
+        assert alice[:12] in table
+        assert cache(home, "clear tiny-1 --salt alice --yes").stdout == f"removed {before[alice]} blocks from G2\n"
+        assert listed(home) == {name: blocks for name, blocks in before.items() if name != alice}
+        wrong = cache(home, "clear tiny-1 --tier G3 --yes")
+        assert (wrong.exit_code, wrong.stderr) == (1, "engine 0 refused: this engine has no tier G3\n")
+        digest = cache(home, f"clear tiny-1 --tier G2 --tenant-digest {bob} --yes")
+        assert digest.stdout == f"removed {before[bob]} blocks from G2\n"
+        assert {alice, bob}.isdisjoint(listed(home))
+        assert 'sent {"verb": "clear", "tier": "G3"}: refused' in kvbm_here("logs", "tiny-1", home=home).stdout
+        program.terminate()
+        program.wait(60)
+    assert cache(home, "ls tiny-1").stderr.startswith("error: `tiny-1` is not running")
+    assert not list((home / ".local/state/kvbm/runs/tiny-1").glob(CONTROL_SOCKETS))
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("ls nothing", "no run is named `nothing`"),
+        ("ls demo-1 --dir .", "`--dir` cannot be used with the run `demo-1`"),
+        ("clear --tier G2", "`--tier` requires a running engine"),
+        ("clear --tenant-digest 00", "`--tenant-digest` requires a running engine"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, command, error):
+    outcome = cache(tmp_path, command)
+    assert outcome.exit_code == 2
+    assert outcome.stderr.startswith(f"error: {error}")

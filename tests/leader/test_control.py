@@ -1,0 +1,192 @@
+"""Live control: what an operator sees and clears, in pieces, while the engine serves."""
+
+from __future__ import annotations
+
+import pytest
+from rig import Rig, chain, disk_policy
+
+from kvbm.leader import control
+from kvbm.leader.control import Refused
+from kvbm.types import Tier
+
+ALICE, BOB = b"alice" * 3 + b"!", b"bob"
+
+
+@pytest.fixture
+def rig():
+    made = Rig(slots=16, blocks=32, fake_disk=32, **disk_policy("always"))
+    yield made
+    made.close()
+
+
+def asked(rig: Rig, verb: str, **arguments: str):
+    """The answer of one message, in as many steps as it takes."""
+    future = rig.leader.control.submit(verb, arguments)
+    for _ in range(100):
+        rig.leader.control.advance()
+        if future.done():
+            return future.result(timeout=0)
+        rig.step()
+        rig.now_s += 0.1
+    raise AssertionError(f"{verb} has not ended")
+
+
+def kept(rig: Rig, owner: str, length: int) -> list[bytes]:
+    """Blocks of a tenant, in host memory and on disk."""
+    hashes = chain(owner, length)
+    blocks = rig.compute(f"r@{owner}", hashes)
+    rig.step()
+    rig.finish(f"r@{owner}", hashes, blocks)
+    rig.step()
+    return hashes
+
+
+def tier_of(answer, name: str):
+    return next(tier for tier in answer["tiers"] if tier["tier"] == name)
+
+
+def owners(answer, name: str) -> dict[str, list[int]]:
+    return {bytes.fromhex(one["tenant"]).decode(): one["blocks_by_age"] for one in tier_of(answer, name)["tenants"]}
+
+
+def present(rig: Rig, hashes: list[bytes]) -> dict[Tier, int]:
+    return {store.tier: len(hashes) - len(store.missing(hashes)) for store in rig.leader._stores()}
+
+
+def test_blocks_are_counted_by_tier_tenant_and_age(rig):
+    kept(rig, "alice", 3)
+    rig.now_s += 70
+    kept(rig, "bob", 2)
+    rig.now_s += 5
+    kept(rig, "", 1)
+    answer = asked(rig, "ls")
+    expected = {"alice": [0, 3, 0, 0, 0], "bob": [2, 0, 0, 0, 0], "": [1, 0, 0, 0, 0]}
+    assert owners(answer, "G2") == owners(answer, "G3") == expected
+    assert tier_of(answer, "G2")["states"] == {"free": 10, "moving": 0, "pinned": 0, "evictable": 6}
+    assert (tier_of(answer, "G3")["capacity_blocks"], tier_of(answer, "G3")["is_on"]) == (32, True)
+
+
+def test_only_the_largest_tenants_are_named_and_the_others_counted(rig, monkeypatch):
+    monkeypatch.setattr(control, "MOST_TENANTS", 1)
+    kept(rig, "alice", 1)
+    kept(rig, "bob", 3)
+    answer = asked(rig, "ls")
+    assert list(owners(answer, "G2")) == ["bob"]
+    assert tier_of(answer, "G2")["left_out"] == {"tenants": 1, "blocks": 1}
+
+
+def test_a_tenant_is_forgotten_in_every_tier_and_the_others_stay(rig):
+    alices, bobs = kept(rig, "alice", 3), kept(rig, "bob", 2)
+    answer = asked(rig, "clear", tenant=b"alice".hex())
+    assert answer == {"forgotten": {"G2": 3, "G3": 3}, "not_durable": ""}
+    assert present(rig, alices) == {Tier.HOST: 0, Tier.DISK: 0}
+    assert present(rig, bobs) == {Tier.HOST: 2, Tier.DISK: 2}
+    assert sorted(name for name, _ in rig.disk.kept.values()) == sorted(bobs)
+
+
+def test_a_tier_is_cleared_and_the_other_one_stays(rig):
+    hashes = kept(rig, "alice", 3)
+    assert asked(rig, "clear", tier="G2")["forgotten"] == {"G2": 3}
+    assert present(rig, hashes) == {Tier.HOST: 0, Tier.DISK: 3}
+    more = kept(rig, "bob", 2)
+    assert asked(rig, "clear", tier="G3")["forgotten"] == {"G3": 5}
+    assert present(rig, more) == {Tier.HOST: 2, Tier.DISK: 0}
+    assert rig.disk.kept == {}
+
+
+def test_what_is_in_flight_for_a_tenant_is_not_registered_afterwards(rig):
+    alices, bobs = chain("alice", 3), chain("bob", 2)
+    held = rig.compute("r@alice", alices), rig.compute("s@bob", bobs)
+    rig.order()
+    future = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
+    rig.leader.control.advance()
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+    while not future.done():
+        rig.step()
+        rig.leader.control.advance()
+    assert present(rig, alices)[Tier.HOST] == 0
+    assert present(rig, bobs)[Tier.HOST] == 2
+    rig.finish("r@alice", alices, held[0])
+    rig.finish("s@bob", bobs, held[1])
+
+
+def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig):
+    hashes = kept(rig, "alice", 3)
+    rig.leader._host.store.forget(hashes)
+    rig.load("again@alice", hashes)
+    rig.order()
+    answer = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
+    rig.leader.control.advance()
+    for _ in range(20):
+        rig.step()
+        rig.leader.control.advance()
+    assert answer.result(timeout=0)["forgotten"]["G3"] == 3
+    assert present(rig, hashes) == {Tier.HOST: 0, Tier.DISK: 0}
+
+
+def test_a_message_is_handled_in_pieces_with_steps_between(rig, monkeypatch):
+    monkeypatch.setattr(control, "PIECE_SLOTS", 4)
+    monkeypatch.setattr(control, "BUDGET_S", 0.0)
+    kept(rig, "alice", 6)
+    future = rig.leader.control.submit("ls", {})
+    steps = 0
+    while not future.done():
+        assert rig.leader.control.has_work()
+        rig.leader.control.advance()
+        steps += 1
+    assert steps == 16 / 4 + 32 / 4 + 1
+    assert owners(future.result(timeout=0), "G2") == {"alice": [6, 0, 0, 0, 0]}
+
+
+def test_a_disk_that_does_not_confirm_is_named_and_the_answer_comes_nevertheless(rig):
+    hashes = kept(rig, "alice", 3)
+    rig.disk.confirms_clears = False
+    answer = asked(rig, "clear", tenant=b"alice".hex())
+    assert answer["forgotten"] == {"G2": 3, "G3": 3}
+    assert answer["not_durable"] == "it does not answer"
+    assert present(rig, hashes) == {Tier.HOST: 0, Tier.DISK: 0}
+
+
+def test_a_message_that_has_not_begun_can_be_cancelled_and_does_nothing(rig):
+    hashes = kept(rig, "alice", 3)
+    future = rig.leader.control.submit("clear", {})
+    assert future.cancel()
+    rig.leader.control.advance()
+    assert present(rig, hashes) == {Tier.HOST: 3, Tier.DISK: 3}
+    assert not rig.leader.control.has_work()
+
+
+def test_too_many_messages_are_refused(rig):
+    for _ in range(control.MOST_WAITING):
+        rig.leader.control.submit("ls", {})
+    with pytest.raises(Refused, match="wait already"):
+        rig.leader.control.submit("ls", {})
+
+
+def test_a_tier_that_is_not_there_is_refused():
+    rig = Rig()
+    with pytest.raises(Refused, match="no tier G3"):
+        asked(rig, "clear", tier="G3")
+    rig.close()
+
+
+def test_what_waits_is_refused_when_the_cache_is_off(rig):
+    first, second = rig.leader.control.submit("ls", {}), rig.leader.control.submit("clear", {})
+    rig.leader.control.refuse_all("it is off")
+    for future in (first, second):
+        with pytest.raises(Refused, match="it is off"):
+            future.result(timeout=0)
+    assert not rig.leader.control.has_work()
+
+
+def test_labels_of_a_tenant_are_forgotten_with_its_last_slot(rig):
+    labels = rig.leader._host.labels
+    labels.own([1, 2], ALICE)
+    labels.own([3], BOB)
+    assert labels.tenants_of([1, 2, 3, 4]) == [ALICE, ALICE, BOB, b""]
+    labels.own([1], BOB)
+    assert labels.number_of(ALICE) is not None
+    labels.own([2], b"")
+    assert (labels.number_of(ALICE), labels.tenants_of([1, 2, 3])) == (None, [BOB, b"", BOB])

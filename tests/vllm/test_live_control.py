@@ -1,0 +1,123 @@
+"""Live control of a real vLLM: idle, under load, paused, and while the disk process is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+from traffic import tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
+from waiting import eventually
+
+from kvbm.config.launch_plan import CONTROL_VARIABLE
+from kvbm_cli.make_model import materialise
+
+PROMPT = tokens(Random(5), 4 * BLOCK_TOKENS + 10)
+
+
+def control(directory: Path, **message: str) -> dict:
+    (path,) = directory.glob("control-*.sock")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        received = b""
+        while more := connection.recv(1 << 16):
+            received += more
+    return json.loads(received)
+
+
+def blocks(directory: Path) -> dict[str, int]:
+    tiers = control(directory, verb="ls")["answer"]["tiers"]
+    return {tier["tier"]: tier["states"]["evictable"] + tier["states"]["pinned"] for tier in tiers}
+
+
+def is_on(directory: Path) -> bool:
+    tiers = control(directory, verb="ls")["answer"]["tiers"]
+    return next(tier["is_on"] for tier in tiers if tier["tier"] == "G3")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    directory, disk = tmp_path_factory.mktemp("control"), tmp_path_factory.mktemp("disk")
+    environment = host_blocks(60) | {
+        CONTROL_VARIABLE: str(directory),
+        "DYN_KVBM_DISK_CACHE_OVERRIDE_NUM_BLOCKS": "100",
+        "DYN_KVBM_DISK_CACHE_DIR": str(disk),
+        "DYN_KVBM_DISABLE_DISK_OFFLOAD_FILTER": "true",
+    }
+    with VllmServer(materialise("vllm-25m"), blocks=40, connector=CONNECTOR, environment=environment) as running:
+        yield running, directory
+
+
+def filled(running: VllmServer, directory: Path) -> None:
+    running.ask(PROMPT)
+    running.wait_until("disk", lambda metrics: metrics["kvbm_disk_blocks"] and blocks(directory)["G3"] >= 4)
+
+
+def test_an_engine_that_has_been_idle_answers_and_clears(server):
+    running, directory = server
+    filled(running, directory)
+    time.sleep(3)  # vLLM's core blocks on its queue at once
+    assert blocks(directory) == {"G2": 4, "G3": 4}
+    answer = control(directory, verb="clear")
+    assert answer["answer"] == {"forgotten": {"G2": 4, "G3": 4}, "not_durable": ""}
+    assert blocks(directory) == {"G2": 0, "G3": 0}
+
+
+def test_an_engine_under_load_answers_every_message_or_says_why_not(server):
+    running, directory = server
+    ended = threading.Event()
+
+    def load() -> None:
+        random_ = Random(6)
+        while not ended.is_set():
+            running.ask_all([tokens(random_, 2 * BLOCK_TOKENS + 5) for _ in range(4)], max_tokens=16)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        answers = [control(directory, verb="ls") for _ in range(30)]
+        control(directory, verb="clear")
+    finally:
+        ended.set()
+        thread.join()
+    assert all(("answer" in one) != ("refused" in one) for one in answers)
+    assert sum("answer" in one for one in answers) > 0
+
+
+def test_a_paused_engine_answers(server):
+    running, directory = server
+    running.http.post("/pause?mode=keep").raise_for_status()
+    try:
+        assert "answer" in control(directory, verb="ls")
+    finally:
+        running.http.post("/resume").raise_for_status()
+
+
+def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(server):
+    running, directory = server
+    filled(running, directory)
+    disk = next(
+        child
+        for child in psutil.Process(running.process.pid).children(recursive=True)
+        if "kvbm.disk.service.server" in child.cmdline()
+    )
+    os.kill(disk.pid, signal.SIGSTOP)
+    try:
+        assert blocks(directory)["G3"] >= 4
+        answer = control(directory, verb="clear", tier="G3")["answer"]
+        assert answer["forgotten"]["G3"] >= 4
+        assert answer["not_durable"]
+        assert blocks(directory)["G3"] == 0
+        running.ask(PROMPT)
+    finally:
+        os.kill(disk.pid, signal.SIGCONT)
+    eventually(lambda: is_on(directory))  # each message is a step, in which the answer of the disk is noticed
