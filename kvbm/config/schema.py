@@ -303,6 +303,12 @@ class MetricsSection(Section):
         description="File with a token: who sends it may list and clear the cache by `POST /control` on the metrics "
         "port. An absolute path, or one that starts with `~`.",
     )
+    spans_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://",
+        description="OTLP/HTTP address, such as `http://127.0.0.1:4318/v1/traces`, that receives OpenTelemetry spans "
+        "of each request; requires `pip install 'kvbm-cli[spans]'`. Not for SGLang.",
+    )
     window_requests: int = Field(
         default=1000,
         ge=1,

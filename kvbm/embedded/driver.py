@@ -125,7 +125,13 @@ class KvbmScheduler:
             self.boundary,
             self._profile.connector_config(),
             EngineAtStart(segments, traits, pool.block_count, lambda: self._identity, self._progress, info),
-            LeaderCallbacks(pool.hold, pool.release, self._tenant_of, self._telemetry.trace),
+            LeaderCallbacks(
+                pool.hold,
+                pool.release,
+                self._tenant_of,
+                self._telemetry.trace,
+                spans=self._telemetry.spans(lambda request_id: None),
+            ),
         )
         self._telemetry.watch(self._guarded, self._wake_engine)
 

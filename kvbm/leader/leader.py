@@ -30,6 +30,7 @@ from kvbm.leader.offloads import Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.request import LiveRequest, LoadResults, OffloadProgress
+from kvbm.leader.settings import SpanNote
 from kvbm.leader.slices import Slices
 from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
@@ -64,6 +65,7 @@ class Leader(EngineTiers):
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
+        self._spans = callbacks.spans
         context, tiers = self._context, self.lower_tiers
         self._prefetches = Prefetches(context, tiers)
         if not settings.traits.accepts_failed_loads:
@@ -74,7 +76,7 @@ class Leader(EngineTiers):
         self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
-        self._results = LoadResults(settings, self.counters, self._rates, self._requests)
+        self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
         self._has_computed = False  # in the last step
 
@@ -91,7 +93,7 @@ class Leader(EngineTiers):
         if self._is_one_chain and not request.has_probed:
             request.offloads[0].arrival = self._host.arrive(hashes, began_s)
         blocks = self._matching.match(request, hashes, start, end)
-        self.counters.durations["match"].observe(self._clock() - began_s)
+        self._note_lookup(request_id, began_s, blocks)
         if self._trace is not None:
             self._trace("match", request=request_id, start=start, hashes=hashes[start:end], blocks=blocks)
         return blocks
@@ -101,7 +103,7 @@ class Leader(EngineTiers):
         `start` tokens are in G1 already, and a hit ends after at most `end` tokens."""
         began_s = self._clock()
         tokens = self._matching.match_groups(self._live(request_id), chains, start, end)
-        self.counters.durations["match"].observe(self._clock() - began_s)
+        self._note_lookup(request_id, began_s, tokens)
         if self._trace is not None:
             self._trace("match", request=request_id, start_tokens=start, end_tokens=end, tokens=tokens)
         return tokens
@@ -137,6 +139,13 @@ class Leader(EngineTiers):
         request.lower_tokens = load.lower_tokens()
         for tier in self.lower_tiers:
             self._slices.run(tier.hit, wanted)
+
+    def _note_lookup(self, request_id: str, began_s: float, found: int | None) -> None:
+        ended_s = self._clock()
+        self.counters.durations["match"].observe(ended_s - began_s)
+        if self._spans is not None:
+            facts = {"is_deferred": found is None, "found": found or 0}
+            self._spans(SpanNote(request_id, "lookup", began_s, ended_s, facts))
 
     def lost_state_tokens(self, request_id: str) -> int:
         """Return how many tokens after the request's last hit are in the cache, but without a snapshot at their end."""
@@ -304,6 +313,9 @@ class Leader(EngineTiers):
         if self._trace is not None:
             self._trace("finish", request=request_id)
         request = self._requests.pop(request_id, None)
+        if self._spans is not None:
+            now_s = self._clock()
+            self._spans(SpanNote(request_id, "finish", now_s, now_s, {}))
         if request is None:
             return
         self._matching.end(request)

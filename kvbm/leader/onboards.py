@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING
 from kvbm.host.control_words import LANES
 from kvbm.leader.lower_tier import Claim
 from kvbm.leader.request import Load, LoadPart
+from kvbm.leader.settings import SpanNote
 from kvbm.plan import Onboard
-from kvbm.types import SlotState
+from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
@@ -75,6 +76,7 @@ class Onboards:
         self._settings = context.settings
         self._overdue_steps = context.settings.overdue_steps
         self._clock = context.callbacks.clock
+        self._spans = context.callbacks.spans
         self._step = 0
         self.in_flight: dict[int, _Copy] = {}  # from before a copier can run until it has stopped
         self._fetches: dict[Fetch, Load] = {}
@@ -214,6 +216,8 @@ class Onboards:
             load.note_read(part.tier.kind, self._clock() - load.born_s)
             if fetch.is_copy:
                 load.unrated.add(part.tier.kind)
+            is_good = fetch.blocks is not None
+            self._note_span(load, "read", fetch.born_s, len(fetch.hashes), part.tier.kind, is_good=is_good)
             if fetch.blocks is not None:
                 self._order(load, part, fetch.blocks)
             else:
@@ -321,6 +325,7 @@ class Onboards:
 
     def _end_copy(self, copy: _Copy, *, is_ready: bool) -> None:
         order, load = copy.order, copy.load
+        self._note_span(load, "copy", copy.born_s, len(order.block_ids), Tier.HOST, is_good=is_ready)
         del self.in_flight[order.generation]
         self._lanes.append(order.lane)
         self._has_moved |= load in self._reading
@@ -334,6 +339,17 @@ class Onboards:
             self._fail(load)
         copy.source.release()
         self._end_if_over(load)
+
+    def _note_span(self, load: Load, name: str, born_s: float, blocks: int, tier: Tier, *, is_good: bool) -> None:
+        if self._spans is not None:
+            good = blocks if is_good else 0
+            facts: dict[str, int | float | str] = {
+                "tier": tier.name.lower(),
+                "blocks": good,
+                "bytes": good * self._settings.block_bytes,
+                "failed_blocks": blocks - good,
+            }
+            self._spans(SpanNote(load.request.request_id, name, born_s, self._clock(), facts))
 
     def _fail(self, load: Load) -> None:
         """Begin no more parts of it, and release the G1 blocks that nothing writes to."""

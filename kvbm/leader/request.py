@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm.leader.settings import SpanNote
+
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.chooser import ChainUse
     from kvbm.leader.lower_tier import Claim, LowerTier
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
-    from kvbm.leader.settings import LeaderSettings
+    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
     from kvbm.types import Tier
 
@@ -207,8 +209,14 @@ class LoadResults:
     """Those that `take` has not returned. `requests` are the live ones of the leader."""
 
     def __init__(
-        self, settings: LeaderSettings, counters: Counters, rates: Rates, requests: Mapping[str, LiveRequest]
+        self,
+        settings: LeaderSettings,
+        counters: Counters,
+        rates: Rates,
+        requests: Mapping[str, LiveRequest],
+        callbacks: LeaderCallbacks,
     ) -> None:
+        self._callbacks = callbacks
         self._settings = settings
         self._counters = counters
         self._rates = rates
@@ -226,6 +234,7 @@ class LoadResults:
         """Note a load that has ended, whole, cut or failed. After a cut, the request computes the rest and loads no
         more."""
         if load.is_failed:
+            self._note_span(load, 0, 0.0)
             self.fail(load.request, load.block_ids, is_below=load.is_failed_below)
             return
         request, left_out = load.request, load.block_ids[load.end :]
@@ -239,11 +248,30 @@ class LoadResults:
             self._counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
             request.lower_hits[tier] = request.lower_hits.get(tier, 0) + tokens // block_tokens
         request.may_onboard &= not left_out
+        saved_s = 0.0
         if self._is_live(request):
             self._counters.matched_tokens += load.loaded_tokens
             if rate := self._rates.tokens_per_s:
-                self._counters.saved_prefill_s += load.loaded_tokens / rate
+                saved_s = load.loaded_tokens / rate
+                self._counters.saved_prefill_s += saved_s
+        self._note_span(load, load.loaded_tokens if self._is_live(request) else 0, saved_s)
         self._report(request, load.block_ids, left_out)
+
+    def _note_span(self, load: Load, tokens: int, saved_s: float) -> None:
+        if self._callbacks.spans is None:
+            return
+        blocks = 0 if load.is_failed else load.end
+        lower = {f"{tier.name.lower()}_blocks": load.count_of(tier, blocks) for tier in load.lower}
+        facts: dict[str, int | float | str] = {
+            "tokens": tokens,
+            "blocks": blocks,
+            "bytes": blocks * self._settings.block_bytes,
+            "failed_blocks": len(load.block_ids) - blocks,
+            "saved_prefill_s": saved_s,
+            **lower,
+        }
+        request_id = load.request.request_id
+        self._callbacks.spans(SpanNote(request_id, "load", load.born_s, self._callbacks.clock(), facts))
 
     def fail(self, request: LiveRequest, block_ids: tuple[int, ...], *, is_below: bool = False) -> None:
         """Note a load that failed. The request recomputes and gets no other load, so that it cannot loop; only if a

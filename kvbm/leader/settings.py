@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,18 @@ HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks a
 
 
 @dataclass(frozen=True, slots=True)
+class SpanNote:
+    """Something that was done for a request: a `lookup`, a `load`, a `read` or a `copy` of it; or its `finish`. Times
+    are read from the leader's clock. `facts` are attributes of the span."""
+
+    request_id: str
+    name: str
+    began_s: float
+    ended_s: float
+    facts: Mapping[str, int | float | str]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderCallbacks:
     """Functions that the leader calls.
 
@@ -26,6 +38,7 @@ class LeaderCallbacks:
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
     does not change while the request lives. `trace` gets the name and the values of each decision. `notes_of(hashes)`
     returns what is kept on disk next to each block, for the next start; empty for none. `clock` returns seconds.
+    `spans` gets what was done for each request; None if spans are off.
     """
 
     hold: Callable[[Sequence[int]], None]
@@ -34,6 +47,7 @@ class LeaderCallbacks:
     trace: Callable[..., None] | None = None
     notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None
     clock: Callable[[], float] = time.monotonic
+    spans: Callable[[SpanNote], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

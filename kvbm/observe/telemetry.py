@@ -18,12 +18,14 @@ from kvbm.observe.control_server import ControlServer, opened
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.metrics_server import HOST, MetricsServer
 from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
+from kvbm.observe.spans import SpanRecorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from kvbm.config.schema import MetricsSection
     from kvbm.leader.control import CacheControl
+    from kvbm.leader.settings import SpanNote
     from kvbm.metrics import Counters
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class Telemetry:
         self._control: ControlServer | None = None
         self._log_interval_s = settings.log_interval_s
         self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
+        self._spans = SpanRecorder(settings.spans_endpoint) if settings.spans_endpoint else None
         self._log: HitRateLog | None = None
         self._server: MetricsServer | None = None
         if settings.serve:
@@ -99,6 +102,14 @@ class Telemetry:
     def trace(self) -> Callable[..., None] | None:
         """What the leader calls with each decision; None unless decisions are recorded."""
         return None if self._trace is None else self._trace.record
+
+    def spans(self, headers_of: Callable[[str], Mapping[str, str] | None]) -> Callable[[SpanNote], None] | None:
+        """Return what the leader calls with what it did for a request; None unless spans are on. `headers_of` returns
+        the trace context of a live request."""
+        if self._spans is None:
+            return None
+        self._spans.headers_of = headers_of
+        return self._spans.note
 
     def watch(self, leader: Watched, wake: Callable[[], None] | None = None) -> None:
         """Start to report on `leader`, and to pass messages to it. `wake()` lets an idle engine take a step; None if
@@ -116,6 +127,6 @@ class Telemetry:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._control, self._log, self._server, self._trace):
+        for part in (self._control, self._log, self._server, self._trace, self._spans):
             if part is not None:
                 part.close()

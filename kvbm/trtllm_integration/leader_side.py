@@ -116,7 +116,13 @@ class LeaderSide:
             EngineAtStart(
                 segments, traits, reports[0].block_count, self._described, info={"engine_name": "tensorrt-llm"}
             ),
-            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace),
+            LeaderCallbacks(
+                self._hold,
+                self._release,
+                self._tenant_of,
+                self._telemetry.trace,
+                spans=self._telemetry.spans(lambda request_id: None),
+            ),
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(reports))

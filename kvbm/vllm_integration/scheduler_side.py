@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import compress, repeat
@@ -157,7 +157,14 @@ class SchedulerSide:
             EngineAtStart(
                 segments, traits, len(self._pool.blocks), self._identity_of_blocks, progress, self._facts.info
             ),
-            LeaderCallbacks(self._hold, self._release, self._tenant_of, self._telemetry.trace, notes_of),
+            LeaderCallbacks(
+                self._hold,
+                self._release,
+                self._tenant_of,
+                self._telemetry.trace,
+                notes_of,
+                spans=self._telemetry.spans(self._trace_headers_of),
+            ),
         )
         self._telemetry.watch(self.leader, idle_engine.wake)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(segments))
@@ -181,6 +188,11 @@ class SchedulerSide:
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(request_id)
         return b"" if tracked is None else tenant(tracked.request.cache_salt)
+
+    def _trace_headers_of(self, request_id: str) -> Mapping[str, str] | None:
+        """Return the trace context of a request; vLLM has it if its own spans are on."""
+        tracked = self._requests.get(request_id)
+        return None if tracked is None else getattr(tracked.request, "trace_headers", None)
 
     def _hold(self, block_ids: Sequence[int]) -> None:
         assert self._pool is not None

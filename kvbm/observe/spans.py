@@ -1,0 +1,148 @@
+"""Spans: OpenTelemetry spans of what the cache does for a request, for `metrics.spans_endpoint`. Off by default.
+
+    kvbm.request     from the first lookup to the end of the request; its parent is the trace context of the request
+      kvbm.lookup    one call of the match
+      kvbm.wait      from the first lookup to the load: the engine's queue, other loads, a match in several steps
+      kvbm.load      from the load to the step in which the engine may read it
+        kvbm.read    one batch from a lower tier into host memory
+        kvbm.copy    one copy from host memory to the device
+
+The leader notes what has ended: an entry in a queue. A thread makes the spans of a request when the request has ended.
+What does not fit is dropped, and counted in an attribute if its request is known; nothing waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from kvbm.errors import EnvironmentProblem
+from kvbm.host import threads
+from kvbm.leader.settings import SpanNote
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+MOST_REQUESTS = 4096  # that have not ended
+MOST_NOTES = 256  # of a request
+MOST_QUEUED = 100_000
+END, LOOKUP, LOAD, INSIDE_LOAD = "finish", "lookup", "load", ("read", "copy")
+NS = 1_000_000_000
+MISSING = "`metrics.spans_endpoint` requires the OpenTelemetry SDK and its OTLP exporter"
+HINT = "`pip install 'kvbm-cli[spans]'`, or remove `metrics.spans_endpoint`"
+
+Headers = Mapping[str, str] | None
+
+
+@dataclass(slots=True)
+class _Request:
+    headers: Headers
+    notes: list[SpanNote] = field(default_factory=list)
+    dropped: int = 0
+
+
+class SpanRecorder:
+    """`headers_of(request_id)` returns the trace context of a live request; the leader's thread calls it once for each.
+    `clock` is the leader's. Raises EnvironmentProblem without the libraries."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        exporter: SpanExporter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ImportError:
+            raise EnvironmentProblem(MISSING, hint=HINT) from None
+        self.headers_of: Callable[[str], Headers] = lambda request_id: None
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "kvbm"}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("kvbm")
+        self._epoch_ns = time.time_ns() - int(clock() * NS)
+        self._known: set[str] = set()  # of the leader's thread: requests whose trace context is noted
+        self._queue: SimpleQueue[tuple[SpanNote, Headers] | None] = SimpleQueue()
+        self._requests: OrderedDict[str, _Request] = OrderedDict()  # of our thread
+        self._thread = threading.Thread(target=self._run, name="kvbm-spans", daemon=True)
+        threads.start(self._thread)
+
+    def note(self, note: SpanNote) -> None:
+        """Note what has ended. The leader calls it in its thread."""
+        headers: Headers = None
+        if note.name == END:
+            self._known.discard(note.request_id)
+        elif note.request_id not in self._known and len(self._known) < MOST_REQUESTS:
+            self._known.add(note.request_id)
+            headers = self.headers_of(note.request_id)
+        if self._queue.qsize() < MOST_QUEUED:
+            self._queue.put((note, headers))
+
+    def close(self) -> None:
+        """Export what has ended, for as long as the exporter takes at most."""
+        self._queue.put(None)
+        self._thread.join()
+        self._provider.shutdown()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            note, headers = entry
+            if note.name == END:
+                if (request := self._requests.pop(note.request_id, None)) is not None:
+                    self._make(note, request)
+                continue
+            request = self._requests.setdefault(note.request_id, _Request(headers))
+            if len(request.notes) < MOST_NOTES:
+                request.notes.append(note)
+            else:
+                request.dropped += 1
+            if len(self._requests) > MOST_REQUESTS:
+                self._requests.popitem(last=False)
+
+    def _make(self, end: SpanNote, request: _Request) -> None:
+        """Make the spans of a request that has ended."""
+        from opentelemetry.trace import set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        notes = sorted(request.notes, key=lambda note: note.began_s)
+        context = TraceContextTextMapPropagator().extract(dict(request.headers or {}))
+        attributes = {"kvbm.request_id": end.request_id, "kvbm.dropped_spans": request.dropped}
+        root = self._begin("request", notes[0].began_s, context, attributes)
+        inside_root = set_span_in_context(root)
+        loads = [note for note in notes if note.name == LOAD]
+        lookups = [note for note in notes if note.name == LOOKUP]
+        if loads and lookups and loads[0].began_s > lookups[0].ended_s:
+            self._whole(SpanNote(end.request_id, "wait", lookups[0].ended_s, loads[0].began_s, {}), inside_root)
+        for load in loads:
+            inside_load = set_span_in_context(self._whole(load, inside_root))
+            for note in notes:
+                if note.name in INSIDE_LOAD and load.began_s <= note.began_s and note.ended_s <= load.ended_s:
+                    self._whole(note, inside_load)
+        for note in lookups:
+            self._whole(note, inside_root)
+        root.end(self._ns(end.ended_s))
+
+    def _whole(self, note: SpanNote, context: Any) -> Any:
+        span = self._begin(note.name, note.began_s, context, {f"kvbm.{name}": one for name, one in note.facts.items()})
+        span.end(self._ns(note.ended_s))
+        return span
+
+    def _begin(self, name: str, began_s: float, context: Any, attributes: Mapping[str, Any]) -> Any:
+        return self._tracer.start_span(
+            f"kvbm.{name}", context=context, start_time=self._ns(began_s), attributes=dict(attributes)
+        )
+
+    def _ns(self, moment_s: float) -> int:
+        return self._epoch_ns + int(moment_s * NS)
