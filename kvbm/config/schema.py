@@ -309,6 +309,11 @@ class MetricsSection(Section):
         description="OTLP/HTTP address, such as `http://127.0.0.1:4318/v1/traces`, that receives OpenTelemetry spans "
         "of each request; requires `pip install 'kvbm-cli[spans]'`. Not for SGLang.",
     )
+    nvtx: bool = Field(
+        default=False,
+        description="Whether hooks of the connector and copies open NVTX ranges, for NVIDIA's profilers; vLLM only, "
+        "requires `pip install nvtx`.",
+    )
     window_requests: int = Field(
         default=1000,
         ge=1,

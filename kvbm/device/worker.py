@@ -183,10 +183,12 @@ class Worker:
         binds_memory: bool = True,
         repeats_onboards: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        on_copier: Callable[[DeviceCopier], None] | None = None,
     ) -> Worker:
         """Allocate, prefault and pin this rank's segment, or the one that it shares with `replicas`, and start its
         threads. `segment_count` segments share the capacity. `binds_memory`: allocate on the NUMA node of the device,
-        if it is known and there are several. Raises EnvironmentProblem."""
+        if it is known and there are several. `on_copier` gets the copier before it is used. Raises
+        EnvironmentProblem."""
         slot_count = capacity.slot_count(layout.slot_stride, segment_count)
         pin = storages[0].is_cuda
         node = numa_node_of(storages[0]) if binds_memory else None
@@ -200,6 +202,8 @@ class Worker:
                 lambda owner: Segment.attach(owner, replica=replicas.index, **shared),
             )
         copier = DeviceCopier(layout, storages, segment)  # may fail: then there are no threads to end
+        if on_copier is not None:
+            on_copier(copier)
         threads = CopyThreads.start(rank, thread_count, is_device=pin)
         return cls(segment, copier, threads, repeats_onboards=repeats_onboards)
 

@@ -29,6 +29,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.device.replicas import ALONE
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.log_queue import queue_log
+from kvbm.observe.nvtx_ranges import RANK_HOOKS, SCHEDULER_HOOKS, annotate
 from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
 from kvbm.vllm_integration.engine_facts import VllmFacts, rank_count_of, rank_of
 from kvbm.vllm_integration.identity import identity
@@ -85,6 +86,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             facts = VllmFacts.of(vllm_config)
             groups = cache_groups(kv_cache_config)
             self._scheduler = SchedulerSide(config, groups, facts, partial(identity, vllm_config))
+            if config.metrics.nvtx:
+                annotate(self._scheduler, SCHEDULER_HOOKS)
             watch(self._scheduler)
             watch_cores()
             preempt_before_resets(DynamoConnector)
@@ -96,6 +99,8 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 rank_count=rank_count_of(vllm_config),
                 replicas=replicas_of(vllm_config, kv_cache_config) if config.transfer.share_equal_kv else ALONE,
             )
+            if config.metrics.nvtx:
+                annotate(self._worker, RANK_HOOKS)
 
     def keep_nothing(self, reason: str) -> None:
         """Let no block outlive this engine. Call it before vLLM binds its block pool."""

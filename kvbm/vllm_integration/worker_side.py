@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -26,6 +27,7 @@ from kvbm.device.worker import HostCapacity, Worker
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout, storages_of
 from kvbm.host.processes import boot_id
+from kvbm.observe.nvtx_ranges import COPIES, annotate
 from kvbm.plan import StepPlan
 from kvbm.vllm_integration.cache_groups import KNOWS_FAILED_REQUESTS, cache_groups
 
@@ -125,6 +127,7 @@ class WorkerSide:
             thread_count=self._config.transfer.max_concurrent,
             binds_memory=self._config.transfer.numa,
             progress=progress_log(f"of host memory for rank {self._rank}"),
+            on_copier=partial(annotate, ranges=COPIES) if self._config.metrics.nvtx else None,
         )
 
     def handshake(self) -> Handshake | None:
