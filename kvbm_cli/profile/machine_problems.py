@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DIRECTORY_KEY = "tiers.disk.directory"
+INTERFACES = Path("/sys/class/net")
+RUNTIMES = ("docker", "br-", "podman", "cni", "nerdctl")  # beginnings of the names of their bridges
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,25 @@ def _metrics(resolved: ResolvedProfile) -> Iterator[MachineProblem]:
         require_metrics_ports(resolved)
     except EnvironmentProblem as error:
         yield MachineProblem(error)
+    metrics = resolved.profile.metrics
+    host = metrics.host or resolved.profile.server.host
+    if metrics.serve and host in LOOPBACK and (bridges := container_bridges()):
+        yield MachineProblem(
+            EnvironmentProblem(
+                f"a Prometheus in a container cannot reach the metrics at {host} (this machine has the container "
+                f"bridge {bridges[0]}): set `metrics.host`, or give the container the network of the host"
+            ),
+            is_risk=True,
+        )
+
+
+def container_bridges(interfaces: Path = INTERFACES) -> list[str]:
+    """Return the network bridges of container runtimes, none if they cannot be read."""
+    try:
+        names = sorted(path.name for path in interfaces.iterdir() if (path / "bridge").is_dir())
+    except OSError:
+        return []
+    return [name for name in names if name.startswith(RUNTIMES)]
 
 
 def require_metrics_ports(resolved: ResolvedProfile) -> None:

@@ -14,6 +14,7 @@ import pytest
 from mistakes import LOCK, MINE, VLLM, fifo, linked, taken_port
 from terminal import Outcome, filtered, kvbm_here
 
+from kvbm_cli.profile.machine_problems import container_bridges
 from kvbm_cli.system.filesystem import missing_mount
 
 COMMANDS = ("profile check mine.yaml", "serve --dry-run -p mine.yaml", "serve -p mine.yaml", "bench -p mine.yaml")
@@ -156,3 +157,18 @@ def test_missing_mount(tmp_path, directory, reason):
 
 def test_no_fstab_is_no_problem(tmp_path):
     assert missing_mount(tmp_path / "a", fstab=tmp_path / "none") is None
+
+
+def test_a_container_bridge_and_metrics_on_the_loopback_are_named(tmp_path, monkeypatch):
+    interfaces = tmp_path / "net"
+    for name in ("docker0/bridge", "virbr0/bridge", "eth0"):
+        (interfaces / name).mkdir(parents=True)
+    assert container_bridges(interfaces) == ["docker0"]
+    assert container_bridges(tmp_path / "missing") == []
+    monkeypatch.setattr("kvbm_cli.profile.machine_problems.container_bridges", lambda: ["docker0"])
+    warning = "a Prometheus in a container cannot reach the metrics at 127.0.0.1"
+    for metrics, is_named in (("{serve: true, port: 0}", True), ("{serve: true, port: 0, host: 0.0.0.0}", False)):
+        (tmp_path / "mine.yaml").write_text(FREE + f"metrics: {metrics}\n")
+        outcome = kvbm_here("profile", "check", "./mine.yaml", home=tmp_path)
+        assert outcome.exit_code == 0
+        assert (warning in " ".join(outcome.stderr.split())) == is_named
