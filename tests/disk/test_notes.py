@@ -1,6 +1,7 @@
 """Notes that a writer keeps next to its blocks: returned with exactly their block, and lost before they are wrong."""
 
 import sqlite3
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -137,3 +138,17 @@ def test_notes_of_another_form_are_deleted_and_the_blocks_stay(tmp_path):
         write(rig, {4: b"fourth"}, first_slot=5)
     with opened(tmp_path) as rig:
         assert found(rig) == stored(dict.fromkeys(NOTES, b"") | {4: b"fourth"})
+
+
+def test_a_restart_returns_the_tenant_and_the_age_of_each_block(tmp_path):
+    owners = [b"alice", b"", b"bob"]
+    with opened(tmp_path) as rig:
+        assert all(rig.write([1, 2, 3], [0, 1, 2], owners).is_good)
+    with opened(tmp_path) as rig:
+        parts = list(rig.tier.recovered().parts(2))
+    names = [name for part in parts for name in part.lists()[1]]
+    known = dict(zip(names, [tenant for part in parts for tenant in part.tenants], strict=True))
+    assert known == {make_hash(number): owner for number, owner in zip((1, 2, 3), owners, strict=True)}
+    ages = [age for part in parts for age in part.ages_s(time.time() + 100)]
+    assert all(100 <= age < 400 for age in ages)
+    assert len(ages) == 3

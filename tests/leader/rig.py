@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -106,6 +107,9 @@ class G1:
         return self.storages[rank][piece].numpy()[block * PIECE_BYTES : (block + 1) * PIECE_BYTES]
 
 
+AGE_S = 1000  # of what a disk in memory finds at a start
+
+
 class FakeDisk:
     """A disk in memory: transfers wait until a test runs them, and can fail, hang, or bring other bytes.
 
@@ -142,7 +146,10 @@ class FakeDisk:
             return None
         if not self.found:
             slots, hashes = array("q", self.kept), [sequence_hash for sequence_hash, _ in self.kept.values()]
-            self.found = list(FoundBlocks(slots.tobytes(), b"".join(hashes), is_last=True).parts(self.blocks_at_a_time))
+            tenants = tuple(self.tenants.get(slot, b"") for slot in slots)
+            written = array("q", [int(time.time()) - AGE_S] * len(slots)).tobytes()
+            found = FoundBlocks(slots.tobytes(), b"".join(hashes), True, (), written, tenants)
+            self.found = list(found.parts(self.blocks_at_a_time))
         return self.found.pop(0)
 
     def submit(self, order):

@@ -190,3 +190,10 @@ def test_labels_of_a_tenant_are_forgotten_with_its_last_slot(rig):
     assert labels.number_of(ALICE) is not None
     labels.own([2], b"")
     assert (labels.number_of(ALICE), labels.tenants_of([1, 2, 3])) == (None, [BOB, b"", BOB])
+
+
+def test_tenants_and_ages_on_disk_survive_a_restart(rig):
+    kept(rig, "alice", 2)
+    again = Rig(slots=16, blocks=32, fake_disk=rig.disk, **disk_policy("always"))
+    assert owners(asked(again, "ls"), "G3") == {"alice": [0, 0, 2, 0, 0]}
+    again.close()

@@ -128,4 +128,20 @@ MUTANTS = (
         new="if not tenant:",
         fails="tests/leader/test_control.py -k labels",
     ),
+    Mutant(
+        name="spans-count-failed-copies",
+        bug="the bytes of a copy that failed are in its span",
+        file="kvbm/leader/onboards.py",
+        old="good = blocks if is_good else 0",
+        new="good = blocks",
+        fails="tests/observe/test_spans.py -k failed_copy",
+    ),
+    Mutant(
+        name="labels-forget-the-disk-at-a-restart",
+        bug="after a restart, blocks on disk belong to nobody",
+        file="kvbm/leader/disk_tier.py",
+        old='self._labels.own_each(slots, found.tenants or [b""] * len(slots))',
+        new="pass",
+        fails="tests/leader/test_control.py -k survive_a_restart",
+    ),
 )
