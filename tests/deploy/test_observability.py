@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -253,6 +257,37 @@ def test_every_expression_of_the_dashboard_has_samples_under_load(loaded, panel)
 @pytest.mark.parametrize("name", OF_NVIDIA)
 def test_every_panel_of_nvidias_dashboard_has_samples(loaded, name):
     assert loaded[1].query(name)
+
+
+def test_the_picture_of_the_panels_is_drawn_from_what_prometheus_has_recorded(loaded, tmp_path):
+    """With KVBM_WRITE_RESULTS it is that of the docs, after two minutes of load."""
+    url, server = loaded
+    minutes, output = 1, tmp_path / "dashboard.svg"
+    if os.environ.get("KVBM_WRITE_RESULTS"):
+        minutes, output = 2, ROOT / "docs/images/dashboard.svg"
+        load_for(url, 110)
+    note = "Embedded engine, model synthetic:tiny, 11 prompts of 400 tokens in turn, 2 CPU cores."
+    command = [sys.executable, str(FOLDER / "draw_panels.py"), "--url", server.url, "--minutes", str(minutes)]
+    subprocess.run([*command, "--note", note, "--output", str(output)], check=True, timeout=120)
+    drawn = output.read_text()
+    ElementTree.fromstring(drawn)
+    titles = [panel["title"] for panel in PANELS if panel["type"] == "timeseries"]
+    assert [title for title in titles if f">{title}<" not in drawn] == []
+    assert drawn.count("<polyline") >= len(titles)
+    assert "not a picture of Grafana" in drawn
+
+
+def load_for(url: str, seconds: float) -> None:
+    """Send requests that come back, faster and slower by turns."""
+    end_s = time.monotonic() + seconds
+    with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+        for number in itertools.count():
+            prompt = [(7 * position + 37 * (number * number % 11)) % 250 for position in range(400)]
+            body = {"model": "synthetic:tiny", "prompt": prompt, "max_tokens": 4}
+            client.post("/v1/completions", json=body).raise_for_status()
+            if time.monotonic() > end_s:
+                return
+            time.sleep(0.3 + 0.6 * (number // 40 % 2))
 
 
 @pytest.mark.parametrize("alert", ALERTS)

@@ -26,7 +26,7 @@ BLOCK = re.compile(r"^```(console|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MODULE = re.compile(r"(?<![\w/.-])[\w/]+\.py\b")
 MODULES = {
     f"/{path.relative_to(ROOT)}"
-    for room in ("kvbm", "kvbm_cli", "bench", "docs", "tests")
+    for room in ("kvbm", "kvbm_cli", "bench", "deploy", "docs", "tests")
     for path in (ROOT / room).rglob("*.py")
 } | {"/noxfile.py"}
 VARIABLE = re.compile(r"\bDYN_KVBM_[A-Z0-9_]*[A-Z0-9]\b")
