@@ -108,6 +108,31 @@ def test_the_storage_is_detached_attached_and_cleared_while_the_server_runs(mode
         assert server.counters()["kvbm_faults"] == 0
 
 
+def test_two_engines_share_a_directory(model, expected, tmp_path):
+    """The second answers from what the first has computed."""
+    tiers = {"host": {"capacity": "512MiB"}, "shared": {"url": f"file://{tmp_path}/shared"}}
+    offload = {"to_shared": "always"}
+    profiles = [profile_of(model, {**tiers, **disk_at(tmp_path / name)}, offload=offload) for name in ("a", "b")]
+    with serving(profiles[0], tmp_path / "a.log") as first:
+        for prompt in PROMPTS[:3]:
+            first.ask(prompt)
+        first.wait_for("kvbm_offload_blocks_d2o", 30)
+        with serving(profiles[1], tmp_path / "b.log") as second:
+            for number in range(3):
+                reply = second.ask(PROMPTS[number])
+                assert (reply.answer.tokens, reply.cached["storage"]) == (expected[number], HIT)
+            assert second.counters()["kvbm_onboard_blocks_o2d"] == 30
+            second.ask(PROMPTS[3])
+            second.wait_for("kvbm_offload_blocks_d2o", 10)
+            first.flush()
+            deadline_s = time.monotonic() + 60  # the first looks for new objects at times
+            while (reply := first.ask(PROMPTS[3])).cached["storage"] != HIT:
+                assert reply.answer.tokens == expected[3]
+                assert time.monotonic() < deadline_s, reply
+                first.flush()
+            assert reply.answer.tokens == expected[3]
+
+
 def _flip_a_byte(directory: Path) -> None:
     """Damage one page on disk, in the middle of the arena's used part."""
     (arena,) = (path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1 << 27)
