@@ -76,6 +76,19 @@ SGLANG_NAMES = {
     **dict.fromkeys(("dp", "data_parallel_size"), "dp_size"),
     **dict.fromkeys(("ep", "expert_parallel_size"), "ep_size"),
     "decode_context_parallel_size": "dcp_size",
+    "attention_data_parallel_size": "attn_dp_size",
+    "attention_context_parallel_size": "attn_cp_size",
+    "moe_data_parallel_size": "moe_dp_size",
+    "nccl_init_addr": "dist_init_addr",
+    "grpc_http_sidecar_port": "smg_http_sidecar_port",
+    "fp8_gemm_backend": "fp8_gemm_runner_backend",
+    "fp4_gemm_backend": "fp4_gemm_runner_backend",
+    "context_bucket": "cuda_graph_prefill_max_context",
+    "speculative_draft_model": "speculative_draft_model_path",
+    "elastic_ep_join_mode": "ep_join_mode",
+    "elastic_ep_join_rank_offset": "ep_join_rank_offset",
+    "hierarchical_sparse_attention_extra_config": "hisparse_config",
+    "monokernel_backend": "enable_amd_monokernel",
     "enable_hicache": "enable_hierarchical_cache",
 }
 _NO_VALUE_OF_SGLANG = re.compile(
@@ -89,7 +102,7 @@ _NO_VALUE_OF_SGLANG = re.compile(
     r"|remote_instance_weight_loader_start_seed_via_transfer_engine|delete_ckpt_after_loading"
     r"|checkpoint_engine_wait_weights_before_ready|ple_offload_embedding"
 )
-_WITH_VALUE_OF_SGLANG = ("return_hidden_states_mode", "return_aux_hidden_state_layer_ids")
+_WITH_VALUE_OF_SGLANG = ("return_hidden_states_mode", "context_bucket")
 _MANY_VALUES_OF_SGLANG = re.compile(
     r"numa_node|gc_threshold|log_requests_target|uvicorn_access_log_exclude_prefixes|\w+_custom_labels|\w*bucket\w*"
     r"|flashinfer_autotune_skip_ops|cuda_graph_bs_\w+|allowed_media_domains|lora_target_modules|lora_paths|encoder_\w*urls"
@@ -172,10 +185,12 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
 def value_count(name: str, engine: str) -> int:
     """Return how many values a flag has at most; a large number for any."""
     is_sglang = engine == "sglang"
-    if (is_sglang and _MANY_VALUES_OF_SGLANG.fullmatch(name)) or (not is_sglang and _MANY_VALUES.fullmatch(name)):
+    if is_sglang and name in _WITH_VALUE_OF_SGLANG:
+        return 1
+    if (_MANY_VALUES_OF_SGLANG if is_sglang else _MANY_VALUES).fullmatch(name):
         return sys.maxsize
-    if is_sglang and (name in _WITH_VALUE_OF_SGLANG or _NO_VALUE_OF_SGLANG.fullmatch(name)):
-        return int(name in _WITH_VALUE_OF_SGLANG)
+    if is_sglang and _NO_VALUE_OF_SGLANG.fullmatch(name):
+        return 0
     return 0 if _NO_VALUE.fullmatch(name) else 1
 
 
