@@ -164,7 +164,7 @@ def client_limited(facts: CellFacts) -> Why | None:
 def machine_busy(facts: CellFacts) -> Why | None:
     """Return a reason if the load client had little to do but did not get a core in time.
 
-    Its lateness is that of the verdict, at p90. Its event loop may lag at p99 as long.
+    The verdict uses the same lateness, at p90. The event loop may lag as long at p99.
     """
     runs, most_ms = _compared_runs(facts), facts.limits.late_ms
     late_ms = max(client_of(run).lateness_p90_ms for run in runs)
