@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -44,7 +45,9 @@ def ask(run: EngineRun, message: Mapping[str, str]) -> list[Reply]:
     if replies and not problems:
         return replies
     why = "; ".join(problems) or "it has no control socket"
-    raise EnvironmentProblem(f"cannot ask the engine of `{name}`: {why}", hint=f"`kvbm logs {name}` shows its log")
+    raise EnvironmentProblem(
+        f"cannot ask the engine of `{name}`: {why}", hint=f"`kvbm logs {shlex.quote(name)}` shows its log"
+    )
 
 
 def _exchange(path: Path, message: Mapping[str, str]) -> Reply:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def _run(reference: str) -> EngineRun:
     run = Runs.of_user().one(reference)
     if run.is_elsewhere:
         raise EnvironmentProblem(
-            f"`{run.facts.name}` runs in another container", hint=f"run `kvbm cache ls {reference}` there"
+            f"`{run.facts.name}` runs in another container", hint=f"run `kvbm cache ls {shlex.quote(reference)}` there"
         )
     return run
 

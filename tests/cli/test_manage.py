@@ -287,7 +287,7 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home):
     assert by_hand == by_us
 
 
-OWN = ("TMPDIR", "PWD", "_", "KVBM_ADMIN_TOKEN")  # each process has its own
+OWN = ("TMPDIR", "PWD", "_", "KVBM_ADMIN_TOKEN", "KVBM_CONTROL_DIRECTORY")  # each process has its own
 
 
 def _seen_by(engine: psutil.Process) -> tuple[list[str], dict[str, str], str]:
