@@ -33,6 +33,22 @@ COMPARE_HELP = (
 )
 DirectoryArgument = Annotated[Path, path_argument("DIR", "Directory of a benchmark.")]
 
+# Of every command that reads a trace.
+ModelOption = Annotated[
+    str | None, option("--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", models)
+]
+BytesPerTokenOption = Annotated[
+    str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
+]
+BlockTokensOption = Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")]
+TimeScaleOption = Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")]
+ColumnsOption = Annotated[
+    list[str] | None, option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated.")
+]
+TurnsOption = Annotated[
+    str, option("--turns", "added|whole", "Whether a line of a session holds what its turn adds, or the whole prompt.")
+]
+
 
 def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Return what `kvbm bench --compare` takes."""
@@ -132,27 +148,12 @@ def bench(
 @bench_app.command("trace", cls=Command)
 def bench_trace(
     file: Annotated[Path, path_argument("FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
-    model: Annotated[
-        str | None,
-        option("--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", models),
-    ] = None,
-    bytes_per_token: Annotated[
-        str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
-    ] = None,
-    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
-    time_scale: Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")] = 1.0,
-    column: Annotated[
-        list[str] | None,
-        option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
-    ] = None,
-    turns: Annotated[
-        str,
-        option(
-            "--turns",
-            "added|whole",
-            "Whether a line of a session holds what its turn adds, or the whole prompt.",
-        ),
-    ] = "added",
+    model: ModelOption = None,
+    bytes_per_token: BytesPerTokenOption = None,
+    block_tokens: BlockTokensOption = 512,
+    time_scale: TimeScaleOption = 1.0,
+    column: ColumnsOption = None,
+    turns: TurnsOption = "added",
     json: JsonOption = False,
 ) -> int:
     """Show the lengths, the sharing and the hit rates of a trace."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.size.app import models
+from kvbm_cli.bench.app import (
+    BlockTokensOption,
+    BytesPerTokenOption,
+    ColumnsOption,
+    ModelOption,
+    TimeScaleOption,
+    TurnsOption,
+)
 from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
 
 
@@ -17,23 +24,12 @@ def plan(
     ] = None,
     policy: Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`, `adaptive`.")] = "lru,adaptive",
     exact: Annotated[bool, flag("--exact", "Simulate every block, not a sample of 32,768.")] = False,
-    model: Annotated[
-        str | None,
-        option("--model", "MODEL", "Model, as `kvbm size` takes it; shows capacities in bytes.", models),
-    ] = None,
-    bytes_per_token: Annotated[
-        str | None, option("--bytes-per-token", "BYTES", "Bytes of the KV of a token, such as 131072 or 128KiB.")
-    ] = None,
-    block_tokens: Annotated[int, option("--block-tokens", "N", "Tokens of a block that a hash id names.")] = 512,
-    time_scale: Annotated[float, option("--time-scale", "X", "Factor on all times of the trace.")] = 1.0,
-    column: Annotated[
-        list[str] | None,
-        option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated."),
-    ] = None,
-    turns: Annotated[
-        str,
-        option("--turns", "added|whole", "Whether a line of a session holds what its turn adds, or the whole prompt."),
-    ] = "added",
+    model: ModelOption = None,
+    bytes_per_token: BytesPerTokenOption = None,
+    block_tokens: BlockTokensOption = 512,
+    time_scale: TimeScaleOption = 1.0,
+    column: ColumnsOption = None,
+    turns: TurnsOption = "added",
     json: JsonOption = False,
 ) -> int:
     """Show the hit rates of a trace by capacity."""
