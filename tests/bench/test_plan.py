@@ -2,42 +2,26 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from trace_pages import HEAD, ROOT, examples_in, stripped
 
-from kvbm_cli.app import run
 from kvbm_cli.bench.trace.analysis import collect
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.plan import command
 from kvbm_cli.plan.simulator import ADAPTIVE, LRU, Sample, TimedUse, hit_rate
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 PAGE = (ROOT / "docs/guide/plan.md").read_text()
-EXAMPLES = re.findall(r"^```console\n\$ kvbm (.*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
+EXAMPLES = examples_in(PAGE)
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
 
 sys.path.insert(0, str(ROOT / "bench/eviction"))
 import hit_rates  # noqa: E402
-
-
-@pytest.fixture
-def kvbm(capsys, monkeypatch):
-    """Runs a command line and returns its exit code, stdout and stderr."""
-    monkeypatch.chdir(ROOT)
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = run([str(one) for one in arguments])
-        return (code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -45,7 +29,7 @@ def test_examples_of_the_page_print_what_it_shows(kvbm, number):
     line, shown = EXAMPLES[number]
     code, out, _ = kvbm(*shlex.split(line))
     assert code == 0
-    assert [row.rstrip() for row in out.strip().splitlines()] == [row.rstrip() for row in shown.strip().splitlines()]
+    assert stripped(out) == stripped(shown)
 
 
 def test_the_page_has_an_example():

@@ -4,34 +4,14 @@ import gzip
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from trace_pages import HEAD, ROOT, examples_in, stripped
 
-from kvbm_cli.app import run
 from kvbm_cli.bench.trace import command
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 PAGE = (ROOT / "docs/reference/trace.md").read_text()
-EXAMPLES = re.findall(r"^```console\n\$ kvbm (.*)\n((?:.*\n)*?)```$", PAGE, re.MULTILINE)
-
-
-@pytest.fixture
-def kvbm(capsys, monkeypatch):
-    """Runs a command line and returns its exit code, stdout and stderr."""
-    monkeypatch.chdir(ROOT)
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = run([str(one) for one in arguments])
-        return (code, *capsys.readouterr())
-
-    return call
-
-
-def stripped(text):
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+EXAMPLES = examples_in(PAGE)
 
 
 def test_the_page_has_examples():

@@ -14,19 +14,10 @@ from host_pools import SGLangHostPool, storage_config
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.sglang_integration import storage
-from kvbm.sglang_integration.identity import part_of
 
+pytestmark = pytest.mark.usefixtures("identity")
 PAGES, KEYS, THREADS, OPERATIONS = 120, 60, 4, 120
 MARK = 77
-
-
-@pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    def identity(config, pool, *, zero_copy):
-        return {"engine": "sglang", "weights": "a", "pool": pool, "part": part_of(config)}, ""
-
-    monkeypatch.setattr(storage, "identity", identity)
-    monkeypatch.setattr(storage.weight_updates, "watch", lambda listener: "")
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from test_sglang_storage import keys_of, leader_of, on_disk
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.sglang_integration import storage
-from kvbm.sglang_integration.identity import part_of
+
+pytestmark = pytest.mark.usefixtures("identity")
 
 
 @dataclass
@@ -27,12 +28,7 @@ class Result:
 
 
 @pytest.fixture(autouse=True)
-def sglang(monkeypatch):
-    def identity(config, pool, *, zero_copy):
-        return {"engine": "sglang", "weights": "a", "pool": pool, "part": part_of(config)}, ""
-
-    monkeypatch.setattr(storage, "identity", identity)
-    monkeypatch.setattr(storage.weight_updates, "watch", lambda listener: "")
+def interface(monkeypatch):
     monkeypatch.setattr(storage, "_interface", lambda: SimpleNamespace(PoolTransferResult=Result))
 
 

@@ -13,9 +13,9 @@ from host_pools import LAYOUTS, SGLangHostPool, storage_config
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
 from kvbm.sglang_integration import leader_thread, storage
-from kvbm.sglang_integration.identity import part_of
 from kvbm.types import Tier
 
+pytestmark = pytest.mark.usefixtures("identity")
 DISK_PAGES = 128
 
 
@@ -33,19 +33,6 @@ def wait_until(condition, limit_s=30.0):
 @pytest.fixture
 def disk(tmp_path):
     return {"directory": str(tmp_path / "disk"), "blocks": DISK_PAGES, "o_direct": False, "drain_s": 2.0}
-
-
-@pytest.fixture(autouse=True)
-def identity(monkeypatch):
-    """What the real identity describes, of an engine of the tests."""
-    facts = {"engine": "sglang", "weights": "a"}
-
-    def identity(config, pool, *, zero_copy):
-        return {**facts, "pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
-
-    monkeypatch.setattr(storage, "identity", identity)
-    monkeypatch.setattr(storage.weight_updates, "watch", lambda listener: "")
-    return facts
 
 
 @contextmanager
