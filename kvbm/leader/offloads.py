@@ -406,7 +406,9 @@ class Offloads:
 
 
 def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return the ranges of equal items."""
+    """Return the ranges of equal items. Most batches have one."""
+    if items and items.count(items[0]) == len(items):
+        return [(0, len(items))]
     bounds = [0, *(i for i in range(1, len(items)) if items[i] != items[i - 1]), len(items)]
     return list(pairwise(bounds)) if items else []
 
