@@ -40,6 +40,7 @@ NEW, ARRIVING, RESIDENT = 0, 1, 1 + PAUSES
 CLASSES = 1 + 2 * PAUSES
 CLASS_MASK, REUSED, SHARED = 0x0F, 0x10, 0x20  # the bits of a mark
 PLAIN = ARRIVING + PAUSES - 1  # the mark of a block of which nothing is known, such as one read from disk
+PLAIN_MARK = bytes([PLAIN])
 LEAST_WINDOW = 32  # slots that are examined together; more while all of them are evicted
 TICK_S = 1e-6  # between two uses at the same time, so that their order is kept
 

@@ -27,7 +27,7 @@ from kvbm.core.blocks import MutableBlocks, PinnedBlocks
 from kvbm.core.chooser import LONGEST_CHAIN, Adaptive, ChainUse
 from kvbm.core.eviction import LeastRecent, Order
 from kvbm.core.index import HashIndex
-from kvbm.core.ranking import PLAIN
+from kvbm.core.ranking import PLAIN_MARK
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
@@ -45,7 +45,6 @@ class BlockState(IntEnum):
 
 
 SAMPLE_DISTANCE = 16  # blocks of a chain
-PLAIN_MARK = bytes([PLAIN])
 
 # Plain ints: the loops below run for every block.
 FREE, MUTABLE, COMPLETE, PINNED, INACTIVE, ORPHANED = (int(state) for state in BlockState)

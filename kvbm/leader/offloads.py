@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import NEW, PLAIN
+from kvbm.core.ranking import NEW, PLAIN_MARK
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted
 PRESENT_SLICES = 2  # a step examines so many slices of a chain that is in G2 already
-PLAIN_MARK = bytes([PLAIN])
 NO_BLOCK = -1  # in place of a block id: the engine keeps no such block
 
 Completed = tuple[str, Sequence[bytes], Sequence[int], int, int]  # arguments of `Leader.offload`, in its order
