@@ -54,13 +54,16 @@ class ChainUse:
         [0, reused_end)         used before
         [reused_end, ...)       new blocks; their mark is `fresh`
 
-    `pause` is the class of the pause since the last use, 0 for the longest one.
+    `pause` is the class of the pause since the last known use of the end of the chain, 0 for the longest one.
+    `resident_pause` is that of the first block from `shared_end` on, if it is in the cache. Another chain may have used
+    it since, so it is never longer. With the longer one, this block could leave before the end of that chain.
     """
 
     hit: int
     shared_end: int
     reused_end: int
     pause: int
+    resident_pause: int
     continues: bool
 
     @property
@@ -78,7 +81,7 @@ class ChainUse:
         spans = (
             (min(self.hit, self.shared_end), RESIDENT + shortest | REUSED | SHARED),
             (self.shared_end, ARRIVING + shortest | REUSED | SHARED),
-            (self.hit, RESIDENT + self.pause | REUSED),
+            (self.hit, RESIDENT + self.resident_pause | REUSED),
             (self.reused_end, ARRIVING + self.pause | REUSED),
             (end, self.fresh),
         )
@@ -94,7 +97,11 @@ class ChainUse:
         """Return the arrival in a shadow cache that has the first `hit` of the blocks at these positions."""
         shared_end = bisect_left(positions, self.shared_end)
         reused_end = max(hit, bisect_left(positions, self.reused_end))
-        return ChainUse(hit, shared_end, reused_end, self.pause, self.continues)
+        return ChainUse(hit, shared_end, reused_end, self.pause, self.resident_pause, self.continues)
+
+
+def _pause_class(pause_s: float) -> int:
+    return PAUSES - 1 - bisect_right(PAUSES_S, pause_s)
 
 
 class History:
@@ -244,12 +251,14 @@ class Adaptive:
         elif hit:
             last, mark, used_s = hit - 1, marks[-1], order.used_s(slots[-1])
         else:
-            return ChainUse(0, 0, 0, pause=0, continues=False)
+            return ChainUse(0, 0, 0, pause=0, resident_pause=0, continues=False)
         continues = not mark & REUSED or (not mark & SHARED and last == end - 1)
         if not continues:
-            return ChainUse(hit, last + 1, last + 1, pause=0, continues=False)
-        pause = PAUSES - 1 - bisect_right(PAUSES_S, time_s - used_s)
-        return ChainUse(hit, shared_end, last + 1, pause, continues=True)
+            return ChainUse(hit, last + 1, last + 1, pause=0, resident_pause=0, continues=False)
+        pause = resident_pause = _pause_class(time_s - used_s)
+        if shared_end < hit:
+            resident_pause = max(pause, _pause_class(time_s - order.used_s(slots[shared_end])))
+        return ChainUse(hit, shared_end, last + 1, pause, resident_pause, continues=True)
 
     def _compare(self, names: Sequence[int], positions: Sequence[int], arrival: ChainUse, time_s: float) -> None:
         hits = [shadow.use(names, positions, arrival, time_s) for shadow in self._shadows]

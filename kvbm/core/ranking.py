@@ -92,17 +92,20 @@ class Ranked(Order):
         self.now_s = max(self.now_s, now_s)
 
     def mark(self, slots: Sequence[int], marks: bytes) -> None:
-        """Set the marks of slots that are in no list of inactive ones."""
-        all_marks = self.marks
+        """Set the marks of slots that are in no list of inactive ones, and the time of their last use."""
+        all_marks, used_s, now_s = self.marks, self._used_s, self.now_s
         if is_consecutive(slots):
             all_marks[slots[0] : slots[-1] + 1] = marks
+            used_s[slots[0] : slots[-1] + 1] = array("d", (now_s,)) * len(slots)
         elif marks and marks.count(marks[0]) == len(marks):
             mark = marks[0]
             for slot in slots:
                 all_marks[slot] = mark
+                used_s[slot] = now_s
         else:
             for slot, mark in zip(slots, marks, strict=True):
                 all_marks[slot] = mark
+                used_s[slot] = now_s
 
     def add(self, slots: Sequence[int]) -> None:
         if not slots:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from bookkeeping import check_store
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbm.core.chooser import ChainUse, History
@@ -22,7 +22,9 @@ def arrivals(draw):
     hit = draw(positions)
     reused_end = draw(st.integers(hit, 12))
     shared_end = draw(st.integers(0, reused_end))
-    return ChainUse(hit, shared_end, reused_end, draw(st.integers(0, PAUSES - 1)), draw(st.booleans()))
+    pause = draw(st.integers(0, PAUSES - 1))
+    resident_pause = draw(st.integers(pause, PAUSES - 1))
+    return ChainUse(hit, shared_end, reused_end, pause, resident_pause, draw(st.booleans()))
 
 
 def chain(start, count):
@@ -63,6 +65,7 @@ conversations = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(TABLES), st.integers(1, 24), conversations)
+@example(PROBATION, 5, [(1, 1, 1, 0.0), (1, 0, 1, 60.0), (1, 1, 1, 41.0), (0, 0, 1, 0.0)])
 def test_no_table_leaves_a_hole_in_a_chain(table, capacity, requests):
     cache, now_s, chains = forced(capacity, table), 0.0, []
     for system, conversation, length, pause_s in requests:
@@ -74,6 +77,23 @@ def test_no_table_leaves_a_hole_in_a_chain(table, capacity, requests):
         for one in chains:
             present = [cache.store.contains(name) for name in one]
             assert present == sorted(present, reverse=True), (one, present)
+
+
+def test_a_chain_that_another_request_still_uses_was_used_at_its_arrival():
+    """The beginning of both chains is held from 60 s to 161 s. Its pause is not that of the other chain's end."""
+    cache = forced(5, PROBATION)
+    store, begin, ended, running = cache.store, chain(2000, 3), chain(3000, 1), chain(4000, 1)
+    use(cache, 0, begin + ended)
+    marks = store.arrive(begin + running, 60).marks(0, 4)
+    with store.pin_prefix(begin + running):
+        store.touch(begin + running, marks)
+        with store.allocate(1).stage(running).register(marks[3:]):
+            use(cache, 161, begin + ended)
+    store.touch(begin + running)
+    use(cache, 161, chain(5000, 2))
+    present = [store.contains(name) for name in begin + running]
+    assert present == sorted(present, reverse=True)
+    assert all(present[:3])
 
 
 # Tables
@@ -105,10 +125,10 @@ def test_a_block_that_came_back_after_a_long_pause_counts_as_old():
     long, short = 0, PAUSES - 1
     order.advance_to(100.0)
     order.lists.take(order.lists.free, 4)
-    order.mark([0, 1], ChainUse(2, 0, 2, short, True).marks(0, 2))
+    order.mark([0, 1], ChainUse(2, 0, 2, short, short, True).marks(0, 2))
     order.add([0, 1])
     order.advance_to(400.0)
-    order.mark([2, 3], ChainUse(2, 0, 2, long, True).marks(0, 2))
+    order.mark([2, 3], ChainUse(2, 0, 2, long, long, True).marks(0, 2))
     order.add([2, 3])
     assert order.first(4) == [2, 3, 0, 1]
     order.use_table(LRU)
@@ -222,7 +242,7 @@ def test_new_blocks_have_their_own_class_only_without_a_known_chain():
 def test_history_knows_blocks_that_have_left_the_cache():
     history = History(64)
     crcs = list(range(1, 9))
-    history.note(crcs, ChainUse(0, 2, 4, 0, False), now_s=12.5)
+    history.note(crcs, ChainUse(0, 2, 4, 0, 0, False), now_s=12.5)
     assert history.find_last(crcs, 0) == (7, 0, 12.5)
     assert history.find_last(crcs[:2], 0)[1:] == (0x30, 12.5)
     assert history.find_last(crcs, 8) is None

@@ -149,7 +149,7 @@ def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
 
 
 def test_an_arrival_says_what_follows_a_hit():
-    arrival = ChainUse(hit=2, shared_end=0, reused_end=3, pause=1, continues=True)
+    arrival = ChainUse(hit=2, shared_end=0, reused_end=3, pause=1, resident_pause=1, continues=True)
     assert [mark & CLASS_MASK for mark in arrival.marks(0, 4)] == [
         RESIDENT + 1,
         RESIDENT + 1,

@@ -46,8 +46,16 @@ MUTANTS = (
         name="unknown-blocks-outlive-their-prefix",
         bug="Blocks after a hit rank higher than the hit, so that a chain loses its middle first.",
         file="kvbm/core/chooser.py",
-        old="(self.hit, RESIDENT + self.pause | REUSED),",
+        old="(self.hit, RESIDENT + self.resident_pause | REUSED),",
         new="(self.hit, NEW | REUSED),",
+        fails="tests/core/test_adaptive_eviction.py",
+    ),
+    Mutant(
+        name="prefix-waits-as-long-as-the-end",
+        bug="A prefix that another chain has used since gets the longer pause of this chain's end.",
+        file="kvbm/core/chooser.py",
+        old="(self.hit, RESIDENT + self.resident_pause | REUSED),",
+        new="(self.hit, RESIDENT + self.pause | REUSED),",
         fails="tests/core/test_adaptive_eviction.py",
     ),
     Mutant(
