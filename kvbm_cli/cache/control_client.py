@@ -40,6 +40,8 @@ def ask(run: EngineRun, message: Mapping[str, str]) -> list[Reply]:
             replies.append(_exchange(path, message))
         except ConnectionRefusedError:  # left by an engine that was killed
             continue
+        except (BrokenPipeError, ConnectionResetError):
+            problems.append("it closed the connection")
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(reason_of(error) if isinstance(error, OSError) else f"unknown answer: {shown(str(error))}")
     if replies and not problems:
@@ -64,8 +66,10 @@ def _exchange(path: Path, message: Mapping[str, str]) -> Reply:
                 connection.settimeout(max(0.001, end_s - time.monotonic()))
                 received = connection.recv(1 << 16)
                 text += received
-                if not received or len(text) > MOST_BYTES:
-                    raise ValueError("the engine closed the connection" if not received else "it is too long")
+                if not received:
+                    raise ConnectionResetError
+                if len(text) > MOST_BYTES:
+                    raise ValueError("it is too long")
     finally:
         os.close(directory)
     reply = json.loads(text)
