@@ -3,6 +3,8 @@
 Rates are increases per second. If a counter fell, the engine was restarted, and its counters are the increases since
 then. Quantiles are estimated from the buckets of the interval, as Prometheus does. What nothing was measured for is
 None, never 0.
+
+kvbm knows no requests of SGLang: tokens by source and requests are SGLang's own counts.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ OFFLOADS = (("device", "host"), ("host", "disk"), ("host", "object"))
 OFF = {"kvbm_disabled": "cache", "kvbm_disk_off": "disk tier", "kvbm_shared_off": "shared tier"}
 COUNTERS = (
     *("kvbm_prompt_tokens", "kvbm_saved_prefill_seconds", "kvbm_matches", "kvbm_transfer_bytes"),
-    *("kvbm_transfer_failures", "kvbm_transfer_seconds_bucket"),
+    *("kvbm_transfer_failures", "kvbm_transfer_seconds_bucket", "sglang:prompt_tokens", "sglang:cached_tokens"),
 )
+SGLANG_SOURCES = {"device": "device", "host": "host", "disk": "storage"}  # with `object` too, if there is a shared tier
+REQUESTS = {
+    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+}
 NAMES = frozenset(
     [
         *(*COUNTERS, "kvbm_tier_used_bytes", "kvbm_tier_capacity_bytes"),
         *("kvbm_queue_blocks", "kvbm_queue_oldest_seconds", "kvbm_info", *OFF),
-        *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+        *(name for names in REQUESTS.values() for name in names),
     ]
 )
 ENGINE = "engine"
@@ -137,14 +144,14 @@ def figures(pairs: Sequence[tuple[Reading, Reading]]) -> Figures:
     after = [new.page for _, new in pairs]
     return Figures(
         interval_s=max((new.at_s - old.at_s for old, new in pairs), default=0.0),
-        tokens_per_s=_known({name: _rate(pairs, "kvbm_prompt_tokens", source=name) for name in SOURCES}),
+        tokens_per_s=_tokens(pairs),
         saved_s_per_s=_rate(pairs, "kvbm_saved_prefill_seconds") or 0.0,
         matches_per_s=_known({name: _rate(pairs, "kvbm_matches", result=name) for name in ("hit", "partial", "miss")}),
         failed_blocks_per_s=_rate(pairs, "kvbm_transfer_failures") or 0.0,
         transfers=transfers,
         tiers=_tiers(after),
         queues=_queues(after),
-        requests=_known({name: _sum(after, f"vllm:num_requests_{name}") for name in ("running", "waiting")}),
+        requests=_known({state: _sum_of(after, names) for state, names in REQUESTS.items()}),
         off=tuple(tier for name, tier in OFF.items() if any(1 in page.values(name) for page in after)),
         info=next((labels for page in after for labels in page.labels_of("kvbm_info")), {}),
     )
@@ -162,6 +169,22 @@ def _rate(pairs: Sequence[tuple[Reading, Reading]], name: str, **labels: str) ->
         if values and new.at_s > old.at_s:
             rates.append((sum(values) - sum(old.page.values(name, **labels))) / (new.at_s - old.at_s))
     return sum(rates) if rates else None
+
+
+def _tokens(pairs: Sequence[tuple[Reading, Reading]]) -> dict[str, float]:
+    """Return prompt tokens per second by source, of SGLang from its own counters."""
+    of_sglang = [(old, new) for old, new in pairs if new.page.values("sglang:prompt_tokens")]
+    others = [pair for pair in pairs if pair not in of_sglang]
+    found = _known({name: _rate(others, "kvbm_prompt_tokens", source=name) for name in SOURCES})
+    total = _rate(of_sglang, "sglang:prompt_tokens")
+    if total is None:
+        return found
+    cached = {
+        name: _rate(of_sglang, "sglang:cached_tokens", cache_source=source) or 0.0
+        for name, source in SGLANG_SOURCES.items()
+    }
+    own = {**cached, "computed": max(0.0, total - sum(cached.values()))}
+    return {name: found.get(name, 0.0) + own.get(name, 0.0) for name in SOURCES if name in found or name in own}
 
 
 def _has_restarted(before: MetricsPage, after: MetricsPage) -> bool:
@@ -210,6 +233,12 @@ def _quantile(share: float, buckets: Sequence[tuple[float, float]]) -> float | N
 
 def _sum(pages: Iterable[MetricsPage], name: str, **labels: str) -> float | None:
     values = [value for page in pages for value in page.values(name, **labels)]
+    return sum(values) if values else None
+
+
+def _sum_of(pages: Iterable[MetricsPage], names: Iterable[str]) -> float | None:
+    """Return the sum over names that mean the same in different engines."""
+    values = [value for page in pages for name in names for value in page.values(name)]
     return sum(values) if values else None
 
 

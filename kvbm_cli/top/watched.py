@@ -32,12 +32,14 @@ _WARNING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MetricsTarget:
-    """Where metrics are read. `state` is empty while the engine should answer, else why it does not."""
+    """Where metrics are read. `state` is empty while the engine should answer, else why it does not. `engine_url` has
+    the engine's own series, if they are on another page."""
 
     name: str
     url: str
     state: str = ""
     logs: tuple[Path, ...] = ()
+    engine_url: str = ""
 
 
 @dataclass(slots=True)
@@ -83,8 +85,13 @@ class EngineReader:
         at_s = self._clock()
         if answer.status != 200:
             return {}, answer.failure or f"status {answer.status}", at_s
-        page = MetricsPage.parse(answer.text(), NAMES)
-        pages = engines_of(page)
+        text = answer.text()
+        if target.engine_url:
+            own = get_metrics(target.engine_url, timeout_s=TIMEOUT_S)
+            if own.failure:
+                return {}, own.failure, at_s
+            text += own.text() if own.status == 200 else ""  # the server of TensorRT-LLM has no such page
+        pages = engines_of(MetricsPage.parse(text, NAMES))
         return pages, "" if pages else "no metrics of kvbm", at_s
 
     def _note(
@@ -144,7 +151,8 @@ def _target(run: EngineRun) -> MetricsTarget:
         state = f"ended with exit code {facts.exit_code}"
     if facts.is_baseline:
         state = "no cache: this is the baseline"
-    return MetricsTarget(facts.name, url, state, tuple(Path(path) for path in facts.logs.values()))
+    engine_url = f"{facts.url}/metrics" if facts.metrics_url else ""
+    return MetricsTarget(facts.name, url, state, tuple(Path(path) for path in facts.logs.values()), engine_url)
 
 
 def last_warnings(target: MetricsTarget) -> list[str]:

@@ -15,7 +15,10 @@ from kvbm.types import Tier
 
 
 class FakeLeader:
-    """What a collector reads of a leader with host memory and disk."""
+    """What a collector reads of a leader with host memory and disk. `engine_text`: series of its engine, on a page of
+    their own."""
+
+    engine_text = ""
 
     def __init__(self, **counts: float) -> None:
         self.counters = Counters(**counts)
@@ -36,14 +39,26 @@ def text_of(*leaders: FakeLeader) -> str:
     return generate_latest(registry).decode()
 
 
+def sglang_text(prompt_tokens: int, running: int = 0, **cached: int) -> str:
+    """Series of SGLang's own page; `cached` tokens by where they were."""
+    labels = 'model_name="m",moe_ep_rank="0"'
+    lines = [
+        f'sglang:cached_tokens_total{{cache_source="{name}",{labels}}} {count}.0' for name, count in cached.items()
+    ]
+    lines += [f"sglang:prompt_tokens_total{{{labels}}} {prompt_tokens}.0"]
+    lines += [f"sglang:num_running_reqs{{{labels}}} {running}.0", f"sglang:num_queue_reqs{{{labels}}} 0.0"]
+    return "\n".join(["# TYPE sglang:prompt_tokens_total counter", *lines, ""])
+
+
 @contextmanager
 def serving(leader: FakeLeader, port: int = 0) -> Iterator[int]:
     """Serve the metrics of a leader; yields the port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            is_known = self.path == "/metrics"
-            body = text_of(leader).encode() if is_known else b""
+            pages = {"/metrics": text_of, "/engine/metrics": lambda one: one.engine_text}
+            is_known = self.path in pages
+            body = pages[self.path](leader).encode() if is_known else b""
             self.send_response(200 if is_known else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

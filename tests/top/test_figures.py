@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from metric_pages import FakeLeader, text_of
+from metric_pages import FakeLeader, sglang_text, text_of
 
 from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.top.figures import LOADS, NAMES, Reading, engines_of, figures
@@ -27,6 +27,23 @@ def test_rates_are_the_increases_of_two_scrapes_per_second():
     assert found.tiers == {"host": (75_000, 100_000), "disk": (0, 10_000)}
     assert found.queues == {"offload": (7, 1.5)}
     assert ("object", "host") not in found.transfers, "the engine has no object tier"
+
+
+def of_sglang(at_s: float, text: str) -> Reading:
+    return Reading(at_s, engines_of(MetricsPage.parse(text_of(FakeLeader()) + text, NAMES))["0"])
+
+
+def test_tokens_and_requests_of_sglang_are_its_own_counts():
+    before = of_sglang(10.0, sglang_text(1000, device=100, storage=50))
+    after = of_sglang(12.0, sglang_text(3000, running=2, device=500, host=200, storage=650))
+    found = figures([(before, after)])
+    assert found.tokens_per_s == {"device": 200, "host": 100, "disk": 300, "computed": 400}
+    assert found.requests == {"running": 2, "waiting": 0}
+    other = readings(FakeLeader(), FakeLeader(prompt_host_tokens=20, prompt_computed_tokens=10))
+    together = figures([(before, after), other])
+    assert together.tokens_per_s == {"device": 200, "host": 110, "disk": 300, "computed": 405}
+    again = figures([(after, of_sglang(14.0, sglang_text(60, device=20)))])
+    assert again.tokens_per_s == {"device": 10, "host": 0, "disk": 0, "computed": 20}, "a restart counts from zero"
 
 
 def test_a_restart_counts_from_zero_and_never_backwards():

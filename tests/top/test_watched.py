@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from metric_pages import FakeLeader, serving
+from metric_pages import FakeLeader, serving, sglang_text
 from recorded_runs import NOBODY, facts
 
 from kvbm.errors import UsageError
 from kvbm_cli.runs.run_directory import RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.top.figures import figures
 from kvbm_cli.top.watched import EngineReader, MetricsTarget, last_warnings, of_runs, of_url
 
 
@@ -59,6 +60,21 @@ def test_all_living_runs_are_read_and_new_ones_appear(home: Home) -> None:
     assert shown(engines) == {"demo-1": ""}
     home.begin("other")
     assert shown(engines) == {"demo-1": "", "other-1": ""}
+
+
+def test_an_engine_with_a_page_of_its_own_is_read_at_both(home: Home) -> None:
+    leader = FakeLeader()
+    leader.engine_text = sglang_text(100, running=3)
+    with serving(leader) as port:
+        address = f"http://127.0.0.1:{port}"
+        home.begin("sglang", url=f"{address}/engine", metrics_url=f"{address}/metrics")
+        home.begin("other", url=f"{address}/none", metrics_url=f"{address}/metrics")
+        engines = EngineReader(of_runs(None))
+        assert shown(engines) == {"sglang-1": "", "other-1": ""}
+        requests = {one.name: figures([one.pair]).requests for one in engines.read() if one.pair is not None}
+        assert requests == {"sglang-1": {"running": 3, "waiting": 0}, "other-1": {}}
+        home.begin("gone", url="http://127.0.0.1:9", metrics_url=f"{address}/metrics")
+        assert "refused" in shown(engines)["gone-1"]
 
 
 def test_a_run_that_ends_keeps_its_row_until_its_profile_is_served_again(home: Home) -> None:
