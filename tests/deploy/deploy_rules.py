@@ -1,4 +1,4 @@
-"""Rules for the objects that deploy vLLM with kvbm, for the manifests and for what the chart renders.
+"""Rules for the objects that deploy vLLM or SGLang with kvbm, for the manifests and for what the chart renders.
 
 `violations` takes the parsed objects and returns one text per broken rule. kvbm's own loader loads the profile, so that
 sizes, ports, timeouts and drain times are those of the engine.
@@ -15,8 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.schema import Profile
+from kvbm.sglang_integration import launch as sglang
 from kvbm.sizing import SizeUnknown
-from kvbm.vllm_integration.launch import plan
+from kvbm.vllm_integration import launch as vllm
 from kvbm_cli.serve.served_profile import ServedProfile
 
 KINDS = ("ConfigMap", "Deployment", "PodDisruptionBudget", "Service")
@@ -112,9 +114,16 @@ def _memory(one: Deployed) -> Iterator[str]:
     shm = one.volumes[one.mounts["/dev/shm"]]["emptyDir"]
     if shm.get("medium") != "Memory":
         yield "/dev/shm is not in memory"
-    needed = one.profile.profile.tiers.host.capacity + byte_count(shm["sizeLimit"]) + LEAST_FOR_PROCESSES
+    needed = _host_bytes(one.profile.profile) + byte_count(shm["sizeLimit"]) + LEAST_FOR_PROCESSES
     if byte_count(limit) < needed:
         yield f"the memory limit {limit} is less than {needed / GIB:.0f}Gi"
+
+
+def _host_bytes(profile: Profile) -> int:
+    """Memory for blocks: of kvbm, and of SGLang in GB per rank."""
+    host, arguments = profile.tiers.host, profile.engine.arguments
+    of_sglang = 10**9 * arguments.hicache_size * arguments.tp_size if profile.engine.kind == "sglang" else 0
+    return of_sglang + (0 if host is None else host.capacity)
 
 
 def _disk(one: Deployed) -> Iterator[str]:
@@ -145,6 +154,7 @@ def _volume_bytes(volume: dict[str, Any]) -> float:
 
 def _probes(one: Deployed) -> Iterator[str]:
     profile = one.profile.profile
+    plan = {"vllm": vllm.plan, "sglang": sglang.plan}[profile.engine.kind]
     health = urlsplit(plan(profile, connector=True, port=8000).health_url).path
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         if one.container[name]["httpGet"] != {"path": health, "port": "http"}:

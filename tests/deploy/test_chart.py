@@ -72,11 +72,12 @@ def is_monitoring(one):
     return one["kind"] == "ServiceMonitor" or one["metadata"]["name"].endswith("-dashboard")
 
 
-def test_there_are_three_sets_of_values():
+def test_there_are_four_sets_of_values():
     assert [path.name for path in SETS] == [
         "disk-shared-values.yaml",
         "everything-values.yaml",
         "minimal-values.yaml",
+        "sglang-values.yaml",
     ]
 
 
@@ -102,6 +103,8 @@ def test_everything_values_set_each_section():
     "changes",
     [
         {"replica": 2},
+        {"engine": "tensorrt-llm"},
+        {"engine": "sglang"},  # without a tier below its host memory
         {"tiers": {"host": {"capacity": "64GiB"}}},
         {"tiers": {"shared": {"enabled": True}}},
         {"tiers": {"shared": {"enabled": True, "url": "s3://key:secret@bucket/prefix"}}},
@@ -152,6 +155,32 @@ def test_everything_values_reach_the_profile():
     assert profile.offload.frequency_entries == 4_000_000
     assert byte_count(one.container["resources"]["limits"]["memory"]) == (512 + 64 + 16) << 30
     assert one.mounts["/models"] == "models"
+
+
+def test_values_of_sglang_reach_its_arguments_and_its_metrics_are_scraped():
+    found = all_objects("--values", str(CHART / "ci/sglang-values.yaml"))
+    one = deployed([each for each in found if not is_monitoring(each)])
+    profile, arguments = one.profile.profile, one.profile.profile.engine.arguments
+    assert (profile.engine.kind, arguments.tp_size, arguments.context_length, arguments.page_size) == (
+        "sglang",
+        2,
+        16384,
+        64,
+    )
+    assert arguments.hicache_size == 68, "GB of each of two ranks"
+    assert (profile.metrics.serve, profile.tiers.host.capacity) == (True, 4 << 30)
+    assert byte_count(one.container["resources"]["limits"]["memory"]) == (128 + 24 + 8 + 4) << 30
+    ports = {port["name"]: port["containerPort"] for port in one.container["ports"]}
+    assert ports == {"http": 8000, "kvbm-0": profile.metrics.port, "kvbm-1": profile.metrics.port + 1}
+    (monitor,) = [each for each in found if each["kind"] == "ServiceMonitor"]
+    served = {port["name"] for port in one.objects["Service"]["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} == served == ports.keys()
+
+
+def test_a_ratio_replaces_the_size_of_the_host_memory_of_sglang():
+    found = deployed(objects("--set", "engine=sglang,tiers.disk.enabled=true,engineArguments.hicache_ratio=2"))
+    arguments = found.profile.profile.engine.arguments
+    assert (arguments.hicache_ratio, arguments.hicache_size, arguments.tp_size) == (2, None, 1)
 
 
 def test_disk_on_an_existing_claim_needs_no_space_of_the_node():

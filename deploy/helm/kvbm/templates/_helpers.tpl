@@ -18,8 +18,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{/* kvbm's own memory with SGLang, in which pages wait until the store has them. */}}
+{{- define "kvbm.waitingGiB" -}}
+{{- if and (eq .Values.engine "sglang") .Values.tiers.shared.enabled -}}4{{- else -}}0{{- end -}}
+{{- end -}}
+
 {{- define "kvbm.memoryGiB" -}}
-{{- add .Values.tiers.host.capacityGiB .Values.memory.shmGiB .Values.memory.processesGiB -}}
+{{- add .Values.tiers.host.capacityGiB .Values.memory.shmGiB .Values.memory.processesGiB (include "kvbm.waitingGiB" . | int64) -}}
 {{- end -}}
 
 {{/* Size of the volume for G3: its capacity, plus 10% and 1 GiB for the index. A pod above the limit is evicted. */}}
@@ -48,12 +53,33 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $seconds -}}
 {{- end -}}
 
-{{- define "kvbm.profile" -}}
+{{- define "kvbm.vllmArguments" -}}
 {{- $arguments := deepCopy .Values.engineArguments -}}
 {{- if and (gt (int .Values.gpu.count) 1) (not (hasKey $arguments "tensor_parallel_size")) -}}
 {{- $_ := set $arguments "tensor_parallel_size" .Values.gpu.count -}}
 {{- end -}}
-{{- $tiers := dict "host" (dict "capacity" (printf "%dGiB" (int64 .Values.tiers.host.capacityGiB))) -}}
+{{- toYaml $arguments -}}
+{{- end -}}
+
+{{/* `hicache_size` is in GB per rank. */}}
+{{- define "kvbm.sglangArguments" -}}
+{{- $own := dict "tp_size" .Values.gpu.count "hicache_mem_layout" "page_first" -}}
+{{- $_ := set $own "context_length" .Values.engineArguments.max_model_len -}}
+{{- if not (hasKey .Values.engineArguments "hicache_ratio") -}}
+{{- $gigabytes := div (mul .Values.tiers.host.capacityGiB 1073741824) (mul .Values.gpu.count 1000000000) -}}
+{{- $_ := set $own "hicache_size" (max 1 $gigabytes) -}}
+{{- end -}}
+{{- toYaml (merge (omit (deepCopy .Values.engineArguments) "max_model_len") $own) -}}
+{{- end -}}
+
+{{- define "kvbm.profile" -}}
+{{- $arguments := include (printf "kvbm.%sArguments" .Values.engine) . | fromYaml -}}
+{{- $tiers := dict -}}
+{{- if eq .Values.engine "vllm" -}}
+{{- $_ := set $tiers "host" (dict "capacity" (printf "%dGiB" (int64 .Values.tiers.host.capacityGiB))) -}}
+{{- else if .Values.tiers.shared.enabled -}}
+{{- $_ := set $tiers "host" (dict "capacity" (printf "%sGiB" (include "kvbm.waitingGiB" .))) -}}
+{{- end -}}
 {{- if .Values.tiers.disk.enabled -}}
 {{- $disk := dict "capacity" (printf "%dGiB" (int64 .Values.tiers.disk.capacityGiB)) "directory" "/var/cache/kvbm/blocks" "drain_s" .Values.tiers.disk.drainSeconds -}}
 {{- $_ := set $tiers "disk" (merge $disk .Values.tiers.disk.keys) -}}
@@ -62,8 +88,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $shared := dict "url" .Values.tiers.shared.url "drain_s" .Values.tiers.shared.drainSeconds -}}
 {{- $_ := set $tiers "shared" (merge $shared .Values.tiers.shared.keys) -}}
 {{- end -}}
-{{- $profile := dict "engine" (dict "kind" "vllm" "model" .Values.model "arguments" $arguments) "tiers" $tiers -}}
+{{- $profile := dict "engine" (dict "kind" .Values.engine "model" .Values.model "arguments" $arguments) "tiers" $tiers -}}
 {{- $_ := set $profile "server" (dict "host" "0.0.0.0" "port" 8000) -}}
 {{- $_ := set $profile "transfer" (dict "init_timeout_s" .Values.startTimeoutSeconds) -}}
+{{- if eq .Values.engine "sglang" -}}
+{{- $_ := set $profile "metrics" (dict "serve" true "port" 6880) -}}
+{{- end -}}
 {{- toYaml (merge $profile .Values.profile) -}}
 {{- end -}}
