@@ -4,7 +4,8 @@
     rank's process         kvbm.bind  kvbm.start_load  kvbm.finish_step  kvbm.poll
     copying threads        kvbm.copy.device-host  kvbm.copy.host-device
 
-The ranges are in the domain `kvbm`. Without `metrics.nvtx` no method is replaced, so nothing costs time.
+The ranges are in the domain `kvbm`. A profiler is there from the start of a process, or not at all. Without one, and
+without `metrics.nvtx`, no method is replaced, so nothing costs time.
 """
 
 from __future__ import annotations
@@ -24,25 +25,36 @@ log = logging.getLogger(__name__)
 
 
 def annotate(target: object, ranges: Mapping[str, str]) -> None:
-    """Let each of these methods of an object open the range that is named. Does nothing without the package."""
-    nvtx = _package()
-    for method, name in ranges.items() if nvtx is not None else ():
-        vars(target)[method] = _in_range(getattr(target, method), name, nvtx)
+    """Let each of these methods of an object open the range that is named. Does nothing without package or profiler."""
+    domain = _domain()
+    if domain is None:
+        return
+    for method, name in ranges.items():
+        attributes = domain.get_event_attributes(message=name)
+        vars(target)[method] = _in_range(getattr(target, method), domain, attributes)
 
 
 @functools.cache
-def _package() -> Any | None:
+def _domain() -> Any | None:
     try:
-        return importlib.import_module("nvtx")
+        nvtx = importlib.import_module("nvtx")
     except ImportError:
         log.warning("kvbm: `metrics.nvtx` has no effect: `pip install nvtx`")
         return None
+    domain = nvtx.get_domain(DOMAIN)
+    if isinstance(domain, nvtx.Domain):
+        return domain
+    log.info("kvbm: no profiler receives NVTX ranges, so kvbm opens none; start the engine under one, such as `nsys`")
+    return None
 
 
-def _in_range(run: Callable[..., Any], name: str, nvtx: Any) -> Callable[..., Any]:
+def _in_range(run: Callable[..., Any], domain: Any, attributes: Any) -> Callable[..., Any]:
     @functools.wraps(run)
     def ranged(*arguments: Any, **keys: Any) -> Any:
-        with nvtx.annotate(name, domain=DOMAIN):
+        domain.push_range(attributes)
+        try:
             return run(*arguments, **keys)
+        finally:
+            domain.pop_range()
 
     return ranged

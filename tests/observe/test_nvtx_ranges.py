@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,47 +23,66 @@ class Engine:
         raise ValueError("as it is")
 
 
+class Domain:
+    """A stand-in for a domain of the package that a profiler listens to: records what begins and ends."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.recorded, self._open = name, [], []
+
+    def get_event_attributes(self, *, message: str) -> str:
+        return f"{self.name}: {message}"
+
+    def push_range(self, attributes: str) -> None:
+        self._open.append(attributes)
+        self.recorded.append(f"{attributes} begins")
+
+    def pop_range(self) -> None:
+        self.recorded.append(f"{self._open.pop()} ends")
+
+
 @pytest.fixture
-def ranges(monkeypatch):
-    """A stand-in for the package that records what begins and ends."""
-    recorded: list[str] = []
+def package(monkeypatch):
+    """Put a stand-in for the package in its place; return what installs it with a domain."""
 
-    @contextmanager
-    def recording(name: str, *, domain: str):
-        recorded.append(f"{domain}: {name} begins")
-        try:
-            yield
-        finally:
-            recorded.append(f"{name} ends")
+    def install(domain: object) -> None:
+        module = domain and SimpleNamespace(Domain=Domain, get_domain={"kvbm": domain}.__getitem__)
+        monkeypatch.setitem(sys.modules, "nvtx", module)
 
-    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=recording))
-    nvtx_ranges._package.cache_clear()
-    yield recorded
-    nvtx_ranges._package.cache_clear()
+    nvtx_ranges._domain.cache_clear()
+    yield install
+    nvtx_ranges._domain.cache_clear()
 
 
-def test_a_method_opens_its_range_and_answers_as_before(ranges):
-    engine = Engine()
+def test_a_method_opens_its_range_and_answers_as_before(package):
+    domain, engine = Domain("kvbm"), Engine()
+    package(domain)
     annotate(engine, {"match": "kvbm.match", "settle": "kvbm.settle"})
     assert engine.match(1, second=2) == 3
     with pytest.raises(ValueError, match="as it is"):
         engine.settle()
-    assert ranges == ["kvbm: kvbm.match begins", "kvbm.match ends", "kvbm: kvbm.settle begins", "kvbm.settle ends"]
+    began = [f"kvbm: kvbm.{name} {what}" for name in ("match", "settle") for what in ("begins", "ends")]
+    assert domain.recorded == began
     assert Engine().match(1, second=2) == 3
-    assert len(ranges) == 4
+    assert domain.recorded == began
 
 
-def test_nothing_is_replaced_without_the_package(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "nvtx", None)
-    nvtx_ranges._package.cache_clear()
+@pytest.mark.parametrize(
+    ("domain", "said"),
+    [
+        (None, "kvbm: `metrics.nvtx` has no effect: `pip install nvtx`"),
+        (SimpleNamespace(), "kvbm: no profiler receives NVTX ranges"),
+    ],
+    ids=["no package", "no profiler"],
+)
+def test_nothing_is_replaced_without_package_or_profiler(package, caplog, domain, said):
+    caplog.set_level("INFO")
+    package(domain)
     engine = Engine()
     annotate(engine, {"match": "kvbm.match"})
     annotate(engine, {"settle": "kvbm.settle"})
     assert vars(engine) == {}
-    assert [line for line in caplog.messages if "nvtx" in line] == [
-        "kvbm: `metrics.nvtx` has no effect: `pip install nvtx`"
-    ]
-    nvtx_ranges._package.cache_clear()
+    (line,) = [line for line in caplog.messages if "NVTX" in line or "nvtx" in line]
+    assert line.startswith(said)
 
 
 @pytest.mark.parametrize(
