@@ -130,6 +130,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem: str | None = None  # why run.json could not be written
+        self.targets_problem: str | None = None  # why the file for Prometheus could not be written
+        self._targets = ""  # the content of that file, once the run is healthy
         self._facts: RunFacts | None = None
         self._lock = _locked(path)  # until the process ends
 
@@ -153,15 +155,19 @@ class RunDirectory:
             self._save()
 
     def restore(self) -> None:
-        """Write run.json again if that has failed, or if it was removed. To be called now and then."""
+        """Write run.json and the file for Prometheus again if that has failed, or if they were removed. To be called
+        now and then."""
         if self._facts is not None and (self.problem is not None or not (self.path / FACTS).exists()):
             self._save()
+        if self._targets and not (self.path / TARGETS).is_file():
+            self._save_targets()
 
     def enter(self, state: RunState) -> None:
         ready = {"ready_s": time.time()} if state is RunState.HEALTHY else {}
         self.change(state=state, **ready)
 
     def end(self, exit_code: int, message: str) -> None:
+        self._targets = ""
         for left in (self.path / TARGETS, *self.path.glob(CONTROL_SOCKETS)):
             with contextlib.suppress(OSError):
                 left.unlink()
@@ -199,12 +205,17 @@ class RunDirectory:
         if not addresses:
             return None
         labels = {"run": self.name, "profile": self._facts.profile}
-        path = self.path / TARGETS
+        self._targets = json.dumps([{"targets": list(addresses), "labels": labels}], indent=2) + "\n"
+        self._save_targets()
+        return None if self.targets_problem else self.path / TARGETS
+
+    def _save_targets(self) -> None:
+        """Set `targets_problem` on failure: the engine serves also if Prometheus does not find it."""
         try:
-            _write(path, json.dumps([{"targets": list(addresses), "labels": labels}], indent=2) + "\n")
-        except OSError:
-            return None
-        return path
+            _write(self.path / TARGETS, self._targets)
+            self.targets_problem = None
+        except OSError as error:
+            self.targets_problem = f"cannot write `{self.path / TARGETS}`: {reason_of(error)}"
 
     def write_admin_token(self, token: str) -> None:
         """Write the token. Ignores errors, like `_write`."""

@@ -154,23 +154,29 @@ def _watch(
 
 
 class _Record:
-    """Keeps the run directory up to date while the engine runs, and reports once if that fails."""
+    """Keeps the run directory up to date while the engine runs, and reports each failure once."""
 
     def __init__(self, run: RunDirectory, display: ServeDisplay) -> None:
         self._run = run
         self._display = display
         self._next_s = 0.0
-        self._has_warned = False
+        self._warned: set[str] = set()
 
     def restore(self) -> None:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + RESTORE_S
         self._run.restore()
-        if self._run.problem is not None and not self._has_warned:
-            text = f"{self._run.problem}; the engine continues, but `kvbm status` may show an old state"
-            self._display.note(warning_text(text))
-        self._has_warned = self._run.problem is not None
+        run = self._run
+        self._warn("run", run.problem, "`kvbm status` may show an old state")
+        self._warn("targets", run.targets_problem, "Prometheus does not find it by this file")
+
+    def _warn(self, what: str, problem: str | None, effect: str) -> None:
+        if problem is None:
+            self._warned.discard(what)
+        elif what not in self._warned:
+            self._warned.add(what)
+            self._display.note(warning_text(f"{problem}; the engine continues, but {effect}"))
 
 
 def _forward_signals(display: ServeDisplay, signals: _Signals, engine: EngineProcess | DisaggregatedEngines) -> bool:

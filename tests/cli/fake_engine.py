@@ -6,7 +6,8 @@ ignores SIGTERM, `dies` ends by itself once it was healthy, `ends` too and as if
 process of its own, `litters` also one that leaves the group, and makes files in shared memory and in TMPDIR that it
 never deletes, `mute` is healthy but gives no token, `refuses` answers 404 to a completion, `broken` answers 500, `busy`
 answers 503 twice before it gives one, `unhealthy` answers 503 with a phase, `own_words` ends with an error and a hint,
-`noisy` prints control characters and then a line per millisecond, `held_stop` ends once there is a file `may_end`.
+`noisy` prints control characters and then a line per millisecond, `held_stop` ends once there is a file `may_end`,
+`obstructs` makes a directory where the launcher writes the file for Prometheus.
 Without it, a well-behaved engine. FAKE_SAYS is printed at the start.
 """
 
@@ -101,6 +102,8 @@ def main() -> None:
     if MODE == "litters":
         held = litter()
         print(f"made {len(held)} things", flush=True)
+    if MODE == "obstructs":
+        Path(os.environ["KVBM_CONTROL_DIRECTORY"], "prometheus-targets.json").mkdir()
     if MODE == "noisy":
         threading.Thread(target=make_noise, daemon=True).start()
     if MODE == "hang":

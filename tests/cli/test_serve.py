@@ -130,6 +130,23 @@ def test_ready_as_json(home):
     assert not Path(ready["targets"]).exists(), "the run has ended"
 
 
+def test_an_engine_serves_if_the_file_for_prometheus_cannot_be_written(home):
+    """The file is written as soon as that is possible."""
+    with serving(home, "--set", "engine.environment.FAKE=obstructs") as program:
+        path = home / ".local/state/kvbm/runs/mine-1/prometheus-targets.json"
+        while not (line := program.stderr.readline()).startswith("warning"):
+            assert line, "the program has ended"
+        assert line == (
+            f"warning: cannot write `{path}`: is a directory; the engine continues, but Prometheus does not find it by "
+            "this file\n"
+        )
+        assert urllib.request.urlopen(f"{program.url}/health").status == 200
+        path.rmdir()
+        eventually(path.is_file)
+        assert program.code_after(signal.SIGTERM) == 0
+        assert not path.exists(), "the run has ended"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_reaches_the_engine_and_its_exit_code_is_ours(home, number):
     with serving(home) as program:
