@@ -20,7 +20,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
@@ -59,6 +59,7 @@ class _Write:
     blocks: int
     born_s: float
     is_void: bool = False
+    cleared: set[bytes] = field(default_factory=set)  # tenants whose blocks were cleared meanwhile
 
 
 class DiskTier(LowerTier):
@@ -236,6 +237,8 @@ class DiskTier(LowerTier):
             self._drop_all()
         else:
             self.reads.void(tenant)
+            for write in self._writes.values():
+                write.cleared.add(tenant)
         self._disk.begin_clear(tenant)
 
     @property
@@ -420,6 +423,8 @@ class DiskTier(LowerTier):
             write.target.release()
             return
         self._departing.difference_update(hashes)
+        owners = self._labels.tenants_of(write.target.slots)
+        failed_count = sum(not good and one not in write.cleared for one, good in zip(owners, is_good, strict=True))
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
@@ -428,8 +433,8 @@ class DiskTier(LowerTier):
         self._counters.disk_offload_blocks += len(good)
         self._counters.disk_only_blocks += len(good) * self._settings.is_buffer
         self._counters.disk_offload_bytes += len(good) * self._settings.block_bytes
-        self._counters.disk_failed_blocks += len(hashes) - len(good)
-        self._counters.disk_write_failed_blocks += len(hashes) - len(good)
+        self._counters.disk_failed_blocks += failed_count
+        self._counters.disk_write_failed_blocks += failed_count
         if good:
             self._counters.durations["host-disk"].observe(self._clock() - write.born_s)
 

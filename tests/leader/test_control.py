@@ -126,6 +126,26 @@ def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig)
     assert present(rig, hashes) == {Tier.HOST: 0, Tier.DISK: 0}
 
 
+@pytest.mark.parametrize(("owner", "failed"), [("alice", 0), ("bob", 3)])
+def test_a_write_that_ends_without_the_blocks_of_a_cleared_tenant_has_not_failed(rig, owner, failed):
+    hashes = chain(owner, 3)
+    blocks = rig.compute(f"r@{owner}", hashes)
+    rig.order()
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+    rig.order()
+    assert rig.disk.waiting, "the write is in flight"
+    rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
+    rig.leader.control.advance()
+    while rig.disk.run("write", "fail-all"):
+        rig.settle()
+    counters = rig.leader.counters
+    assert (counters.disk_write_failed_blocks, counters.disk_failed_blocks) == (failed, failed)
+    assert counters.disk_offload_blocks == 0
+    rig.finish(f"r@{owner}", hashes, blocks)
+
+
 def test_a_message_is_handled_in_pieces_with_steps_between(rig, monkeypatch):
     monkeypatch.setattr(control, "PIECE_SLOTS", 4)
     monkeypatch.setattr(control, "BUDGET_S", 0.0)

@@ -41,6 +41,14 @@ MUTANTS = (
         fails=f"{SERIES} -k eviction",
     ),
     Mutant(
+        name="control-counts-cleared-blocks-as-failed-writes",
+        bug="an operator who clears a tenant causes an alert on failed transfers",
+        file="kvbm/leader/disk_tier.py",
+        old="sum(not good and one not in write.cleared for",
+        new="sum(not good for",
+        fails="tests/leader/test_control.py -k cleared_tenant",
+    ),
+    Mutant(
         name="series-show-counts-of-single-buckets",
         bug="a bucket does not include the shorter durations",
         file="kvbm/observe/series.py",
