@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -206,6 +206,7 @@ class Counters:
     shared_damaged_blocks: int = 0
     shared_absent_blocks: int = 0
     durations: dict[str, Durations] = field(default_factory=_durations, compare=False)
+    hit_rates_at: Mapping[tuple[str, float], float] = field(default_factory=dict, compare=False)  # of shadow caches
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
     def add(self, name: str, tier: Tier, count: int) -> None:

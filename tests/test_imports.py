@@ -78,6 +78,7 @@ RULES = (  # the first that fits a module counts
         "kvbm.observe",
         (
             "kvbm.leader",
+            "kvbm.core.shadow_caches",
             "kvbm.plan",
             "kvbm.metrics",
             "kvbm.config.schema",

@@ -30,11 +30,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "vllm")]
 
 from facts import facts  # noqa: E402
 
+from kvbm.core.shadow_caches import EVICTIONS  # noqa: E402
 from kvbm_cli.bench.trace.analysis import collect  # noqa: E402
 from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use  # noqa: E402
 from kvbm_cli.bench.trace.reader import TraceReader  # noqa: E402
 from kvbm_cli.bench.trace.request import TraceFormat  # noqa: E402
-from kvbm_cli.plan.simulator import POLICIES, Sample, TimedUse, hit_rate  # noqa: E402
+from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate  # noqa: E402
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks of a trace
 CAPACITIES = {"conversation": (1827, 3655, 9139, 18279, 36558), "agents": (2008, 4017, 10043)}
@@ -115,7 +116,7 @@ def measure(name: str, workload: Workload) -> list[dict[str, Any]]:
     sample = Sample(tree, blocks)
     points = []
     for capacity in CAPACITIES.get(name) or [round(share * blocks) for share in SHARES]:
-        rates = {policy: round(hit_rate(tree, uses, sample, capacity, policy), 4) for policy in POLICIES}
+        rates = {policy: round(hit_rate(tree, uses, sample, capacity, policy), 4) for policy in EVICTIONS}
         points.append({"capacity_blocks": capacity, "share_of_blocks": round(capacity / blocks, 4), **rates})
         print(f"{name:<22}{capacity:>8}  lru {rates['lru']:.4f}  adaptive {rates['adaptive']:.4f}", flush=True)
     return points
@@ -124,7 +125,7 @@ def measure(name: str, workload: Workload) -> list[dict[str, Any]]:
 def missed(name: str, workload: Workload, points: Sequence[dict[str, Any]]) -> Iterator[str]:
     longest = max(workload[0].depth[one.use.prompt] for one in workload[1])
     for point in points:
-        capacity, lru, adaptive = (point[key] for key in ("capacity_blocks", *POLICIES))
+        capacity, lru, adaptive = (point[key] for key in ("capacity_blocks", *EVICTIONS))
         limit = LIMITS.get(name, {}).get(capacity, 0.0)
         if adaptive < limit * (1 - TOLERANCE):
             yield f"{name}, {capacity} blocks: {adaptive}, limit {limit}"
@@ -156,7 +157,7 @@ def picture(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def chart(name: str, points: Sequence[dict[str, Any]]) -> Iterator[str]:
     low, high = (math.log(points[at]["capacity_blocks"]) for at in (0, -1))
-    top = max(max(point[policy] for policy in POLICIES) for point in points)
+    top = max(max(point[policy] for policy in EVICTIONS) for point in points)
 
     def place(point: dict[str, Any], policy: str) -> tuple[float, float]:
         across = (math.log(point["capacity_blocks"]) - low) / (high - low) * WIDTH
@@ -170,7 +171,7 @@ def chart(name: str, points: Sequence[dict[str, Any]]) -> Iterator[str]:
         x = 0 if at == 0 else WIDTH
         label = f"{points[at]['capacity_blocks']:,} blocks"
         yield f'<text x="{x}" y="{HEIGHT + 16}" text-anchor="{anchor}">{label}</text>'
-    for row, policy in enumerate(POLICIES):
+    for row, policy in enumerate(EVICTIONS):
         line = " ".join(f"{x},{y}" for x, y in (place(point, policy) for point in points))
         yield f'<polyline points="{line}" fill="none" stroke="{COLOURS[policy]}" stroke-width="2"/>'
         place_of_name = f'x="{WIDTH}" y="{HEIGHT - 8 - 14 * row}" text-anchor="end"'

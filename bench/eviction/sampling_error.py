@@ -21,7 +21,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "vllm"), str(ROOT / "bench" / "e
 from facts import facts  # noqa: E402
 from hit_rates import read  # noqa: E402
 
-from kvbm_cli.plan.simulator import LRU, POLICIES, Sample, hit_rate  # noqa: E402
+from kvbm.core.shadow_caches import EVICTIONS, LRU  # noqa: E402
+from kvbm_cli.plan.simulator import Sample, hit_rate  # noqa: E402
 
 SHARES = (0.01, 0.05, 0.1, 0.3)  # of the different blocks of the trace
 LIMIT = 0.01
@@ -44,7 +45,7 @@ def main() -> int:
             "hit_rate": hit_rate(tree, uses, exact_sample, capacity, policy),
             "errors": [],
         }
-        for policy in POLICIES
+        for policy in EVICTIONS
         for share in SHARES
     ]
     for seed in range(options.seeds):

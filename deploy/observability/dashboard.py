@@ -173,6 +173,19 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (("max by (queue) (kvbm_queue_oldest_seconds{$engines})", "{{queue}}"),),
             ),
             Panel(
+                "Hit rate with other host memory",
+                "percentunit",
+                "What host memory of another size, as a multiple of its own, would find for the last requests if each "
+                "block were offered to it. Only with `metrics.capacities: true`.",
+                (
+                    (
+                        "avg by (capacity, eviction) (kvbm_hit_rate_at{$engines})",
+                        "{{capacity}} x {{eviction}}",
+                    ),
+                ),
+                most=1,
+            ),
+            Panel(
                 "Capacity",
                 "bytes",
                 "Bytes of blocks that fit into the tiers of all engines.",

@@ -314,6 +314,11 @@ class MetricsSection(Section):
         description="Whether hooks of the connector and copies open NVTX ranges, for NVIDIA's profilers; vLLM only, "
         "requires `pip install nvtx`.",
     )
+    capacities: bool = Field(
+        default=False,
+        description="Whether the hit rates that host memory of other sizes would have are measured, for "
+        "`kvbm plan RUN`; takes up to a tenth of a core. Not for SGLang, nor for models with several KV cache groups.",
+    )
     window_requests: int = Field(
         default=1000,
         ge=1,

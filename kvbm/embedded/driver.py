@@ -131,6 +131,7 @@ class KvbmScheduler:
                 self._tenant_of,
                 self._telemetry.trace,
                 spans=self._telemetry.spans(lambda request_id: None),
+                ended=self._telemetry.ended,
             ),
         )
         self._telemetry.watch(self._guarded, self._wake_engine)

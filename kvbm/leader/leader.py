@@ -66,6 +66,7 @@ class Leader(EngineTiers):
         self._tenant_of = callbacks.tenant_of
         self._trace = callbacks.trace
         self._spans = callbacks.spans
+        self._ended = callbacks.ended
         context, tiers = self._context, self.lower_tiers
         self._prefetches = Prefetches(context, tiers)
         if not settings.traits.accepts_failed_loads:
@@ -90,6 +91,7 @@ class Leader(EngineTiers):
         end = len(hashes) if end is None else min(end, len(hashes))
         began_s = self._clock()
         request = self._live(request_id)
+        request.asked_blocks = end
         if self._is_one_chain and not request.has_probed:
             request.offloads[0].arrival = self._host.arrive(hashes, began_s)
         blocks = self._matching.match(request, hashes, start, end)
@@ -318,6 +320,8 @@ class Leader(EngineTiers):
             self._spans(SpanNote(request_id, "finish", now_s, now_s, {}))
         if request is None:
             return
+        if self._ended is not None and self._is_one_chain:
+            self._ended(chains[0], request.asked_blocks)
         self._matching.end(request)
         self._onboards.end_request(request)
         for store in self._stores() if self._has_states else ():

@@ -77,6 +77,7 @@ class LiveRequest:
     lost_state_tokens: int = 0
     promised: PinnedBlocks | None = None
     match_restarts: int = 0
+    asked_blocks: int = 0
     extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
 
 

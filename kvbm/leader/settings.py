@@ -38,7 +38,8 @@ class LeaderCallbacks:
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
     does not change while the request lives. `trace` gets the name and the values of each decision. `notes_of(hashes)`
     returns what is kept on disk next to each block, for the next start; empty for none. `clock` returns seconds.
-    `spans` gets what was done for each request; None if spans are off.
+    `spans` gets what was done for each request; None if spans are off. `ended` gets the chain of each request that has
+    ended, and how many of its first blocks were looked up; None without `metrics.capacities`.
     """
 
     hold: Callable[[Sequence[int]], None]
@@ -48,6 +49,7 @@ class LeaderCallbacks:
     notes_of: Callable[[Sequence[bytes]], Sequence[bytes]] | None = None
     clock: Callable[[], float] = time.monotonic
     spans: Callable[[SpanNote], None] | None = None
+    ended: Callable[[Sequence[bytes], int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

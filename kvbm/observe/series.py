@@ -10,7 +10,7 @@ The leader's thread writes all numbers, into `Counters`. A collector only reads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbm.metrics import MATCH_BOUNDS_S, TOTALS, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
@@ -136,9 +136,14 @@ STARTUP = (
     "time of a `phase` of the start: `memory` (allocate host memory, the slowest rank), `map`, `tiers` (open disk and "
     "object store), `blocks` (register those of an earlier engine), `identity` (read the model's files, meanwhile)",
 )
+HIT_RATE_AT = (
+    "kvbm_hit_rate_at",
+    "hit rate that host memory of another size (`capacity`, as a multiple of its own) or with another eviction would "
+    "have for the last requests, if each block were offered to it; with `metrics.capacities`",
+)
 INFO = ("kvbm_info", "1, with what an engine is as labels")
 INFO_LABELS = ("version", "engine_name", "engine_version", "model", "dtype", "block_tokens", "ranks")
-GAUGES = (USED_BYTES, CAPACITY_BYTES, QUEUE_DEPTH, QUEUE_AGE, STARTUP, INFO)
+GAUGES = (USED_BYTES, CAPACITY_BYTES, QUEUE_DEPTH, QUEUE_AGE, STARTUP, HIT_RATE_AT, INFO)
 HISTOGRAMS = (TRANSFER_SECONDS, MATCH_SECONDS)
 
 
@@ -152,11 +157,13 @@ class EngineReport:
     queues: Mapping[str, Sequence[float]]
     durations: Mapping[str, Sequence[float]]
     facts: Facts
+    hit_rates_at: Mapping[tuple[str, float], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, leader: Reporting) -> EngineReport:
         totals = {name: getattr(leader.counters, name) for name in TOTALS}
-        return cls(totals, leader.blocks(), leader.queues(), _durations(leader), leader.facts)
+        counters = leader.counters
+        return cls(totals, leader.blocks(), leader.queues(), _durations(leader), leader.facts, counters.hit_rates_at)
 
     @staticmethod
     def data_of(leader: Reporting) -> dict[str, Any]:
@@ -164,11 +171,13 @@ class EngineReport:
         of an engine."""
         facts = leader.facts
         known = {name: getattr(facts, name) for name in FACTS}
-        return {"queues": leader.queues(), "durations": _durations(leader), "facts": known}
+        rates = [(*key, rate) for key, rate in leader.counters.hit_rates_at.items()]
+        return {"queues": leader.queues(), "durations": _durations(leader), "facts": known, "hit_rates_at": rates}
 
     @classmethod
     def from_data(cls, totals: Mapping[str, float], blocks: TierBlocks, data: Mapping[str, Any]) -> EngineReport:
-        return cls(totals, blocks, data["queues"], data["durations"], Facts(**data["facts"]))
+        rates = {(eviction, size): rate for eviction, size, rate in data["hit_rates_at"]}
+        return cls(totals, blocks, data["queues"], data["durations"], Facts(**data["facts"]), rates)
 
     @property
     def tiers(self) -> set[str]:
@@ -250,6 +259,7 @@ def _gauges(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
     depth = GaugeMetricFamily(*QUEUE_DEPTH, labels=["queue", ENGINE])
     age = GaugeMetricFamily(*QUEUE_AGE, labels=["queue", ENGINE])
     startup = GaugeMetricFamily(*STARTUP, labels=["phase", ENGINE])
+    rate_at = GaugeMetricFamily(*HIT_RATE_AT, labels=["capacity", "eviction", ENGINE])
     info = GaugeMetricFamily(*INFO, labels=[*INFO_LABELS, ENGINE])
     for engine, report in reports.items():
         for tier, states in report.blocks.items():
@@ -261,6 +271,8 @@ def _gauges(reports: Mapping[str, EngineReport]) -> Iterator[Metric]:
             age.add_metric([queue, engine], seconds)
         for phase, seconds in report.facts.startup_s.items():
             startup.add_metric([phase, engine], seconds)
+        for (eviction, size), rate in report.hit_rates_at.items():
+            rate_at.add_metric([f"{size:g}", eviction, engine], rate)
         known = {"version": kvbm_version(), **report.facts.info}
         info.add_metric([*(known.get(name, "") for name in INFO_LABELS), engine], 1)
-    yield from (used, capacity, depth, age, startup, info)
+    yield from (used, capacity, depth, age, startup, rate_at, info)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.metrics import KvbmCollector
+from kvbm.observe.capacity_curve import CapacityCurve
 from kvbm.observe.control_desk import ControlDesk
 from kvbm.observe.control_route import read_token
 from kvbm.observe.control_server import ControlServer, opened
@@ -19,9 +20,10 @@ from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.metrics_server import HOST, MetricsServer
 from kvbm.observe.series import EngineReport, Reporting, SeriesCollector
 from kvbm.observe.spans import SpanRecorder
+from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvbm.config.schema import MetricsSection
     from kvbm.leader.control import CacheControl
@@ -92,6 +94,7 @@ class Telemetry:
         self._log_interval_s = settings.log_interval_s
         self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
         self._spans = SpanRecorder(settings.spans_endpoint) if settings.spans_endpoint else None
+        self._curve = CapacityCurve() if settings.capacities else None
         self._log: HitRateLog | None = None
         self._server: MetricsServer | None = None
         if settings.serve:
@@ -111,6 +114,11 @@ class Telemetry:
         self._spans.headers_of = headers_of
         return self._spans.note
 
+    @property
+    def ended(self) -> Callable[[Sequence[bytes], int], None] | None:
+        """What the leader calls with the chain of each request that has ended; None unless capacities are measured."""
+        return None if self._curve is None else self._curve.note
+
     def watch(self, leader: Watched, wake: Callable[[], None] | None = None) -> None:
         """Start to report on `leader`, and to pass messages to it. `wake()` lets an idle engine take a step; None if
         nothing can."""
@@ -120,6 +128,8 @@ class Telemetry:
             self._server.control(desk)
         if self._trace is not None:
             self._trace.counters = leader.counters
+        if self._curve is not None and (host := leader.blocks().get(Tier.HOST)) is not None:
+            self._curve.start(sum(host.values()), leader.counters)
         if self._server is not None:
             self._server.show(KvbmCollector(leader.counters, leader.blocks, leader.wear))
             self._server.show(SeriesCollector(lambda: {self._engine: EngineReport.of(leader)}))
@@ -127,6 +137,6 @@ class Telemetry:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._control, self._log, self._server, self._trace, self._spans):
+        for part in (self._control, self._log, self._server, self._trace, self._spans, self._curve):
             if part is not None:
                 part.close()

@@ -122,6 +122,7 @@ class LeaderSide:
                 self._tenant_of,
                 self._telemetry.trace,
                 spans=self._telemetry.spans(lambda request_id: None),
+                ended=self._telemetry.ended,
             ),
         )
         self._telemetry.watch(self.leader)

@@ -164,6 +164,7 @@ class SchedulerSide:
                 self._telemetry.trace,
                 notes_of,
                 spans=self._telemetry.spans(self._trace_headers_of),
+                ended=self._telemetry.ended,
             ),
         )
         self._telemetry.watch(self.leader, idle_engine.wake)

@@ -13,11 +13,18 @@ from kvbm_cli.bench.app import (
     TimeScaleOption,
     TurnsOption,
 )
+from kvbm_cli.runs.app import LivingRunArgument
 from kvbm_cli.terminal.options import JsonOption, flag, option, path_option
 
 
 def plan(
-    trace: Annotated[Path, path_option("--trace", "FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")],
+    run: LivingRunArgument = None,
+    url: Annotated[
+        str | None, option("--url", "URL", "Address of an engine or of its metrics, instead of a run.")
+    ] = None,
+    trace: Annotated[
+        Path | None, path_option("--trace", "FILE", "Trace in Mooncake's format: .jsonl or .jsonl.gz.")
+    ] = None,
     capacity_blocks: Annotated[
         str | None,
         option("--capacity-blocks", "N,N", "Capacities in blocks [default: shares of the trace's blocks]."),
@@ -30,12 +37,40 @@ def plan(
     time_scale: TimeScaleOption = 1.0,
     column: ColumnsOption = None,
     turns: TurnsOption = "added",
+    prefill_rate: Annotated[
+        float | None,
+        option("--prefill-rate", "TOKENS", "Prompt tokens that the engine computes per second.", min=1e-3, max=1e9),
+    ] = None,
+    memory_price: Annotated[
+        float | None,
+        option("--memory-price", "PRICE", "Price of a gigabyte of memory per month.", min=0.0, max=1e9),
+    ] = None,
+    engine_price: Annotated[
+        float | None,
+        option("--engine-price", "PRICE", "Price of an engine's accelerators per hour.", min=1e-9, max=1e9),
+    ] = None,
+    html: Annotated[
+        Path | None, path_option("--html", "FILE", "Also write a page with the curves to this file.")
+    ] = None,
     json: JsonOption = False,
 ) -> int:
-    """Show the hit rates of a trace by capacity."""
+    """Show the hit rates of other capacities.
+
+    For a running engine with `metrics.capacities`, or for a trace.
+    """
     from kvbm_cli.bench.trace.command import token_bytes, trace_format
     from kvbm_cli.plan import command as body
 
+    prices = body.prices_of(memory_price, engine_price)
+    if trace is None:
+        from kvbm_cli.plan.live import show_live
+        from kvbm_cli.top.watched import of_runs, of_url
+
+        if run is not None and url is not None:
+            raise body.one_source()
+        return show_live(of_runs(run) if url is None else of_url(url), prices, html=html, as_json=json)
+    if run is not None or url is not None:
+        raise body.one_source()
     request = body.PlanRequest(
         file=trace,
         form=trace_format(block_tokens, time_scale, column or [], turns),
@@ -43,5 +78,7 @@ def plan(
         policies=body.parse_policies(policy),
         is_exact=exact,
         bytes_per_token=token_bytes(bytes_per_token, model),
+        prefill_tokens_per_s=prefill_rate,
+        prices=prices,
     )
-    return body.show_plan(request, as_json=json)
+    return body.show_plan(request, html=html, as_json=json)

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from kvbm.config.sizes import format_size
+from kvbm.core.shadow_caches import EVICTIONS, TRACKED_BLOCKS
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Report, collect
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
-from kvbm_cli.plan.simulator import ADAPTIVE, LRU, POLICIES, TRACKED_BLOCKS, Sample, TimedUse, hit_rate
+from kvbm_cli.plan import advice
+from kvbm_cli.plan.advice import Curve, Prices, Prompts
+from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate
 from kvbm_cli.terminal.console import print_data, print_json, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 PROGRESS_AFTER_S = 2.0
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the blocks of the trace
 MAX_CAPACITIES, MAX_CAPACITY = 100, 2**31
-NOTABLE_GAIN = 0.005  # of the hit rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +38,29 @@ class PlanRequest:
     policies: tuple[str, ...]
     is_exact: bool
     bytes_per_token: int | None
+    prefill_tokens_per_s: float | None = None
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """`rates[policy][i]` is the hit rate with `capacities[i]`."""
+    """`rates[policy][i]` is the hit rate with `capacities[i]`. `prompt_tokens` is the mean length of a prompt."""
 
     capacities: tuple[int, ...]
     rates: dict[str, list[float]]
     requests: int
     unique_blocks: int
     simulated_blocks: int
+    prompt_tokens: float = 0.0
+
+    def curve(self, request: PlanRequest) -> Curve:
+        if request.bytes_per_token is None:
+            return Curve(tuple(f"{capacity:,} blocks" for capacity in self.capacities), None, self.rates)
+        sizes = tuple(_bytes(capacity, request) for capacity in self.capacities)
+        return Curve(tuple(map(format_size, sizes)), sizes, self.rates)
+
+    def prompts(self, request: PlanRequest) -> Prompts:
+        return Prompts(self.prompt_tokens, request.prefill_tokens_per_s)
 
 
 def parse_capacities(text: str | None) -> tuple[int, ...]:
@@ -66,19 +81,37 @@ def parse_capacities(text: str | None) -> tuple[int, ...]:
 def parse_policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in POLICIES:
-            known = " or ".join(f"`{one}`" for one in POLICIES)
+        if name not in EVICTIONS:
+            known = " or ".join(f"`{one}`" for one in EVICTIONS)
             raise UsageError(f"`--policy` must be {known}, not `{one_line(name[:40])}`")
     return names
 
 
-def show_plan(request: PlanRequest, *, as_json: bool) -> int:
+def prices_of(memory_gb_month: float | None, engine_hour: float | None) -> Prices | None:
+    if memory_gb_month is None and engine_hour is None:
+        return None
+    if memory_gb_month is None or engine_hour is None:
+        raise UsageError("`--memory-price` and `--engine-price` are needed together", hint="give both, or none")
+    return Prices(memory_gb_month, engine_hour)
+
+
+def one_source() -> UsageError:
+    return UsageError("`RUN`, `--url` and `--trace` exclude each other", hint="give one of them")
+
+
+def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
     with ProgressDisplay("plan", delay_s=PROGRESS_AFTER_S) as progress:
         plan = make_plan(request, progress.report)
+    curve = plan.curve(request)
+    lines = advice.sentences(curve, plan.prompts(request), request.prices)
+    if html is not None:
+        from kvbm_cli.plan.page import PlanSection, write_page
+
+        write_page(html, [PlanSection(_facts(plan, request)[0], curve, lines)])
     if as_json:
         print_json(as_data(plan, request))
     else:
-        print_data("\n".join([*_facts(plan, request), "", _table(plan, request), "", *sentences(plan, request)]))
+        print_data("\n".join([*_facts(plan, request), "", _table(plan, request), "", *lines]))
     return 0
 
 
@@ -101,7 +134,8 @@ def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> Capa
         return hit_rate(tree, uses, sample, capacity, policy, report=report_requests)
 
     rates = {policy: [rate(policy, capacity) for capacity in capacities] for policy in request.policies}
-    return CapacityPlan(capacities, rates, len(uses), unique, sum(sample.is_in))
+    prompt_tokens = fmean(tree.depth_tokens[one.use.prompt] for one in uses)
+    return CapacityPlan(capacities, rates, len(uses), unique, sum(sample.is_in), prompt_tokens)
 
 
 def as_data(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
@@ -116,6 +150,7 @@ def as_data(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:
             for policy, rates in plan.rates.items()
             for capacity, rate in zip(plan.capacities, rates, strict=True)
         ],
+        **advice.as_data(plan.curve(request), plan.prompts(request), request.prices),
     }
 
 
@@ -130,39 +165,10 @@ def _facts(plan: CapacityPlan, request: PlanRequest) -> list[str]:
 def _table(plan: CapacityPlan, request: PlanRequest) -> str:
     rows = [("blocks", *(["size"] if request.bytes_per_token else []), *plan.rates)]
     for index, capacity in enumerate(plan.capacities):
-        size = [_size(capacity, request)] if request.bytes_per_token else []
+        size = [format_size(_bytes(capacity, request))] if request.bytes_per_token else []
         rows.append((f"{capacity:,}", *size, *(f"{rates[index]:.1%}" for rates in plan.rates.values())))
     return table(rows, right=tuple(range(len(rows[0]))))
 
 
-def _size(capacity: int, request: PlanRequest) -> str:
-    return format_size(capacity * request.form.block_tokens * (request.bytes_per_token or 0))
-
-
-def sentences(plan: CapacityPlan, request: PlanRequest) -> list[str]:
-    """Say what more memory gains, and what `adaptive` gains."""
-    policy, rates = max(plan.rates.items(), key=lambda item: sum(item[1]))
-    lines = []
-    for index in range(1, len(plan.capacities)):
-        less, more = rates[index - 1], rates[index]
-        if more - less > NOTABLE_GAIN:
-            lines.append(
-                f"With {_named(plan.capacities[index], request)} instead of "
-                f"{_named(plan.capacities[index - 1], request)}, {more:.0%} instead of {less:.0%} of the prompt blocks "
-                f"come from the cache ({policy})."
-            )
-    if LRU in plan.rates and ADAPTIVE in plan.rates:
-        gains = [new - old for new, old in zip(plan.rates[ADAPTIVE], plan.rates[LRU], strict=True)]
-        best = gains.index(max(gains))
-        if gains[best] > NOTABLE_GAIN:
-            lines.append(
-                f"`adaptive` gains most with {_named(plan.capacities[best], request)}: "
-                f"{plan.rates[ADAPTIVE][best]:.1%} instead of {plan.rates[LRU][best]:.1%}."
-            )
-        else:
-            lines.append("`adaptive` gains nothing here, compared with `lru`.")
-    return lines or ["The hit rate does not depend on these capacities."]
-
-
-def _named(capacity: int, request: PlanRequest) -> str:
-    return _size(capacity, request) if request.bytes_per_token else f"{capacity:,} blocks"
+def _bytes(capacity: int, request: PlanRequest) -> int:
+    return capacity * request.form.block_tokens * (request.bytes_per_token or 0)

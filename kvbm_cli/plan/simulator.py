@@ -1,8 +1,7 @@
 """Simulator: the hit rate of a cache, from the product's own block store driven with the requests of a trace.
 
-A request looks for its chain, uses the blocks that are there, and keeps the others as far as the store has room for
-them. The blocks of a running request are held. There is no device memory above the cache, and transfers take no time.
-The hit rate is hit blocks over all blocks; the last block of a prompt counts as one, also if it is partial.
+`kvbm/core/shadow_caches.py` says what a cache without bytes does. The hit rate is hit blocks over all blocks; the last
+block of a prompt counts as one, also if it is partial.
 
 A sample has every block whose digest is below a limit, so that at most `tracked` different blocks are simulated. A
 cache of a share of the blocks then has the same share of the places. All blocks of a chain are evicted from its tail,
@@ -16,15 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvbm.core.store import BlockStore
-from kvbm.types import Tier
+from kvbm.core.shadow_caches import NAME_BYTES, SimulatedCache
 from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use
 
-NAME_BYTES = 8
-TRACKED_BLOCKS = 32_768
 REPORT_EVERY = 1000
-LRU, ADAPTIVE = "lru", "adaptive"
-POLICIES = (LRU, ADAPTIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +52,6 @@ class Sample:
 
 def name_of(node: int) -> bytes:
     return node.to_bytes(NAME_BYTES, "big")
-
-
-class SimulatedCache:
-    """A store without bytes. `hit_blocks` of `asked_blocks` were found."""
-
-    def __init__(self, capacity_blocks: int, policy: str) -> None:
-        self.store = BlockStore(
-            capacity_blocks, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, adaptive=policy == ADAPTIVE
-        )
-        self.hit_blocks = self.asked_blocks = 0
-
-    def use(self, at_s: float, chain: Sequence[bytes], *, asked: int) -> None:
-        """Serve a request whose prompt has the first `asked` blocks of `chain`; it leaves all of them."""
-        store = self.store
-        arrival = store.arrive(chain, at_s)
-        marks = b"" if arrival is None else arrival.marks(0, len(chain))
-        with store.pin_prefix(chain) as held:
-            self.hit_blocks += min(asked, len(held.slots))
-            self.asked_blocks += asked
-            store.touch(chain, marks)
-            self._keep(chain, marks)
-        store.touch(chain)
-
-    def _keep(self, chain: Sequence[bytes], marks: bytes) -> None:
-        store = self.store
-        missing = store.missing(chain)
-        of_missing = bytes(map(marks.__getitem__, missing)) if marks else bytes(len(missing))
-        kept = missing[: store.room(of_missing)]
-        target = store.allocate(len(kept))
-        assert target is not None, (len(kept), store.counts())
-        blocks = target.stage([chain[at] for at in kept]).register(of_missing[: len(kept)] if marks else b"")
-        blocks.release()
 
 
 def hit_rate(

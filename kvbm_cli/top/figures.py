@@ -33,7 +33,7 @@ REQUESTS = {
 NAMES = frozenset(
     [
         *(*COUNTERS, "kvbm_tier_used_bytes", "kvbm_tier_capacity_bytes"),
-        *("kvbm_queue_blocks", "kvbm_queue_oldest_seconds", "kvbm_info", *OFF),
+        *("kvbm_queue_blocks", "kvbm_queue_oldest_seconds", "kvbm_hit_rate_at", "kvbm_info", *OFF),
         *(name for names in REQUESTS.values() for name in names),
     ]
 )

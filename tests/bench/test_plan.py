@@ -8,13 +8,15 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from metric_pages import FakeLeader, serving
 from trace_pages import HEAD, ROOT, examples_in, stripped
 
+from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.trace.analysis import collect
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
-from kvbm_cli.plan import command
-from kvbm_cli.plan.simulator import ADAPTIVE, LRU, Sample, TimedUse, hit_rate
+from kvbm_cli.plan import advice, command
+from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate
 
 PAGE = (ROOT / "docs/guide/plan.md").read_text()
 EXAMPLES = examples_in(PAGE)
@@ -22,6 +24,12 @@ WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conve
 
 sys.path.insert(0, str(ROOT / "bench/eviction"))
 import hit_rates  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch):
+    """It would appear on a busy machine only."""
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600.0)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -108,15 +116,116 @@ def test_a_sample_is_bounded_and_close():
         assert part == pytest.approx(whole, abs=0.02)
 
 
+def advised(plan, *, prefill=None, prices=None):
+    request = command.PlanRequest(
+        HEAD, TraceFormat(), (), (LRU, ADAPTIVE), True, bytes_per_token=131072, prefill_tokens_per_s=prefill
+    )
+    return advice.sentences(plan.curve(request), plan.prompts(request), prices)
+
+
 def test_sentences_say_what_more_memory_gains():
-    request = command.PlanRequest(HEAD, TraceFormat(), (), (LRU, ADAPTIVE), is_exact=True, bytes_per_token=131072)
-    plan = command.CapacityPlan((1000, 2000), {LRU: [0.1, 0.44], ADAPTIVE: [0.2, 0.45]}, 10, 9000, 9000)
-    assert command.sentences(plan, request) == [
-        "With 125.0 GiB instead of 62.5 GiB, 45% instead of 20% of the prompt blocks come from the cache (adaptive).",
+    plan = command.CapacityPlan((1000, 2000), {LRU: [0.1, 0.44], ADAPTIVE: [0.2, 0.45]}, 10, 9000, 9000, 12_000)
+    assert advised(plan) == [
+        "With 125.0 GiB instead of 62.5 GiB, 45% instead of 20% of the prompt tokens come from the cache (adaptive).",
         "`adaptive` gains most with 62.5 GiB: 20.0% instead of 10.0%.",
     ]
-    even = command.CapacityPlan((1000,), {LRU: [0.1], ADAPTIVE: [0.1]}, 10, 9000, 9000)
-    assert command.sentences(even, request) == ["`adaptive` gains nothing here, compared with `lru`."]
+    even = command.CapacityPlan((1000,), {LRU: [0.1], ADAPTIVE: [0.1]}, 10, 9000, 9000, 12_000)
+    assert advised(even) == ["`adaptive` gains nothing here, compared with `lru`."]
+
+
+def test_sentences_say_what_the_gain_saves_and_when_it_pays():
+    plan = command.CapacityPlan((1000, 2000), {LRU: [0.2, 0.45]}, 10, 9000, 9000, 12_000)
+    (line,) = advised(plan, prefill=6000)
+    assert line.endswith("come from the cache (lru): 500 ms less prefill per request on average.")
+    # 62.5 GiB are 67.1 GB, 0.276 an hour at 3 a month; half a second of the engine costs 0.000347 at 2.5 an hour
+    (line,) = advised(plan, prefill=6000, prices=advice.Prices(memory_gb_month=3, engine_hour=2.5))
+    assert line.endswith("on average, which pays from 794 requests per hour.")
+
+
+def test_a_price_alone_is_refused(kvbm):
+    code, _, err = kvbm("plan", "--trace", HEAD, "--memory-price", "3")
+    assert code == 2
+    assert "`--memory-price` and `--engine-price` are needed together" in err
+
+
+# For a running engine
+
+
+def live_leader():
+    leader = FakeLeader(
+        prompt_computed_tokens=6000,
+        prompt_host_tokens=4000,
+        saved_prefill_s=2.0,
+        matches_whole=5,
+        matches_none=5,
+    )
+    leader.counters.hit_rates_at = {
+        **{(LRU, size): rate for size, rate in ((0.25, 0.1), (1.0, 0.4), (4.0, 0.9))},
+        **{(ADAPTIVE, size): rate for size, rate in ((0.25, 0.2), (1.0, 0.4), (4.0, 0.9))},
+    }
+    return leader
+
+
+def test_a_running_engine_shows_what_it_has_measured(kvbm):
+    with serving(live_leader()) as port:
+        code, out, err = kvbm("plan", "--url", f"http://127.0.0.1:{port}")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        f"127.0.0.1:{port}: hit rates for its last requests; 40.0% of its prompt tokens came from caches so far",
+        "",
+        "host memory    lru  adaptive",
+        "   24.4 KiB  10.0%     20.0%",
+        "   97.7 KiB  40.0%     40.0%",
+        "  390.6 KiB  90.0%     90.0%",
+        "",
+        "With 97.7 KiB instead of 24.4 KiB, 40% instead of 20% of the prompt tokens come from the cache (adaptive): "
+        "100 ms less prefill per request on average.",
+        "With 390.6 KiB instead of 97.7 KiB, 90% instead of 40% of the prompt tokens come from the cache (adaptive): "
+        "250 ms less prefill per request on average.",
+        "`adaptive` gains most with 24.4 KiB: 20.0% instead of 10.0%.",
+    ]
+
+
+def test_json_of_a_running_engine_has_its_points(kvbm):
+    with serving(live_leader()) as port:
+        code, out, _ = kvbm("plan", "--url", f"http://127.0.0.1:{port}", "--json")
+    (one,) = json.loads(out)
+    assert code == 0
+    assert one["curve"][0] == {"policy": "lru", "capacity_bytes": 25_000, "hit_rate": 0.1}
+    assert len(one["curve"]) == 6
+    assert one["hit_rate"] == 0.4
+    assert one["prefill_tokens_per_s"] == 2000
+
+
+def test_an_engine_that_measures_nothing_is_named_with_the_key(kvbm):
+    with serving(FakeLeader()) as port:
+        code, out, err = kvbm("plan", "--url", f"127.0.0.1:{port}")
+    assert (code, out) == (1, "")
+    assert "no engine has measured the hit rates of other capacities" in err
+    assert "`metrics.capacities: true`" in err
+
+
+def test_a_page_shows_the_curves_of_an_engine_and_of_a_trace(kvbm, tmp_path):
+    live, trace = tmp_path / "live.html", tmp_path / "trace.html"
+    with serving(live_leader()) as port:
+        assert kvbm("plan", "--url", f"http://127.0.0.1:{port}", "--html", live)[0] == 0
+    assert kvbm("plan", "--trace", HEAD, "--capacity-blocks", "600,9821", "--html", trace)[0] == 0
+    for path, name, rate in ((live, "97.7 KiB", "40.0%"), (trace, "9,821 blocks", "13.5%")):
+        page = path.read_text()
+        assert page.count("<path ") == 2
+        assert f"<title>adaptive, {name}: {rate}</title>" in page
+        assert "<script" not in page
+        assert "of the prompt tokens come from the cache" in page
+    code, _, err = kvbm("plan", "--trace", HEAD, "--capacity-blocks", "600", "--html", tmp_path / "none" / "page.html")
+    assert code == 1
+    assert "no such file or directory" in err
+
+
+@pytest.mark.parametrize("given", [["--trace", HEAD], ["demo-1"]])
+def test_a_run_a_url_and_a_trace_exclude_each_other(kvbm, given):
+    code, _, err = kvbm("plan", "--url", "http://127.0.0.1:9", *given)
+    assert code == 2
+    assert "exclude each other" in err
 
 
 # Limits

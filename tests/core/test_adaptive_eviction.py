@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from kvbm.core.chooser import ChainUse, History
 from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
+from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
+from kvbm.core.shadow_caches import LRU as LRU_POLICY
 from kvbm.core.store import BlockStore
 from kvbm.types import Tier
-from kvbm_cli.plan.simulator import ADAPTIVE, NAME_BYTES, SimulatedCache, name_of
-from kvbm_cli.plan.simulator import LRU as LRU_POLICY
+from kvbm_cli.plan.simulator import name_of
 
 positions = st.integers(0, 12)
 

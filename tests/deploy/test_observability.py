@@ -203,6 +203,7 @@ def loaded(tmp_path_factory) -> Iterator[tuple[str, Prometheus]]:
             },
             "offload": {"to_disk": "always", "to_shared": "always"},
             "onboard": {"policy": "always"},
+            "metrics": {"capacities": True},
         }
     )
     log = directory / "engine.log"

@@ -49,6 +49,22 @@ MUTANTS = (
         fails="tests/leader/test_control.py -k cleared_tenant",
     ),
     Mutant(
+        name="capacities-take-a-sample-for-all",
+        bug="the misses of a sample are compared with the uses of all blocks, so that large engines seem to hit always",
+        file="kvbm/core/shadow_caches.py",
+        old="asked = self._share * self._asked_blocks",
+        new="asked = self._asked_blocks",
+        fails="tests/core/test_shadow_caches.py -k close_and_bounded",
+    ),
+    Mutant(
+        name="capacities-count-answers-as-asked",
+        bug="the curve counts blocks that were generated as misses of the prompt",
+        file="kvbm/leader/leader.py",
+        old="request.asked_blocks = end",
+        new="request.asked_blocks = len(hashes) + 1",
+        fails="tests/observe/test_capacity_curve.py -k looked_up",
+    ),
+    Mutant(
         name="series-show-counts-of-single-buckets",
         bug="a bucket does not include the shorter durations",
         file="kvbm/observe/series.py",

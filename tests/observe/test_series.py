@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Rig, chain, disk_policy
 
+from kvbm.core.shadow_caches import EVICTIONS, SIZES
 from kvbm.leader.settings import TierPolicy
 from kvbm.metrics import TRANSFER_BOUNDS_S, Counters, Durations
 from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS, EngineReport, SeriesCollector
@@ -31,7 +32,9 @@ def samples(*leaders) -> dict[tuple[str, ...], float]:
 
 
 def all_tiers(**options) -> Rig:
-    return Rig(fake_disk=32, store=FakeStore(2), shared=ALWAYS, **disk_policy("always", **options))
+    made = Rig(fake_disk=32, store=FakeStore(2), shared=ALWAYS, **disk_policy("always", **options))
+    made.leader.counters.hit_rates_at = {(eviction, size): 0.5 for eviction in EVICTIONS for size in SIZES}
+    return made
 
 
 @pytest.fixture
@@ -222,6 +225,12 @@ def test_every_series_of_the_tables_is_exported(rig):
     gauges = {name for name, _ in GAUGES} - {"kvbm_startup_seconds"}  # `open_leader` measures it
     assert {f"{name}_total" for name in COUNTED} | gauges <= names
     assert {f"{name}_bucket" for name, _ in HISTOGRAMS} <= names
+
+
+def test_hit_rates_of_other_capacities_are_named_by_size_and_eviction(rig):
+    rig.leader.counters.hit_rates_at = {("lru", 0.25): 0.1, ("adaptive", 4.0): 0.9}
+    found = {key: value for key, value in samples(rig.leader).items() if key[0] == "kvbm_hit_rate_at"}
+    assert found == {("kvbm_hit_rate_at", "0.25", "lru"): 0.1, ("kvbm_hit_rate_at", "4", "adaptive"): 0.9}
 
 
 def test_a_duration_is_in_the_first_bucket_that_is_not_shorter():
