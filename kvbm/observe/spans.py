@@ -7,18 +7,18 @@
         kvbm.read    one batch from a lower tier into host memory
         kvbm.copy    one copy from host memory to the device
 
-The leader notes what has ended: an entry in a queue. A thread makes the spans of a request when the request has ended.
-What does not fit is dropped, and counted in an attribute if its request is known; nothing waits.
+The leader notes what has ended: an entry in a queue. A thread looks into the queue every POLL_S, because waking it for
+each entry would take the leader longer than the entry. It makes the spans of a request when the request has ended. What
+does not fit is dropped, and counted in an attribute if its request is known; nothing waits.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EnvironmentProblem
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 4096  # that have not ended
 MOST_NOTES = 256  # of a request
 MOST_QUEUED = 100_000
+POLL_S = 0.2
 END, LOOKUP, LOAD, INSIDE_LOAD = "finish", "lookup", "load", ("read", "copy")
 NS = 1_000_000_000
 MISSING = "`metrics.spans_endpoint` requires the OpenTelemetry SDK and its OTLP exporter"
@@ -74,7 +75,8 @@ class SpanRecorder:
         self._tracer = self._provider.get_tracer("kvbm")
         self._epoch_ns = time.time_ns() - int(clock() * NS)
         self._known: set[str] = set()  # of the leader's thread: requests whose trace context is noted
-        self._queue: SimpleQueue[tuple[SpanNote, Headers] | None] = SimpleQueue()
+        self._queue: deque[tuple[SpanNote, Headers]] = deque()
+        self._is_ending = threading.Event()
         self._requests: OrderedDict[str, _Request] = OrderedDict()  # of our thread
         self._thread = threading.Thread(target=self._run, name="kvbm-spans", daemon=True)
         threads.start(self._thread)
@@ -87,18 +89,23 @@ class SpanRecorder:
         elif note.request_id not in self._known and len(self._known) < MOST_REQUESTS:
             self._known.add(note.request_id)
             headers = self.headers_of(note.request_id)
-        if self._queue.qsize() < MOST_QUEUED:
-            self._queue.put((note, headers))
+        if len(self._queue) < MOST_QUEUED:
+            self._queue.append((note, headers))
 
     def close(self) -> None:
         """Export what has ended, for as long as the exporter takes at most."""
-        self._queue.put(None)
+        self._is_ending.set()
         self._thread.join()
         self._provider.shutdown()
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            note, headers = entry
+        while not self._is_ending.wait(POLL_S):
+            self._empty_queue()
+        self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        while self._queue:
+            note, headers = self._queue.popleft()
             if note.name == END:
                 if (request := self._requests.pop(note.request_id, None)) is not None:
                     self._make(note, request)
