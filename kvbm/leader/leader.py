@@ -370,7 +370,11 @@ class Leader(EngineTiers):
         Those of each tier are in order. Those of G3 come first: a block that was written to disk and then evicted from
         host memory is never in neither.
         """
-        return [event for store in reversed(self._stores()) for event in store.take_events()]
+        events = self._host.store.take_events()
+        for tier in self.lower_tiers:
+            for store in tier.stores:
+                events = store.take_events() + events
+        return events
 
     def has_events(self) -> bool:
         """Whether `take_events` would return something."""

@@ -141,6 +141,8 @@ class Announcer:
         """Accept the leader's new events; return those that are due in this step."""
         for event in events:
             self._follow(event)
+        if not (self._work or self._events or self._settings.repeat_s or self._repetition):
+            return []
         interval_s = self._settings.repeat_s
         if interval_s and self._clock() - self._repeated_s >= interval_s and self._repetition is None:
             self.announce_again()
