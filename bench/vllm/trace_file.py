@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,16 +22,27 @@ class TracedServer:
     directory: Path
 
     @classmethod
-    def start(cls, flags: Flags, *, host_bytes: int) -> TracedServer:
+    def start(
+        cls,
+        flags: Flags,
+        *,
+        host_bytes: int,
+        metrics: Mapping[str, object] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> TracedServer:
+        """`metrics` is that section of the profile."""
         directory = Path(tempfile.mkdtemp(prefix="trace-", dir="/tmp"))
         config = {
             "kv_connector": "TracedConnector",
             "kv_connector_module_path": "traced_connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"kvbm": {"tiers": {"host": {"capacity": f"{host_bytes >> 20}MiB"}}}},
+            "kv_connector_extra_config": {
+                "kvbm": {"tiers": {"host": {"capacity": f"{host_bytes >> 20}MiB"}}, "metrics": dict(metrics or {})}
+            },
         }
-        environment = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent.parent}", "TRACE_DIRECTORY": str(directory)}
-        return cls(Server.start("traced", flags, transfer_config=config, environment=environment), directory)
+        ours = {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent.parent}", "TRACE_DIRECTORY": str(directory)}
+        started = Server.start("traced", flags, transfer_config=config, environment={**ours, **(environment or {})})
+        return cls(started, directory)
 
     def events(self, side: str, kind: str) -> list[dict[str, Any]]:
         """All events of that kind so far, in order."""
