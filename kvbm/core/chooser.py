@@ -55,8 +55,8 @@ class ChainUse:
         [reused_end, ...)       new blocks; their mark is `fresh`
 
     `pause` is the class of the pause since the last known use of the end of the chain, 0 for the longest one.
-    `resident_pause` is that of the first block from `shared_end` on, if it is in the cache. Another chain may have used
-    it since, so it is never longer. With the longer one, this block could leave before the end of that chain.
+    `resident_pause` is the pause of the first block from `shared_end` on, if it is in the cache. Another chain may have
+    used it since, so it is never longer. With the longer one, this block could leave before the end of that chain.
     """
 
     hit: int
