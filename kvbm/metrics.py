@@ -161,6 +161,11 @@ class Counters:
     eviction_gain_percent: int = _counter(
         "percent of hits that the shadow cache of this order has more than that of LRU, in the last requests"
     )
+    hinted_requests: int = _counter("requests with a hint of their client, or with a session")
+    invalid_hints: int = _counter("hints that were ignored because their words or values are wrong")
+    hints_off: int = _counter("1 while hints are not followed, because they cost hits")
+    disk_eviction_order: int = _counter("like kvbm_eviction_order, of the disk")
+    disk_eviction_gain_percent: int = _counter("like kvbm_eviction_gain_percent, of the disk")
     onboard_failed_blocks: int = _counter(
         "promised blocks that the engine recomputed: a copy failed, or the disk failed or was too slow, "
         "which kvbm_disk_late_blocks also counts"

@@ -155,14 +155,14 @@ def start_with(name: str, flags: Flags, options: argparse.Namespace, config: dic
     return arm
 
 
-def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str) -> Arm:
+def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str, host_gb: float = 1.0) -> Arm:
     """Start LMCache's server, with more `arguments` if given, and vLLM."""
     port, http_port = free_port(), free_port()
     environment = {"PYTHONPATH": str(options.lmcache), "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
     argv = [
         *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost", "--port", str(port)),
         *("--http-host", "127.0.0.1", "--http-port", str(http_port), "--chunk-size", str(flags.block_tokens)),
-        *("--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", f"{host_gb:g}", "--l1-init-size-gb", f"{host_gb:g}", "--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "auto", "--shm-name", f"bench{http_port}"),
         *arguments,
     ]

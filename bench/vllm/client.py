@@ -11,7 +11,7 @@ import json
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from server import MODEL_NAME, Server
@@ -33,10 +33,19 @@ def random_prompt(seed: object, token_count: int) -> list[int]:
     return [choice.choice(VOCABULARY) for _ in range(token_count)]
 
 
-def complete(server: Server, prompt: Sequence[int], *, token_count: int = 8, salt: str | None = None) -> Answer:
-    """Request `token_count` tokens, greedily. No cache has the blocks of a prompt with a new `salt`."""
+def complete(
+    server: Server,
+    prompt: Sequence[int],
+    *,
+    token_count: int = 8,
+    salt: str | None = None,
+    fields: Mapping[str, object] | None = None,
+) -> Answer:
+    """Request `token_count` tokens, greedily. No cache has the blocks of a prompt with a new `salt`. `fields` are
+    further ones of the body."""
     body = json.dumps(
         {
+            **(fields or {}),
             **({} if salt is None else {"cache_salt": salt}),
             "model": MODEL_NAME,
             "prompt": list(prompt),

@@ -53,6 +53,11 @@ class DiskTierSection(Section):
     blocks: int | None = Field(
         default=None, ge=1, le=2**40, description="Disk space as a number of blocks; overrides `capacity`."
     )
+    eviction: Literal["lru", "adaptive"] = Field(
+        default="lru",
+        description="Which blocks leave a full disk: the least recently used ones (`lru`), or those that the requests "
+        "so far show to be the least useful (`adaptive`).",
+    )
     directory: str = Field(
         default="~/.cache/kvbm",
         min_length=1,

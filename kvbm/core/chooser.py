@@ -13,19 +13,25 @@ Memory: 8 bytes per block for the History, and a constant for the shadow caches.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 from kvbm.core.ranking import (
     ARRIVING,
+    CLASS_MASK,
+    DEMOTED,
+    GRACES_S,
     NEW,
+    OWNED,
     PAUSES,
     PAUSES_S,
     RESIDENT,
+    RETAINED,
     REUSED,
     SHARED,
     TABLES,
@@ -43,6 +49,40 @@ LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing co
 HISTORY_SHARE_BITS = 2  # one block of four is kept in the history
 
 _IS_SHARED = bytes(mark & SHARED for mark in range(256))
+_IS_RETAINED = bytes(mark & CLASS_MASK >= RETAINED for mark in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHint:
+    """What a client says of the chain of a request (docs/reference/hints.md).
+
+    Its first `retained` blocks are retained, in the class of graces `grace`. With `demotes`, the blocks that no earlier
+    request has used leave first. `owns`: the request is of a session; `continues_session`: its chain continues that of
+    the session's last request.
+    """
+
+    retained: int = 0
+    grace: int = 0
+    demotes: bool = False
+    owns: bool = False
+    continues_session: bool = False
+
+    def applied(self, marks: bytes, begin: int, *, hit: int, reused_end: int) -> bytes:
+        """Return the marks of the blocks from `begin` on, of which `hit` were in the cache, and `reused_end` used."""
+        changed = bytearray()
+        for position, mark in enumerate(marks, begin):
+            bits = mark & ~CLASS_MASK | (OWNED if self.owns and (self.continues_session or position >= hit) else 0)
+            if position < self.retained:
+                mark = RETAINED + self.grace
+            elif self.demotes and position >= reused_end:
+                mark = DEMOTED
+            changed.append(bits | mark & CLASS_MASK)
+        return bytes(changed)
+
+
+def grace_class(retain_s: float) -> int:
+    """Return the class of graces for a time; the longest one for longer times."""
+    return min(bisect_left(GRACES_S, retain_s), len(GRACES_S) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +97,7 @@ class ChainUse:
     `pause` is the class of the pause since the last known use of the end of the chain, 0 for the longest one.
     `resident_pause` is the pause of the first block from `shared_end` on, if it is in the cache. Another chain may have
     used it since, so it is never longer. With the longer one, this block could leave before the end of that chain.
+    `hint`: what a client says, if hints are followed.
     """
 
     hit: int
@@ -65,6 +106,7 @@ class ChainUse:
     pause: int
     resident_pause: int
     continues: bool
+    hint: ChainHint | None = None
 
     @property
     def fresh(self) -> int:
@@ -91,13 +133,18 @@ class ChainUse:
             if (upto := min(end, span_end)) > at:
                 marks += bytes([mark]) * (upto - at)
                 at = upto
-        return bytes(marks)
+        if self.hint is None:
+            return bytes(marks)
+        return self.hint.applied(bytes(marks), begin, hit=self.hit, reused_end=self.reused_end)
 
     def seen_by(self, positions: Sequence[int], hit: int) -> ChainUse:
         """Return the arrival in a shadow cache that has the first `hit` of the blocks at these positions."""
         shared_end = bisect_left(positions, self.shared_end)
         reused_end = max(hit, bisect_left(positions, self.reused_end))
-        return ChainUse(hit, shared_end, reused_end, self.pause, self.resident_pause, self.continues)
+        hint = self.hint
+        if hint is not None:
+            hint = replace(hint, retained=bisect_left(positions, hint.retained))
+        return ChainUse(hit, shared_end, reused_end, self.pause, self.resident_pause, self.continues, hint)
 
 
 def _pause_class(pause_s: float) -> int:
@@ -142,7 +189,8 @@ class History:
 
 
 class ShadowCache:
-    """A cache of sampled blocks with a fixed table. `gain` and `variance` compare its hits with those of LRU."""
+    """A cache of sampled blocks with a fixed table. `gain` and `variance` compare its hits with those of LRU, or, if it
+    follows hints, with those of the same table without hints."""
 
     def __init__(self, places: int, table: Table) -> None:
         self.table = table
@@ -170,14 +218,31 @@ class ShadowCache:
             self._names[slot] = names[at]
         kept = sorted(held + arrived, reverse=True)
         kept_slots = [slot for _, slot in kept]
-        order.mark(kept_slots, bytes([marks[at] for at, _ in kept]))
+        if order.has_hints:
+            order.remark([slot for _, slot in held], bytes([marks[at] for at, _ in held]))
+            order.mark([slot for _, slot in arrived], bytes([marks[at] for at, _ in arrived]))
+        else:
+            order.mark(kept_slots, bytes([marks[at] for at, _ in kept]))
         order.add(kept_slots)
         return hit
 
-    def note(self, hits: int, hits_of_lru: int) -> None:
+    def with_hints(self) -> ShadowCache:
+        """Return a copy that follows hints from now on."""
+        hinted = copy.deepcopy(self)
+        hinted.table = self.table
+        hinted.hits = hinted.gain = hinted.variance = 0.0
+        hinted._order.has_hints = True
+        hinted._order.use_table(self.table, follows_hints=True)
+        return hinted
+
+    def let_go(self, names: Sequence[int], *, demotes: bool) -> None:
+        slots = [slot for name in names if (slot := self._slots.get(name)) is not None]
+        self._order.let_go(self._order.owned(slots), [], demotes=demotes)
+
+    def note(self, hits: int, others: int) -> None:
         self.hits += hits
-        self.gain += hits - hits_of_lru
-        self.variance += (hits - hits_of_lru) ** 2
+        self.gain += hits - others
+        self.variance += (hits - others) ** 2
 
     def decay(self, factor: float) -> None:
         self.hits *= factor
@@ -203,13 +268,19 @@ class Adaptive:
         self._every = max(1, capacity_blocks // SHADOW_BLOCKS)
         places = -(-capacity_blocks // self._every)
         self._shadows = [ShadowCache(places, table) for table in TABLES]
+        self._hinted: list[ShadowCache] = []  # the same tables, with hints; from the first hint on
         self._current = self._shadows[0]
+        self.follows_hints = True
         self._sampled = 0
         self._clock_s: float | None = None
         self._time_s = 0.0
 
-    def arrive(self, hashes: Sequence[bytes], slots: Sequence[int], now_s: float) -> ChainUse:
+    def arrive(
+        self, hashes: Sequence[bytes], slots: Sequence[int], now_s: float, hint: ChainHint | None = None
+    ) -> ChainUse:
         """Note the arrival of a request for the chain `hashes`, of which the first ones are in `slots`."""
+        if hint is not None and not self._hinted:
+            self._begin_hints()
         time_s = self._pass_time(now_s)
         crcs = list(map(crc32, hashes))
         arrival = self._examine(crcs, slots, time_s)
@@ -220,8 +291,16 @@ class Adaptive:
             if crc % every == 0:
                 sampled.setdefault(crc, position)
         if sampled:
-            self._compare(list(sampled), list(sampled.values()), arrival, time_s)
-        return arrival
+            self._compare(list(sampled), list(sampled.values()), arrival, time_s, hint)
+        return replace(arrival, hint=hint) if hint is not None and self.follows_hints else arrival
+
+    def let_go(self, hashes: Sequence[bytes], listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
+        """Note that the session that owns these blocks of the chain `hashes` needs them no more, see Ranked.let_go."""
+        names = list(dict.fromkeys(crc for crc in map(crc32, hashes) if crc % self._every == 0))
+        for shadow in self._hinted:
+            shadow.let_go(names, demotes=demotes)
+        if self.follows_hints:
+            self.order.let_go(listed, others, demotes=demotes)
 
     def clear(self) -> None:
         """Forget what is known of blocks. The choice stays: it is about requests."""
@@ -232,6 +311,11 @@ class Adaptive:
         percent."""
         lru, current = self._shadows[0], self._current
         return TABLES.index(current.table), round(100 * current.gain / lru.hits) if lru.hits else 0
+
+    def _begin_hints(self) -> None:
+        self._hinted = [shadow.with_hints() for shadow in self._shadows]
+        self.order.has_hints = True
+        self.order.use_table(self._current.table, follows_hints=self.follows_hints)
 
     def _pass_time(self, now_s: float) -> float:
         passed_s = 0.0 if self._clock_s is None else now_s - self._clock_s
@@ -256,19 +340,32 @@ class Adaptive:
         if not continues:
             return ChainUse(hit, last + 1, last + 1, pause=0, resident_pause=0, continues=False)
         pause = resident_pause = _pause_class(time_s - used_s)
-        if shared_end < hit:
+        if order.has_hints and any(marks.translate(_IS_RETAINED)):
+            pause = resident_pause = PAUSES - 1  # others that were retained with it count as used later
+        elif shared_end < hit:
             resident_pause = max(pause, _pause_class(time_s - order.used_s(slots[shared_end])))
         return ChainUse(hit, shared_end, last + 1, pause, resident_pause, continues=True)
 
-    def _compare(self, names: Sequence[int], positions: Sequence[int], arrival: ChainUse, time_s: float) -> None:
+    def _compare(
+        self,
+        names: Sequence[int],
+        positions: Sequence[int],
+        arrival: ChainUse,
+        time_s: float,
+        hint: ChainHint | None,
+    ) -> None:
         hits = [shadow.use(names, positions, arrival, time_s) for shadow in self._shadows]
         for shadow, its_hits in zip(self._shadows, hits, strict=True):
             shadow.note(its_hits, hits[0])
+        hinted = arrival if hint is None else replace(arrival, hint=hint)
+        for shadow, hits_without in zip(self._hinted, hits, strict=False):
+            shadow.note(shadow.use(names, positions, hinted, time_s), hits_without)
         self._sampled += len(names)
         if self._sampled >= DECIDE_AFTER:
             self._current = self._decide()
-            self.order.use_table(self._current.table)
-            for shadow in self._shadows:
+            self.follows_hints = self._are_hints_harmless()
+            self.order.use_table(self._current.table, follows_hints=self.follows_hints and bool(self._hinted))
+            for shadow in (*self._shadows, *self._hinted):
                 shadow.decay(math.exp(-self._sampled / MEMORY_BLOCKS))
             self._sampled = 0
 
@@ -283,3 +380,11 @@ class Adaptive:
         best = max(self._shadows, key=score)  # LRU if none is better
         is_clear = best.gain > current.gain + STANDARD_ERRORS * math.sqrt(best.variance)
         return best if best is lru or current is lru or is_clear else current
+
+    def _are_hints_harmless(self) -> bool:
+        """Whether the current table has, with hints, not significantly fewer hits than without."""
+        if not self._hinted:
+            return True
+        hinted = self._hinted[TABLES.index(self._current.table)]
+        tolerated = STANDARD_ERRORS * math.sqrt(hinted.variance) + LEAST_GAIN * self._current.hits
+        return hinted.gain >= -tolerated

@@ -2,13 +2,17 @@
 
 Each block has a class, from what is known of its use when a request arrives:
 
+    DEMOTED    a hint says that no request will use it again
     NEW        no block of its chain is known, or none but a prefix that many share
     ARRIVING   not in the cache, but its chain continues known blocks; by the pause since their last use
     RESIDENT   in the cache when the request arrived; by the pause before that
+    RETAINED   a hint says that its chain comes back; by how long it may be away
 
 Each class is a list in the order of use. The victim is the head of one of these lists. A table says which: it has a
 weight and a least age for each class, and the victim is the head with the largest `weight * max(age, least age)`. With
-the table LRU, that is the least recently used block.
+the table LRU, that is the least recently used block. While hints are followed (docs/reference/hints.md), DEMOTED blocks
+come first, and the age of a RETAINED block begins when its time, the grace, has ended. Otherwise, these classes are
+like NEW and RESIDENT.
 
 Classes are monotone along a chain: a block's class is never lower than that of the block after it. With every table a
 chain therefore loses its tail first.
@@ -24,23 +28,31 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from kvbm.core.eviction import Order, SlotLists
-from kvbm.core.index import is_consecutive
+from kvbm.core.index import is_consecutive, picked
 
 PAUSES_S = (25.0, 100.0, 400.0)  # the limits between classes of pauses
 # A block that came back after such a pause counts as at least so old. Blocks behind it in a chain were last used before
 # the pause, so they are at least as old.
 LEAST_AGES_S = (0.0, *PAUSES_S)
 
-# Classes, from the tail of a chain to its head. ARRIVING and RESIDENT have one class per pause, the longest one first.
+# How long blocks may be retained. A time between two of them counts as the longer one. Powers of four, as the pauses.
+GRACES_S = (30.0, 120.0, 480.0, 1920.0)
+
+# Classes, from the tail of a chain to its head. ARRIVING and RESIDENT have one class per pause, the longest one first,
+# RETAINED has one per grace, the shortest one first.
 PAUSES = len(LEAST_AGES_S)
-NEW, ARRIVING, RESIDENT = 0, 1, 1 + PAUSES
-CLASSES = 1 + 2 * PAUSES
+DEMOTED, NEW, ARRIVING, RESIDENT = 0, 1, 2, 2 + PAUSES
+RETAINED = RESIDENT + PAUSES
+CLASSES = RETAINED + len(GRACES_S)
 CLASS_MASK, REUSED, SHARED = 0x0F, 0x10, 0x20  # the bits of a mark
+OWNED = 0x40  # only requests of one session have used the block
 PLAIN = ARRIVING + PAUSES - 1  # the mark of a block of which nothing is known, such as one read from disk
 PLAIN_MARK = bytes([PLAIN])
+_IS_HINTED = bytes(mark & CLASS_MASK >= RETAINED or mark & OWNED > 0 for mark in range(256))
+_OF_NEW_BLOCKS = bytes(mark for mark in range(256) if mark & CLASS_MASK <= NEW)
 LEAST_WINDOW = 32  # slots that are examined together; more while all of them are evicted
 TICK_S = 1e-6  # between two uses at the same time, so that their order is kept
 
@@ -59,17 +71,29 @@ class Table:
     admits_new: bool = True
 
     def weights(self) -> tuple[float, ...]:
-        return (self.new, *[self.arriving] * PAUSES, *[1.0] * PAUSES)
+        return (self.new, self.new, *[self.arriving] * PAUSES, *[1.0] * (PAUSES + len(GRACES_S)))
 
     def least_ages_s(self) -> tuple[float, ...]:
         ages = LEAST_AGES_S[::-1] if self.uses_pauses else (0.0,) * PAUSES
-        return (0.0, *ages, *ages)
+        return (0.0, 0.0, *ages, *ages, *[0.0] * len(GRACES_S))
 
 
 LRU = Table("lru", 1, 1, uses_pauses=False)
 PROBATION = Table("probation", 4, 1)
 INCUMBENTS = Table("incumbents", math.inf, 4, admits_new=False)
 TABLES = (LRU, PROBATION, INCUMBENTS)
+# A block that is written to a lower tier is new there, whatever it is above; its chain is known.
+IN_LOWER_TIER = bytes(
+    mark & (REUSED | SHARED)
+    | (its_class if (its_class := mark & CLASS_MASK) < RESIDENT else ARRIVING + min(its_class - RESIDENT, PAUSES - 1))
+    for mark in range(256)
+)
+NO_GRACES_S = (0.0,) * CLASSES
+
+
+def known_blocks(marks: bytes) -> int:
+    """Return how many of these marks are of blocks whose chain is known."""
+    return len(marks.translate(None, delete=_OF_NEW_BLOCKS))
 
 
 class Ranked(Order):
@@ -78,14 +102,19 @@ class Ranked(Order):
     def __init__(self, slot_count: int, table: Table = LRU) -> None:
         self.lists = SlotLists(slot_count, CLASSES)
         self.marks = bytearray([PLAIN]) * slot_count
+        self.has_hints = False  # whether a mark may be RETAINED or OWNED
         self.now_s = 0.0
         self._used_s = array("d", [-1.0]) * (slot_count + 1 + CLASSES)  # the nodes of the lists were never used
         self._nodes = range(self.lists.inactive, self.lists.inactive + CLASSES)
         self.use_table(table)
 
-    def use_table(self, table: Table) -> None:
+    def use_table(self, table: Table, *, follows_hints: bool = False) -> None:
         self.table = table
-        self._ranks = list(zip(self._nodes, table.weights(), table.least_ages_s(), strict=True))
+        weights, graces_s = table.weights(), NO_GRACES_S
+        if follows_hints:
+            weights, graces_s = (math.inf, *weights[1:]), (*NO_GRACES_S[:RETAINED], *GRACES_S)
+        ranks = list(zip(self._nodes, weights, table.least_ages_s(), graces_s, strict=True))
+        self._ranks = ranks if self.has_hints else ranks[NEW:RETAINED]  # without hints, the other lists are empty
 
     def advance_to(self, now_s: float) -> None:
         """Set the time of the next use. Time never goes back."""
@@ -107,6 +136,38 @@ class Ranked(Order):
                 all_marks[slot] = mark
                 used_s[slot] = now_s
 
+    def remark(self, slots: Sequence[int], marks: bytes) -> None:
+        """Like `mark`, for blocks that have marks already. A block stays RETAINED until its grace has ended, and OWNED
+        only if the new mark says so, too."""
+        self.mark(slots, self._merged(slots, marks) if self.has_hints else marks)
+
+    def _merged(self, slots: Sequence[int], marks: bytes) -> bytes:
+        former = bytes(picked(self.marks, slots))
+        if not any(former.translate(_IS_HINTED)) and not any(marks.translate(_IS_HINTED)):
+            return marks
+        merged = bytearray()
+        for slot, old, new in zip(slots, former, marks, strict=True):
+            its_class, old_class = new & CLASS_MASK, old & CLASS_MASK
+            if old_class > its_class and self._is_in_grace(slot, old_class):
+                its_class = old_class
+            merged.append(its_class | new & (REUSED | SHARED) | new & old & OWNED)
+        return bytes(merged)
+
+    def _is_in_grace(self, slot: int, its_class: int) -> bool:
+        return its_class >= RETAINED and self._used_s[slot] + GRACES_S[its_class - RETAINED] > self.now_s
+
+    def owned(self, slots: Iterable[int]) -> list[int]:
+        """Return those of `slots` whose blocks only requests of one session have used."""
+        return [slot for slot in slots if self.marks[slot] & OWNED]
+
+    def let_go(self, listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
+        """End the retention of OWNED blocks, a part of a chain: of those that are `listed` as inactive, and of others.
+        Each block behind them in a chain must be among them. With `demotes`, they are evicted first."""
+        mark = OWNED | REUSED | (DEMOTED if demotes else RESIDENT + PAUSES - 1)
+        self.lists.remove(listed)
+        self.mark([*listed, *others], bytes([mark]) * (len(listed) + len(others)))
+        self.add(listed[::-1])
+
     def add(self, slots: Sequence[int]) -> None:
         if not slots:
             return
@@ -120,9 +181,9 @@ class Ranked(Order):
                 self.lists.append(inactive + (marks[0] & CLASS_MASK), slots)
                 return
         else:
-            uniform = of_slots[first]
-            if [of_slots[slot] for slot in slots].count(uniform) == count:
-                self._append(inactive + (uniform & CLASS_MASK), slots)
+            scattered = picked(of_slots, slots)
+            if scattered.count(scattered[0]) == count:
+                self._append(inactive + (scattered[0] & CLASS_MASK), slots)
                 return
         for its_class, group in groupby(slots, key=lambda slot: of_slots[slot] & CLASS_MASK):
             self._append(inactive + its_class, group)
@@ -185,8 +246,9 @@ class Ranked(Order):
         room = max(0, min(len(marks), free + inactive))
         if self.table.admits_new:
             return room
-        known = min(room, len(marks) - marks.count(NEW))
-        new_in_cache = sum(1 for _ in islice(self.lists.walk(self.lists.inactive + NEW), max(0, room - free)))
+        known = min(room, known_blocks(marks))
+        new = chain.from_iterable(self.lists.walk(self.lists.inactive + one) for one in (DEMOTED, NEW))
+        new_in_cache = sum(1 for _ in islice(new, max(0, room - free)))
         return max(known, min(room, free + new_in_cache))
 
     def _lowest(self, heads: dict[int, int]) -> tuple[int, Callable[[int], bool]] | None:
@@ -194,15 +256,15 @@ class Ranked(Order):
         before the other heads. Of equal ones, the lowest class comes first. None if all lists are empty."""
         now_s, used_s = self.now_s + TICK_S, self._used_s
         ranks = [
-            (-weight * max(now_s - used_s[head], least_age_s), node, weight, least_age_s)
-            for node, weight, least_age_s in self._ranks
+            (-weight * max(now_s - used_s[head] - grace_s, least_age_s), node, weight, least_age_s, grace_s)
+            for node, weight, least_age_s, grace_s in self._ranks
             if (head := heads[node]) != node
         ]
         if not ranks:
             return None
         ranks.sort()
-        _, node, weight, least_age_s = ranks[0]
+        _, node, weight, least_age_s, grace_s = ranks[0]
         if len(ranks) == 1:
             return node, lambda slot: True
         limit = ranks[1][:2]
-        return node, lambda slot: (-weight * max(now_s - used_s[slot], least_age_s), node) < limit
+        return node, lambda slot: (-weight * max(now_s - used_s[slot] - grace_s, least_age_s), node) < limit

@@ -24,9 +24,9 @@ from enum import IntEnum
 from itertools import compress
 
 from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-from kvbm.core.chooser import LONGEST_CHAIN, Adaptive, ChainUse
+from kvbm.core.chooser import LONGEST_CHAIN, Adaptive, ChainHint, ChainUse
 from kvbm.core.eviction import LeastRecent, Order
-from kvbm.core.index import HashIndex
+from kvbm.core.index import HashIndex, picked
 from kvbm.core.ranking import PLAIN_MARK
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, Event, TierCleared
@@ -247,7 +247,7 @@ class BlockStore:
     def _unpin(self, slots: list[int]) -> None:
         unheld = self._drop_extra_pins(slots) if self._extra_pins else slots[::-1]
         states = self._states
-        if [states[slot] for slot in unheld].count(PINNED) < len(unheld):
+        if picked(states, unheld).count(PINNED) < len(unheld):
             self._free([slot for slot in unheld if states[slot] == ORPHANED])
             unheld = [slot for slot in unheld if states[slot] == PINNED]
         self._set_states(unheld, INACTIVE)
@@ -270,13 +270,23 @@ class BlockStore:
                 unheld.append(slot)
         return unheld
 
-    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+    def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
         """Note that a request for the chain `hashes` has arrived; its blocks get the marks that the ChainUse has for
         them when they are touched or registered. None with `eviction: lru`."""
         if self.adaptive is None:
             return None
         chain = hashes[:LONGEST_CHAIN]
-        return self.adaptive.arrive(chain, self._index.find_prefix(chain), now_s)
+        return self.adaptive.arrive(chain, self._index.find_prefix(chain), now_s, hint)
+
+    def let_go(self, hashes: Sequence[bytes], *, demotes: bool) -> None:
+        """Retain no longer those of a chain's blocks that only the session of `hashes` has used; with `demotes`, evict
+        them first. For adaptive eviction."""
+        if self.adaptive is None:
+            return
+        slots = self.adaptive.order.owned(dict.fromkeys(self._index.find_prefix(hashes)))
+        listed = [slot for slot in slots if self._states[slot] == INACTIVE]
+        others = [slot for slot in slots if self._states[slot] != INACTIVE]
+        self.adaptive.let_go(hashes, listed, others, demotes=demotes)
 
     def room(self, marks: bytes, taken: int = 0) -> int:
         """Return how many of the next blocks of a chain, which have these marks, this store would keep, if `taken`
@@ -299,7 +309,7 @@ class BlockStore:
             self._lists.remove(inactive)
             if marks and self.adaptive is not None:
                 known = compress(marks, [slot is not None for slot in found])
-                self.adaptive.order.mark(slots, bytes(known))
+                self.adaptive.order.remark(slots, bytes(known))
             self._order.add(inactive[::-1])
         if len(slots) == len(found):
             return []

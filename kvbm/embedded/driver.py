@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.embedded.engine.connector import ConnectorOutput
 from kvbm.embedded.worker_placement import ProcessWorker
-from kvbm.hashing import HASH_BYTES
+from kvbm.hashing import HASH_BYTES, extend, namespace, root
 from kvbm.leader.opening import EngineAtStart, Progress, known, open_leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.metrics import KvbmCollector
@@ -80,6 +80,7 @@ class KvbmScheduler:
         )
         self._progress = progress
         self._identity = known({})
+        self._namespace = b""
         self._step = (0, 0.0)  # tokens of the current step, and its start time
         self._pool: BlockPool | None = None
         self._handshake: WorkerHandshake | None = None
@@ -100,6 +101,7 @@ class KvbmScheduler:
         """`identity` is everything in the engine that determines the bytes and the hashes of a block. `doubt` says why
         it may not be, empty if it is."""
         self._pool = pool
+        self._namespace = namespace(identity)
         self._identity = known({"model": self._profile.engine.model, **identity}, doubt)
         self._create_leader()
 
@@ -132,6 +134,8 @@ class KvbmScheduler:
                 self._telemetry.trace,
                 spans=self._telemetry.spans(lambda request_id: None),
                 ended=self._telemetry.ended,
+                hint_of=self._hint_of,
+                chain_of=self._chain_of,
             ),
         )
         self._telemetry.watch(self._guarded, self._wake_engine)
@@ -139,6 +143,15 @@ class KvbmScheduler:
     def _tenant_of(self, request_id: str) -> bytes:
         request = self._requests.get(request_id)
         return b"" if request is None else request.tenant
+
+    def _chain_of(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
+        hashes: list[bytes] = []
+        extend(hashes, token_ids, block_size=self._block_tokens, root=root(self._namespace, salt=salt))
+        return hashes
+
+    def _hint_of(self, request_id: str) -> tuple[object, object]:
+        request = self._requests.get(request_id)
+        return (None, None) if request is None else ((request.kv_transfer_params or {}).get("kvbm"), None)
 
     @hook()
     def on_new_request(self, request: Request) -> None:

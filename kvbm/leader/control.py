@@ -20,19 +20,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvbm.hashing import tenant as tenant_of
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.lower_tier import LowerTier
+    from kvbm.leader.operations import Operations
     from kvbm.leader.slot_labels import SlotLabels
     from kvbm.metrics import Counters, Facts
 
 BUDGET_S = 0.002  # of a step
 PIECE_SLOTS = 65_536  # looked at in one piece
 PIECE_BLOCKS = 2048  # forgotten in one piece
-DURABLE_S = 0.7  # how long a clear waits for the disk
+DURABLE_S = 0.7  # how long a clear waits for the disk, and a pin for its reads
+PIN_S = 3600.0
 AGES_S = (60, 600, 3600, 86_400)  # bounds of the ages that `ls` counts
 MOST_TENANTS = 100  # in an answer
 MOST_WAITING = 16  # messages
@@ -58,6 +61,8 @@ class Cache(Protocol):
     def counters(self) -> Counters: ...
     @property
     def facts(self) -> Facts: ...
+    @property
+    def operations(self) -> Operations | None: ...
     def forget_host(self, tenant: bytes | None) -> None: ...
 
 
@@ -69,9 +74,11 @@ class _Message:
 
 
 class CacheControl:
-    """See the module's text. `submit` may be called by any thread, the rest by the leader's."""
+    """See the module's text. `submit` may be called by any thread, the rest by the leader's. `wake_after` lets an idle
+    engine take a step after so many seconds; it does nothing if the engine cannot be woken."""
 
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
+        self.wake_after: Callable[[float], None] = lambda delay_s: None
         self._cache = cache
         self._clock = clock
         self._inbox: deque[_Message] = deque()  # filled by any thread, emptied by the leader's
@@ -195,6 +202,7 @@ def _ls(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
         "block_tokens": int(facts.info.get("block_tokens", 0)),
         "ages_s": list(AGES_S),
         "tiers": tiers,
+        "pins": [] if cache.operations is None else cache.operations.pins(),
     }
 
 
@@ -274,4 +282,65 @@ def _note_reset(counters: Counters, tier: Tier, blocks: int) -> None:
         counters.add("{}_reset_blocks", tier, blocks)
 
 
-VERBS: dict[str, Callable[[Cache, Arguments, Callable[[], float]], Verb]] = {"ls": _ls, "clear": _clear}
+def _pin(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+    """Bring a chain to host memory, and hold what is there."""
+    operations, chain = _operations(cache), _chain(cache, arguments)
+    if operations.room <= 0:
+        raise Refused("pins hold as much of host memory as they may; `kvbm cache release` ends them")
+    answer = yield from _prefetch(cache, arguments, clock)
+    pinned = operations.pin(chain, float(arguments.get("seconds", PIN_S)))
+    if pinned is None:
+        raise Refused("there are too many pins; `kvbm cache release` ends them")
+    return {**answer, "pin": pinned[0], "pinned": pinned[1]}
+
+
+def _prefetch(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+    """Let lower tiers read what host memory lacks of a chain. Reads that take longer continue."""
+    operations, chain = _operations(cache), _chain(cache, arguments)
+    end_s = clock() + DURABLE_S
+    owner = tenant_of(arguments.get("salt"))
+    while is_late := operations.is_on_its_way(chain, owner):
+        if clock() >= end_s:
+            break
+        yield WAITS
+    operations.end_asking()
+    return {"blocks": len(chain), "in_host": cache.host.store.match(chain), "is_reading": is_late}
+
+
+def _release(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+    """Release one pin, or all."""
+    yield from ()
+    name = bytes.fromhex(arguments["pin"]) if "pin" in arguments else None
+    return {"released": _operations(cache).release(name)}
+
+
+def _limit(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:
+    """Set the part of host memory that hints may retain, for a tenant or for each."""
+    yield from ()
+    tenant = bytes.fromhex(arguments["tenant"]) if "tenant" in arguments else None
+    return {"blocks": _operations(cache).hints.limit(float(arguments["percent"]) / 100, tenant)}
+
+
+def _operations(cache: Cache) -> Operations:
+    if cache.operations is None:
+        raise Refused("this engine asks for blocks without their chains")
+    return cache.operations
+
+
+def _chain(cache: Cache, arguments: Arguments) -> Sequence[bytes]:
+    chain = _operations(cache).chain([int(one) for one in arguments["tokens"].split()], arguments.get("salt"))
+    if chain is None:
+        raise Refused("the blocks of this engine cannot be named by tokens")
+    if not chain:
+        raise Refused("the prompt is shorter than a block")
+    return chain
+
+
+VERBS: dict[str, Callable[[Cache, Arguments, Callable[[], float]], Verb]] = {
+    "ls": _ls,
+    "clear": _clear,
+    "pin": _pin,
+    "prefetch": _prefetch,
+    "release": _release,
+    "limit": _limit,
+}

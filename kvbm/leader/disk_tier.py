@@ -21,9 +21,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvbm.core.admission import FrequencyFilter
+from kvbm.core.ranking import IN_LOWER_TIER
 from kvbm.core.store import BlockStore
 from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
@@ -34,6 +36,7 @@ from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
+    from kvbm.core.chooser import ChainUse
     from kvbm.disk.known_rates import KnownRates
     from kvbm.disk.service.client import DiskSupervisor
 
@@ -58,6 +61,7 @@ class _Write:
     target: MutableBlocks
     blocks: int
     born_s: float
+    marks: bytes
     is_void: bool = False
     cleared: set[bytes] = field(default_factory=set)  # tenants whose blocks were cleared meanwhile
 
@@ -130,6 +134,14 @@ class DiskTier(LowerTier):
     @property
     def labels(self) -> SlotLabels:
         return self._labels
+
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        arrival, adaptive = self.store.arrive(hashes, now_s), self.store.adaptive
+        if arrival is not None and adaptive is not None:
+            self.store.touch(hashes[: arrival.hit], arrival.marks(0, arrival.hit))
+            table, self._counters.disk_eviction_gain_percent = adaptive.choice()
+            self._counters.disk_eviction_order = 1 + table
+        return arrival
 
     def refresh(self) -> None:
         """Detect a process that was replaced while the engine was idle."""
@@ -351,7 +363,11 @@ class DiskTier(LowerTier):
     def _empty_store(self) -> BlockStore:
         traits = self._settings.traits
         return BlockStore(
-            self._disk.slot_count, tier=Tier.DISK, hash_bytes=traits.hash_bytes, events=traits.publishes_events
+            self._disk.slot_count,
+            tier=Tier.DISK,
+            hash_bytes=traits.hash_bytes,
+            events=traits.publishes_events,
+            adaptive=self._settings.has_adaptive_disk,
         )
 
     def _admit(self, hashes: Sequence[bytes]) -> None:
@@ -408,7 +424,8 @@ class DiskTier(LowerTier):
                 continue
             self._counters.disk_evicted_blocks += evicted
             ticket = next(self._tickets)
-            self._writes[ticket] = _Write(source, target, len(source.slots), self._clock())
+            marks = self._host.marks_of(source.slots).translate(IN_LOWER_TIER)
+            self._writes[ticket] = _Write(source, target, len(source.slots), self._clock(), marks)
             self._departing.update(source.hashes)
             generations = self._host.generations_of(source.slots)
             tenants = self._host.labels.tenants_of(source.slots)
@@ -428,7 +445,7 @@ class DiskTier(LowerTier):
         written, failed = write.target.split(is_good)
         failed.release()
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
-        with written.stage(good).register() as blocks:
+        with written.stage(good).register(bytes(compress(write.marks, is_good))) as blocks:
             self._labels.begin(blocks.slots)
         self._counters.disk_offload_blocks += len(good)
         self._counters.disk_only_blocks += len(good) * self._settings.is_buffer

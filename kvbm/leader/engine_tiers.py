@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.host.region import Region
     from kvbm.leader.lower_tier import LowerTier, OpenTier
+    from kvbm.leader.operations import Operations
     from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,14 @@ class EngineTiers:
             hash_bytes=traits.hash_bytes,
             events=traits.publishes_events,
             adaptive=settings.has_adaptive_host,
+            marks_blocks=settings.has_adaptive_disk,
             clock=clock,
         )
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)
         self._context = TierContext(self._host, settings, self.counters, self._rates, callbacks)
         self.lower_tiers: tuple[LowerTier, ...] = tuple(open_tier(self._context) for open_tier in open_tiers)
         self._host.listeners = self.lower_tiers
+        self.operations: Operations | None = None
         self.control = CacheControl(self, clock)
 
     @property

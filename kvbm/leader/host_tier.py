@@ -22,13 +22,14 @@ from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.index import is_consecutive
+from kvbm.core.ranking import PLAIN_MARK
 from kvbm.core.store import BlockStore
 from kvbm.leader.slot_labels import SlotLabels
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-    from kvbm.core.chooser import ChainUse
+    from kvbm.core.chooser import ChainHint, ChainUse
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 
@@ -73,6 +74,7 @@ class HostTier:
         hash_bytes: int = 16,
         events: bool = False,
         adaptive: bool = False,
+        marks_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.region = region
@@ -83,6 +85,10 @@ class HostTier:
         self.labels = SlotLabels(region.slot_count, clock)
         self.listeners: Sequence[HostListener] = ()
         self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
+        # What is known of the block in each slot: kept by adaptive eviction, else for the disk's.
+        self._marks = bytearray(region.slot_count if marks_blocks else 0)
+        if self.store.adaptive is not None:
+            self._marks = self.store.adaptive.order.marks
         self._counters = counters
         counters.eviction_order = int(adaptive)
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
@@ -90,10 +96,11 @@ class HostTier:
         self._steps = 0
         self._next_slot = 0
 
-    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+    def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
         """Note that a request for the chain `hashes` has arrived, and return what it is to adaptive eviction."""
-        arrival, adaptive = self.store.arrive(hashes, now_s), self.store.adaptive
+        arrival, adaptive = self.store.arrive(hashes, now_s, hint), self.store.adaptive
         if adaptive is not None:
+            self._counters.hints_off = int(not adaptive.follows_hints)
             table, self._counters.eviction_gain_percent = adaptive.choice()
             self._counters.eviction_order = 1 + table
         return arrival
@@ -158,7 +165,14 @@ class HostTier:
             for slot in slots:
                 generations[slot] = target.generation
         self.labels.begin(slots)
+        if self._marks and self.store.adaptive is None:
+            for slot, mark in zip(slots, marks or PLAIN_MARK * len(slots), strict=True):
+                self._marks[slot] = mark
         return proven.stage(hashes).register(marks)
+
+    def marks_of(self, slots: Sequence[int]) -> bytes:
+        """Return the mark of the block in each slot; empty if no tier evicts adaptively."""
+        return bytes(map(self._marks.__getitem__, slots)) if self._marks else b""
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""

@@ -22,12 +22,15 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from kvbm.core.chooser import LONGEST_CHAIN
 from kvbm.core.groups import StateGroup, hits_to_keep
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
+from kvbm.leader.hints import Hint, Hints, Invalid, parsed
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
+from kvbm.leader.operations import Operations
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.request import LiveRequest, LoadResults, OffloadProgress
 from kvbm.leader.settings import SpanNote
@@ -36,6 +39,7 @@ from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
 
 if TYPE_CHECKING:
+    from kvbm.core.chooser import ChainUse
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.lower_tier import OpenTier
@@ -64,6 +68,7 @@ class Leader(EngineTiers):
         self._is_one_chain = settings.can_cut_loads
         self._has_states = any(isinstance(group, StateGroup) for group in self._groups)
         self._tenant_of = callbacks.tenant_of
+        self._hint_of = callbacks.hint_of
         self._trace = callbacks.trace
         self._spans = callbacks.spans
         self._ended = callbacks.ended
@@ -77,6 +82,8 @@ class Leader(EngineTiers):
         self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
+        self.hints = Hints(self._host.store, callbacks.clock)
+        self._operations = self.operations = Operations(context, tiers, self._prefetches, self.hints)
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
         self._has_computed = False  # in the last step
@@ -93,7 +100,7 @@ class Leader(EngineTiers):
         request = self._live(request_id)
         request.asked_blocks = end
         if self._is_one_chain and not request.has_probed:
-            request.offloads[0].arrival = self._host.arrive(hashes, began_s)
+            request.offloads[0].arrival = self._arrive(request, hashes, began_s)
         blocks = self._matching.match(request, hashes, start, end)
         self._note_lookup(request_id, began_s, blocks)
         if self._trace is not None:
@@ -141,6 +148,15 @@ class Leader(EngineTiers):
         request.lower_tokens = load.lower_tokens()
         for tier in self.lower_tiers:
             self._slices.run(tier.hit, wanted)
+
+    def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Return what the chain of a request is to host memory; without adaptive eviction there, to the disk."""
+        below = [use for tier in self.lower_tiers if (use := tier.arrive(hashes, now_s)) is not None]
+        if request.hint is None or not self._settings.has_adaptive_host:
+            arrival = self._host.arrive(hashes, now_s)
+        else:
+            arrival = self._host.arrive(hashes, now_s, self.hints.arrive(request.hint, request.tenant, hashes))
+        return below[0] if arrival is None and below else arrival
 
     def _note_lookup(self, request_id: str, began_s: float, found: int | None) -> None:
         ended_s = self._clock()
@@ -239,6 +255,7 @@ class Leader(EngineTiers):
             tier.step(computes=self._has_computed)
         self._has_computed = False
         self._prefetches.step()
+        self._operations.step()
         self._slices.step()
         self._matching.long_matches.step()
         plan = StepPlan(
@@ -296,6 +313,8 @@ class Leader(EngineTiers):
         return (
             bool(self._results)
             or self._slices.has_work()
+            or self._prefetches.has_work()
+            or self._operations.has_work()
             or self._onboards.is_under_way(within_steps=patience)
             or self.is_busy()
             or self._offloads.is_under_way(within_steps=patience)
@@ -304,7 +323,8 @@ class Leader(EngineTiers):
     def needs_settle(self) -> bool:
         """Whether `settle` may have something to do although no rank has written a word: it alone notices what the
         lower tiers have read and written."""
-        return bool(self._results) or bool(self._onboards.ended) or self._onboards.is_reading() or self.is_busy()
+        has_reads = self._onboards.is_reading() or self._prefetches.has_work()
+        return bool(self._results) or bool(self._onboards.ended) or has_reads or self.is_busy()
 
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers continue.
@@ -338,12 +358,19 @@ class Leader(EngineTiers):
                 recent = hashes[:end]  # once: a long chain is copied
                 for store in self._stores():
                     self._slices.run(store.touch, recent)
+        if request.hint is not None and self._is_one_chain:
+            self._end_hint(request.hint, request.tenant, chains[0])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
             disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
             host = request.hit_blocks - disk - shared
             self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
             self.counters.count_match(request.hit_blocks, request.probed_blocks)
+
+    def _end_hint(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> None:
+        self.hints.finish(hint, tenant, chain)
+        if hint.prefetch_s is not None and self._operations.want_later(chain[:LONGEST_CHAIN], tenant, hint.prefetch_s):
+            self.control.wake_after(hint.prefetch_s)
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
         """Forget every block, in every tier. Transfers in flight end as failed; live requests computed with the old
@@ -398,7 +425,18 @@ class Leader(EngineTiers):
             tenant = self._tenant_of(request_id)
             offloads = [OffloadProgress(tenant, group.looks_back_over_all) for group in self._groups]
             request = self._requests[request_id] = LiveRequest(request_id, tenant, offloads)
+            request.hint = self._read_hint(request_id)
         return request
+
+    def _read_hint(self, request_id: str) -> Hint | None:
+        try:
+            hint = parsed(*self._hint_of(request_id))
+        except Invalid as why:
+            self.counters.invalid_hints += 1
+            log.debug("kvbm: a hint is ignored: %s", why)
+            return None
+        self.counters.hinted_requests += hint is not None
+        return hint
 
     def _queues(self) -> dict[str, tuple[int, float | None]]:
         return {"offload": self._offloads.queue(), "onboard": self._onboards.queue(), **super()._queues()}
@@ -408,6 +446,8 @@ class Leader(EngineTiers):
         self._offloads.reset()
         self._onboards.reset()
         self._prefetches.reset()
+        self.hints.reset()
+        self._operations.reset()
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 

@@ -3,6 +3,7 @@
 Blocks are written to a lower tier from host memory, and a load reads them into host memory first. The leader's thread
 owns each tier, and calls in this order:
 
+    arrive                      a request arrives, with its whole chain
     refresh, match              before and during a lookup: what can be read, without starting anything
     claim, fetch                a load begins: hold what is there, and start its reads one after the other
     registered, hit, used       blocks were registered in host memory, hit, or used: the tier decides what it writes
@@ -23,6 +24,7 @@ from kvbm.leader.host_tier import HostListener
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.chooser import ChainUse
     from kvbm.core.store import BlockStore
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
@@ -69,6 +71,10 @@ class LowerTier(HostListener, Protocol):
         """The metadata of a tier whose blocks can be pinned, one at most. They are evicted in order of last use, and
         reported in events."""
         return ()
+
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived; return what it is to adaptive eviction here."""
+        return None
 
     def refresh(self) -> None:
         """Note what has changed while the engine was idle. Call before a lookup."""

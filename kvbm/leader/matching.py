@@ -195,14 +195,5 @@ class Matching:
 
     def _prefetch(self, request: LiveRequest, hashes: Sequence[bytes], at: int, end: int) -> None:
         """Queue the blocks of a chain in lower tiers for a later request. Those up to `at` are promised."""
-        chain = hashes[:end]
-        while self._tiers and at < end and not self._counters.disabled:
-            for tier in self._tiers:
-                if count := tier.match(hashes, at, end):
-                    extents = tier.extents_of(hashes, at, at + count)
-                    self._prefetches.want(tier, hashes[at : at + count], request.tenant, extents)
-                    break
-            else:
-                if not (count := self._host.store.match(chain, at)):
-                    return
-            at += count
+        if not self._counters.disabled:
+            self._prefetches.want_chain(hashes, at, end, request.tenant)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import NEW, PLAIN_MARK
+from kvbm.core.ranking import PLAIN_MARK, known_blocks
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Offloads:
         the one before it.
         """
         store = self._host.store
-        kept = len(marks) - marks.count(NEW)
+        kept = known_blocks(marks)
         if self._settings.to_host != "second_hit":
             kept = store.room(marks, taken=collected)
         if kept >= min(len(absent), store.available - collected):

@@ -48,7 +48,7 @@ class Prefetches:
         self._size = max(1, min(context.settings.batch_blocks, self._host.capacity_blocks // SHARES_OF_G2))
         self._wanted: defaultdict[LowerTier, deque[_Wanted]] = defaultdict(deque)  # oldest first
         self._queued: set[bytes] = set()  # hashes, or names of extents
-        self._open: set[Fetch] = set()
+        self._open: dict[Fetch, LowerTier] = {}
 
     def want(
         self, tier: LowerTier, hashes: Sequence[bytes], tenant: bytes | None, extents: Sequence[Extent] = ()
@@ -65,9 +65,31 @@ class Prefetches:
         batches = (tuple(fresh[at : at + self._size]) for at in range(0, len(fresh), self._size))
         self._wanted[tier] += (_Wanted(batch, tenant) for batch in batches)
 
+    def want_chain(self, hashes: Sequence[bytes], at: int, end: int, tenant: bytes) -> None:
+        """Queue the blocks of `hashes[at:end]` that are in a lower tier, up to the first one that is in no tier."""
+        chain = hashes[:end]
+        while self._tiers and at < end:
+            for tier in self._tiers:
+                if count := tier.match(hashes, at, end):
+                    extents = tier.extents_of(hashes, at, at + count)
+                    self.want(tier, hashes[at : at + count], tenant, extents)
+                    break
+            else:
+                if not (count := self._host.store.match(chain, at)):
+                    return
+            at += count
+
+    def has_work(self) -> bool:
+        """Whether a read is due or in flight, in a tier that is on."""
+        return any(tier.is_on for tier in self._open.values()) or any(
+            wanted and tier.is_on for tier, wanted in self._wanted.items()
+        )
+
     def step(self) -> None:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
-        self._open = {fetch for fetch in self._open if not fetch.has_ended}
+        if not self._open and not self._wanted:
+            return
+        self._open = {fetch: tier for fetch, tier in self._open.items() if not fetch.has_ended}
         for tier, wanted in self._wanted.items():
             while wanted and len(self._open) < READS_AT_A_TIME and tier.reads.has_room(len(wanted[0].hashes)):
                 hashes, tenant, extent = wanted.popleft()
@@ -76,7 +98,7 @@ class Prefetches:
                 if extent is None:
                     due = [one for one in due if tier.contains(one)]
                 if due and not tier.has_lost(due, extent) and (fetch := tier.fetch(due, tenant, extent)) is not None:
-                    self._open.add(fetch)
+                    self._open[fetch] = tier
 
     def reset(self) -> None:
         self._wanted.clear()

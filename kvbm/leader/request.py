@@ -15,6 +15,7 @@ from kvbm.leader.settings import SpanNote
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.chooser import ChainUse
+    from kvbm.leader.hints import Hint
     from kvbm.leader.lower_tier import Claim, LowerTier
     from kvbm.leader.open_reads import Extent, Fetch, OpenReads
     from kvbm.leader.rates import Rates
@@ -57,7 +58,7 @@ class LiveRequest:
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
     does not accept failed loads. `match_restarts`: how often its long match began again. `extents` are those that its
     last match found. `lower_tokens` are the tokens last promised to it from each lower tier, `lower_hits` the blocks
-    that it got from there.
+    that it got from there. `hint` is what its client says of its chain.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class LiveRequest:
     match_restarts: int = 0
     asked_blocks: int = 0
     extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
+    hint: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ class LeaderCallbacks:
     held G1 block, whatever happens to its request. `tenant_of(request_id)` returns the tenant of a live request; it
     does not change while the request lives. `trace` gets the name and the values of each decision. `notes_of(hashes)`
     returns what is kept on disk next to each block, for the next start; empty for none. `clock` returns seconds.
+    `hint_of(request_id)` returns the hint of a live request as its client wrote it, and the session that the engine
+    knows; None for what it has not. `chain_of(token_ids, salt)` returns the hashes of the full blocks of a prompt; None
+    if the engine has several chains for it.
     `spans` gets what was done for each request; None if spans are off. `ended` gets the chain of each request that has
     ended, and how many of its first blocks were looked up; None without `metrics.capacities`.
     """
@@ -50,6 +53,8 @@ class LeaderCallbacks:
     clock: Callable[[], float] = time.monotonic
     spans: Callable[[SpanNote], None] | None = None
     ended: Callable[[Sequence[bytes], int], None] | None = None
+    hint_of: Callable[[str], tuple[object, object]] = lambda request_id: (None, None)
+    chain_of: Callable[[Sequence[int], str | None], Sequence[bytes] | None] = lambda token_ids, salt: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +113,8 @@ class LeaderSettings:
     Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
     blocks only pass through it to the disk. With `has_adaptive_host`, it evicts as docs/concepts/eviction.md describes,
-    else the least recently used block. `to_host` says which blocks are copied there: `auto`, `always` or `second_hit`.
+    else the least recently used block; with `has_adaptive_disk`, the disk does. `to_host` says which blocks are copied
+    to host memory: `auto`, `always` or `second_hit`.
     `shared` is None unless the profile has the tier, which may be off anyway.
     """
 
@@ -126,6 +132,7 @@ class LeaderSettings:
     reads_always: bool = False
     is_buffer: bool = False
     has_adaptive_host: bool = False
+    has_adaptive_disk: bool = False
     to_host: str = "auto"
     disk: TierPolicy = TierPolicy()
     shared: TierPolicy | None = None
@@ -156,6 +163,7 @@ class LeaderSettings:
             is_buffer=tiers.host is None,
             to_host=offload.to_host,
             has_adaptive_host=tiers.host is not None and tiers.host.eviction == "adaptive",
+            has_adaptive_disk=tiers.disk is not None and tiers.disk.eviction == "adaptive",
             disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
             shared=shared,
         )

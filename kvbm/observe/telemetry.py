@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.metrics import KvbmCollector
+from kvbm.observe.alarm import Alarm
 from kvbm.observe.capacity_curve import CapacityCurve
 from kvbm.observe.control_desk import ControlDesk
 from kvbm.observe.control_route import read_token
@@ -91,6 +92,7 @@ class Telemetry:
         self._engine = engine
         self._control_directory = control_directory
         self._control: ControlServer | None = None
+        self._alarm: Alarm | None = None
         self._log_interval_s = settings.log_interval_s
         self._trace = DecisionTrace(Path(settings.record_directory)) if settings.record else None
         self._spans = SpanRecorder(settings.spans_endpoint) if settings.spans_endpoint else None
@@ -123,6 +125,9 @@ class Telemetry:
         """Start to report on `leader`, and to pass messages to it. `wake()` lets an idle engine take a step; None if
         nothing can."""
         desk = ControlDesk(leader.control, wake, engine=self._engine)
+        if wake is not None:
+            self._alarm = Alarm(wake)
+            leader.control.wake_after = self._alarm.after
         self._control = opened(self._control_directory, desk, engine=self._engine)
         if self._server is not None:
             self._server.control(desk)
@@ -137,6 +142,6 @@ class Telemetry:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._control, self._log, self._server, self._trace, self._spans, self._curve):
+        for part in (self._control, self._alarm, self._log, self._server, self._trace, self._spans, self._curve):
             if part is not None:
                 part.close()

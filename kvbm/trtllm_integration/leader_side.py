@@ -37,6 +37,7 @@ from kvbm.observe.telemetry import Telemetry
 from kvbm.trtllm_integration.identity import identity
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.request_key import RequestKey, request_key
+from kvbm.trtllm_integration.retention import hint_of
 
 if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig
@@ -67,6 +68,7 @@ class TrackedRequest:
     hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     priorities: list[int] | None = None
+    hint: object = None
     start: int = 0
     matched: int = 0
     is_reported: bool = False
@@ -123,10 +125,15 @@ class LeaderSide:
                 self._telemetry.trace,
                 spans=self._telemetry.spans(lambda request_id: None),
                 ended=self._telemetry.ended,
+                hint_of=self._hint_of,
             ),
         )
         self._telemetry.watch(self.leader)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(reports))
+
+    def _hint_of(self, request_id: str) -> tuple[object, object]:
+        tracked = self._requests.get(int(request_id))
+        return None if tracked is None else tracked.hint, None
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
@@ -247,6 +254,7 @@ class LeaderSide:
         if tracked is None:
             key = request_key(request, has_adapters=self._facts.has_adapters, has_salts=self._has_salts)
             tracked = self._requests[request_id] = TrackedRequest(request_id, key, tokens, len(tokens))
+            tracked.hint = hint_of(request)
         else:
             if tracked.is_reported:
                 self._forget_progress(tracked)

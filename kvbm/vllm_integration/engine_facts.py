@@ -21,6 +21,7 @@ class VllmFacts:
     `continues_prompts`: the engine can compute more than the last token of a prompt after a hit. `gives_up_blocks`: it
     frees the blocks of a failed load. `publishes_events`: vLLM publishes KV events. `encodes_here`: the engine computes
     every encoding of media itself, and from the content alone. `info`: labels of the metric `kvbm_info`.
+    `hash_algorithm`: vLLM's name of the one for block hashes.
     """
 
     rank_count: int
@@ -31,6 +32,7 @@ class VllmFacts:
     publishes_events: bool = False
     encodes_here: bool = True
     info: dict[str, str] = field(default_factory=dict)
+    hash_algorithm: str = "sha256"
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> VllmFacts:
@@ -40,6 +42,7 @@ class VllmFacts:
         return cls(
             rank_count_of(vllm_config),
             hash_bytes=len(get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)(b"")),
+            hash_algorithm=vllm_config.cache_config.prefix_caching_hash_algo,
             # vLLM resets the rank to 0 if engines share no experts.
             index=int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)),
             continues_prompts=_continues_prompts(vllm_config),

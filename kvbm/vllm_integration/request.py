@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 UNLIMITED = 1 << 62
+HINT_ACTION = "kvbm"  # the `action_type` of a hint in vLLM's `kv_hints`
 BYPASS = {"max_load_tokens": 0, "max_offload_tokens": 0}
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,37 @@ class VllmRequest:
     def named_tokens(self, limit: int) -> int:
         """Return how many of the first `limit` tokens can be kept or looked up."""
         return limit if self.media is None else min(limit, self.media.certain_tokens())
+
+    def hint(self) -> object:
+        """Return the hint of the client for kvbm: in `kv_transfer_params`, else in the first action of `kv_hints` that
+        is for kvbm. Checked by the leader."""
+        params = self.request.kv_transfer_params
+        if isinstance(params, dict) and "kvbm" in params:
+            return params["kvbm"]
+        envelope = getattr(self.request, "kv_hints", None)
+        actions = () if envelope is None else envelope.actions
+        return next((one.payload for one in actions if one.action_type == HINT_ACTION), None)
+
+
+def prompt_hashes(
+    token_ids: Sequence[int], salt: str | None, block_tokens: int, hash_algorithm: str
+) -> Sequence[bytes] | None:
+    """Return vLLM's block hashes of a prompt without media and adapter. None if this vLLM makes requests in another
+    way."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+    from vllm.v1.request import Request
+
+    hasher = get_request_block_hasher(block_tokens, get_hash_fn_by_name(hash_algorithm))
+    try:
+        request = Request(
+            "kvbm", list(token_ids), SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher
+        )
+    except TypeError:  # its arguments differ between versions
+        return None
+    hashes: Sequence[bytes] = request.block_hashes
+    return hashes
 
 
 def _is_named(request: Request) -> bool:

@@ -33,9 +33,10 @@ from kvbm.vllm_integration import idle_engine
 from kvbm.vllm_integration.adapters import Adapters
 from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.block_tables import tables_of
+from kvbm.vllm_integration.cache_groups import is_plain
 from kvbm.vllm_integration.descriptions import forms_of
 from kvbm.vllm_integration.media import Media
-from kvbm.vllm_integration.request import UNLIMITED, VllmRequest
+from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, prompt_hashes
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
 from kvbm.vllm_integration.worker_side import NOTHING, Handshake, StepOrders, progress_log
@@ -165,6 +166,8 @@ class SchedulerSide:
                 notes_of,
                 spans=self._telemetry.spans(self._trace_headers_of),
                 ended=self._telemetry.ended,
+                hint_of=self._hint_of,
+                chain_of=self._chain_of,
             ),
         )
         self._telemetry.watch(self.leader, idle_engine.wake)
@@ -189,6 +192,16 @@ class SchedulerSide:
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(request_id)
         return b"" if tracked is None else tenant(tracked.request.cache_salt)
+
+    def _chain_of(self, token_ids: Sequence[int], salt: str | None) -> Sequence[bytes] | None:
+        """Return the hashes of a prompt of plain tokens, if one chain names its blocks."""
+        if not is_plain(self._groups):
+            return None
+        return prompt_hashes(token_ids, salt, self._groups[0].group.block_tokens, self._facts.hash_algorithm)
+
+    def _hint_of(self, request_id: str) -> tuple[object, object]:
+        tracked = self._requests.get(request_id)
+        return (None, None) if tracked is None else (tracked.hint(), getattr(tracked.request, "session_id", None))
 
     def _trace_headers_of(self, request_id: str) -> Mapping[str, str] | None:
         """Return the trace context of a request; vLLM has it if its own spans are on."""

@@ -17,7 +17,8 @@ from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.schema import Lmbenchmark, Schedule, Trace, Workload, as_definition
+from kvbm_cli.bench.workload.hints import with_hints
+from kvbm_cli.bench.workload.schema import AgenticCoding, Lmbenchmark, Schedule, Trace, Workload, as_definition
 from kvbm_cli.bench.workload.script import Script, Writer
 
 
@@ -127,6 +128,8 @@ def warnings_of(workload: Workload) -> list[str]:
 
 def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
     """UsageError or ProfileError for a file of the workload that is missing or wrong."""
+    if isinstance(workload, Trace | AgenticCoding) and workload.hints:
+        return with_hints(script_of(workload.model_copy(update={"hints": False}), writer, seed=seed))
     if isinstance(workload, Trace):
         return trace_script(
             Path(workload.file),

@@ -164,6 +164,70 @@ def cache_clear(
     return clear_caches(dir_, profile or (), salt=salt, is_sure=yes)
 
 
+RunningArgument = Annotated[str, argument("RUN", "Name of a running engine, such as `demo-1`.", living_runs)]
+TextOption = Annotated[str | None, option("--text", "TEXT", "The beginning of prompts, as text.")]
+TokensOption = Annotated[str | None, option("--tokens", "ID,ID", "The beginning of prompts, as token ids.")]
+PrefixFileOption = Annotated[Path | None, path_option("--file", "FILE", "The beginning of prompts, a file of UTF-8.")]
+SaltOption = Annotated[str | None, option("--salt", "SALT", "Cache salt of the requests.")]
+
+
+@cache_app.command("pin", cls=Command)
+def cache_pin(
+    run: RunningArgument,
+    text: TextOption = None,
+    tokens: TokensOption = None,
+    file: PrefixFileOption = None,
+    time: Annotated[str, option("--for", "TIME", "How long, such as `10m` or `2h`.")] = "1h",
+    salt: SaltOption = None,
+) -> int:
+    """Hold prompts in host memory for a time."""
+    from kvbm_cli.cache import live_chains
+
+    return live_chains.pin(run, live_chains.Prefix(text, tokens, file, salt), time=time)
+
+
+@cache_app.command("prefetch", cls=Command)
+def cache_prefetch(
+    run: RunningArgument,
+    text: TextOption = None,
+    tokens: TokensOption = None,
+    file: PrefixFileOption = None,
+    salt: SaltOption = None,
+) -> int:
+    """Bring prompts from lower tiers."""
+    from kvbm_cli.cache import live_chains
+
+    return live_chains.prefetch(run, live_chains.Prefix(text, tokens, file, salt))
+
+
+@cache_app.command("release", cls=Command)
+def cache_release(
+    run: RunningArgument,
+    pin: Annotated[str | None, argument("PIN", "Name of a pin, as `pin` shows it [default: all pins].")] = None,
+) -> int:
+    """End pins."""
+    from kvbm_cli.cache import live_chains
+
+    return live_chains.release(run, pin)
+
+
+@cache_app.command("limit", cls=Command)
+def cache_limit(
+    run: RunningArgument,
+    percent: Annotated[str, argument("PERCENT", "Part of host memory, such as `10%`; `0%` for none.")],
+    salt: SaltOption = None,
+    tenant_digest: Annotated[
+        str | None, option("--tenant-digest", "HEX", "Like --salt, as `ls RUN --json` names a tenant.")
+    ] = None,
+) -> int:
+    """Limit what hints may retain.
+
+    The limit is a part of host memory, for each tenant or for one."""
+    from kvbm_cli.cache import live_chains
+
+    return live_chains.limit(run, percent, salt=salt, digest=tenant_digest)
+
+
 @cache_app.command("export-stats", cls=Command)
 def cache_export_stats(
     dir_: CacheDirectoryOption = None,

@@ -24,7 +24,7 @@ DIGEST_DIGITS = 32
 
 def list_blocks(reference: str, *, as_json: bool) -> int:
     """Return 1 if an engine refused."""
-    run = _run(reference)
+    run = live_run(reference)
     replies = ask(run, {"verb": "ls"})
     if as_json:
         print_json([{"engine": one.engine, "refused": one.refused, **one.answer} for one in replies])
@@ -34,12 +34,12 @@ def list_blocks(reference: str, *, as_json: bool) -> int:
             print_data(table([HEAD, *rows], right=range(3, len(HEAD))))
         for one in replies:
             print_data("\n".join(["", *_summary(one)]) if one.answer else "")
-    return _note_refusals(replies)
+    return note_refusals(replies)
 
 
 def clear_blocks(reference: str, *, tier: str | None, salt: str | None, digest: str | None, is_sure: bool) -> int:
     """Return 1 if the user did not confirm, if an engine refused, or if the disk has not confirmed."""
-    run, owner = _run(reference), _owner(salt, digest)
+    run, owner = live_run(reference), owner_of(salt, digest)
     if tier is not None and tier not in TIERS:
         hint = "`kvbm cache purge --url URL` deletes objects, which engines share" if tier == "G4" else None
         raise UsageError(f"`--tier {tier}` cannot be cleared: it must be G2 or G3", hint=hint)
@@ -55,10 +55,10 @@ def clear_blocks(reference: str, *, tier: str | None, salt: str | None, digest: 
         if late := one.answer.get("not_durable"):
             print_note(f"G3 is off until its blocks are deleted from disk: {late}")
             status = 1
-    return max(status, _note_refusals(replies))
+    return max(status, note_refusals(replies))
 
 
-def _run(reference: str) -> EngineRun:
+def live_run(reference: str) -> EngineRun:
     run = Runs.of_user().one(reference)
     if run.is_elsewhere:
         raise EnvironmentProblem(
@@ -67,7 +67,7 @@ def _run(reference: str) -> EngineRun:
     return run
 
 
-def _owner(salt: str | None, digest: str | None) -> str | None:
+def owner_of(salt: str | None, digest: str | None) -> str | None:
     """Return the digest of a tenant in hex."""
     if salt is not None and digest is not None:
         raise UsageError("`--salt` and `--tenant-digest` cannot be used together", hint="remove one of them")
@@ -97,7 +97,15 @@ def _summary(reply: Reply) -> list[str]:
     return [
         f"{of_engine}: model {answer['model'] or 'unknown'}, blocks of {answer['block_tokens']} tokens",
         *(f"{of_engine}: {_line_of(tier)}" for tier in answer["tiers"]),
+        *_pins(of_engine, answer.get("pins", ())),
     ]
+
+
+def _pins(of_engine: str, pins: Sequence[dict[str, Any]]) -> list[str]:
+    if not pins:
+        return []
+    verb = "holds" if len(pins) == 1 else "hold"
+    return [f"{of_engine}: {counted(len(pins), 'pin')} {verb} {counted(sum(one['blocks'] for one in pins), 'block')}"]
 
 
 def _line_of(tier: dict[str, Any]) -> str:
@@ -112,7 +120,7 @@ def _line_of(tier: dict[str, Any]) -> str:
     return text + (f"; {left_out['blocks']:,} of {left_out['tenants']:,} more tenants" if left_out["tenants"] else "")
 
 
-def _note_refusals(replies: Sequence[Reply]) -> int:
+def note_refusals(replies: Sequence[Reply]) -> int:
     for one in replies:
         if one.refused:
             print_note(f"engine {one.engine} refused: {shown(one.refused)}")

@@ -8,7 +8,7 @@
       lock           held by the launcher while it lives, and names it; other containers that share the directory see it
       stop.json      timeout that `kvbm stop --timeout` requested
       prometheus-targets.json    where Prometheus (`file_sd_configs`) finds the metrics of a run that is healthy
-      control-*.sock live control of the engines, for `kvbm cache ls` and `clear`
+      control-*.sock live control of the engines, for `kvbm cache ls RUN` and others
       admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
 A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids

@@ -29,7 +29,9 @@ FREE = "free"
 UNREACHABLE = "no answer"
 UNREADABLE = "unreadable"
 _OFF = re.compile(r"^kvbm_(disk|shared)_(off|unnamed|silent)(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
-_EVICTION = re.compile(r"^kvbm_eviction_(order|gain_percent)(?:\{[^}\n]*\})? (-?\d{1,9})(?:\.0)?$", re.MULTILINE)
+_EVICTION = re.compile(
+    r"^kvbm_((?:disk_)?eviction_(?:order|gain_percent))(?:\{[^}\n]*\})? (-?\d{1,9})(?:\.0)?$", re.MULTILINE
+)
 ORDERS = ("lru", "adaptive: lru", "adaptive: probation", "adaptive: incumbents")  # by `kvbm_eviction_order`
 _BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
 
@@ -59,15 +61,20 @@ class RunStatus:
         shares |= {name: "waits" if why == "unnamed" else "off" for name, why in self.off.items()}
         return ", ".join(f"{TIERS[name]} {share}" for name, share in shares.items() if share) or "-"
 
-    def eviction_text(self) -> str:
-        """Say which blocks leave host memory first, and why. Empty if it is not known."""
-        order, gain = self.eviction.get("order", -1), self.eviction.get("gain_percent", 0)
+    def eviction_text(self, tier: str = "") -> str:
+        """Say which blocks leave host memory first, or the disk (`disk_`), and why. Empty if it is not known."""
+        order = self.eviction.get(f"{tier}eviction_order", -1)
+        gain = self.eviction.get(f"{tier}eviction_gain_percent", 0)
         if not 0 <= order < len(ORDERS):
             return ""
         why = (
             ("", "no other order has a significant gain")[order] if order < 2 else f"{gain:+} % hits compared with lru"
         )
         return f"{ORDERS[order]} ({why})" if why else ORDERS[order]
+
+    def disk_eviction_text(self) -> str:
+        """Like `eviction_text`, of the disk; also empty for `lru`."""
+        return self.eviction_text("disk_") if self.eviction.get("disk_eviction_order") else ""
 
     def notes(self) -> list[str]:
         """Say of each tier that is off why."""
@@ -100,6 +107,7 @@ class RunStatus:
             "blocks": self.blocks,
             "off": self.off,
             "eviction": self.eviction_text() or None,
+            "disk_eviction": self.disk_eviction_text() or None,
             "is_shared_off": "shared" in self.off,
             "directory": str(self.run.path),
             "logs": dict(facts.logs),
@@ -244,6 +252,7 @@ def _page(status: RunStatus) -> str:
         *([("processes", processes)] if run.is_living else []),
         *([("used", status.tiers())] if status.blocks else []),
         *([("eviction", text)] if (text := status.eviction_text()) else []),
+        *([("on disk", text)] if (text := status.disk_eviction_text()) else []),
         ("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())),
         *(("log", path if len(facts.logs) == 1 else f"{path} ({name})") for name, path in facts.logs.items()),
     ]

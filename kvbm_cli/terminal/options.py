@@ -44,7 +44,7 @@ def flag(names: str, help_: str) -> Any:
     return typer.Option(*names.split(), help=help_)
 
 
-def argument(metavar: str, help_: str, completer: Any, **how: Any) -> Any:
+def argument(metavar: str, help_: str, completer: Any = None, **how: Any) -> Any:
     return typer.Argument(metavar=metavar, help=help_, autocompletion=completer, **how)
 
 

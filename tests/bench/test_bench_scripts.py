@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from test_bench_workload import SMALLEST, parsed
 
+from kvbm.leader.hints import parsed as parsed_hint
 from kvbm_cli.bench.cells import script_of
 from kvbm_cli.bench.workload.script import (
     AnswerOf,
@@ -278,6 +280,25 @@ def test_an_agent_waits_for_its_subagent_which_has_the_same_system_prompt():
             assert whole.requests[second].after == (first,)
             assert whole.requests[step_after].after == (second,)
             assert whole.requests[first].prompt_token_count == 60 + 40 // 4 + 1
+
+
+def hint(request: ScriptedRequest) -> dict[str, object]:
+    return dict(request.extra)["kv_transfer_params"]["kvbm"]
+
+
+def test_hints_say_which_contexts_go_on_and_change_nothing_else():
+    whole, plain = script("agentic-coding", hints=True), script("agentic-coding")
+    assert [replace(one, extra=()) for one in whole.requests] == list(plain.requests)
+    assert not any(one.extra for one in plain.requests)
+    for session in range(3):
+        own, others = own_requests(whole, session)
+        hints = [hint(whole.requests[index]) for index in own]
+        assert len({one["session"] for one in hints}) == 1
+        assert [one.get("retain_s") for one in hints] == [30.5] * 5 + [None]
+        assert hints[-1]["demote"] is True
+        assert [hint(whole.requests[index]).get("demote", False) for index in others] == [False, True] * 2
+        assert len({hint(whole.requests[index])["session"] for index in others}) == 2
+        assert all(parsed_hint(hint(one)) is not None for one in whole.requests)
 
 
 @pytest.mark.parametrize("context_tokens", [200, 260, 400])

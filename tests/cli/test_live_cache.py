@@ -56,6 +56,28 @@ def test_blocks_of_a_running_engine_are_listed_and_those_of_a_tenant_cleared(hom
     assert not list((home / ".local/state/kvbm/runs/tiny-1").glob(CONTROL_SOCKETS))
 
 
+def test_an_operator_pins_brings_and_releases_a_prompt(home, tmp_path):  # noqa: F811
+    text = "You are a helpful assistant. " * 8
+    (tmp_path / "prompt.txt").write_text(text)
+    with serving(home) as (program, url):
+        complete(url, list(range(5, 75)), "alice")
+        eventually(lambda: sum(listed(home).values()) >= 4)
+        ids = ",".join(map(str, range(5, 75)))
+        pinned = cache(home, f"pin tiny-1 --tokens {ids} --salt alice --for 5m")
+        assert pinned.exit_code == 0, pinned.stderr
+        name = pinned.stdout.removeprefix("pinned 4 of 4 blocks for 5m: ").strip()
+        assert json.loads(cache(home, "ls tiny-1 --json").stdout)[0]["pins"][0]["pin"] == name
+        assert "1 pin holds 4 blocks" in cache(home, "ls tiny-1").stdout
+        assert cache(home, f"prefetch tiny-1 --tokens {ids} --salt alice").stdout == "4 of 4 blocks in G2\n"
+        absent = cache(home, f"pin tiny-1 --file {tmp_path}/prompt.txt")
+        assert absent.stdout.startswith("pinned 0 of ")
+        assert cache(home, f"release tiny-1 {name}").stdout == "released 4 blocks\n"
+        limited = cache(home, "limit tiny-1 10%")
+        assert limited.stdout.startswith("hints of each tenant may retain ")
+        program.terminate()
+        program.wait(60)
+
+
 @pytest.mark.parametrize(
     ("command", "error"),
     [
@@ -63,6 +85,11 @@ def test_blocks_of_a_running_engine_are_listed_and_those_of_a_tenant_cleared(hom
         ("ls demo-1 --dir .", "`--dir` cannot be used with the run `demo-1`"),
         ("clear --tier G2", "`--tier` requires a running engine"),
         ("clear --tenant-digest 00", "`--tenant-digest` requires a running engine"),
+        ("pin demo-1", "one of `--text`, `--tokens` and `--file` is required"),
+        ("pin demo-1 --text a --tokens 1", "one of `--text`, `--tokens` and `--file` is required"),
+        ("pin demo-1 --text a --for ever", "`--for` must be a time up to 30d"),
+        ("release demo-1 all", "`all` is no pin"),
+        ("limit demo-1 200%", "`200%` must be a part of host memory"),
     ],
 )
 def test_mistakes_are_named(tmp_path, command, error):

@@ -464,6 +464,18 @@ def test_status_says_how_host_memory_evicts_and_why(order, gain, shown, tmp_path
     assert (f"eviction   {shown}\n" in page) if shown else ("eviction" not in page)
 
 
+def test_status_says_how_the_disk_evicts(tmp_path, monkeypatch, capsys):
+    written_run(tmp_path, monkeypatch)
+    lines = ["kvbm_eviction_order 0", "kvbm_disk_eviction_order 2", "kvbm_disk_eviction_gain_percent 5"]
+    found = {name: int(value) for name, value in status._EVICTION.findall("\n".join(lines))}
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, {}, {}, found))
+    assert run(["status", "--all", "--json"]) == 0
+    (data,) = json.loads(capsys.readouterr().out)
+    assert (data["eviction"], data["disk_eviction"]) == ("lru", "adaptive: probation (+5 % hits compared with lru)")
+    assert run(["status", data["run"]]) == 0
+    assert "on disk    adaptive: probation (+5 % hits compared with lru)\n" in capsys.readouterr().out
+
+
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(tmp_path, monkeypatch, capsys):
     file = written_run(tmp_path, monkeypatch)
     file.unlink()

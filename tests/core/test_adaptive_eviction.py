@@ -7,7 +7,7 @@ from bookkeeping import check_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.chooser import ChainUse, History
+from kvbm.core.chooser import ChainHint, ChainUse, History, grace_class
 from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
 from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
 from kvbm.core.shadow_caches import LRU as LRU_POLICY
@@ -249,3 +249,136 @@ def test_history_knows_blocks_that_have_left_the_cache():
     assert history.find_last(crcs, 8) is None
     history.clear()
     assert history.find_last(crcs, 0) is None
+
+
+# Hints
+
+
+class HintedCache(SimulatedCache):
+    """Also takes hints, and remembers the last chain of each session as the leader does."""
+
+    def __init__(self, capacity, policy=ADAPTIVE):
+        super().__init__(capacity, policy)
+        self.sessions = {}
+
+    def serve(self, at_s, names, *, retain_s=0.0, demotes=False, session=None, ends=False):
+        last = self.sessions.get(session)
+        continues = last is not None and names[: len(last)] == last
+        hint = None
+        if retain_s or demotes or session is not None:
+            retained = len(names) if retain_s else 0
+            hint = ChainHint(retained, grace_class(retain_s), demotes, session is not None, continues)
+        before = self.hit_blocks
+        arrive = self.store.arrive
+        self.store.arrive = lambda chain, now_s: arrive(chain, now_s, hint)
+        self.use(at_s, names, asked=len(names))
+        self.store.arrive = arrive
+        if session is not None:
+            self.sessions[session] = names
+        if ends and session is not None:
+            self.store.let_go(self.sessions.pop(session), demotes=demotes)
+        return self.hit_blocks - before
+
+
+def fill(cache, at_s, count):
+    """Requests that never repeat."""
+    for number in range(count):
+        cache.serve(at_s + number / 100, chain(10_000_000 + 10 * int(1000 * at_s) + 5 * number, 5))
+
+
+def test_a_retained_chain_survives_what_pushes_out_others_until_its_time_has_ended():
+    cache = HintedCache(40)
+    cache.serve(0, chain(0, 10), retain_s=30)
+    cache.serve(1, chain(100, 10))
+    fill(cache, 2, 20)
+    assert cache.store.match(chain(0, 10)) == 10
+    assert cache.store.match(chain(100, 10)) == 0
+    fill(cache, 31, 4)  # its time begins to count as a pause
+    assert cache.store.match(chain(0, 10)) == 10
+    fill(cache, 33, 12)
+    assert cache.store.match(chain(0, 10)) < 10
+
+
+def test_a_longer_retention_outlives_a_shorter_one_and_nothing_is_locked():
+    cache = HintedCache(20)
+    cache.serve(0, chain(0, 10), retain_s=480)
+    cache.serve(1, chain(100, 10), retain_s=30)
+    cache.serve(2, chain(200, 8))
+    assert cache.store.match(chain(200, 8)) == 8
+    assert cache.store.match(chain(0, 10)) == 10
+    assert cache.store.match(chain(100, 10)) == 2
+
+
+def test_a_request_without_a_hint_does_not_end_the_retention_of_its_beginning():
+    cache = HintedCache(40)
+    cache.serve(0, chain(0, 10), retain_s=120)
+    cache.serve(5, [*chain(0, 5), *chain(500, 5)])
+    fill(cache, 6, 20)
+    assert cache.store.match(chain(0, 10)) == 10
+
+
+def test_demoted_blocks_leave_first():
+    cache = HintedCache(30)
+    cache.serve(0, chain(0, 10))
+    cache.serve(1, chain(100, 10), demotes=True)
+    cache.serve(2, chain(200, 15))
+    assert cache.store.match(chain(0, 10)) == 10
+    assert cache.store.match(chain(100, 10)) == 5
+
+
+def test_the_end_of_a_session_demotes_what_only_it_has_used():
+    cache = HintedCache(40)
+    cache.serve(0, chain(0, 4))
+    cache.serve(1, chain(0, 10), session="a", retain_s=480)
+    cache.serve(2, chain(0, 14), session="a", retain_s=480)
+    cache.serve(3, chain(900, 10))
+    cache.serve(4, chain(0, 16), session="a", demotes=True, ends=True)
+    cache.serve(5, chain(200, 24))
+    assert cache.store.match(chain(0, 16)) == 6
+    assert cache.store.match(chain(900, 10)) == 10
+
+
+def test_the_end_of_a_session_leaves_blocks_that_another_one_uses():
+    cache = HintedCache(40)
+    cache.serve(0, chain(0, 10), session="a")
+    cache.serve(1, chain(0, 12), session="b")
+    cache.serve(2, chain(900, 20))
+    cache.store.let_go(cache.sessions.pop("a"), demotes=True)
+    fill(cache, 3, 2)
+    assert cache.store.match(chain(0, 12)) >= 10
+
+
+hinted_requests = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.integers(1, 9),
+        st.floats(0, 700),
+        st.sampled_from([0.0, 0.0, 30.0, 120.0, 480.0, 1920.0]),
+        st.booleans(),
+        st.sampled_from([None, None, "a", "b", "of the conversation"]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(TABLES), st.integers(1, 24), hinted_requests)
+def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
+    cache, now_s, chains = HintedCache(capacity), 0.0, []
+    cache.store.adaptive._current = next(one for one in cache.store.adaptive._shadows if one.table is table)
+    cache.store.adaptive._decide = lambda: cache.store.adaptive._current
+    cache.store.adaptive.order.use_table(table)
+    for system, conversation, length, pause_s, retain_s, demotes, session, ends in requests:
+        now_s += pause_s
+        names = [*chain(1000 * (system + 1), 3), *chain(100_000 + 10_000 * system + 100 * conversation, length)]
+        if session == "of the conversation":
+            session = f"{system}/{conversation}"
+        chains.append(names)
+        cache.serve(now_s, names, retain_s=retain_s, demotes=demotes and not retain_s, session=session, ends=ends)
+        check_store(cache.store)
+        for one in chains:
+            present = [cache.store.contains(name) for name in one]
+            assert present == sorted(present, reverse=True), (one, present)

@@ -312,6 +312,7 @@ class Rig:
         accepts_failed_loads=True,
         more_tiers=(),
         has_manual_clock=True,
+        hints=None,
         **settings,
     ) -> None:
         self.g1 = G1(blocks, ranks, replicas)
@@ -345,6 +346,8 @@ class Rig:
                 self.g1.hold,
                 self.g1.release,
                 tenant_of=lambda request_id: request_id.partition("@")[2].encode(),
+                hint_of=lambda request_id: ((hints or {}).get(request_id), None),
+                chain_of=lambda token_ids, salt: chain(f"{salt or ''}", len(token_ids)),
                 trace=trace,
                 spans=spans,
                 ended=ended,

@@ -3,10 +3,10 @@
 from zlib import crc32
 
 import pytest
-from rig import Rig, chain
+from rig import Rig, chain, disk_policy
 
 from kvbm.core.chooser import ChainUse
-from kvbm.core.ranking import ARRIVING, CLASS_MASK, INCUMBENTS, NEW, RESIDENT
+from kvbm.core.ranking import ARRIVING, CLASS_MASK, IN_LOWER_TIER, INCUMBENTS, NEW, RESIDENT, RETAINED
 from kvbm.leader.settings import TierPolicy
 
 
@@ -156,3 +156,60 @@ def test_an_arrival_says_what_follows_a_hit():
         ARRIVING + 1,
         ARRIVING + 1,
     ]
+
+
+# The disk
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_blocks_on_disk_have_classes_too(host):
+    rig = Rig(
+        slots=16, blocks=64, fake_disk=40, has_adaptive_host=host, has_adaptive_disk=True, **disk_policy("always")
+    )
+    hashes = chain("a", 6)
+    serve(rig, "first", hashes[:4])
+    rig.step()
+    rig.step()
+    assert on_disk(rig, hashes[:4]) == [NEW] * 4
+    rig.leader._host.store.forget(hashes)
+    rig.now_s += 50
+    rig.leader.match("second", hashes, 0)
+    assert all(one >= RESIDENT for one in on_disk(rig, hashes[:4]))
+    rig.compute("second", hashes)
+    for _ in range(3):
+        rig.step()
+    later = on_disk(rig, hashes)
+    assert later == sorted(later, reverse=True)
+    assert all(NEW < one < RESIDENT for one in later[4:])
+    assert rig.leader.counters.disk_eviction_order == 1
+    rig.close()
+
+
+def on_disk(rig, hashes):
+    store = rig.disk_tier.store
+    with store.pin(hashes) as held:
+        return [store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots]
+
+
+def test_a_block_that_is_written_is_not_resident_below():
+    marks = bytes(range(64))
+    below = marks.translate(IN_LOWER_TIER)
+    assert all(mark & CLASS_MASK < RESIDENT for mark in below)
+    assert all((one ^ other) & ~CLASS_MASK == 0 for one, other in zip(marks, below, strict=True))
+    classes = [mark & CLASS_MASK for mark in below[:RETAINED]]
+    assert [max(classes[:RESIDENT]), classes[RESIDENT], classes[RETAINED - 1]] == [RESIDENT - 1, ARRIVING, RESIDENT - 1]
+
+
+def test_a_disk_with_the_table_of_incumbents_keeps_what_came_back():
+    rig = Rig(slots=16, blocks=64, fake_disk=8, has_adaptive_disk=True, **disk_policy("always"))
+    kept = chain("kept", 6)
+    for name in ("first", "again"):
+        rig.leader._host.store.forget(kept)
+        serve(rig, name, kept)
+        rig.step()
+    rig.disk_tier.store.adaptive.order.use_table(INCUMBENTS)
+    for number in range(4):
+        serve(rig, f"scan {number}", chain(f"scan {number}", 2))
+        rig.step()
+    assert rig.disk_tier.store.match(kept) == 6
+    rig.close()

@@ -217,3 +217,102 @@ def test_tenants_and_ages_on_disk_survive_a_restart(rig):
     again = Rig(slots=16, blocks=32, fake_disk=rig.disk, **disk_policy("always"))
     assert owners(asked(again, "ls"), "G3") == {"alice": [0, 0, 2, 0, 0]}
     again.close()
+
+
+# Pins, reads ahead and limits of an operator
+
+
+def tokens(count: int) -> str:
+    """Of a prompt with so many blocks: in these tests, a token is a block."""
+    return " ".join(map(str, range(count)))
+
+
+def fill(rig: Rig, name: str, count: int) -> None:
+    for number in range(count):
+        kept(rig, f"{name}{number}", 4)
+
+
+def test_a_pin_holds_a_prompt_within_its_quota_until_its_time_has_ended(rig):
+    hashes = kept(rig, "alice", 6)
+    answer = asked(rig, "pin", tokens=tokens(6), salt="alice", seconds="60")
+    assert (answer["blocks"], answer["in_host"], answer["pinned"], answer["is_reading"]) == (6, 6, 4, False)
+    (pin,) = asked(rig, "ls")["pins"]
+    assert (pin["pin"], pin["blocks"]) == (answer["pin"], 4)
+    fill(rig, "x", 5)
+    assert rig.leader.host.store.match(hashes) == 4
+    rig.now_s += 60
+    fill(rig, "y", 5)
+    assert rig.leader.host.store.match(hashes) == 0
+    assert asked(rig, "ls")["pins"] == []
+
+
+def test_a_pin_that_is_released_holds_nothing(rig):
+    hashes = kept(rig, "alice", 3)
+    pin = asked(rig, "pin", tokens=tokens(3), salt="alice")["pin"]
+    asked(rig, "pin", tokens=tokens(3), salt="alice")  # in its own place
+    assert asked(rig, "release", pin="00" * 8) == {"released": 0}
+    assert asked(rig, "release", pin=pin) == {"released": 3}
+    assert asked(rig, "release") == {"released": 0}
+    fill(rig, "x", 5)
+    assert rig.leader.host.store.match(hashes) == 0
+
+
+def test_pins_leave_the_rest_of_host_memory_to_requests(rig):
+    kept(rig, "alice", 4)
+    asked(rig, "pin", tokens=tokens(4), salt="alice")
+    with pytest.raises(Refused, match="as much of host memory as they may"):
+        asked(rig, "pin", tokens=tokens(2), salt="bob")
+    assert rig.leader.host.store.available == 12
+
+
+def test_a_cleared_tenant_leaves_no_pin(rig):
+    kept(rig, "alice", 3)
+    asked(rig, "pin", tokens=tokens(3), salt="alice")
+    asked(rig, "clear", tenant=b"alice".hex())
+    rig.step()
+    assert asked(rig, "ls")["pins"] == []
+    assert rig.leader.host.store.available == 16
+
+
+def test_a_reset_ends_pins(rig):
+    kept(rig, "alice", 3)
+    asked(rig, "pin", tokens=tokens(3), salt="alice")
+    rig.leader.reset()
+    rig.step()
+    assert asked(rig, "ls")["pins"] == []
+    assert rig.leader.host.store.available == 16
+
+
+def test_a_pin_and_a_prefetch_bring_blocks_from_disk(rig):
+    hashes = kept(rig, "alice", 3)
+    rig.leader.host.store.forget(hashes)
+    assert asked(rig, "prefetch", tokens=tokens(3), salt="alice") == {"blocks": 3, "in_host": 3, "is_reading": False}
+    rig.leader.host.store.forget(hashes)
+    assert asked(rig, "pin", tokens=tokens(3), salt="alice")["pinned"] == 3
+
+
+def test_a_read_that_takes_long_continues_while_the_engine_is_idle(rig):
+    hashes = kept(rig, "alice", 3)
+    rig.leader.host.store.forget(hashes)
+    rig.disk.is_hanging = True
+    answer = asked(rig, "prefetch", tokens=tokens(3), salt="alice")
+    assert (answer["in_host"], answer["is_reading"]) == (0, True)
+    assert rig.leader.has_pending()
+    assert rig.leader.needs_settle()
+    rig.disk.is_hanging = False
+    rig.step()
+    rig.step()
+    assert rig.leader.host.store.match(hashes) == 3
+    assert not rig.leader.has_pending()
+
+
+def test_blocks_that_are_nowhere_are_not_waited_for(rig):
+    answer = asked(rig, "pin", tokens=tokens(3), salt="nobody")
+    assert (answer["in_host"], answer["pinned"], answer["is_reading"]) == (0, 0, False)
+    assert asked(rig, "ls")["pins"] == []
+
+
+def test_an_operator_limits_the_hints_of_a_tenant(rig):
+    assert asked(rig, "limit", percent="50") == {"blocks": 8}
+    assert asked(rig, "limit", percent="0", tenant=b"alice".hex()) == {"blocks": 0}
+    assert rig.leader.hints.quota(b"bob") == 8

@@ -309,6 +309,14 @@ MUTANTS = (
         fails="tests/embedded/test_boundary.py -k hangs",
     ),
     Mutant(
+        name="no-quota-for-hints",
+        bug="A tenant can have all of host memory retained.",
+        file="kvbm/leader/hints.py",
+        old="self.quota(tenant) - self._retained.get(tenant, 0),",
+        new="self._store.capacity_blocks,",
+        fails="tests/leader/test_hints.py -k quota",
+    ),
+    Mutant(
         name="leader-reads-the-wall-clock",
         bug="a clock that is set ahead makes the ranks look silent and the reads late",
         file="kvbm/leader/settings.py",

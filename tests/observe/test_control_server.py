@@ -157,12 +157,21 @@ def test_an_engine_serves_without_control_if_its_directory_is_missing(leader, tm
         (b"nothing", "not JSON"),
         (b"[" * 3000, "not JSON"),
         (b"[]", "not a JSON object"),
-        (b'{"verb": "load"}', 'unknown verb "load"; known are clear, ls'),
+        (b'{"verb": "load"}', 'unknown verb "load"; known are clear, limit, ls, pin, prefetch, release'),
         (b'{"verb": ["ls"]}', 'unknown verb ["ls"]'),
         (b'{"verb": "ls", "tier": "G2"}', "`ls` has no argument `tier`"),
         (b'{"verb": "clear", "tier": "G4"}', '`tier` cannot be "G4"'),
         (b'{"verb": "clear", "tier": ["G2"]}', "`tier` cannot be"),
         (b'{"verb": "clear", "tenant": "alice"}', '`tenant` cannot be "alice"'),
+        (b'{"verb": "pin"}', "`pin` requires `tokens`"),
+        (b'{"verb": "pin", "tokens": "1  2"}', "`tokens` cannot be"),
+        (b'{"verb": "pin", "tokens": "1 -2"}', "`tokens` cannot be"),
+        (b'{"verb": "prefetch", "tokens": "2147483648"}', "`tokens` cannot be"),
+        (b'{"verb": "pin", "tokens": "1", "seconds": "nan"}', "`seconds` cannot be"),
+        (b'{"verb": "pin", "tokens": "1", "seconds": "9999999"}', "`seconds` cannot be"),
+        (b'{"verb": "release", "pin": "all"}', '`pin` cannot be "all"'),
+        (b'{"verb": "limit", "percent": "101"}', "`percent` cannot be"),
+        (b'{"verb": "limit", "percent": "1e3"}', "`percent` cannot be"),
     ],
 )
 def test_a_wrong_message_is_refused_with_the_reason(served, message, why):
@@ -241,6 +250,14 @@ def test_every_message_is_logged_with_its_sender_and_its_result(served, caplog):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_neither_a_salt_nor_a_prompt_is_logged(served, caplog):
+    caplog.set_level("INFO")
+    for tokens in ("1234567 7654321", "wrong"):
+        sent(served, json.dumps({"verb": "pin", "tokens": tokens, "salt": "secret"}).encode() + b"\n")
+    assert len(caplog.messages) == 2
+    assert not any(word in caplog.text for word in ("1234567", "secret"))
+
+
 def test_another_user_is_refused_although_the_modes_let_it_in(leader, caplog):
     import tempfile
 

@@ -121,3 +121,36 @@ def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(serve
     finally:
         os.kill(disk.pid, signal.SIGCONT)
     eventually(lambda: is_on(directory))  # each message is a step, in which the answer of the disk is noticed
+
+
+def words(prompt: list[int]) -> str:
+    return " ".join(map(str, prompt))
+
+
+def test_an_idle_engine_brings_a_prompt_from_disk_and_holds_it(server):
+    running, directory = server
+    filled(running, directory)
+    control(directory, verb="clear", tier="G2")
+    time.sleep(3)
+    began_s = time.monotonic()
+    brought = control(directory, verb="prefetch", tokens=words(PROMPT))["answer"]
+    assert time.monotonic() - began_s < 5  # it answers in 1 s, and says whether it still reads
+    assert brought["blocks"] == 4
+    eventually(lambda: blocks(directory)["G2"] == 4)
+    pinned = control(directory, verb="pin", tokens=words(PROMPT), seconds="600")["answer"]
+    assert (pinned["pinned"], pinned["is_reading"]) == (4, False)
+    others = [tokens(Random(7 + number), 4 * BLOCK_TOKENS + 10) for number in range(20)]
+    running.ask_all(others, max_tokens=2)
+    assert running.reset_prefix_cache(external=False)
+    assert running.ask(PROMPT).cached == 4 * BLOCK_TOKENS
+    assert control(directory, verb="release")["answer"] == {"released": 4}
+
+
+def test_a_hint_brings_a_prompt_back_in_an_engine_that_takes_no_steps(server):
+    running, directory = server
+    filled(running, directory)
+    running.ask(PROMPT, kv_transfer_params={"kvbm": {"prefetch_s": 4}})
+    control(directory, verb="clear", tier="G2")
+    assert blocks(directory)["G2"] == 0
+    time.sleep(10)  # nothing else wakes the engine
+    assert blocks(directory)["G2"] == 4

@@ -291,6 +291,9 @@ class AgenticCoding(Workload):
     tool_s: float = Field(
         default=0.0, ge=0, le=MAX_SECONDS, allow_inf_nan=False, description="Seconds that a tool takes."
     )
+    hints: bool = Field(
+        default=False, description="Whether requests have hints for kvbm: which contexts continue, and which are over."
+    )
 
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:
@@ -329,6 +332,9 @@ class Trace(Workload):
     turns: Literal["added", "whole"] = Field(
         default="added",
         description="`added`: a later line of a session holds what its turn adds. `whole`: it holds the whole prompt.",
+    )
+    hints: bool = Field(
+        default=False, description="Whether requests have hints for kvbm: which contexts continue, and which are over."
     )
 
 

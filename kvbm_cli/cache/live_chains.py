@@ -1,0 +1,132 @@
+"""`kvbm cache pin`, `prefetch`, `release` and `limit`: what an operator does with prompts in a running engine."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.errors import EngineError, ProfileError, UsageError, reason_of
+from kvbm.text.outside import shown
+from kvbm_cli.cache.control_client import Reply, ask
+from kvbm_cli.cache.live_caches import live_run, note_refusals, owner_of
+from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.system.http_client import request
+from kvbm_cli.terminal.console import print_data, print_note
+from kvbm_cli.terminal.quantities import counted
+
+TIMEOUT_S = 30.0
+MOST_CHARACTERS = 1 << 20
+MOST_TOKENS = 40_000  # a message has 256 KiB
+_TIME = re.compile(r"([0-9]{1,7})(s|m|h|d)")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The beginning of prompts, in one of three forms, and the cache salt of their requests."""
+
+    text: str | None
+    tokens: str | None
+    file: Path | None
+    salt: str | None
+
+
+def pin(reference: str, prefix: Prefix, *, time: str) -> int:
+    seconds = _seconds(time)
+    run, message = _message(reference, "pin", prefix)
+    replies = ask(run, {**message, "seconds": str(seconds)})
+    for one in replies:
+        if one.answer:
+            pinned, blocks = one.answer["pinned"], one.answer["blocks"]
+            print_data(f"pinned {pinned} of {counted(blocks, 'block')} for {time}: {one.answer['pin']}")
+            _note_late(one)
+    return note_refusals(replies)
+
+
+def prefetch(reference: str, prefix: Prefix) -> int:
+    run, message = _message(reference, "prefetch", prefix)
+    replies = ask(run, message)
+    for one in replies:
+        if one.answer:
+            print_data(f"{one.answer['in_host']} of {counted(one.answer['blocks'], 'block')} in G2")
+            _note_late(one)
+    return note_refusals(replies)
+
+
+def release(reference: str, name: str | None) -> int:
+    if name is not None and not re.fullmatch("[0-9a-f]{16}", name):
+        raise UsageError(f"`{shown(name)}` is no pin", hint="`kvbm cache ls RUN --json` shows the pins")
+    replies = ask(live_run(reference), {"verb": "release", **({"pin": name} if name else {})})
+    for one in replies:
+        if one.answer:
+            print_data(f"released {counted(one.answer['released'], 'block')}")
+    return note_refusals(replies)
+
+
+def limit(reference: str, percent: str, *, salt: str | None, digest: str | None) -> int:
+    number = percent.removesuffix("%")
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", number) or float(number) > 100:
+        raise UsageError(f"`{shown(percent)}` must be a part of host memory from 0% to 100%")
+    owner = owner_of(salt, digest)
+    message = {"verb": "limit", "percent": number, **({"tenant": owner} if owner else {})}
+    replies = ask(live_run(reference), message)
+    for one in replies:
+        if one.answer:
+            whose = "each tenant" if owner is None else "this tenant"
+            print_data(f"hints of {whose} may retain {counted(one.answer['blocks'], 'block')}")
+    return note_refusals(replies)
+
+
+def _message(reference: str, verb: str, prefix: Prefix) -> tuple[EngineRun, dict[str, str]]:
+    given = [one for one in (prefix.text, prefix.tokens, prefix.file) if one is not None]
+    if len(given) != 1:
+        raise UsageError("one of `--text`, `--tokens` and `--file` is required", hint="for example `--text 'You are'`")
+    run = live_run(reference)
+    if prefix.tokens is not None:
+        tokens = prefix.tokens.replace(",", " ").split()
+        if not all(re.fullmatch("[0-9]{1,10}", one) for one in tokens):
+            raise UsageError("`--tokens` must be token ids, such as `1,15,42`")
+    else:
+        text = _read(prefix.file) if prefix.file is not None else prefix.text or ""
+        tokens = list(map(str, _tokens_of(run, text)))
+    if not 0 < len(tokens) <= MOST_TOKENS:
+        raise UsageError(f"the prefix has {len(tokens)} tokens: it must have 1 to {MOST_TOKENS}")
+    salt = {} if prefix.salt is None else {"salt": prefix.salt}
+    return run, {"verb": verb, "tokens": " ".join(tokens), **salt}
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason_of(error) if isinstance(error, OSError) else "it is not UTF-8"
+        raise ProfileError(f"cannot read `{path}`: {why}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(f"`{path}` has more than {MOST_CHARACTERS} characters")
+    return text
+
+
+def _tokens_of(run: EngineRun, text: str) -> list[int]:
+    """Return the token ids of a prompt, as the engine itself makes them."""
+    url = f"{run.facts.url}/tokenize"
+    answer = request("POST", url, content={"prompt": text}, timeout_s=TIMEOUT_S)
+    tokens = answer.fields().get("tokens") if answer.is_ok else None
+    if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
+        raise EngineError(f"{url} returned no token ids", hint="give them with `--tokens`")
+    return tokens
+
+
+def _seconds(text: str) -> int:
+    found = _TIME.fullmatch(text)
+    seconds = int(found[1]) * _UNITS[found[2]] if found else math.inf
+    if not 0 < seconds <= 30 * 86_400:
+        raise UsageError(f"`--for` must be a time up to 30d, such as `10m`, not `{shown(text)}`")
+    return int(seconds)
+
+
+def _note_late(reply: Reply) -> None:
+    if reply.answer["is_reading"]:
+        print_note("the engine still reads blocks from lower tiers; repeat the command to see or pin them")

@@ -1,0 +1,443 @@
+"""Hints of clients: their words, their quota, and what host memory keeps because of them."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rig import Rig, chain, disk_policy
+
+from kvbm.core.store import BlockStore
+from kvbm.leader.hints import (
+    HIGH_S,
+    LONGEST_S,
+    MOST_RETENTIONS,
+    MOST_SESSIONS,
+    QUOTA_SHARE,
+    TOTAL_SHARE,
+    Hint,
+    Hints,
+    Invalid,
+    parsed,
+)
+from kvbm.types import Tier
+from kvbm_cli.plan.simulator import ADAPTIVE, NAME_BYTES, SimulatedCache, name_of
+
+HINTS: dict[str, object] = {}
+
+
+@pytest.fixture
+def rig():
+    HINTS.clear()
+    rig = Rig(slots=40, blocks=80, has_adaptive_host=True, hints=HINTS)
+    yield rig
+    rig.close()
+
+
+def serve(rig, name, hashes, hint=None):
+    """A request from its lookup to its end, without a load. Returns how many blocks were found."""
+    HINTS[name] = hint
+    found = rig.leader.match(name, hashes, 0)
+    blocks = rig.compute(name, hashes)
+    rig.step()
+    rig.finish(name, hashes, blocks)
+    rig.now_s += 0.1
+    return found
+
+
+def scan(rig, count):
+    for number in range(count):
+        serve(rig, f"scan {rig.now_s} {number}", chain(f"scan {rig.now_s} {number}", 5))
+
+
+def present(rig, hashes):
+    return rig.leader.host.store.match(hashes)
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        ({}, Hint()),
+        ({"retain_s": 60}, Hint(retain_s=60.0)),
+        ({"retain_s": 1e9}, Hint(retain_s=LONGEST_S)),
+        ({"retain_s": 10**400}, Hint(retain_s=LONGEST_S)),
+        ({"priority": "high"}, Hint(retain_s=HIGH_S)),
+        ({"priority": "low"}, Hint(demotes=True)),
+        ({"priority": "high", "retain_s": 5}, Hint(retain_s=5.0)),
+        ({"session": "a", "release": True}, Hint("a", releases=True)),
+        ({"end": ["a", "b"], "demote": False}, Hint(ends=("a", "b"))),
+        ({"prefetch_s": 0.5}, Hint(prefetch_s=0.5)),
+    ],
+)
+def test_words_of_a_hint(given, expected):
+    assert parsed(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "retain",
+        ["retain_s"],
+        5,
+        {"retain_s": -1},
+        {"retain_s": True},
+        {"retain_s": "60"},
+        {"retain_s": float("nan")},
+        {"retain_s": float("inf")},
+        {"priority": "urgent"},
+        {"priority": ["low"]},
+        {"priority": "low", "retain_s": 5},
+        {"demote": 1},
+        {"session": ""},
+        {"session": "a" * 129},
+        {"session": 7},
+        {"end": "a"},
+        {"end": ["a"] * 9},
+        {"end": [None]},
+        {"prefetch_s": 1e9},
+        {"prefetch_s": None},
+        {"pin": True},
+        {7: 7},
+    ],
+)
+def test_what_is_no_hint_is_refused(given):
+    with pytest.raises(Invalid):
+        parsed(given)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists), st.text())
+def test_no_value_of_a_client_raises_anything_else(value, session):
+    for key in ("session", "retain_s", "priority", "demote", "release", "end", "prefetch_s"):
+        try:
+            hint = parsed({key: value}, session)
+        except Invalid:
+            continue
+        assert hint is not None
+        assert 0 <= hint.retain_s <= LONGEST_S
+
+
+def test_the_session_of_the_engine_counts_unless_the_client_names_one():
+    assert parsed(None, "engine") == Hint("engine")
+    assert parsed({"retain_s": 5}, "engine") == Hint("engine", retain_s=5.0)
+    assert parsed({"session": "client"}, "engine") == Hint("client")
+    assert parsed(None, "a" * 200) is None
+
+
+# In host memory
+
+
+def test_a_retained_chain_is_there_after_the_pause_of_a_tool(rig):
+    retained, other = chain("agent", 8), chain("other", 8)
+    serve(rig, "agent", retained, {"retain_s": 100})
+    serve(rig, "other", other)
+    scan(rig, 12)
+    assert (present(rig, retained), present(rig, other)) == (8, 0)
+    rig.now_s += 1
+    assert serve(rig, "again", chain("agent", 10)) == 8
+
+
+def test_a_wrong_hint_is_counted_and_the_request_served(rig):
+    serve(rig, "a", chain("a", 5), {"retain_s": "for ever"})
+    serve(rig, "b", chain("b", 5), {"retain_s": 5})
+    assert present(rig, chain("a", 5)) == 5
+    counters = rig.leader.counters
+    assert (counters.hinted_requests, counters.invalid_hints, counters.hints_off) == (1, 1, 0)
+
+
+def test_with_lru_a_hint_retains_nothing():
+    hints = {"a": {"retain_s": 100}}
+    rig = Rig(slots=40, blocks=80, hints=hints)
+    rig.leader.match("a", chain("a", 8), 0)
+    blocks = rig.compute("a", chain("a", 8))
+    rig.step()
+    rig.finish("a", chain("a", 8), blocks)
+    HINTS.clear()
+    scan(rig, 12)
+    assert present(rig, chain("a", 8)) == 0
+    rig.close()
+
+
+def test_the_end_of_a_session_frees_its_blocks_first(rig):
+    serve(rig, "one", chain("a", 6), {"session": "a", "retain_s": 480})
+    serve(rig, "two", chain("a", 9), {"session": "a", "retain_s": 480})
+    serve(rig, "other", chain("b", 8))
+    serve(rig, "last", chain("c", 3), {"end": ["a"]})
+    scan(rig, 5)  # 20 slots are free
+    assert present(rig, chain("b", 8)) == 8
+    assert present(rig, chain("a", 9)) < 9
+
+
+def test_a_tenant_cannot_end_the_session_of_another_one(rig):
+    serve(rig, "one@alice", chain("a", 6), {"session": "a", "retain_s": 480})
+    serve(rig, "two@bob", chain("b", 3), {"end": ["a"]})
+    scan(rig, 12)
+    assert present(rig, chain("a", 6)) == 6
+
+
+# Reads ahead
+
+
+@pytest.fixture
+def disk_rig():
+    HINTS.clear()
+    rig = Rig(slots=16, blocks=64, fake_disk=64, hints=HINTS, **disk_policy("always"))
+    rig.woken = []
+    rig.leader.control.wake_after = rig.woken.append
+    yield rig
+    rig.close()
+
+
+def test_a_chain_comes_back_from_disk_at_its_time_in_an_idle_engine(disk_rig):
+    rig, hashes = disk_rig, chain("agent", 6)
+    serve(rig, "agent", hashes, {"prefetch_s": 50})
+    assert rig.woken == [50]
+    scan(rig, 4)
+    for _ in range(3):
+        rig.step()
+    assert present(rig, hashes) == 0
+    assert not rig.leader.has_pending()
+    rig.now_s = 51
+    assert rig.leader.has_pending()
+    for _ in range(5):
+        rig.step()
+    assert present(rig, hashes) == 6
+    assert not rig.leader.has_pending()
+
+
+def test_a_chain_that_is_nowhere_is_given_up_at_once(disk_rig):
+    rig, hashes = disk_rig, chain("agent", 6)
+    serve(rig, "agent", hashes, {"prefetch_s": 1})
+    rig.now_s = 2
+    for store in rig.leader._stores():
+        store.forget(hashes)
+    rig.step()
+    assert not rig.leader.has_pending()
+
+
+def test_a_disk_that_hangs_keeps_no_engine_awake(disk_rig):
+    rig, hashes = disk_rig, chain("agent", 6)
+    serve(rig, "agent", hashes, {"prefetch_s": 1})
+    scan(rig, 4)
+    rig.step()
+    rig.now_s = 5
+    rig.disk.is_hanging = True
+    for _ in range(100):
+        rig.now_s += 0.1
+        rig.step()
+    assert not rig.leader.has_pending()
+
+
+def test_reads_ahead_are_bounded(disk_rig):
+    rig = disk_rig
+    for number in range(5):
+        serve(rig, f"agent {number}", chain(f"agent {number}", 6), {"prefetch_s": 100})
+    assert rig.woken == [100, 100]
+    rig.leader.reset()
+    assert rig.leader._operations._wanted_blocks == 0
+
+
+# The quota
+
+
+def ledger(capacity=400):
+    now = [0.0]
+    store = BlockStore(capacity, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, adaptive=True)
+    return Hints(store, lambda: now[0]), now
+
+
+def names(start, count):
+    return [name_of(number) for number in range(start, start + count)]
+
+
+def test_a_tenant_retains_at_most_its_quota_until_the_time_has_ended():
+    hints, now = ledger()
+    quota = int(QUOTA_SHARE * 400)
+    assert hints.arrive(Hint(retain_s=30), b"a", names(0, 70)).retained == 70
+    assert hints.arrive(Hint(retain_s=30), b"a", names(1000, 70)).retained == quota - 70
+    assert hints.arrive(Hint(retain_s=30), b"a", names(2000, 70)).retained == 0
+    assert hints.arrive(Hint(retain_s=30), b"b", names(3000, 70)).retained == 70
+    now[0] = 31.0
+    assert hints.arrive(Hint(retain_s=30), b"a", names(4000, 70)).retained == 70
+
+
+def test_requests_without_a_salt_may_retain_what_all_tenants_may():
+    hints, _ = ledger()
+    assert hints.arrive(Hint(retain_s=30), b"", names(0, 300)).retained == TOTAL_SHARE * 400
+    assert hints.limit(0.1, None) == 40
+    assert hints.quota(b"") == 40
+
+
+def test_a_conversation_that_grows_counts_once():
+    hints, _ = ledger()
+    for turn in range(1, 20):
+        hint = Hint("a", retain_s=120)
+        assert hints.arrive(hint, b"a", names(0, 5 * turn)).retained == 5 * turn
+        hints.finish(hint, b"a", names(0, 5 * turn + 1))
+    assert hints._total == 5 * 19 + 1
+
+
+def test_all_tenants_together_retain_at_most_their_share():
+    hints, _ = ledger()
+    got = [hints.arrive(Hint(retain_s=1e9), b"%d" % one, names(100 * one, 7)).retained for one in range(10_000)]
+    assert sum(got) == TOTAL_SHARE * 400
+
+
+def test_sessions_and_retentions_are_bounded():
+    hints, _ = ledger(100_000)
+    for one in range(MOST_SESSIONS + 500):
+        hint = Hint(f"session {one}", retain_s=1.0)
+        hints.arrive(hint, b"", names(10 * one, 2))
+        hints.finish(hint, b"", names(10 * one, 3))
+    assert len(hints._sessions) == MOST_SESSIONS
+    assert len(hints._retentions) <= MOST_RETENTIONS
+    hints.finish(Hint("long"), b"", names(0, 16_000))
+    for one in range(20):
+        hints.finish(Hint(f"long {one}"), b"", names(20_000 * one, 16_000))
+    assert hints._session_blocks == sum(map(len, hints._sessions.values())) <= 100_000
+
+
+def test_an_operator_sets_the_quota_of_all_tenants_or_of_one():
+    hints, _ = ledger()
+    assert hints.limit(0.0, None) == 0
+    assert hints.arrive(Hint(retain_s=30), b"a", names(0, 70)).retained == 0
+    assert hints.limit(0.1, b"a") == 40
+    assert hints.arrive(Hint(retain_s=30), b"a", names(0, 70)).retained == 40
+    assert hints.arrive(Hint(retain_s=30), b"b", names(500, 70)).retained == 0
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from([b"", b"a", b"b"]),
+        st.sampled_from(["", "s", "t"]),
+        st.sampled_from([0.0, 5.0, 100.0, LONGEST_S]),
+        st.booleans(),
+        st.integers(0, 3),
+        st.integers(0, 30),
+        st.floats(0, 100),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(operations)
+def test_the_sums_of_the_quota_are_those_of_its_parts(steps):
+    hints, now = ledger(100)
+    for tenant, session, retain_s, demotes, start, count, passed_s in steps:
+        now[0] += passed_s
+        hint = Hint(session, retain_s, demotes and not retain_s, ends=("s",) if demotes else ())
+        chain_ = names(1000 * start, count)
+        retained = hints.arrive(hint, tenant, chain_).retained
+        hints.finish(hint, tenant, [*chain_, *names(50_000 + start, 1)])
+        assert 0 <= retained <= count
+        by_tenant = {}
+        for one in hints._retentions.values():
+            by_tenant[one.tenant] = by_tenant.get(one.tenant, 0) + one.blocks
+        assert by_tenant == hints._retained
+        assert sum(by_tenant.values()) == hints._total <= 50
+        assert all(count <= hints.quota(tenant) for tenant, count in by_tenant.items())
+        assert hints._session_blocks == sum(map(len, hints._sessions.values()))
+
+
+# Wrong and hostile hints, on a workload of conversations and prompts that never repeat
+
+
+class Served(SimulatedCache):
+    """A cache whose requests have hints. `told` is what a kind of client says: (choice, conversation, turn) -> hint."""
+
+    def __init__(self, capacity, policy, told=None):
+        super().__init__(capacity, policy)
+        self.now_s = 0.0
+        self.told, self.choice = told, random.Random(9)
+        self.hints = Hints(self.store, lambda: self.now_s)
+
+    def serve(self, at_s, one, names_):
+        self.now_s = at_s
+        said = self.told(self.choice, one) if self.told else None
+        tenant, hint = said if said is not None else (b"", None)
+        arrive = self.store.arrive
+        if hint is not None:
+            meant = self.hints.arrive(hint, tenant, names_)
+            self.store.arrive = lambda chain_, now_s: arrive(chain_, now_s, meant)
+        self.use(at_s, names_, asked=len(names_))
+        self.store.arrive = arrive
+        if hint is not None:
+            self.hints.finish(hint, tenant, names_)
+
+
+def workload(count=1500):
+    choice, lengths, now_s = random.Random(4), [4] * 60, 0.0
+    for number in range(count):
+        now_s += choice.expovariate(1.0)
+        if number % 3 == 0:
+            yield now_s, -number, names(10_000_000 + 100 * number, choice.randrange(4, 20))
+        else:
+            one = choice.randrange(60)
+            lengths[one] = min(60, lengths[one] + choice.randrange(4))
+            yield now_s, one, [*names(0, 3), *names(1000 * (one + 1), lengths[one])]
+
+
+def hits(capacity, policy, told=None):
+    cache = Served(capacity, policy, told)
+    for at_s, one, names_ in workload():
+        cache.serve(at_s, one, names_)
+    return cache.hit_blocks
+
+
+def random_hint(choice, one):
+    if choice.random() < 0.5:
+        return None
+    return b"", Hint(
+        choice.choice(["", "a", f"session {one}"]),
+        choice.choice([0.0, 5.0, 100.0, LONGEST_S]),
+        releases=choice.random() < 0.2,
+        ends=(f"session {choice.randrange(60)}",) if choice.random() < 0.2 else (),
+    )
+
+
+def contradictory_hint(choice, one):
+    if choice.random() < 0.5:
+        return b"", Hint(f"session {one}", LONGEST_S, ends=(f"session {one}",))
+    return b"", Hint(f"session {one}", demotes=True)
+
+
+WRONG = {
+    "none": None,
+    "random": random_hint,
+    "all retain for ever": lambda choice, one: (b"", Hint("", LONGEST_S)),
+    "only what never comes back is retained": lambda choice, one: (b"", Hint("", LONGEST_S)) if one < 0 else None,
+    "what comes back is demoted": lambda choice, one: (b"", Hint("", demotes=True)) if one >= 0 else None,
+    "contradictory": contradictory_hint,
+    "10,000 tenants": lambda choice, one: (b"%d" % choice.randrange(10_000), Hint("", LONGEST_S)),
+}
+
+
+@pytest.mark.parametrize("capacity", [150, 600])
+@pytest.mark.parametrize("told", WRONG.values(), ids=WRONG)
+def test_wrong_hints_cost_at_most_a_twentieth_of_the_hits(told, capacity):
+    assert hits(capacity, ADAPTIVE, told) >= 0.95 * hits(capacity, ADAPTIVE)
+
+
+def test_a_right_hint_counts_from_the_first_turn_on():
+    """Two agents whose tools take a minute, in which others send more than host memory has."""
+    found = {}
+    for hint in (None, Hint(retain_s=100)):
+        cache = Served(200, ADAPTIVE, lambda choice, one, hint=hint: (b"", hint) if one >= 0 and hint else None)
+        for turn in range(5):
+            for one in range(2):
+                cache.serve(60.0 * turn + one, one, names(1000 * (one + 1), 10 + 3 * turn))
+            for number in range(30):
+                cache.serve(60.0 * turn + 2 + number, -1, names(10_000_000 + 10_000 * turn + 10 * number, 10))
+        found[hint] = cache.hit_blocks
+    assert found[None] < found[Hint(retain_s=100)] == sum(2 * (10 + 3 * turn) for turn in range(4))
+
+
+def test_hints_that_cost_hits_are_not_followed():
+    cache = Served(400, ADAPTIVE, WRONG["only what never comes back is retained"])
+    for at_s, one, names_ in workload():
+        cache.serve(at_s, one, names_)
+    assert not cache.store.adaptive.follows_hints
