@@ -63,6 +63,8 @@ def plan(
 
     prices = body.prices_of(memory_price, engine_price)
     if trace is None:
+        of_traces = {"capacity-blocks": capacity_blocks, "exact": exact, "model": model, "prefill-rate": prefill_rate}
+        body.require_trace_for({**of_traces, "bytes-per-token": bytes_per_token, "column": column})
         from kvbm_cli.plan.live import show_live
         from kvbm_cli.top.watched import of_runs, of_url
 

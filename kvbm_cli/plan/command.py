@@ -5,6 +5,7 @@ Starts no engine. See simulator.py for what is simulated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -93,6 +94,13 @@ def prices_of(memory_gb_month: float | None, engine_hour: float | None) -> Price
     if memory_gb_month is None or engine_hour is None:
         raise UsageError("`--memory-price` and `--engine-price` are needed together", hint="give both, or none")
     return Prices(memory_gb_month, engine_hour)
+
+
+def require_trace_for(options: Mapping[str, object]) -> None:
+    """Raise UsageError if one of these options is given: a running engine has measured what it measures."""
+    for name, value in options.items():
+        if value:
+            raise UsageError(f"`--{name}` is for a trace", hint="add `--trace FILE`, or remove it")
 
 
 def one_source() -> UsageError:

@@ -13,6 +13,7 @@ from trace_pages import HEAD, ROOT, examples_in, stripped
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.trace.analysis import collect
+from kvbm_cli.bench.trace.hit_curve import hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.plan import advice, command
@@ -69,6 +70,15 @@ def test_lru_is_that_of_a_plain_cache(kvbm):
     assert [(one["policy"], one["capacity_blocks"]) for one in curve] == [("lru", 600), ("lru", 3000), ("lru", 9000)]
     for one in curve:
         assert one["hit_rate"] == pytest.approx(plain_lru(one["capacity_blocks"]))
+
+
+def test_the_curve_of_bench_trace_is_the_one_of_the_simulator():
+    """`kvbm bench trace` has all capacities from one pass over the trace; `kvbm plan` has kvbm's own block store."""
+    tree, uses = part_of("documents", 600, seed=3)
+    sample = Sample(tree, len(tree))
+    curve = hit_curve(tree, [one.use for one in uses])
+    for capacity in (200, 1000, 4000, len(tree)):
+        assert hit_rate(tree, uses, sample, capacity, LRU) == pytest.approx(curve.hit_rate(512 * capacity))
 
 
 def test_json_has_a_point_per_policy_and_capacity(kvbm):
@@ -203,6 +213,13 @@ def test_an_engine_that_measures_nothing_is_named_with_the_key(kvbm):
     assert (code, out) == (1, "")
     assert "no engine has measured the hit rates of other capacities" in err
     assert "`metrics.capacities: true`" in err
+
+
+@pytest.mark.parametrize("option", [["--exact"], ["--capacity-blocks", "5"], ["--prefill-rate", "5"]])
+def test_what_only_a_trace_can_have_is_refused_for_an_engine(kvbm, option):
+    code, _, err = kvbm("plan", "--url", "http://127.0.0.1:9", *option)
+    assert code == 2
+    assert f"`{option[0]}` is for a trace" in err
 
 
 def test_a_page_shows_the_curves_of_an_engine_and_of_a_trace(kvbm, tmp_path):
