@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -34,7 +35,11 @@ class Request:
 
 
 class FakeServer:
-    """A context manager, which raises what an answer has raised. `port` 0 takes a free one."""
+    """A context manager, which raises what an answer has raised. `port` 0 takes a free one. With `tls`, it speaks
+    HTTPS. Its address ends with `prefix`, which `answer` does not see."""
+
+    tls: ssl.SSLContext | None = None
+    prefix = ""
 
     def __init__(self, *, port: int = 0, host: str = "127.0.0.1") -> None:
         self.host, self.port = host, port
@@ -54,7 +59,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}{self.prefix}"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -80,7 +85,7 @@ class FakeServer:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = await self._loop.create_server(lambda: Connection(self), self.host, self.port)
+        server = await self._loop.create_server(lambda: Connection(self), self.host, self.port, ssl=self.tls)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stopping.wait()
@@ -139,6 +144,8 @@ class Connection(asyncio.Protocol):
         assert not self._buffer, "the server does not serve pipelined requests"
         method, target, _ = first.split(" ")
         path, _, query = target.partition("?")
+        assert path.startswith(self._server.prefix), path
+        path = path.removeprefix(self._server.prefix)
         self._request = Request(
             method=method,
             path=path,

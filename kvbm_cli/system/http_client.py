@@ -1,6 +1,7 @@
 """HTTP client of the control plane: health, metrics, cache resets, first tokens. Never raises for what a server sends.
 
 It asks the given address and nothing else: no proxy or `.netrc` of the environment, no redirect, no compressed body.
+With `https`, the certificate is verified (`tls.py`).
 httpx limits each wait for the server, not their sum, so `_Exchange` has a deadline for all of them.
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvbm.text.outside import shown, without_secrets
+from kvbm_cli.system.tls import is_https, tls_context
 
 if TYPE_CHECKING:
     import httpx
@@ -65,23 +67,29 @@ class HttpAnswer:
 def load_library() -> None:
     """Import httpx, which `kvbm --help` does not need. The first request does it too, before its time begins."""
     sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # its command line, a third of the import
-    _client(None).close()  # imports what only a client needs
+    _client(None, _no_tls()).close()  # imports what only a client needs
 
 
-def _client(timeout_s: float | None) -> httpx.Client:
+def _no_tls() -> ssl.SSLContext:
+    """For plain HTTP: without a context, each client loads all certificates of the machine."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _client(timeout_s: float | None, context: ssl.SSLContext) -> httpx.Client:
     import httpx
 
-    no_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # without it, each client loads all certificates of the machine
-    return httpx.Client(verify=no_tls, trust_env=False, timeout=timeout_s)
+    return httpx.Client(verify=context, trust_env=False, timeout=timeout_s)
 
 
 def get(url: str, *, timeout_s: float) -> HttpAnswer:
     return request("GET", url, timeout_s=timeout_s)
 
 
-def get_metrics(url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float) -> HttpAnswer:
+def get_metrics(
+    url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float, ca_file: str = ""
+) -> HttpAnswer:
     """Return a page of metrics, or a failure for one that is too long to parse at every sample."""
-    return request("GET", url, headers=headers, timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+    return request("GET", url, headers=headers, timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES, ca_file=ca_file)
 
 
 def request(
@@ -92,9 +100,11 @@ def request(
     headers: Mapping[str, str] | None = None,
     timeout_s: float | None,
     max_bytes: int | None = None,
+    ca_file: str = "",
 ) -> HttpAnswer:
     """Send one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to the
-    last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES."""
+    last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES. `ca_file`:
+    see `tls_context`."""
     load_library()
     import httpx
 
@@ -103,10 +113,11 @@ def request(
     try:
         parts = urlsplit(url)
         # `port` is an error above 65535, of which the system would use the lower 16 bits
-        if parts.scheme != "http" or not parts.hostname or "@" in parts.netloc or parts.port == 0:
-            return HttpAnswer(failure=f"`{without_secrets(shown(url))}` is not an http:// address")
+        is_web = parts.scheme in ("http", "https")
+        if not is_web or not parts.hostname or "@" in parts.netloc or parts.port == 0:
+            return HttpAnswer(failure=f"`{without_secrets(shown(url))}` is not an http:// or https:// address")
         with (
-            _client(timeout_s) as client,
+            _client(timeout_s, tls_context(ca_file) if is_https(url) else _no_tls()) as client,
             exchange,
             client.stream(
                 method,
@@ -154,11 +165,13 @@ class _Exchange:
     def __exit__(self, *ignored: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._socket is not None:
+            self._socket.close()
 
     def trace(self, event: str, found: Mapping[str, Any]) -> None:
         """Take a report of httpx about one step."""
         if event == "connection.connect_tcp.complete":
-            self._socket = found["return_value"].get_extra_info("socket")
+            self._socket = found["return_value"].get_extra_info("socket").dup()  # TLS takes the socket itself over
             self.address = self._socket.getpeername()[0]
             if self.is_over:
                 self._shut_down()

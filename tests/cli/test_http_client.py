@@ -5,10 +5,11 @@ import gzip
 import socket
 
 import pytest
+from certificates import server_tls
 from fake_server import Connection, FakeServer, Request
 
 from kvbm_cli.system import http_client
-from kvbm_cli.system.http_client import get
+from kvbm_cli.system.http_client import get, request
 
 OK = b"HTTP/1.1 200 OK\r\n"
 UNTIL_CLOSE = OK + b"Connection: close\r\n\r\n"
@@ -95,6 +96,38 @@ def test_server_that_sends_a_byte_now_and_then_does_not_extend_the_time(start, t
         assert not server.has_sent_all, "the client waited for the end"
     assert answer.status == 0
     assert answer.failure
+
+
+@pytest.fixture
+def https(tmp_path):
+    """A server with TLS that sends one byte after the other, and the file with its certificate."""
+    server = Raw(SLOW["body"], b"a")
+    server.tls, ca_file = server_tls(tmp_path)
+    with server:
+        yield server, str(ca_file)
+
+
+def test_server_with_tls_does_not_extend_the_time_either(https):
+    server, ca_file = https
+    assert request("GET", f"{server.url}/health", timeout_s=0.5, ca_file=ca_file).failure.startswith("no complete")
+    assert not server.has_sent_all
+
+
+def test_tls_that_is_never_agreed_does_not_extend_the_time():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        answer = get(f"https://127.0.0.1:{server.getsockname()[1]}/health", timeout_s=0.1)
+    assert answer.failure == "no complete answer within 0.1 s"
+
+
+def test_a_server_whose_certificate_nobody_vouches_for_is_sent_nothing(https, tmp_path):
+    server, ca_file = https
+    assert "CERTIFICATE_VERIFY_FAILED" in get(f"{server.url}/health", timeout_s=60).failure
+    (tmp_path / "other").mkdir()
+    _, other = server_tls(tmp_path / "other")
+    for url, trusted in ((server.url, str(other)), (server.url.replace("127.0.0.1", "localhost"), ca_file)):
+        answer = request("GET", f"{url}/health", timeout_s=60, ca_file=trusted)
+        assert "CERTIFICATE_VERIFY_FAILED" in answer.failure
+    assert server.headers == {}
 
 
 def test_server_that_never_answers_is_named_with_the_time():
