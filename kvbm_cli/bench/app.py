@@ -65,6 +65,12 @@ def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
     return names_in(workloads_directory(), incomplete) or files(incomplete)
 
 
+def endpoints(incomplete: str) -> list[str]:
+    from kvbm_cli.bench.workload.plan import PATHS
+
+    return matching([*PATHS], incomplete)
+
+
 @bench_app.callback()
 def bench(
     context: typer.Context,
@@ -73,6 +79,10 @@ def bench(
     compare: Annotated[
         list[str] | None,
         option("--compare", "baseline|PROFILE|baseline:PROFILE|URL", COMPARE_HELP, compared),
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        path_option("--ca-file", "FILE", "Certificates for servers by https, in PEM format [default: the system's]."),
     ] = None,
     workload: Annotated[
         list[str] | None,
@@ -86,8 +96,34 @@ def bench(
     pressure: Annotated[
         Text, option("--pressure", "X,Y,...", "Scale the working set to these multiples of G1, such as `0.8,1.2,2,4`.")
     ] = None,
+    find_limit: Annotated[
+        Text,
+        option(
+            "--find-limit",
+            "LIMITS",
+            "Find the highest rate at which each arm keeps limits such as `ttft_p90<800ms, itl_p90<60ms`.",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        Text, option("--endpoint", "NAME", "Where requests go: `completions`, `chat` or `responses`.", endpoints)
+    ] = None,
+    sweep: Annotated[
+        Text,
+        option("--sweep", "KEY=X,Y,...", "Run each workload at these loads: `rate=1,2,4` or `concurrency=1,8,32`."),
+    ] = None,
     rate: Annotated[
-        float | None, option("--rate", "N", "Requests per second and arm, at fixed times.", min=1e-6, max=1e6)
+        float | None,
+        option("--rate", "N", "Requests per second and arm; at fixed times without --burstiness.", min=1e-6, max=1e6),
+    ] = None,
+    burstiness: Annotated[
+        float | None,
+        option(
+            "--burstiness",
+            "X",
+            "Random times with this mean rate: 1 for a Poisson process, less for bursts [default: fixed times].",
+            min=0.01,
+            max=1000,
+        ),
     ] = None,
     concurrency: Annotated[
         int | None,
@@ -134,9 +170,12 @@ def bench(
         profiles=profile or (),
         overrides=set_ or (),
         compare=compare or (),
+        ca_file=ca_file,
         workloads=workload or (),
         pressure=pressure,
-        schedule=Overrides(rate, concurrency, duration, pairs),
+        find_limit=find_limit,
+        sweep=sweep,
+        schedule=Overrides(rate, concurrency, duration, pairs, burstiness, endpoint),
         output=output,
         resume=resume,
         is_dry_run=dry_run,

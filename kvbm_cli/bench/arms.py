@@ -19,6 +19,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -30,6 +31,7 @@ from kvbm_cli.profile.diff import differences
 from kvbm_cli.profile.machine_problems import problems_here, require_none
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve_to_start
+from kvbm_cli.system.tls import is_https, tls_context
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -76,11 +78,15 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`measured` is compared with each reference: "faster" means that `measured` is faster."""
+    """`measured` is compared with each reference: "faster" means that `measured` is faster.
+
+    `ca_file` has the certificates for servers by `https`; empty: those of the system.
+    """
 
     measured: Arm
     references: tuple[Arm, ...]
     floor: Arm | None
+    ca_file: str = ""
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -135,11 +141,21 @@ def free_name(wanted: str, taken: Sequence[str]) -> str:
 BASELINE_OF = f"{BASELINE}:"
 
 
-def comparison_of(profiles: Sequence[str], overrides: Sequence[str], compare: Sequence[str]) -> Comparison:
+def comparison_of(
+    profiles: Sequence[str], overrides: Sequence[str], compare: Sequence[str], ca_file: Path | None = None
+) -> Comparison:
     """UsageError or ProfileError for an arm that cannot be resolved or that cannot be compared."""
     compared = tuple(compare) or ((BASELINE,) if profiles else ())
-    if not profiles:
-        return _of_servers(compared, overrides)
+    comparison = _of_profiles(profiles, overrides, compared) if profiles else _of_servers(compared, overrides)
+    if ca_file is None:
+        return comparison
+    if not any(arm.url is not None and is_https(arm.url) for arm in comparison.arms):
+        raise UsageError("`--ca-file` is for servers by `https://`, and no arm is one")
+    tls_context(str(ca_file))
+    return replace(comparison, ca_file=str(ca_file))
+
+
+def _of_profiles(profiles: Sequence[str], overrides: Sequence[str], compared: Sequence[str]) -> Comparison:
     resolved = resolve_to_start(*profiles, overrides=overrides)
     _require_usable(resolved)
     is_named = any(not _is_server(one) and not one.startswith(BASELINE) for one in compared)
@@ -189,14 +205,14 @@ def _server(text: str, taken: Sequence[str]) -> Arm:
     try:
         parts = urlsplit(url)
         has_secret = bool(parts.username is not None or parts.query or parts.fragment)
-        is_plain = parts.scheme == "http" and parts.hostname and parts.port != 0
+        is_address = bool(parts.hostname) and parts.port != 0
     except ValueError:
-        has_secret = is_plain = False
+        has_secret = is_address = False
     if has_secret:  # not repeated here, and not written to plan.json
         message = "a URL must not contain a password or a query"
         raise UsageError(message, hint="set the variable `KVBM_BENCH_API_KEY` instead")
-    if not is_plain:
-        raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`; TLS is not supported")
+    if not is_address:
+        raise UsageError(f"`{url}` must be a URL such as `http://127.0.0.1:8000`")
     name = found["name"] or next(one for number in itertools.count(1) if (one := f"url-{number}") not in taken)
     if name in (RECORDING, *taken):
         raise UsageError(f"`{name}` is the name of another arm", hint="give the server another name: `NAME=URL`")

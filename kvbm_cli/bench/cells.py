@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
+from kvbm.text.outside import shown
 from kvbm_cli.bench.lmbenchmark.of_workload import (
     strict_script,
     strict_workload,
@@ -30,6 +31,8 @@ class Overrides:
     concurrency: int | None = None
     duration_s: float | None = None
     pairs: int | None = None
+    burstiness: float | None = None
+    endpoint: str | None = None
 
     def applied(self, workload: Workload) -> Workload:
         changes: dict[str, Any] = {}
@@ -41,11 +44,61 @@ class Overrides:
             changes["duration_s"] = self.duration_s
         if self.pairs is not None:
             changes["pairs"] = self.pairs
+        if self.burstiness is not None:
+            changes["burstiness"] = self.burstiness
         schedule = workload.schedule.model_copy(update=changes)
         update: dict[str, Any] = {"schedule": schedule}
+        if self.endpoint is not None:
+            if isinstance(workload, Lmbenchmark) and workload.mode == "faithful":
+                raise UsageError(
+                    "`--endpoint` does not apply to LMBenchmark's own requests", hint="set `chat` in the workload"
+                )
+            update["endpoint"] = self.endpoint
         if isinstance(workload, Lmbenchmark):
             update |= {"qps": self.rate or workload.qps, "time_s": self.duration_s or workload.time_s}
         return strict_workload(workload.model_copy(update=update))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`key` is `rate` or `concurrency`; every workload runs with each of the values."""
+
+    key: str
+    values: tuple[float, ...]
+
+    def applied(self, workloads: Iterable[Workload]) -> list[Workload]:
+        """UsageError for a workload whose launches have times of their own."""
+        return [self._at(workload, value) for workload in workloads for value in self.values]
+
+    def _at(self, workload: Workload, value: float) -> Workload:
+        if isinstance(workload, Trace):
+            raise UsageError(f"`--sweep` cannot change the times of the trace `{workload.name}`")
+        override = Overrides(rate=value) if self.key == "rate" else Overrides(concurrency=int(value))
+        return override.applied(workload.model_copy(update={"name": f"{workload.name}-{self.key}{value:g}"}))
+
+
+def parse_sweep(text: str | None) -> Sweep | None:
+    """Such as `rate=1,2,4`. UsageError for anything else."""
+    if text is None:
+        return None
+    key, _, given = text.partition("=")
+    try:
+        values = tuple(float(part) for part in given.split(","))
+    except ValueError:
+        values = ()
+    is_whole = key == "rate" or all(value.is_integer() for value in values)
+    if key not in ("rate", "concurrency") or not is_whole or not _are_different(values, 1e-6, 1e5):
+        raise UsageError(
+            f"--sweep takes `rate=` or `concurrency=` and different numbers above 0, not `{shown(text)}`",
+            hint="`--sweep rate=1,2,4,8`",
+        )
+    return Sweep(key, values)
+
+
+def _are_different(values: Sequence[float], least: float, most: float) -> bool:
+    """Whether there are values, within the limits, that six digits tell apart."""
+    names = {f"{value:g}" for value in values}
+    return bool(values) and all(least <= value <= most for value in values) and len(names) == len(values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,28 @@ from types import FrameType
 from typing import Any
 
 from kvbm.errors import KvbmError, UsageError
-from kvbm.text.outside import without_secret_values
+from kvbm.text.outside import shown, without_secret_values
 from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_startable
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, warnings_of
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.exports.lmbenchmark_csv import file_name, lmbenchmark_csv
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
+from kvbm_cli.bench.limit.conditions import Condition, parse_conditions
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
+from kvbm_cli.bench.show.limits import show_limits
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.workload.files import load_workload
+from kvbm_cli.bench.workload.plan import PATHS
 from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
@@ -53,8 +57,11 @@ class BenchRequest:
     profiles: Sequence[str] = ()
     overrides: Sequence[str] = ()
     compare: Sequence[str] = ()
+    ca_file: Path | None = None
     workloads: Sequence[str] = ()
     pressure: str | None = None
+    find_limit: str | None = None
+    sweep: str | None = None
     schedule: Overrides = field(default_factory=Overrides)
     output: Path | None = None
     resume: Path | None = None
@@ -68,10 +75,15 @@ class BenchRequest:
             ("--profile", self.profiles),
             ("--set", self.overrides),
             ("--compare", self.compare),
+            ("--ca-file", [self.ca_file]),
             ("--workload", self.workloads),
             ("--pressure", [self.pressure]),
+            ("--find-limit", [self.find_limit]),
+            ("--sweep", [self.sweep]),
             ("--rate", [schedule.rate]),
+            ("--burstiness", [schedule.burstiness]),
             ("--concurrency", [schedule.concurrency]),
+            ("--endpoint", [schedule.endpoint]),
             ("--duration", [schedule.duration_s]),
             ("--pairs", [schedule.pairs]),
         ]
@@ -83,21 +95,34 @@ def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
     if request.schedule.rate is not None and request.schedule.concurrency is not None:
         raise UsageError("`--rate` sends at fixed times and `--concurrency` waits for answers: give one of them")
+    if request.sweep is not None and (request.schedule.rate or request.schedule.concurrency):
+        raise UsageError("`--sweep` sets the rate or the concurrency: leave out `--rate` and `--concurrency`")
+    if request.schedule.endpoint not in (None, *PATHS):
+        raise UsageError(f"`--endpoint` is one of {', '.join(PATHS)}, not `{shown(request.schedule.endpoint)}`")
     if request.output is not None and request.resume is not None:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
-    comparison = comparison_of(request.profiles, request.overrides, request.compare)
+    if request.find_limit is not None and request.resume is not None:
+        raise UsageError("`--find-limit` cannot continue an interrupted search: leave out `--resume`")
+    conditions = None if request.find_limit is None else parse_conditions(request.find_limit)
+    comparison = comparison_of(request.profiles, request.overrides, request.compare, request.ca_file)
     workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
+    if (sweep := parse_sweep(request.sweep)) is not None:
+        workloads = sweep.applied(workloads)
     for warning in [one for workload in workloads for one in warnings_of(workload)]:
         show_warning(warning)
     require_startable(comparison)
     pressures = parse_pressures(request.pressure)
     cells = cells_of(workloads, pressures, _g1_tokens(comparison, must_know=bool(pressures and not request.is_dry_run)))
     setup = _setup(comparison, cells)
+    if conditions is not None:
+        require_searchable(setup)
     if request.is_dry_run:
         return show_plan(setup, as_json=request.as_json)
     for resolved in profiles_of(comparison):
         make_model(resolved.profile, say=print_note)
     directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
+    if conditions is not None:
+        return search(setup, conditions, directory, as_json=request.as_json, words=request.words())
     return measure(setup, directory, as_json=request.as_json, words=request.words())
 
 
@@ -182,6 +207,35 @@ def measure(
     finally:  # the result of minutes of measuring is printed even if it cannot be written
         print_summary(summary, directory.path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code
+
+
+def search(
+    setup: Setup,
+    conditions: tuple[Condition, ...],
+    directory: BenchDirectory,
+    *,
+    as_json: bool,
+    words: Sequence[str] = (),
+    engines: OpenArm | None = None,
+) -> int:
+    """Find the limit of every arm, write limit.json, and print it. `words` and `engines`: see `measure`."""
+    with _interruptible(), contextlib.closing(directory):
+        try:
+            with BenchProgress() as progress:
+                found = find_limits(setup, conditions, engines or ArmEngines(setup.comparison), directory, progress)
+        except KeyboardInterrupt:
+            print_note(f"interrupted; the probes that have ended are in {directory.path}")
+            return INTERRUPTED_EXIT_CODE
+        except OSError as error:
+            raise cannot_write(directory.path, error) from None
+        surroundings = {"command": list(words), **_surroundings(setup.comparison)}
+        try:
+            directory.write_json(LIMIT, {**found.to_json(), **surroundings})
+        except OSError as error:
+            raise cannot_write(directory.path, error) from None
+        finally:
+            show_limits(found, directory.path, as_json=as_json)
+    return 0
 
 
 def write_results(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> None:

@@ -37,6 +37,7 @@ LOG_FILE, FIRST_LOG_FILE = "engine.log", "first-engine.log"
 class RunningEngine:
     """An engine that serves; the context manager that yields it starts and stops it.
 
+    `headers` and `ca_file` are for every request to it.
     `pid` is the process of an engine on this machine that the command started. `metrics_url` has the kvbm_* series if
     the engine's own `/metrics` does not. With a shared tier, `next_engine` stops this engine and starts another one,
     which finds in the tier what this one has written. `traits` are `None` for a server by URL, which is asked instead;
@@ -53,9 +54,10 @@ class RunningEngine:
     next_engine: Callable[[], AbstractContextManager[RunningEngine]] | None = None
     traits: ServerTraits | None = None
     model_path: str = ""
+    ca_file: str = ""
 
     def control(self) -> Control:
-        return Control(self.base_url, self.model, headers=self.headers)
+        return Control(self.base_url, self.model, headers=self.headers, ca_file=self.ca_file)
 
     def try_reset(self) -> bool:
         """Return whether the cache is empty now. One that no request empties has only the warm-up, after its start."""
@@ -95,7 +97,7 @@ class ArmEngines:
     def __call__(self, arm: str, log: Path, room: NeededRoom) -> AbstractContextManager[RunningEngine]:
         found = self._arm(arm)
         if found.url is not None:
-            return nullcontext(running_server(found.url))
+            return nullcontext(self.open_url(found))
         assert found.resolved is not None
         profile = found.resolved.profile
         if found.kind == "floor":
@@ -107,7 +109,7 @@ class ArmEngines:
 
     def open_url(self, arm: Arm) -> RunningEngine:
         assert arm.url is not None
-        return running_server(arm.url)
+        return running_server(arm.url, self._comparison.ca_file)
 
     def _arm(self, name: str) -> Arm:
         """Return an arm. The recording runs on the floor's engine, or without a profile on the first server."""
@@ -162,12 +164,13 @@ def _started(profile: Profile, log_path: Path, *, has_kvbm: bool) -> Iterator[Ru
         )
 
 
-def running_server(url: str) -> RunningEngine:
+def running_server(url: str, ca_file: str = "") -> RunningEngine:
     """Return the server at a URL. EngineError if it does not answer."""
     base_url = base_url_of(url)
     key = api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return RunningEngine(base_url, served_model(base_url, headers), 0.0, lambda: False, headers)
+    model = served_model(base_url, headers, ca_file)
+    return RunningEngine(base_url, model, 0.0, lambda: False, headers, ca_file=ca_file)
 
 
 @contextmanager

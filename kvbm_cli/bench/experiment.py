@@ -36,7 +36,7 @@ from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_o
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SERVER_METRICS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
-from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.bench.workload.plan import PATHS, Plan
 from kvbm_cli.bench.workload.schema import Lmbenchmark
 from kvbm_cli.system.filesystem import write_atomically
 
@@ -52,6 +52,13 @@ class ExperimentProgress(Protocol):
 
 def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress) -> None:
     """Run all arms of all cells that have not run yet. EngineError if an engine does not start."""
+    prepare(setup, engines, directory, progress).run()
+
+
+def prepare(
+    setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress
+) -> PreparedExperiment:
+    """Write plan.json and the plans of all cells, where they are not there. EngineError as `run_experiment`."""
     directory.lock()
     plan = setup.to_json()
     if (directory.path / PLAN).exists():
@@ -61,7 +68,9 @@ def run_experiment(setup: Setup, engines: OpenArm, directory: BenchDirectory, pr
     done = directory.forget_unfinished(
         [_runs_of(cell, group).values() for cell in setup.cells for group in setup.groups(cell)]
     )
-    _Experiment(setup, engines, directory, progress, done).run()
+    experiment = PreparedExperiment(setup, engines, directory, progress, done)
+    experiment.prepare()
+    return experiment
 
 
 def _runs_of(cell: Cell, group: ArmGroup) -> dict[str, str]:
@@ -100,7 +109,9 @@ class FaithfulFacts:
     health: ClientHealth
 
 
-class _Experiment:
+class PreparedExperiment:
+    """Prepared and run by the functions above."""
+
     def __init__(
         self, setup: Setup, engines: OpenArm, directory: BenchDirectory, progress: ExperimentProgress, done: set[str]
     ) -> None:
@@ -108,9 +119,11 @@ class _Experiment:
         self._done = done
         self._startup_s: float | None = None
 
-    def run(self) -> None:
+    def prepare(self) -> None:
         planned = [cell for cell in self._setup.cells if not cell.is_faithful]
         self._prepare([cell for cell in planned if not self._is_planned(cell)])
+
+    def run(self) -> None:
         for cell in self._setup.cells:
             self._run_cell(cell)
 
@@ -135,17 +148,22 @@ class _Experiment:
         self._progress.phase("preparation: starting the engine")
         with self._engines(RECORDING, self._directory.run(RECORDING), _room(cells)) as engine:
             self._startup_s = engine.startup_s
-            preparation = Preparation(engine, self._capabilities(engine))
+            preparations: dict[str, Preparation] = {}
             for cell in cells:
+                path = PATHS[cell.workload.endpoint]
+                if path not in preparations:
+                    preparations[path] = Preparation(engine, self._capabilities(engine, path))
+                preparation = preparations[path]
                 for pair in range(1, self._setup.pairs(cell) + 1):
                     if pair == 1 or not preparation.capabilities.can_reset:
                         self._make_plan(preparation, cell, pair)
 
-    def _capabilities(self, engine: RunningEngine) -> Capabilities:
+    def _capabilities(self, engine: RunningEngine, path: str) -> Capabilities:
         """Return what all servers have in common; the first engine is the one that tokenizes."""
-        servers = [running_server(arm.url) for arm in self._setup.comparison.arms if arm.url is not None]
+        comparison = self._setup.comparison
+        servers = [running_server(arm.url, comparison.ca_file) for arm in comparison.arms if arm.url is not None]
         others = [server for server in servers if server.base_url != engine.base_url]
-        return capabilities_of([engine, *others], seed=self._setup.seed)
+        return capabilities_of([engine, *others], seed=self._setup.seed, path=path)
 
     def _make_plan(self, preparation: Preparation, cell: Cell, pair: int) -> None:
         self._progress.phase(f"preparation: writing the prompts of {cell.name}")
@@ -282,6 +300,7 @@ def _target(group: _Measurements, name: str, engine: RunningEngine, *, offset_s:
         pair=group.pair,
         base_url=engine.base_url,
         headers=engine.headers,
+        ca_file=engine.ca_file,
         offset_s=offset_s,
         has_ended=engine.has_ended,
     )
@@ -301,6 +320,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
         pid=engine.pid,
         start_ns=start_ns,
         headers=engine.headers,
+        ca_file=engine.ca_file,
     )
 
 

@@ -23,7 +23,16 @@ from kvbm_cli.bench.judge.paired import percentile
 from kvbm_cli.bench.load.control import Control
 from kvbm_cli.bench.load.request import Target, open_session, send
 from kvbm_cli.bench.result.results import RequestRecord
-from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer, unplanned
+from kvbm_cli.bench.workload.plan import (
+    COMPLETIONS,
+    Dialect,
+    Launches,
+    Plan,
+    PlannedRequest,
+    RecordedAnswer,
+    roles_of,
+    unplanned,
+)
 from kvbm_cli.bench.workload.script import (
     AnswerOf,
     Content,
@@ -55,10 +64,10 @@ class Capabilities:
     can_reset: bool
 
 
-def capabilities_of(engines: Sequence[RunningEngine], *, seed: int) -> Capabilities:
+def capabilities_of(engines: Sequence[RunningEngine], *, seed: int, path: str = COMPLETIONS) -> Capabilities:
     """Take them from the traits of engines that kvbm launches; probe all engines if one is a server by URL.
 
-    EngineError if the models differ.
+    `path` is the endpoint; only COMPLETIONS takes token ids. EngineError if the models differ.
     """
     models = {engine.model for engine in engines}
     if len(models) > 1:
@@ -67,11 +76,11 @@ def capabilities_of(engines: Sequence[RunningEngine], *, seed: int) -> Capabilit
             hint="start them with one `--served-model-name`",
         )
     controls = [engine.control() for engine in engines]
-    dialect = Dialect(models.pop())
+    dialect = Dialect(models.pop(), path=path)
     if all(engine.traits is not None for engine in engines):
         return _of_kind(engines[0], dialect, seed=seed)
     can_reset = all(map(Control.try_reset, controls))
-    tokens = [control.try_tokenize(PROBE_TEXT) for control in controls]
+    tokens = [control.try_tokenize(PROBE_TEXT) if path == COMPLETIONS else None for control in controls]
     if tokens[0] and all(one == tokens[0] for one in tokens):
         found = _common_dialect(engines, dialect, tuple(tokens[0]))
         if found is not None:
@@ -79,7 +88,7 @@ def capabilities_of(engines: Sequence[RunningEngine], *, seed: int) -> Capabilit
     found = _common_dialect(engines, replace(dialect, has_token_ids=False), PROBE_TEXT)
     if found is None:
         raise EngineError(
-            "a server refused a plain request to /v1/completions",
+            f"a server refused a plain request to {path}",
             hint="send a request with `curl` to each server to see the error",
         )
     return Capabilities(found, TextWriter(_characters_per_token(engines[0], found)), can_reset)
@@ -91,7 +100,7 @@ def _of_kind(engine: RunningEngine, dialect: Dialect, *, seed: int) -> Capabilit
     Without a tokenizer, prompts are text.
     """
     assert engine.traits is not None
-    tokenize = engine.tokenizer()
+    tokenize = engine.tokenizer() if dialect.path == COMPLETIONS else None
     if tokenize is not None:
         dialect = replace(dialect, token_id_fields=engine.traits.token_id_fields)
         return Capabilities(dialect, TokenWriter(tokenize, seed=seed), can_reset=True)
@@ -139,7 +148,7 @@ async def _send_all(engine: RunningEngine, requests: Sequence[PlannedRequest], t
 
 
 def _target(engine: RunningEngine) -> Target:
-    return Target(RECORDING, RECORDING, RECORDING, 0, engine.base_url, headers=engine.headers)
+    return Target(RECORDING, RECORDING, RECORDING, 0, engine.base_url, headers=engine.headers, ca_file=engine.ca_file)
 
 
 def warm_up(engine: RunningEngine, plan: Plan) -> None:
@@ -194,7 +203,12 @@ class Preparation:
         if all(request.at_s is not None or request.after for request in script.requests):
             return Launches(duration_s=schedule.duration_s)  # the workload fixes its own times
         interval_s = schedule.interval_s or self._interval_s(cell, script, cold or self._calibrate(script, cell))
-        return Launches(interval_s=interval_s, duration_s=schedule.duration_s)
+        return Launches(
+            interval_s=interval_s,
+            duration_s=schedule.duration_s,
+            burstiness=schedule.burstiness,
+            seed=cell.workload.seed,
+        )
 
     def _interval_s(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> float:
         """Return the interval at which computing every prompt takes `target_utilisation` of the time."""
@@ -231,7 +245,7 @@ class Preparation:
             async with open_session() as session:
                 for one in script.requests:
                     parts = _contents(one.parts, [answer for answer, _ in answers])
-                    request = unplanned(self.capabilities.dialect, parts, one.answer_tokens)
+                    request = unplanned(self.capabilities.dialect, parts, one.answer_tokens, roles_of(one.parts))
                     timeout_s = cell.workload.request_timeout_s
                     record = await send(session, target, request, timeout_s=timeout_s)
                     if record.error is not None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from bench_rig import WORKLOAD, comparison, in_turn
 
 from kvbm_cli.bench import command
-from kvbm_cli.bench.cells import Cell, script_of
+from kvbm_cli.bench.cells import Cell, Sweep, script_of
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory, run_name
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
@@ -376,12 +376,15 @@ def write_sample(
     turns: int = 6,
     pairs: int = 3,
     server_metrics: bool = True,
+    rates: tuple[float, ...] = (),
 ) -> dict[str, Any]:
-    """Write an experiment as large and as varied as a real one, and return its summary."""
+    """Write an experiment as large and as varied as a real one, and return its summary. `rates`: of a sweep."""
     changes = {"name": "conversations", "users": sessions, "turns": turns}
     workload = in_turn(CONVERSATIONS.model_copy(update=changes), pairs=pairs)
+    workloads = Sweep("rate", rates).applied([workload]) if rates else [workload]
     cells = [
-        Cell(workload.name if pressure is None else f"{workload.name}-x{pressure}", workload, pressure, 19_200)
+        Cell(one.name if pressure is None else f"{one.name}-x{pressure}", one, pressure, 19_200)
+        for one in workloads
         for pressure in pressures
     ]
     found = Experiment(dict.fromkeys(arms, SampleArm(random.Random(1), server_metrics)), cells)

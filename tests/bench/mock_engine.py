@@ -28,6 +28,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # as a program
 
 from fake_server import Connection, FakeServer, Request, until
 
+from kvbm_cli.bench.workload.plan import CHAT, COMPLETIONS, PATHS, RESPONSES
+
 BLOCK = 16
 VOCABULARY = 256
 TRTLLM_FIELDS = {
@@ -203,8 +205,8 @@ class MockEngine(FakeServer):
 
     async def answer(self, request: Request, connection: Connection) -> None:
         options, path = self.model.options, request.path
-        if path == "/v1/completions":
-            await self._complete(request.json, connection)
+        if path in PATHS.values():
+            await self._complete(request.json, connection, path)
         elif path == "/v1/models":
             connection.reply(200, {"object": "list", "data": [{"id": options.model}]})
         elif options.is_like_trtllm and path == "/metrics":
@@ -230,10 +232,10 @@ class MockEngine(FakeServer):
             self.model.reset()
         return 200, '{"success": true}' if is_like_vllm else ""
 
-    async def _complete(self, request: dict[str, Any], connection: Connection) -> None:
+    async def _complete(self, request: dict[str, Any], connection: Connection, path: str) -> None:
         model, options = self.model, self.model.options
         model.bodies.append(request)
-        given = request["prompt"]
+        given = request["prompt"] if path == COMPLETIONS else rendered(request["messages" if path == CHAT else "input"])
         prompt = list(given.encode()) if isinstance(given, str) else given
         unknown_fields = options.unknown_fields(request)
         if options.refuses_all or unknown_fields:
@@ -249,7 +251,7 @@ class MockEngine(FakeServer):
             self._ended = True
             connection.close()
             return
-        answer = answer_to(prompt, request["max_tokens"], options.salt)
+        answer = answer_to(prompt, request["max_output_tokens" if path == RESPONSES else "max_tokens"], options.salt)
         from_g1, from_g2, first_at = model.admit(prompt, answer, time.monotonic())
         if fault == "wrong":
             answer = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
@@ -263,7 +265,14 @@ class MockEngine(FakeServer):
             if options.is_like_trtllm:
                 has_text = request.get("detokenize") is not False
                 choice = trtllm_choice_of(token, has_text=has_text, is_last=number == len(answer) - 1)
-            connection.event(json.dumps({"choices": [choice]}, ensure_ascii=False).encode())
+            connection.event(json.dumps(event_of(choice, path), ensure_ascii=False).encode())
+        if path == RESPONSES:
+            counts = {"input_tokens": len(prompt), "output_tokens": len(answer)}
+            usage = {**counts, "input_tokens_details": {"cached_tokens": from_g1 + from_g2}}
+            end = {"type": "response.completed", "response": {"status": "completed", "usage": usage}}
+            connection.event(json.dumps(end).encode())
+            connection.end_stream()
+            return
         if options.has_usage:
             tiers = {"device": from_g1, "host": from_g2}
             details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
@@ -273,6 +282,19 @@ class MockEngine(FakeServer):
             connection.event(json.dumps({"choices": [], "usage": usage}).encode())
         connection.chunk(b": a comment\r\n\r\ndata: [DONE]\n\n")
         connection.end_stream()
+
+
+def rendered(messages: list[dict[str, str]]) -> str:
+    """As the template of a model for chats does it."""
+    return "".join(f"<{one['role']}>{one['content']}" for one in messages) + "<assistant>"
+
+
+def event_of(choice: dict[str, Any], path: str) -> dict[str, Any]:
+    if path == RESPONSES:
+        return {"type": "response.output_text.delta", "delta": choice["text"]}
+    if path == CHAT:
+        return {"choices": [{"index": 0, "delta": {"content": choice["text"]}, "finish_reason": None}]}
+    return {"choices": [choice]}
 
 
 def choice_of(token: int, *, has_ids: bool) -> dict[str, object]:

@@ -7,7 +7,7 @@ from bench_rig import WORKLOAD
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.arms import comparison_of
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep
 from kvbm_cli.bench.setup import Setup, caveats_of
 from kvbm_cli.bench.workload.schema import Lmbenchmark, SharedPrefix, Unique
 
@@ -32,6 +32,28 @@ def test_pressures_are_numbers_with_commas(text, values):
 def test_other_pressures_are_refused(text):
     with pytest.raises(UsageError, match=re.escape(f"not `{text}`")):
         parse_pressures(text)
+
+
+def test_a_sweep_runs_every_workload_at_every_load():
+    rates = parse_sweep("rate=0.5,2").applied([WORKLOAD, UNIQUE])
+    assert [(one.name, one.schedule.interval_s) for one in rates] == [
+        ("small-rate0.5", 2.0),
+        ("small-rate2", 0.5),
+        ("alone-rate0.5", 2.0),
+        ("alone-rate2", 0.5),
+    ]
+    (closed,) = parse_sweep("concurrency=8").applied([WORKLOAD])
+    assert (closed.name, closed.schedule.concurrency, closed.schedule.interval_s) == ("small-concurrency8", 8, None)
+    assert parse_sweep(None) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "rate", "rate=", "rate=x", "rate=1,1", "rate=0", "rate=nan", "concurrency=1.5", "users=1,2", "1,2"]
+)
+def test_other_sweeps_are_refused(text):
+    with pytest.raises(UsageError, match="--sweep takes") as caught:
+        parse_sweep(text)
+    assert caught.value.hint == "`--sweep rate=1,2,4,8`"
 
 
 def test_two_cells_with_one_name_are_refused():

@@ -55,15 +55,11 @@ def test_arms_with_kvbm_are_the_measured_one_and_profiles():
         ((ONE,), ["url-1"]),
         ((ONE, OTHER), ["url-2", "url-1"]),
         ((f"new={ONE}", f"old={OTHER}/v1"), ["old", "new"]),
-        (("https://example.org",), None),
+        (("https://example.org/gate/v1",), ["url-1"]),
         (("http://[::1]:80",), ["url-1"]),
     ],
 )
 def test_without_a_profile_the_first_server_is_measured(compare, names):
-    if names is None:
-        with pytest.raises(UsageError, match="TLS is not supported"):
-            comparison_of((), (), compare)
-        return
     compared = comparison_of((), (), compare)
     assert [arm.name for arm in compared.arms] == names
     assert compared.measured.name == names[-1]

@@ -4,12 +4,14 @@ import json
 import random
 import zlib
 from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean, stdev
 
 import pytest
 from bench_rig import WORKLOAD
 
 from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer, unplanned
+from kvbm_cli.bench.workload.plan import CHAT, RESPONSES, Dialect, Launches, Plan, RecordedAnswer, unplanned
 from kvbm_cli.bench.workload.script import (
     LARGEST_POOL,
     Script,
@@ -187,6 +189,37 @@ def test_a_written_plan_of_text_is_enough_too():
     read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert read == plan
     assert read.digest == plan.digest
+
+
+@pytest.mark.parametrize(("path", "key"), [(CHAT, "messages"), (RESPONSES, "input")])
+def test_prompts_are_messages_of_three_roles(path, key):
+    dialect = Dialect("m", has_token_ids=False, path=path)
+    plan = make_plan(dialect=dialect, writer=TextWriter(4.0), answers=TEXTS)
+    request = next(one for one in plan.requests if one.turn == 2)
+    content = json.loads(request.encode())
+    assert request.path == path
+    assert [one["role"] for one in content[key]] == ["system", "user", "assistant", "user"]
+    first = next(one for one in plan.requests if one.session == request.session and one.turn == 1)
+    assert json.loads(first.encode())[key] == content[key][:2]
+    assert content[key][2]["content"] == TEXTS[first.index].text
+    assert ("max_output_tokens" in content) is (path == RESPONSES)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_random_times_have_the_mean_of_the_fixed_ones_and_follow_the_seed():
+    fixed, poisson, bursts = (Launches(interval_s=0.5, burstiness=one, seed=7) for one in (None, 1.0, 0.1))
+    assert fixed.times_s(4) == [0.0, 0.5, 1.0, 1.5]
+    spread = []
+    for one in (poisson, bursts):
+        times = one.times_s(1000)
+        assert times == sorted(times) == one.times_s(1000)
+        assert (times[0], times[-1]) == (0.0, pytest.approx(499.5))
+        assert times != replace(one, seed=8).times_s(1000)
+        gaps = [later - earlier for earlier, later in pairwise(times)]
+        spread.append(stdev(gaps) / fmean(gaps))
+    assert 0.85 < spread[0] < 1.15  # of a Poisson process it is 1, of this gamma distribution 10 ** 0.5
+    assert 2.4 < spread[1] < 4.0
+    assert [one.intended_s for one in make_plan(launches=poisson).requests] == poisson.times_s(6)
 
 
 def test_a_part_that_many_prompts_have_is_written_once():

@@ -17,6 +17,7 @@ from bench_rig import (
     without_sampler,  # noqa: F401
     workload_file,
 )
+from certificates import server_tls
 from mock_engine import MockEngine, Options
 
 from kvbm.errors import EngineError, UsageError
@@ -101,12 +102,17 @@ def test_servers_that_cannot_be_compared_are_refused(options, message):
         capabilities(*options)
 
 
-def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, progress=None, interval_s=0.04):
-    """The summary, and the servers with the bodies that they got."""
+def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, progress=None, interval_s=0.04, tls=None):
+    """The summary, and the servers with the bodies that they got. `tls`: of the first server, behind a path."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(MockEngine(one)) for one in options]
+        servers = [MockEngine(one) for one in options]
+        ca_file = None
+        if tls is not None:
+            (servers[0].tls, ca_file), servers[0].prefix = tls, "/gate"
+        for server in servers:
+            stack.enter_context(server)
         urls = [f"s{number}={server.url}" for number, server in enumerate(servers, start=1)]
-        comparison = comparison_of((), (), urls)
+        comparison = comparison_of((), (), urls, ca_file)
         schedule = Schedule(interval_s=interval_s, pairs=pairs)
         cell = Cell("small", workload.model_copy(update={"schedule": schedule}))
         setup = command._setup(comparison, (cell,))
@@ -116,6 +122,49 @@ def measured(tmp_path, *options: Options, pairs: int = 1, workload=WORKLOAD, pro
         )
         run_experiment(setup, ArmEngines(comparison), directory, progress or SilentProgress())
         return summarise(Results.read(directory), surroundings={}, limits=PATIENT), servers
+
+
+def test_a_server_with_tls_behind_a_path_is_measured_like_another(tmp_path):
+    """The requests, their preparation, its metrics and its cache are all at the same address."""
+    summary, (server, _) = measured(tmp_path, PLAIN, PLAIN, tls=server_tls(tmp_path))
+    assert all((one["compared"], one["different"]) == (REQUESTS, 0) for one in answers_of(summary)), summary["reasons"]
+    assert server.resets
+
+
+def answers_of(summary) -> list[dict]:
+    ((found),) = [cell["answers"] for cell in summary["cells"]]
+    return list(found.values())
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "responses"])
+def test_other_endpoints_are_measured_and_judged_by_text(tmp_path, endpoint):
+    workload = WORKLOAD.model_copy(update={"endpoint": endpoint})
+    summary, (server, other) = measured(tmp_path, PLAIN, PLAIN, workload=workload)
+    assert all((one["compared"], one["different"]) == (REQUESTS, 0) for one in answers_of(summary)), summary["reasons"]
+    key = "messages" if endpoint == "chat" else "input"
+    last = [server.bodies[-1][key], other.bodies[-1][key]]
+    assert [one["role"] for one in last[0]] == ["system", "user", "assistant", "user"]
+    assert last[0] == last[1]
+    with (tmp_path / "run" / "requests.jsonl").open() as lines:
+        records = [json.loads(line) for line in lines]
+    assert all(one["cached_tokens"] is not None and one["output_tokens"] == 6 for one in records)
+
+
+def test_a_server_whose_certificate_nobody_vouches_for_is_refused_with_the_option(tmp_path):
+    with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED") as caught:
+        measured(tmp_path, PLAIN, tls=(server_tls(tmp_path)[0], None))
+    assert "`--ca-file`" in caught.value.hint
+
+
+def test_a_file_without_certificates_is_refused(tmp_path):
+    (tmp_path / "empty").write_text("no certificate")
+    for urls, name, message in (
+        (["https://host"], "empty", "has no certificates in PEM format"),
+        (["https://host"], "absent", "no such file"),
+        (["http://host"], "empty", "no arm is one"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            comparison_of((), (), urls, tmp_path / name)
 
 
 @timed

@@ -61,6 +61,7 @@ def test_every_number_of_a_known_run(tmp_path):
         "turns": 2,
         "duration_s": 12.0,
         "interval_s": 1.0,
+        "burstiness": None,
         "concurrency": None,
         "primary": "steady",
     }

@@ -27,6 +27,40 @@ def chat(**delta: object) -> dict[str, object]:
     return {"choices": [{"index": 0, "delta": delta}]}
 
 
+RESPONSE = [
+    {"type": "response.created", "response": {"status": "in_progress"}},
+    {"type": "response.reasoning_text.delta", "delta": "hm"},
+    {"type": "response.output_text.delta", "delta": "a"},
+    {"type": "response.output_text.delta", "delta": "b"},
+    {"type": "response.output_text.done", "text": "ab"},
+]
+USAGE = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
+
+
+def read_response(status: str, **fields: object) -> RequestRecord:
+    record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
+    answer = StreamedAnswer(record, start_ns=0)
+    end = {"type": f"response.{status}", "response": {"status": status, "usage": USAGE, **fields}}
+    for number, event in enumerate([*RESPONSE, end]):
+        data = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+        answer.take((number + 1) * 1_000_000, data.encode())
+    answer.finish()
+    assert answer.is_done
+    return record
+
+
+@pytest.mark.parametrize("status", ["completed", "incomplete"])
+def test_a_response_has_its_text_its_counts_and_its_end(status):
+    record = read_response(status)
+    assert (record.text, record.finish_reason, record.error) == ("ab", status, None)
+    assert (record.first_token_ms, record.first_text_ms, record.last_token_ms, record.end_ms) == (2.0, 3.0, 4.0, 6.0)
+    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (20, 16, 3)
+
+
+def test_a_failed_response_is_an_error():
+    assert "no room" in read_response("failed", error={"message": "no room"}).error
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_splitting_does_not_depend_on_where_reads_end(size):
     stream = (

@@ -65,6 +65,13 @@ def report(tmp_path_factory):
     return build(directory)
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    write_sample(directory, sessions=6, turns=3, pairs=1, pressures=(None,), rates=(0.5, 1.0, 2.0))
+    return build(directory)
+
+
 class Shown:
     """An open page, its requests and everything that it complained about."""
 
@@ -130,6 +137,16 @@ def test_verdict_is_on_the_first_screen_of_a_phone(browser, report):
         )
         assert len(sizes) == 3 + 3  # comparisons and caveats
         assert len(set(sizes)) == 1  # a caveat is as large as a gain
+
+
+@pytest.mark.parametrize(("size", "scheme"), [(PHONE, "dark"), (DESKTOP, "light")])
+def test_a_sweep_is_drawn(browser, swept, size, scheme):
+    with Shown(browser, swept, size, color_scheme=scheme).ready() as shown:
+        shown.page.select_option("#workload", "all")
+        shown.assert_drawn(1 + 3 * CHARTS_OF_A_CELL)
+        assert shown.page.get_by_role("img", name="ms at").first.is_visible()
+        assert not shown.is_too_wide()
+        assert (shown.requests, shown.complaints) == ([swept.as_uri()], [])
 
 
 def test_selector_and_links_show_one_workload(browser, report):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import build, report_of, write_sample
+from experiments import build, report_of, summary_in, write_sample
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.show.elements import distribution, prose, quantile, rates, sentence_case, thinned
@@ -304,6 +304,25 @@ def test_ladder_has_the_paired_ratios_of_the_summary(sample):
         for cell, one in zip(cells, paired, strict=True)
     ]
     assert chart["lines"] == [{"arm": 1, "points": points}]
+
+
+def test_a_sweep_has_a_point_per_load(tmp_path):
+    write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), rates=(0.5, 1.0, 2.0))
+    page = built(tmp_path)
+    [chart] = [chart for chart in page.charts["charts"] if chart["kind"] == "pareto"]
+    arms = [cell["arms"] for cell in summary_in(tmp_path)["cells"]]
+    names = page.charts["arms"]
+    assert {names[line["arm"]] for line in chart["lines"]} == {"baseline", "kvbm", "floor"}
+    for line in chart["lines"]:
+        own = [one[names[line["arm"]]] for one in arms]
+        assert line["points"] == sorted(
+            [one["throughput"]["output_tokens_per_s"], one["ttft_ms"]["p50"]] for one in own
+        )
+    assert "conversations-rate0.5" in page.shown
+
+
+def test_without_a_sweep_there_is_no_chart_of_loads(sample):
+    assert "pareto" not in {chart["kind"] for chart in built(sample).charts["charts"]}
 
 
 def test_unusable_points_of_the_ladder_are_named(tmp_path):

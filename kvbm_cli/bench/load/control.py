@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from kvbm.errors import EngineError, UsageError
 from kvbm.text.outside import shown, shown_json
@@ -26,6 +27,7 @@ IN_USE = 409
 REFUSED = 400
 CHARACTERS_PER_TOKEN = 64  # far more than words have
 MOST_TOKENS = 1e15
+CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 LONGEST_MODEL = 4096  # it may be a path
 
 
@@ -78,10 +80,11 @@ class ScrapedMetrics:
 class Control:
     """Control plane of one engine. Every failure is an EngineError that names the request."""
 
-    def __init__(self, base_url: str, model: str, *, headers: Mapping[str, str]) -> None:
+    def __init__(self, base_url: str, model: str, *, headers: Mapping[str, str], ca_file: str = "") -> None:
         self._base_url = base_url
         self._model = model
-        self._headers = headers
+        self._request = partial(request, headers=headers, ca_file=ca_file, timeout_s=TIMEOUT_S)
+        self._metrics = partial(get_metrics, headers=headers, ca_file=ca_file, timeout_s=TIMEOUT_S)
 
     def tokenize(self, text: str) -> list[int]:
         """EngineError if the answer is not that of a tokenizer: callers repeat with longer text to get more tokens."""
@@ -100,7 +103,7 @@ class Control:
         """`None` if the server has no `/tokenize` that answers like vLLM's."""
         content = {"model": self._model, "prompt": text, "add_special_tokens": False}
         url = f"{self._base_url}/tokenize"
-        answer = request("POST", url, content=content, headers=self._headers, timeout_s=TIMEOUT_S)
+        answer = self._request("POST", url, content=content)
         tokens = answer.fields().get("tokens")
         is_list = answer.is_ok and isinstance(tokens, list) and all(isinstance(one, int) for one in tokens)
         return tokens if is_list else None
@@ -115,7 +118,7 @@ class Control:
 
     def g1_tokens(self) -> int | None:
         """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""
-        answer = get_metrics(f"{self._base_url}/metrics", headers=self._headers, timeout_s=TIMEOUT_S)
+        answer = self._metrics(f"{self._base_url}/metrics")
         if not answer.is_ok:
             return None
         try:
@@ -146,11 +149,11 @@ class Control:
         return self._post(CLEAR_STORAGE).status != 0  # refused: there is no such storage
 
     def _post(self, path: str) -> HttpAnswer:
-        return request("POST", f"{self._base_url}{path}", headers=self._headers, timeout_s=TIMEOUT_S)
+        return self._request("POST", f"{self._base_url}{path}")
 
     def _call(self, method: str, path: str, *, content: object = None, accepted: tuple[int, ...] = ()) -> HttpAnswer:
         url = f"{self._base_url}{path}"
-        answer = request(method, url, content=content, headers=self._headers, timeout_s=TIMEOUT_S)
+        answer = self._request(method, url, content=content)
         if answer.failure:
             raise EngineError(f"the engine did not answer {method} {path}: {answer.failure}")
         if not answer.is_ok and answer.status not in accepted:
@@ -158,12 +161,13 @@ class Control:
         return answer
 
 
-def served_model(base_url: str, headers: Mapping[str, str]) -> str:
+def served_model(base_url: str, headers: Mapping[str, str], ca_file: str = "") -> str:
     """Return the first model that the server lists. EngineError if it does not answer like an OpenAI server."""
     url = f"{base_url}/v1/models"
-    answer = request("GET", url, headers=headers, timeout_s=TIMEOUT_S)
+    answer = request("GET", url, headers=headers, timeout_s=TIMEOUT_S, ca_file=ca_file)
     if answer.failure:
-        raise EngineError(f"no server answers at {url}: {answer.failure}")
+        hint = "`--ca-file` names the certificate of its authority" if CERTIFICATE in answer.failure else ""
+        raise EngineError(f"no server answers at {url}: {answer.failure}", hint=hint)
     if not answer.is_ok:
         raise EngineError(f"the server refused GET {url}: HTTP {answer.status}: {error_text(answer.error())}")
     models = answer.fields().get("data")

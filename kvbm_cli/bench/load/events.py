@@ -17,6 +17,13 @@ from kvbm_cli.bench.result.results import RequestRecord
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 
 DONE = b"[DONE]"
+RESPONSE_DELTAS = (
+    "response.output_text.delta",
+    "response.reasoning_text.delta",
+    "response.reasoning_summary_text.delta",
+    "response.function_call_arguments.delta",
+)
+RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
 LARGEST_EVENT_BYTES = 4 << 20
 LARGEST_ANSWER_BYTES = 256 << 20
 LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which all other streams wait
@@ -108,6 +115,8 @@ class StreamedAnswer:
     def _take_events(self, payloads: list[bytes], times_ms: list[float]) -> None:
         take_choice = self._take_choice
         for event, now_ms in zip(_parsed(payloads), times_ms, strict=False):
+            if (kind := event.get("type")) is not None and self._take_response(kind, event, now_ms):
+                continue
             if choices := event.get("choices"):
                 for choice in choices:
                     take_choice(choice, now_ms)
@@ -117,6 +126,22 @@ class StreamedAnswer:
                 self._tiers = tiers
             if error := event.get("error"):
                 self._record.error = self._record.error or error_text(f"error in the stream: {error}")
+
+    def _take_response(self, kind: str, event: dict[str, Any], now_ms: float) -> bool:
+        """Take an event of `/v1/responses`. Return whether it is one."""
+        if not isinstance(kind, str) or not kind.startswith("response."):
+            return False
+        if kind in RESPONSE_DELTAS:
+            is_text = kind == "response.output_text.delta"
+            self._take_choice({"delta": {"content" if is_text else "reasoning": event["delta"]}}, now_ms)
+        elif kind in RESPONSE_ENDS:
+            response = event["response"]
+            self.is_done, self._record.end_ms = True, now_ms
+            self._usage = _chat_usage(response["usage"]) if response.get("usage") else None
+            self._record.finish_reason = response.get("status")
+            if error := response.get("error"):
+                self._record.error = error_text(f"error in the stream: {error}")
+        return True
 
     def _take_choice(self, choice: dict[str, Any], now_ms: float) -> None:
         record = self._record
@@ -189,6 +214,15 @@ class StreamedAnswer:
         if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in record.logprobs):
             record.logprobs = []
             raise ValueError("a log-probability is not a finite number")
+
+
+def _chat_usage(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return the usage of `/v1/responses` under the names of the other endpoints."""
+    return {
+        "prompt_tokens": usage.get("input_tokens"),
+        "completion_tokens": usage.get("output_tokens"),
+        "prompt_tokens_details": usage.get("input_tokens_details"),
+    }
 
 
 def _count_of(counts: dict[str, Any], name: str) -> int | None:

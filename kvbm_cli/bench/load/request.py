@@ -14,6 +14,7 @@ from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.events import StreamedAnswer
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
+from kvbm_cli.system.tls import is_https, tls_context
 
 if TYPE_CHECKING:
     import aiohttp
@@ -29,7 +30,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 class Target:
     """The engine of one run. Its schedule starts `offset_s` after the schedule of the first target of the drive.
 
-    `headers` and `api_key` are sent with each request, and never written to a file.
+    `headers` and `api_key` are sent with each request, and never written to a file. `ca_file`: see `tls_context`.
     """
 
     run: str
@@ -41,6 +42,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     api_key: str | None = field(default=None, repr=False)
     has_ended: Callable[[], bool] = lambda: False
+    ca_file: str = ""
 
     def all_headers(self) -> dict[str, str]:
         """Return the headers. A compressed answer would arrive in blocks instead of tokens, hence no encoding is
@@ -94,6 +96,7 @@ class Exchange:
         self._run = target.run
         self._base_url = target.base_url.rstrip("/")
         self._headers = target.all_headers()
+        self._tls = tls_context(target.ca_file) if is_https(target.base_url) else True  # True: what aiohttp does itself
         self._start_ns = start_ns
         self._timeout_s = timeout_s
 
@@ -128,7 +131,8 @@ class Exchange:
         headers = {**self._headers, "X-Request-Id": f"{self._run}-{request.index}"}
         data = body if len(body) <= LARGEST_SINGLE_WRITE_BYTES else io.BytesIO(body)
         url = self._base_url + request.path
-        async with self._session.post(url, data=data, headers=headers, allow_redirects=False) as response:
+        post = self._session.post(url, data=data, headers=headers, allow_redirects=False, ssl=self._tls)
+        async with post as response:
             record.http_status = response.status
             if response.status != 200:
                 text = (await response.content.read(LONGEST_REFUSAL_BYTES)).decode(errors="replace").strip()

@@ -50,6 +50,7 @@ class Sampler:
         start_ns: int | None = None,
         interval_s: float = 1.0,
         headers: Mapping[str, str] | None = None,
+        ca_file: str = "",
     ) -> Sampler:
         """Return when the first sample is in the file, also if the server does not answer.
 
@@ -64,7 +65,7 @@ class Sampler:
         if kvbm_metrics_url:
             pages["kvbm"] = kvbm_metrics_url
         began_ns = time.perf_counter_ns() if start_ns is None else start_ns
-        task = ScrapeTask(str(path), pages, began_ns, interval_s, pid, dict(headers or {}))
+        task = ScrapeTask(str(path), pages, began_ns, interval_s, pid, dict(headers or {}), ca_file)
         _check_writable(path)
         try:
             child = subprocess.Popen(

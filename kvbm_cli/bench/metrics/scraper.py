@@ -54,6 +54,7 @@ class ScrapeTask:
     interval_s: float
     pid: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    ca_file: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -143,7 +144,7 @@ class Scraper:
         return event
 
     def _fetch(self, number: int, name: str, url: str, timeout_s: float) -> None:
-        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s)
+        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s, ca_file=self._task.ca_file)
         page, error = None, answer.failure
         if not answer.failure and not answer.is_ok:
             error = f"HTTP {answer.status}: {answer.error()}"

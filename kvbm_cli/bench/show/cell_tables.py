@@ -203,6 +203,7 @@ def plan(cell: dict[str, Any]) -> Markup | None:
         ("Sessions", count(at(cell, "plan", "sessions"))),
         ("Turns", count(at(cell, "plan", "turns"))),
         ("Seconds between launches", decimal(at(cell, "plan", "interval_s"))),
+        ("Burstiness of launches", decimal(at(cell, "plan", "burstiness"))),
         ("Sessions at a time", count(at(cell, "plan", "concurrency"))),
         ("Result is about", PHASES.get(str(at(cell, "plan", "primary")))),
         ("Duration of a run, s", decimal(at(cell, "plan", "duration_s"))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -79,6 +80,59 @@ def ladder(report: Report) -> Figure | None:
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
         table=table(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
     )
+
+
+def pareto(report: Report) -> Figure | None:
+    """Return the time to first token over the throughput of every arm, a point per load of a sweep; `None` without
+    one."""
+    lines: dict[tuple[str, str], list[list[float]]] = {}
+    rows = []
+    for cell in report.cells():
+        load = _load_of(cell)
+        for arm, own in mapping(cell.get("arms")).items():
+            tokens, ttft_ms = number(at(own, "throughput", "output_tokens_per_s")), number(at(own, "ttft_ms", "p50"))
+            if load is None or tokens is None or ttft_ms is None:
+                continue
+            lines.setdefault((arm, _without_load(cell)), []).append([tokens, ttft_ms])
+            rows.append((arm, str(cell["name"]), load, decimal(tokens), milliseconds(ttft_ms)))
+    swept = {line: sorted(points) for line, points in lines.items() if len(points) > 1}
+    if not swept:
+        return None
+    styles = [report.arms().index(arm) for arm, _ in swept]
+    title = "Throughput and time to first token by load"
+    return Figure(
+        kind="pareto",
+        title=title,
+        note="A point per load. To the right and down is better: more tokens per second, and a shorter median time to "
+        "first token of the phase that the result is about.",
+        description="Line chart. "
+        + "; ".join(
+            f"{arm}: " + ", ".join(f"{milliseconds(y)} ms at {decimal(x)} tokens/s" for x, y in points)
+            for (arm, _), points in swept.items()
+        )
+        + ".",
+        legend=legend_of(
+            (f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)
+        ),
+        data={
+            "lines": [{"arm": style, "points": points} for style, points in zip(styles, swept.values(), strict=True)]
+        },
+        table=table(title, ("Arm", "Run", "Load", "Output tokens/s", "TTFT p50, ms"), rows, names=3),
+    )
+
+
+def _load_of(cell: Mapping[str, Any]) -> str | None:
+    interval_s, sessions = number(at(cell, "plan", "interval_s")), number(at(cell, "plan", "concurrency"))
+    if interval_s:
+        return f"{1 / interval_s:.3g} requests/s"
+    return f"{sessions:.0f} sessions" if sessions else None
+
+
+def _without_load(cell: Mapping[str, Any]) -> str:
+    """Return what cells of one sweep have in common."""
+    workload = mapping(cell.get("workload"))
+    kept = {key: value for key, value in workload.items() if key not in ("name", "schedule")}
+    return json.dumps([cell.get("pressure"), kept], sort_keys=True)
 
 
 def _styles(arms: list[str], measured: list[str]) -> list[int]:

@@ -18,7 +18,7 @@ from kvbm_cli.bench.show import cell_tables
 from kvbm_cli.bench.show import sections as sections
 from kvbm_cli.bench.show.elements import Markup, anchor, element, join, json_for_script, prose, string
 from kvbm_cli.bench.show.figures import CellView, Figure, Report, figures_of
-from kvbm_cli.bench.show.load_figures import costs, ladder, parts_of_time, time_models, timeline
+from kvbm_cli.bench.show.load_figures import costs, ladder, pareto, parts_of_time, time_models, timeline
 from kvbm_cli.system.filesystem import write_atomically
 
 FOLDER = Path(__file__).resolve().parent
@@ -110,7 +110,8 @@ def _overview(report: Report, figures: FigureList) -> Markup | None:
     found = sections.overview(report)
     if found is None:
         return None
-    return element("section", element("h2", "All workloads"), found, figures.add(ladder(report)))
+    drawn = [figures.add(figure) for figure in (ladder(report), pareto(report))]
+    return element("section", element("h2", "All workloads"), found, drawn)
 
 
 def _cells(report: Report, figures: FigureList) -> Markup:

@@ -185,6 +185,15 @@
         series,
       });
     },
+    pareto(chart) {
+      const ys = chart.lines.flatMap((line) => line.points.map((p) => p[1]));
+      return base({
+        xAxis: across("value", "output tokens per second", { min: 0, axisLabel: { color: colour("muted"), formatter: tick, hideOverlap: true } }),
+        yAxis: logAxis(upwards, "TTFT p50, ms", ys),
+        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [["output tokens per second", digits(at.value[0])], ["median time to first token", `${digits(10 ** at.value[1])} ms`]]) },
+        series: chart.lines.map((line) => ({ type: "line", name: data.arms[line.arm], data: line.points.map((p) => [p[0], log(p[1])]), lineStyle: lineStyle(line.arm), itemStyle: { color: armColour(line.arm) }, symbol: SYMBOLS[line.arm % 6], symbolSize: 7 })),
+      });
+    },
     parts(chart, box) {
       const names = chart.arms.map((arm) => (box.clientWidth < 500 && arm.length > 14 ? `${arm.slice(0, 13)}…` : arm));
       const left = Math.min(180, 20 + 8 * Math.max(...names.map((name) => name.length)));

@@ -123,7 +123,9 @@ def _workload_line(cell: Mapping[str, Any]) -> str:
         return f"{cell['name']}: LMBenchmark's scenario {cell['workload']['scenario']}, as LMBenchmark runs it"
     parts = [f"{plan['requests']} requests of {plan['sessions']} sessions"]
     if plan["interval_s"]:
-        parts.append(f"one every {plan['interval_s']:g} s")
+        burstiness = plan.get("burstiness")
+        about = "" if burstiness is None else f" on average, burstiness {burstiness:g}"
+        parts.append(f"one every {plan['interval_s']:g} s{about}")
     if plan["concurrency"]:
         parts.append(f"{plan['concurrency']} sessions at a time")
     if cell["pressure"]:

@@ -10,28 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from kvbm_cli.bench.workload.script import AnswerOf, Content, Phase, Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Phase, Script, ScriptedRequest
 from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS
 
 Group = list["PlannedRequest"]
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+PATHS = {"completions": COMPLETIONS, "chat": CHAT, "responses": RESPONSES}  # by the name of the endpoint
 WARMUP_ANSWER_TOKENS = 2
 _PLAIN = (
     *("index", "session", "turn", "intended_s", "after", "delay_s"),
     *("prompt_tokens", "answer_tokens", "path"),
 )
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """What the server understands beyond OpenAI's API. All arms of a run get the same bodies.
 
-    `token_id_fields` make it answer with token ids, if it has them.
+    `token_id_fields` make it answer with token ids, if it has them. `path` is the endpoint of all prompts.
     """
 
     model: str
@@ -39,10 +43,13 @@ class Dialect:
     has_ignore_eos: bool = True
     has_usage: bool = True
     token_id_fields: Mapping[str, object] = field(default_factory=lambda: RETURN_TOKEN_IDS)
+    path: str = COMPLETIONS
 
     def fields(self, answer_tokens: int | None) -> dict[str, Any]:
         """Return the fields of a greedy, streamed request without its prompt."""
         fields: dict[str, Any] = {"model": self.model, "temperature": 0.0, "stream": True}
+        if self.path == RESPONSES:  # OpenAI's fields only; its last event always has the usage
+            return fields if answer_tokens is None else {**fields, "max_output_tokens": answer_tokens}
         if self.has_usage:
             fields["stream_options"] = {"include_usage": True}
         if answer_tokens is not None:
@@ -73,6 +80,7 @@ class PlannedRequest:
     """One request, sent once per run. `intended_s` counts from the start of the run, `None` in a closed loop.
 
     `parts` are the prompt; `prompt_tokens` is its exact length, `None` for text. `answer` is the recorded one, if any.
+    `roles` has one role per part, if the parts are sent as messages.
     """
 
     index: int
@@ -88,6 +96,7 @@ class PlannedRequest:
     path: str
     parts: tuple[Content, ...]
     fields: tuple[tuple[str, object], ...]
+    roles: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> Sequence[int] | str:
@@ -99,8 +108,20 @@ class PlannedRequest:
 
     def encode(self) -> bytes:
         """Return the body. It takes about a millisecond for 10,000 tokens."""
-        prompt = {"prompt": self.prompt} if self.parts else {}
+        name = "input" if self.path == RESPONSES else "messages" if self.roles else "prompt"
+        prompt = {name: self.messages() if self.roles else self.prompt} if self.parts else {}
         return json.dumps({**prompt, **dict(self.fields)}, separators=(",", ":")).encode()
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the parts as messages; parts in a row with one role are one message."""
+        found: list[dict[str, str]] = []
+        for role, part in zip(self.roles, self.parts, strict=True):
+            assert isinstance(part, str), "messages are text"
+            if found and found[-1]["role"] == role:
+                found[-1]["content"] += part
+            elif part:
+                found.append({"role": role, "content": part})
+        return found
 
     def to_json(self, contents: Mapping[int, int]) -> dict[str, Any]:
         """`contents` has the number of each part by its identity."""
@@ -111,6 +132,7 @@ class PlannedRequest:
             "answer": answer,
             "parts": [contents[id(part)] for part in self.parts],
             "fields": dict(self.fields),
+            **({"roles": self.roles} if self.roles else {}),
         }
 
     @classmethod
@@ -122,17 +144,34 @@ class PlannedRequest:
             answer=_answer(data["answer"]),
             parts=tuple(contents[number] for number in data["parts"]),
             fields=tuple(data["fields"].items()),
+            roles=tuple(data.get("roles", ())),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """When requests are launched: at `interval_s`, or `concurrency` sessions in flight with `think_s` between turns."""
+    """When requests are launched: at `interval_s`, or `concurrency` sessions in flight with `think_s` between turns.
+
+    `burstiness` and `seed` make the interval random. They are not in the digest of a plan, which has every time.
+    """
 
     interval_s: float | None = None
     concurrency: int | None = None
     think_s: float = 0.0
     duration_s: float | None = None
+    burstiness: float | None = field(default=None, repr=False)
+    seed: int = field(default=0, repr=False)
+
+    def times_s(self, count: int) -> list[float]:
+        """Return the launch times of `count` requests. Random ones take as long in total as equal ones."""
+        assert self.interval_s is not None
+        equal = [index * self.interval_s for index in range(count)]
+        if self.burstiness is None or count < 2:
+            return [round(time_s, 6) for time_s in equal]
+        generator = random.Random(self.seed)
+        gaps = [generator.gammavariate(self.burstiness, 1.0) for _ in range(count - 1)]
+        scale = equal[-1] / (sum(gaps) or 1.0)
+        return [round(time_s * scale, 6) for time_s in accumulate(gaps, initial=0.0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +196,10 @@ class Plan:
         request_timeout_s: float,
     ) -> Plan:
         """`answers[i]` is the recorded answer to request i; empty if no request of the script repeats an answer."""
-        planned = (_planned(index, one, launches, dialect, answers) for index, one in enumerate(script.requests))
+        times_s = [] if launches.interval_s is None else launches.times_s(len(script.requests))
+        planned = (
+            _planned(index, one, launches, times_s, dialect, answers) for index, one in enumerate(script.requests)
+        )
         requests = tuple(_within(planned, launches.duration_s))
         warmup = unplanned(dialect, (script.warmup,), WARMUP_ANSWER_TOKENS)
         return cls(requests, launches, request_timeout_s, script.working_set_tokens, script.total_tokens, warmup)
@@ -228,8 +270,10 @@ class Plan:
         )
 
 
-def unplanned(dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int | None) -> PlannedRequest:
-    """Return a request outside a schedule."""
+def unplanned(
+    dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int | None, roles: tuple[str, ...] = ()
+) -> PlannedRequest:
+    """Return a request outside a schedule. `roles` has one role per part; see `roles_of`."""
     has_text = any(isinstance(part, str) for part in parts)
     return PlannedRequest(
         index=0,
@@ -242,10 +286,17 @@ def unplanned(dialect: Dialect, parts: tuple[Content, ...], answer_tokens: int |
         prompt_tokens=None if has_text else sum(map(len, parts)),
         answer_tokens=answer_tokens,
         answer=None,
-        path=COMPLETIONS,
+        path=dialect.path,
         parts=parts,
         fields=tuple(dialect.fields(answer_tokens).items()),
+        roles=() if dialect.path == COMPLETIONS else roles or roles_of(parts),
     )
+
+
+def roles_of(parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return the role of each part of a prompt: the first of several is the system's, answers are the assistant's."""
+    roles = [ASSISTANT if isinstance(part, AnswerOf) else USER for part in parts]
+    return tuple([SYSTEM, *roles[1:]] if len(parts) > 1 else roles)
 
 
 def _answer(data: list[Any] | None) -> RecordedAnswer | None:
@@ -253,8 +304,14 @@ def _answer(data: list[Any] | None) -> RecordedAnswer | None:
 
 
 def _planned(
-    index: int, one: ScriptedRequest, launches: Launches, dialect: Dialect, answers: Sequence[RecordedAnswer]
+    index: int,
+    one: ScriptedRequest,
+    launches: Launches,
+    times_s: Sequence[float],
+    dialect: Dialect,
+    answers: Sequence[RecordedAnswer],
 ) -> PlannedRequest:
+    """`times_s` are the launch times of an open loop, else empty."""
     parts = tuple(answers[part.request].content if isinstance(part, AnswerOf) else part for part in one.parts)
     has_text = any(isinstance(part, str) for part in parts)
     after = () if launches.interval_s is not None and one.at_s is None else one.after
@@ -264,22 +321,17 @@ def _planned(
         session=one.session,
         turn=one.turn,
         phase=one.phase,
-        intended_s=_intended_s(index, one, launches),
+        intended_s=one.at_s if one.at_s is not None else times_s[index] if times_s else None,
         after=after,
         delay_s=one.delay_s + launches.think_s if after else 0.0,
         prompt_tokens=None if has_text or one.body is not None else sum(map(len, parts)),
         answer_tokens=one.answer_tokens,
         answer=answers[index] if answers else None,
-        path=one.path,
+        path=dialect.path if one.body is None else one.path,
         parts=() if one.body is not None else parts,
         fields=tuple({**body, **dict(one.extra)}.items()),
+        roles=() if one.body is not None or dialect.path == COMPLETIONS else roles_of(one.parts),
     )
-
-
-def _intended_s(index: int, one: ScriptedRequest, launches: Launches) -> float | None:
-    if one.at_s is not None:
-        return one.at_s
-    return None if launches.interval_s is None else round(index * launches.interval_s, 6)
 
 
 def _within(requests: Iterable[PlannedRequest], duration_s: float | None) -> Iterable[PlannedRequest]:

@@ -53,6 +53,15 @@ class Schedule(Section):
         allow_inf_nan=False,
         description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
+    burstiness: float | None = Field(
+        default=None,
+        ge=0.01,
+        le=1000,
+        allow_inf_nan=False,
+        description="Random launches with the same mean interval: the shape of the gamma distribution of the times "
+        "between them, as in `vllm bench serve`. 1 is a Poisson process; less makes bursts. By default all times are "
+        "equal. `seed` decides them, equally for all arms.",
+    )
     target_utilisation: float = Field(
         default=0.5,
         gt=0,
@@ -96,6 +105,11 @@ class Workload(Section):
     description: str = Field(default="", description="One line that describes the workload.")
     seed: int = Field(default=0, ge=0, description="Seed of all random text and of the order of the arms.")
     schedule: Schedule = Field(default=Schedule(), description="Launch times of the requests.")
+    endpoint: Literal["completions", "chat", "responses"] = Field(
+        default="completions",
+        description="`chat` and `responses` send text as messages of system, user and assistant to "
+        "`/v1/chat/completions` or `/v1/responses`; `completions` sends token ids where it can.",
+    )
     request_timeout_s: float = Field(
         default=LONGEST_DEFAULT_TIMEOUT_S,
         gt=0,
@@ -383,6 +397,8 @@ class Lmbenchmark(Workload):
             raise WrongKey(key, f"does not exist in the scenario `{self.scenario}`")
         if self.file is None and self.scenario in ("sharegpt", "agentic"):
             raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
+        if self.mode == "faithful" and self.endpoint != "completions":
+            raise WrongKey("endpoint", "is for `mode: strict`; `faithful` has the key `chat`")
         if self.mode == "faithful" and self.schedule.arms == "interleaved":
             raise WrongKey("mode", "must be `strict` with `schedule.arms: interleaved`")
         return self

@@ -1,0 +1,92 @@
+"""The limits that a user names, such as `ttft_p90<800ms, itl_p90<60ms`, and whether the records of a probe keep them.
+
+`ttft_p90<800ms` holds if at least 90% of the requests have a TTFT below 800 ms. A probe is a sample, so the share that
+it finds has a 95% interval: only an interval on one side of 90% is an answer. Token gaps of one
+request are alike, so the interval of `itl` counts requests, not gaps. A failed request keeps no limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from kvbm.errors import UsageError
+from kvbm.text.outside import shown
+from kvbm_cli.bench.result.arm_result import wilson_interval
+from kvbm_cli.bench.result.results import RequestRecord
+
+Z = NormalDist().inv_cdf(0.975)
+EXAMPLE = "ttft_p90<800ms, itl_p90<60ms"
+_CONDITION = re.compile(r"(ttft|itl|tpot|e2e)_p(\d{1,2}(?:\.\d{1,2})?)\s*<\s*(\d{1,9}(?:\.\d{1,6})?)\s*(ms|s)")
+_TIMES: dict[str, Callable[[RequestRecord], Sequence[float | None]]] = {
+    "ttft": lambda record: [record.ttft_ms],
+    "itl": lambda record: record.token_gaps_ms,
+    "tpot": lambda record: [record.tpot_ms],
+    "e2e": lambda record: [record.end_to_end_ms],
+}
+
+
+class LimitOutcome(enum.StrEnum):
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNCLEAR = "unclear"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """At least `percent` of 100 values of `metric` are below `limit_ms`."""
+
+    metric: str
+    percent: float
+    limit_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}_p{self.percent:g}<{self.limit_ms:g}ms"
+
+    @property
+    def least_requests(self) -> int:
+        """Requests from which a probe without any exceeded limit is clear."""
+        share = 1 - self.percent / 100
+        return math.ceil(Z * Z * (1 - share) / share)
+
+    def outcome(self, records: Sequence[RequestRecord]) -> LimitOutcome:
+        exceeded = self.exceeded_share(records)
+        low, high = wilson_interval(round(exceeded * len(records)), len(records))
+        allowed = 1 - self.percent / 100
+        return LimitOutcome.HOLDS if high <= allowed else LimitOutcome.FAILS if low > allowed else LimitOutcome.UNCLEAR
+
+    def exceeded_share(self, records: Sequence[RequestRecord]) -> float:
+        """Return the share of values that are not below the limit: 1 for a failed request."""
+        exceeded = total = 0.0
+        for record in records:
+            values = [one for one in _TIMES[self.metric](record) if one is not None] if record.is_ok else [math.inf]
+            total += len(values)
+            exceeded += sum(value >= self.limit_ms for value in values)
+        return exceeded / total if total else 0.0
+
+
+def parse_conditions(text: str) -> tuple[Condition, ...]:
+    """UsageError for anything but conditions with different metrics and percentiles, separated by commas."""
+    found: list[Condition] = []
+    for part in text.split(","):
+        match = _CONDITION.fullmatch(part.strip())
+        if match is None or not 0 < float(match[2]) < 100 or not float(match[3]) > 0:
+            raise UsageError(
+                f"`{shown(part.strip())}` is no limit of `--find-limit`",
+                hint=f"limits of `ttft`, `itl`, `tpot` or `e2e` by percentile, such as `{EXAMPLE}`",
+            )
+        found.append(Condition(match[1], float(match[2]), float(match[3]) * (1000 if match[4] == "s" else 1)))
+    names = [(one.metric, one.percent) for one in found]
+    if len(set(names)) < len(names):
+        raise UsageError("`--find-limit` has two limits of one percentile", hint="leave out the higher one")
+    return tuple(found)
+
+
+def outcome_of(conditions: Iterable[Condition], records: Sequence[RequestRecord]) -> LimitOutcome:
+    """All must hold; one that fails decides."""
+    found = {one.outcome(records) for one in conditions}
+    return next(one for one in (LimitOutcome.FAILS, LimitOutcome.UNCLEAR, LimitOutcome.HOLDS) if one in found)
