@@ -54,6 +54,7 @@ TRANSFER = {
                 "control_token_file": None,
                 "spans_endpoint": None,
                 "nvtx": False,
+                "capacities": False,
                 "window_requests": 1000,
                 "log_interval_s": 5.0,
                 "record": False,
