@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fake_store import FakeStore
 from rig import Rig, chain, disk_policy
 
 from kvbm.leader import control
 from kvbm.leader.control import Refused
+from kvbm.leader.settings import TierPolicy
 from kvbm.types import Tier
 
 ALICE, BOB = b"alice" * 3 + b"!", b"bob"
@@ -316,3 +318,13 @@ def test_an_operator_limits_the_hints_of_a_tenant(rig):
     assert asked(rig, "limit", percent="50") == {"blocks": 8}
     assert asked(rig, "limit", percent="0", tenant=b"alice".hex()) == {"blocks": 0}
     assert rig.leader.hints.quota(b"bob") == 8
+
+
+def test_a_prefetch_brings_objects_of_the_shared_tier():
+    rig = Rig(slots=16, blocks=32, store=FakeStore(4), shared=TierPolicy("always"), reads_always=True)
+    hashes = kept(rig, "alice", 8)
+    rig.settle_store()
+    rig.leader.host.store.forget(hashes)
+    answer = asked(rig, "prefetch", tokens=tokens(8), salt="alice")
+    assert (answer["in_host"], answer["is_reading"]) == (8, False)
+    rig.close()
