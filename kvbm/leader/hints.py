@@ -114,7 +114,7 @@ class _Retention:
 
 
 class Hints:
-    """See the module's text. `store` has the blocks of host memory."""
+    """See the module's text. `store` has the blocks of host memory. `total`: blocks that count as retained."""
 
     def __init__(self, store: BlockStore, clock: Callable[[], float]) -> None:
         self._store = store
@@ -125,13 +125,17 @@ class Hints:
         self._session_blocks = 0
         self._retentions: dict[bytes, _Retention] = {}  # by the last block of the chain
         self._retained: dict[bytes, int] = {}  # blocks, by tenant
-        self._total = 0
+        self.total = 0
         self._expired_s = clock()
 
     def quota(self, tenant: bytes) -> int:
         """Return how many blocks a tenant may have retained. No bytes: the requests without a salt, which are all
         requests where no client uses salts."""
         return self._quotas.get(tenant, self._quota)
+
+    def retained(self, tenant: bytes) -> int:
+        """Return how many blocks count as retained for a tenant."""
+        return self._retained.get(tenant, 0)
 
     def limit(self, share: float, tenant: bytes | None) -> int:
         """Set the quota of a tenant, or that of each tenant; return it in blocks."""
@@ -164,7 +168,7 @@ class Hints:
         """Forget all chains: their blocks are gone."""
         for kept in (self._sessions, self._retentions, self._retained):
             kept.clear()
-        self._session_blocks = self._total = 0
+        self._session_blocks = self.total = 0
 
     def _charge(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> int:
         """Return how many blocks of the chain are retained, and count them in place of those of its beginning."""
@@ -175,15 +179,15 @@ class Hints:
         if known is not None and self._retentions[known].tenant == tenant:
             self._drop(known)
         room = min(
-            self.quota(tenant) - self._retained.get(tenant, 0),
-            int(TOTAL_SHARE * self._store.capacity_blocks) - self._total,
+            self.quota(tenant) - self.retained(tenant),
+            int(TOTAL_SHARE * self._store.capacity_blocks) - self.total,
         )
         blocks = max(0, min(len(chain), room)) if len(self._retentions) < MOST_RETENTIONS else 0
         if blocks and chain[-1] not in self._retentions:
             until_s = self._clock() + GRACES_S[grace_class(hint.retain_s)]
             self._retentions[chain[-1]] = _Retention(tenant, blocks, until_s)
-            self._retained[tenant] = self._retained.get(tenant, 0) + blocks
-            self._total += blocks
+            self._retained[tenant] = self.retained(tenant) + blocks
+            self.total += blocks
         return blocks
 
     def _expire(self) -> None:
@@ -196,7 +200,7 @@ class Hints:
 
     def _drop(self, name: bytes) -> None:
         one = self._retentions.pop(name)
-        self._total -= one.blocks
+        self.total -= one.blocks
         left = self._retained[one.tenant] - one.blocks
         if left:
             self._retained[one.tenant] = left

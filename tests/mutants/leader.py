@@ -312,7 +312,7 @@ MUTANTS = (
         name="no-quota-for-hints",
         bug="A tenant can have all of host memory retained.",
         file="kvbm/leader/hints.py",
-        old="self.quota(tenant) - self._retained.get(tenant, 0),",
+        old="self.quota(tenant) - self.retained(tenant),",
         new="self._store.capacity_blocks,",
         fails="tests/leader/test_hints.py -k quota",
     ),
