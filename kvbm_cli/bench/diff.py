@@ -18,10 +18,10 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.judge.answers import answers_in
 from kvbm_cli.bench.judge.compared import pairs_of, ratio_data
 from kvbm_cli.bench.judge.correctness import OutputDifference, compare_answers, pooled
-from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio, percentile
+from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio
 from kvbm_cli.bench.judge.verdict import Verdict, worst_of
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory
-from kvbm_cli.bench.result.results import CellResult, Results, rounded
+from kvbm_cli.bench.result.results import CellResult, Results, percentile, rounded
 from kvbm_cli.terminal.printable import printable
 
 SURROUNDINGS = ("machine", "versions", "profile")
@@ -174,7 +174,8 @@ def _change(cell: CellResult, second: CellResult, arm: str) -> ArmChange:
 
 def _median_ms(cell: CellResult, arm: str) -> float | None:
     records = [record for run in cell.of_arm(arm) for record in cell.primary_records(run)]
-    return percentile([time for record in records if (time := record.ttft_ms) is not None], 50)
+    times = [time for record in records if (time := record.ttft_ms) is not None]
+    return percentile(times, 50) if times else None
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:

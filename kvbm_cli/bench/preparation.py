@@ -19,10 +19,9 @@ from kvbm.errors import EngineError
 from kvbm_cli.bench.arms import RECORDING
 from kvbm_cli.bench.cells import Cell, script_of
 from kvbm_cli.bench.engines import RunningEngine
-from kvbm_cli.bench.judge.paired import percentile
 from kvbm_cli.bench.load.control import Control
 from kvbm_cli.bench.load.request import Target, open_session, send
-from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord, percentile
 from kvbm_cli.bench.workload.plan import (
     COMPLETIONS,
     Dialect,
@@ -215,7 +214,6 @@ class Preparation:
         token_ms = percentile(
             [record.end_to_end_ms / (record.prompt_tokens or 1) for record in cold if record.end_to_end_ms], 75
         )
-        assert token_ms is not None
         lengths = [request.prompt_token_count for request in script.requests]
         service_s = token_ms / 1e3 * sum(lengths) / len(lengths)
         return max(SMALLEST_INTERVAL_S, round(service_s / cell.schedule.target_utilisation, 2))

@@ -20,6 +20,7 @@ from kvbm_cli.engine.engines import caveats, has_prefix_caching, traits_of
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
 from kvbm_cli.terminal.printable import printable
+from kvbm_cli.terminal.quantities import duration
 
 SMALLEST_PAIRS = 2
 SESSIONS = ("users", "agents")
@@ -119,7 +120,7 @@ def _tokens(count: int | None) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "known after the preparation; `--duration` limits it"
-    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {seconds:.0f} s"
+    return f"about {duration(seconds)}"
 
 
 def caveats_of(setup: Setup) -> list[str]:

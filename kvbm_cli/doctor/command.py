@@ -1,6 +1,6 @@
 """`kvbm doctor`: runs every group of checks, prints each result immediately, and returns the exit code.
 
-With --quick, checks that have not started after QUICK_WORK_S are skipped (check_runner.py).
+With --quick, checks that have not started after QUICK_WORK_S are skipped (check.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ from kvbm.shared.settings import directory_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, self_test, store
-from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, skipped
-from kvbm_cli.doctor.check_runner import TIME_IS_UP, CheckRunner, as_data, summary
+from kvbm_cli.doctor.check import (
+    TIME_IS_UP,
+    Check,
+    CheckRunner,
+    CheckState,
+    DoctorContext,
+    as_data,
+    failure,
+    skipped,
+    summary,
+)
 from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.machine import Machine
 from kvbm_cli.doctor.write_profile import require_disk_tier, write_profile

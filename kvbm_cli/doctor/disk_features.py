@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
 from kvbm.disk.files import PAGE_BYTES
-from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO
 from kvbm_cli.doctor.probes.disk_speed import Speed
+from kvbm_cli.terminal.quantities import shown_rate
 
 EXAMPLE_TOKENS = 4000
 
@@ -129,7 +130,7 @@ def _speed(speed: Speed) -> Iterator[Check]:
         ("sequential", speed.sequential_read, speed.sequential_write),
         ("random", speed.random_read, speed.random_write),
     ):
-        finding = f"reads {rate(read)}, writes {rate(write)} ({block} blocks, {speed.threads} threads)"
+        finding = f"reads {shown_rate(read)}, writes {shown_rate(write)} ({block} blocks, {speed.threads} threads)"
         yield ok(name, finding, read_bytes_per_s=round(read), write_bytes_per_s=round(write), block=speed.block_bytes)
     yield ok("flush", f"fdatasync after a block: {speed.flush_s * 1000:.2f} ms", flush_s=speed.flush_s)
 

@@ -15,10 +15,11 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
 from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES, DEFAULT_RATIO, RESERVE_BYTES
-from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
 from kvbm_cli.runs.run_directory import EngineRun
+from kvbm_cli.terminal.quantities import shown_rate
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Tiers
@@ -157,7 +158,7 @@ def _start(context: DoctorContext, needed: int | None) -> Iterator[Check]:
     except EnvironmentProblem as error:
         yield failure("allocation rate", error.message, error.hint)
         return
-    finding = f"{format_size(tried)} allocated at {rate(speed)}"
+    finding = f"{format_size(tried)} allocated at {shown_rate(speed)}"
     facts = {"bytes_per_s": round(speed), "start_s": None if needed is None else needed / speed}
     if needed is None:
         yield ok("allocation rate", finding, **facts)

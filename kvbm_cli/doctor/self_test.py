@@ -72,7 +72,7 @@ def _legs(context: DoctorContext, disk: dict[str, Any] | None, room: int) -> Ite
     timeout_s = QUICK_TIMEOUT_S if context.is_quick else TIMEOUT_S
     remedy = "see the group `engine` below"
     answer = context.answer_of(
-        "pattern", python, "round_trip", [json.dumps(request)], timeout_s=timeout_s, remedy=remedy
+        "pattern", python, "engine", ["round_trip", json.dumps(request)], timeout_s=timeout_s, remedy=remedy
     )
     if isinstance(answer, Check):
         yield answer

@@ -14,10 +14,11 @@ from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import extent_blocks
 from kvbm.shared.settings import directory_of
-from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, rate, skipped, warning
+from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.probes.store import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
 from kvbm_cli.system.answering import answers
+from kvbm_cli.terminal.quantities import shown_rate
 
 if TYPE_CHECKING:
     from kvbm.config.schema import SharedTierSection
@@ -175,7 +176,7 @@ def _speed(context: DoctorContext, report: StoreReport, *, writes: bool) -> Iter
             yield skipped("throughput", finding, "add `--set tiers.shared.write=true`, or use another profile")
         return
     finding = (
-        f"reads {rate(report.get_rate)}, writes {rate(report.put_rate)} "
+        f"reads {shown_rate(report.get_rate)}, writes {shown_rate(report.put_rate)} "
         f"({format_size(OBJECT_BYTES)} objects, {IN_FLIGHT} in flight)"
     )
     yield ok("throughput", finding, get_rate=round(report.get_rate), put_rate=round(report.put_rate))

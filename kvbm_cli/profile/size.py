@@ -14,6 +14,7 @@ from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted, check_m
 from kvbm_cli.engine.engines import cpu_of, runs_on_cpu
 from kvbm_cli.engine.model_facts import config_file, model_facts
 from kvbm_cli.terminal.console import noted, table
+from kvbm_cli.terminal.quantities import counted
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -42,22 +43,18 @@ def sequence_warnings(resolved: ResolvedProfile, sizing: Sizing) -> Iterator[str
     host = sizing.host
     if sizing.snapshot is not None and resolved.profile.tiers.host is not None and host.sequence_count == 0:
         yield (
-            f"G2 holds {_counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
+            f"G2 holds {counted(host.block_count, 'block')}, fewer than the {blocks_text(sizing)} of a sequence of "
             f"{sizing.sequence_tokens:,} tokens, so no prompt of this length has a hit; raise `{host.set_by}`"
         )
 
 
 def blocks_text(sizing: Sizing) -> str:
     """Return the blocks of a sequence, in parts if it has a snapshot."""
-    blocks = _counted(sizing.sequence_blocks, "block")
+    blocks = counted(sizing.sequence_blocks, "block")
     if sizing.snapshot is None:
         return blocks
     of_attention = sizing.sequence_blocks - sizing.snapshot.block_count
     return f"{blocks} ({of_attention:,} of attention, {sizing.snapshot.block_count:,} of a snapshot)"
-
-
-def _counted(count: int, name: str) -> str:
-    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def size_of(
@@ -113,7 +110,7 @@ def size_key(resolved: ResolvedProfile) -> str:
 
 def block_line(sizing: Sizing) -> str:
     ranks = f" on each of {sizing.rank_count} ranks" if sizing.rank_count > 1 else ""
-    return f"a block is {_counted(sizing.block_tokens, 'token')}, {format_size(sizing.block_bytes)}{ranks}"
+    return f"a block is {counted(sizing.block_tokens, 'token')}, {format_size(sizing.block_bytes)}{ranks}"
 
 
 def tier_table(resolved: ResolvedProfile, sizing: Sizing, *, has_cache: bool = True, has_ranks: bool = False) -> str:
@@ -184,7 +181,7 @@ def snapshot_line(sizing: Sizing) -> str | None:
     stored = format_size(sizing.host_bytes(snapshot.block_count))
     return (
         f"a snapshot is {format_size(snapshot.state_bytes)} of states, as much as {snapshot.token_count:,} tokens; "
-        f"it takes {_counted(snapshot.block_count, 'block')}, {stored}"
+        f"it takes {counted(snapshot.block_count, 'block')}, {stored}"
     )
 
 

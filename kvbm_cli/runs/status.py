@@ -15,6 +15,7 @@ from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get, get_metrics
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
+from kvbm_cli.terminal.quantities import duration
 from kvbm_cli.terminal.show_error import show_warning
 
 PROBE_TIMEOUT_S = 1.0
@@ -230,13 +231,6 @@ def _age(run: EngineRun) -> str:
     if run.state is RunState.ENDED:
         return duration(max(0.0, (facts.ended_s or facts.started_s) - facts.started_s))
     return duration(facts.launcher.age_s() or max(0.0, time.time() - facts.started_s))
-
-
-def duration(seconds: float) -> str:
-    for unit, length, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
-        if seconds < limit * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 86400:.0f} d"
 
 
 def _page(status: RunStatus) -> str:

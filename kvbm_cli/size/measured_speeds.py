@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.config.sizes import format_size
 from kvbm.errors import UsageError, reason_of
 from kvbm.sizing import Sizing
 from kvbm.text.reading import read_at_most
+from kvbm_cli.terminal.quantities import shown_rate
 
 MAX_BYTES = 16 << 20
 
@@ -48,18 +48,14 @@ class MeasuredSpeeds:
     def lines(self, sizing: Sizing) -> Iterator[str]:
         times = self.times(sizing)
         if (start_s := times["start_s"]) is not None:
-            yield f"start-up: allocating G2 takes {_duration(start_s)}, at {_shown(self.allocation)}"
+            yield f"start-up: allocating G2 takes {_duration(start_s)}, at {shown_rate(self.allocation or 0)}"
         if (fill_s := times["disk_fill_s"]) is not None:
-            yield f"filling G3 once takes {_duration(fill_s)}, at {_shown(self.disk_write)}"
+            yield f"filling G3 once takes {_duration(fill_s)}, at {shown_rate(self.disk_write or 0)}"
 
 
 def _rate(facts: Mapping[str, Mapping[str, object]], check: str, name: str) -> float | None:
     rate = facts.get(check, {}).get(name)
     return float(rate) if isinstance(rate, int | float) and rate > 0 else None
-
-
-def _shown(bytes_per_s: float | None) -> str:
-    return f"{format_size(int(bytes_per_s or 0))}/s"
 
 
 def _duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ from kvbm_cli.profile.size import (
 )
 from kvbm_cli.size.request import SizeRequest
 from kvbm_cli.terminal.console import print_data, print_json
+from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.show_error import show_warning
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ def _needed_lines(needed: Mapping[str, object]) -> list[str]:
     gigabytes = -(-size // 10**9)
     sequences = int(str(needed["sequences"]))
     return [
-        f"{int(str(needed['tokens'])):,} tokens in {sequences} sequence{'s' * (sequences != 1)} "
-        f"need {blocks:,} block{'s' * (blocks != 1)}, {format_size(size)}:",
+        f"{int(str(needed['tokens'])):,} tokens in {counted(sequences, 'sequence')} "
+        f"need {counted(blocks, 'block')}, {format_size(size)}:",
         f"  tiers.host.capacity: {gigabytes}GB  or DYN_KVBM_CPU_CACHE_GB={gigabytes}",
         f"  tiers.disk.capacity: {gigabytes}GB  or DYN_KVBM_DISK_CACHE_GB={gigabytes}, if there is a disk tier",
     ]

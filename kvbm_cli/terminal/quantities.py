@@ -1,4 +1,4 @@
-"""Numbers, sizes and ages as text; a dash for what is unknown."""
+"""Numbers, sizes, rates and durations as text; a dash for what is unknown."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 
 from kvbm.config.sizes import format_size
 
-UNITS = (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48))  # (unit, seconds, largest number shown)
+DURATIONS = (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48))  # (unit, seconds, first number that is not shown)
 DAY_S = 86400
+RATES = (("GB/s", 1e9, 2), ("MB/s", 1e6, 0), ("kB/s", 1e3, 0))  # (unit, bytes per second, decimals)
 
 
 def counted(count: int, noun: str) -> str:
@@ -21,8 +22,23 @@ def shown_size(byte_count: int | None) -> str:
 def time_since(moment: float | None) -> str:
     if moment is None:
         return "-"
-    seconds = max(0, int(time.time() - moment))
-    for unit, length, most in UNITS:
-        if seconds < length * most:
-            return f"{seconds // length} {unit}"
-    return f"{seconds // DAY_S:,} d"
+    return duration(max(0.0, time.time() - moment))
+
+
+def duration(seconds: float) -> str:
+    for unit, length, limit in DURATIONS:
+        if seconds < limit * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / DAY_S:,.0f} d"
+
+
+def shown_rate(bytes_per_s: float) -> str:
+    """Format a rate in decimal units: `2.50 GB/s`."""
+    for unit, size, decimals in RATES:
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.{decimals}f} {unit}"
+    return f"{bytes_per_s:.0f} B/s"
+
+
+def shown_ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.sizes import format_size
 from kvbm.text.outside import one_line, shortened
 from kvbm_cli.terminal.printable import printable
+from kvbm_cli.terminal.quantities import shown_rate
 from kvbm_cli.top.figures import LOADS, OFFLOADS, Figures, figures
 from kvbm_cli.top.watched import WatchedEngine
 
@@ -39,8 +40,8 @@ COLUMNS = (
     Column("tokens/s", 10, lambda one: rate(one.prompt_tokens_per_s), lambda one: one.prompt_tokens_per_s),
     Column("hit", 6, lambda one: percent(one.hit_rate), lambda one: one.hit_rate or 0.0),
     Column("saved", 7, lambda one: f"{one.saved_s_per_s:.1f} s", lambda one: one.saved_s_per_s),
-    Column("load", 10, lambda one: speed(one.bandwidth(LOADS)), lambda one: one.bandwidth(LOADS)),
-    Column("offload", 10, lambda one: speed(one.bandwidth(OFFLOADS)), lambda one: one.bandwidth(OFFLOADS)),
+    Column("load", 10, lambda one: shown_rate(one.bandwidth(LOADS)), lambda one: one.bandwidth(LOADS)),
+    Column("offload", 10, lambda one: shown_rate(one.bandwidth(OFFLOADS)), lambda one: one.bandwidth(OFFLOADS)),
     Column("queued", 7, lambda one: rate(one.queued_blocks), lambda one: one.queued_blocks),
 )
 
@@ -183,7 +184,7 @@ def _transfers(found: Figures) -> list[Line]:
             if (one := found.transfers.get((source, target))) is not None:
                 what = f"{label:<{LABEL}}{f'{source} to {target}':<18}"
                 times = f"{duration(one.p50_s):>11}{duration(one.p99_s):>11}"
-                lines.append(("", f"{what}{speed(one.bytes_per_s):>12}{times}"))
+                lines.append(("", f"{what}{shown_rate(one.bytes_per_s):>12}{times}"))
                 label = ""
     return lines
 
@@ -208,13 +209,6 @@ def rate(value: float) -> str:
 
 def percent(share: float | None) -> str:
     return NOTHING if share is None else f"{share:.0%}"
-
-
-def speed(bytes_per_s: float) -> str:
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= size:
-            return f"{bytes_per_s / size:.1f} {unit}"
-    return f"{bytes_per_s:.0f} B/s"
 
 
 def duration(seconds: float | None) -> str:

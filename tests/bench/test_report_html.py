@@ -13,7 +13,7 @@ import pytest
 from experiments import build, report_of, summary_in, write_sample
 
 from kvbm.errors import EnvironmentProblem, UsageError
-from kvbm_cli.bench.show.elements import distribution, prose, quantile, rates, sentence_case, thinned
+from kvbm_cli.bench.show.elements import distribution, prose, rates, sentence_case, thinned
 from kvbm_cli.bench.show.figures import CellView, by_source, by_turn, ecdf
 from kvbm_cli.bench.show.load_figures import parts_of_time, timeline
 from kvbm_cli.bench.show.page import LIBRARY
@@ -374,11 +374,6 @@ def test_password_of_an_address_is_not_shown(small):
     shown = built(small).shown
     assert "secret" not in shown
     assert "kvbm bench --compare a=http://127.0.0.1:1/v1 --compare b=http://127.0.0.1:2 --workload conv" in shown
-
-
-def test_quantiles_are_linear_between_values():
-    assert [quantile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 3, 4]
-    assert quantile([7.0], 0.9) == 7
 
 
 def test_long_distribution_keeps_its_ends():

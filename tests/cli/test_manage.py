@@ -22,8 +22,8 @@ from waiting import eventually, is_gone
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.runs.status import duration
 from kvbm_cli.terminal.progress import Pace
+from kvbm_cli.terminal.quantities import duration
 
 SERVE = ("serve", "-p", "./mine.yaml", "--detach")
 

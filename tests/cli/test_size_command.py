@@ -170,7 +170,7 @@ def test_times_come_from_the_measurements_of_doctor(home):
     assert found["times"]["start_s"] == pytest.approx(50, rel=0.01)
     assert found["times"]["disk_fill_s"] == pytest.approx(1000, rel=0.01)
     text = kvbm_here("size", "Qwen/Qwen3-8B", "--disk", "1TB", "--doctor", str(file), home=home).stdout
-    assert "filling G3 once takes 17 min, at 953.7 MiB/s" in text
+    assert "filling G3 once takes 17 min, at 1.00 GB/s" in text
     file.write_text(json.dumps({"checks": []}))
     assert size(home, "Qwen/Qwen3-8B", "--doctor", file)["times"] == {"start_s": None, "disk_fill_s": None}
     for broken in ("{}", "x", '{"checks": [1]}'):

@@ -20,9 +20,9 @@ from kvbm_cli.bench.judge.estimates import (
     fit_ttft,
     share_of_possible_gain,
 )
-from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio, percentile
+from kvbm_cli.bench.judge.paired import Noise, PairedRatio, busy_share, is_tight, noise_of, paired_ratio
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Judgement, VerdictLimits, judge
-from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results
+from kvbm_cli.bench.result.results import ALL, CellResult, Measurement, Results, percentile
 from kvbm_cli.bench.workload.script import Phase
 
 Samples = dict[int, dict[int, list[float]]]
@@ -103,7 +103,7 @@ def compare(
     ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
-    medians = percentile(_flat(samples[measured]), 50), percentile(_flat(samples[reference]), 50)
+    medians = [percentile(times, 50) if (times := _flat(samples[name])) else None for name in (measured, reference)]
     floor = results.plan["floor"]
     share = None
     about = results.arms[reference]

@@ -32,9 +32,9 @@ from kvbm_cli.bench.judge.paired import (
     LEAST_COUNTS,
     LEAST_COUNTS_FOR_INTERVAL,
     TYPICAL_RUN_FREEDOM,
-    percentile,
     student_t,
 )
+from kvbm_cli.bench.result.results import percentile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,7 +92,7 @@ def compare_percentiles(
     tail = _tail(_sessions([reference, measured]))
     result: dict[int, PercentileComparison | None] = dict.fromkeys(LEAST_COUNTS)
     for column, percent in enumerate(percents):
-        first, second = (_percentile(values, percent) for values in arms)
+        first, second = (percentile(values, percent) for values in arms)
         if count < LEAST_COUNTS_FOR_INTERVAL[percent] or drawn is None or tail is None:
             result[percent] = PercentileComparison(Estimate(first), Estimate(second), Estimate(second - first))
             continue
@@ -121,7 +121,7 @@ def share_of_possible_gain(
     flat = [_flat(arm) for arm in arms]
     if min(map(len, flat)) < LEAST_COUNTS[50]:
         return None
-    first, second, least = (_percentile(values, 50) for values in flat)
+    first, second, least = (percentile(values, 50) for values in flat)
     if first <= least:
         return None
     value = (first - second) / (first - least)
@@ -145,12 +145,6 @@ def _flat(samples: Samples) -> list[float]:
 
 def _sessions(arms: Sequence[Samples]) -> list[int]:
     return sorted({session for arm in arms for run in arm.values() for session, values in run.items() if values})
-
-
-def _percentile(values: Sequence[float], percent: float) -> float:
-    found = percentile(values, percent)
-    assert found is not None
-    return found
 
 
 def _tail(sessions: Sequence[int]) -> float | None:

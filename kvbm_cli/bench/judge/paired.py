@@ -11,7 +11,7 @@ wide to be useful. The variance between runs is therefore the mean of what was m
 by degrees of freedom (an empirical Bayes or "moderated" variance; G. K. Smyth, 2004). `bench/micro/bench_statistics.py`
 measures how often these intervals hold the truth.
 
-Percentiles, Student's t and the share of busy time, which others need too, are at the end.
+Spreads, Student's t and the share of busy time, which others need too, are at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, variance
+
+from kvbm_cli.bench.result.results import percentile
 
 PairsBySession = Mapping[int, Sequence[tuple[float, float]]]  # (reference, measured) of each request
 PairsByRun = Mapping[int, PairsBySession]
@@ -208,17 +210,6 @@ def _oriented(ratio: PairedRatio, arm: str, first: int, second: int) -> Noise:
         return Noise(ratio.ratio, ratio.low, ratio.high, f"{arm}, pair {first} against pair {second}")
     high = 1 / ratio.low if ratio.low > 0 else math.inf
     return Noise(1 / ratio.ratio, 1 / ratio.high, high, f"{arm}, pair {second} against pair {first}")
-
-
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Percentile by linear interpolation between the nearest ranks, numpy's default; `None` without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    below = math.floor(rank)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
 
 
 def spread(values: Sequence[float]) -> dict[str, float | None]:

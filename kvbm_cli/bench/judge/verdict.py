@@ -16,7 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbm_cli.bench.judge.correctness import OutputJudgement, OutputVerdict
-from kvbm_cli.bench.judge.paired import PairedRatio, direction, percentile
+from kvbm_cli.bench.judge.paired import PairedRatio, direction
+from kvbm_cli.bench.result.results import percentile
+from kvbm_cli.terminal.quantities import counted, shown_ms
 
 LONGER_TIMES = "use a larger `time_scale` in the workload"  # of a trace, whose times are fixed
 FEWER_REQUESTS = "lower `schedule.target_utilisation` in the workload, or give a lower `--rate`"
@@ -80,7 +82,7 @@ class ClientLoad:
 
     @property
     def lateness_p90_ms(self) -> float:
-        return percentile(self.lateness_ms, 90) or 0.0
+        return percentile(self.lateness_ms, 90) if self.lateness_ms else 0.0
 
     def late_words(self, most_ms: float) -> str | None:
         """Describe the requests that were launched later than `most_ms`; None without any."""
@@ -253,8 +255,8 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
     outputs = _outputs_words(evidence)
     medians = ""
     if evidence.measured_ttft_ms is not None and evidence.reference_ttft_ms is not None:
-        medians = f"; the medians are {_ms(evidence.measured_ttft_ms)} and {_ms(evidence.reference_ttft_ms)}"
-    counts = f"{_count(ratio.request_count, 'pair')} of equal requests, {_count(ratio.run_count, 'run')}"
+        medians = f"; the medians are {shown_ms(evidence.measured_ttft_ms)} and {shown_ms(evidence.reference_ttft_ms)}"
+    counts = f"{counted(ratio.request_count, 'pair')} of equal requests, {counted(ratio.run_count, 'run')}"
     found = f"95% interval {interval}" if math.isfinite(ratio.high) else "one session, so no interval"
     return (
         f"{evidence.what} comes {times} with {evidence.measured} {conjunction} with {evidence.reference}{outputs} "
@@ -265,11 +267,3 @@ def _sentence(verdict: Verdict, evidence: Evidence) -> str:
 def _outputs_words(evidence: Evidence) -> str:
     verdicts = {output.verdict for output in evidence.outputs.values()}
     return ", same outputs" if verdicts == {OutputVerdict.EQUAL} else ""
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from kvbm_cli.bench.load.launcher import Launcher, OnRecord, Part
 from kvbm_cli.bench.load.request import Target, open_session
-from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.result.results import RequestRecord, percentile
 
 READY = "ready"
 BATCH_INTERVAL_S = 0.1
@@ -139,14 +139,14 @@ class ClientHealth:
 
     @classmethod
     def of(cls, processes: Sequence[ProcessHealth], records: Iterable[RequestRecord]) -> ClientHealth:
-        lateness = sorted(late for record in records if (late := record.lateness_ms) is not None)
+        lateness = [late for record in records if (late := record.lateness_ms) is not None]
         return cls(
             cpu_shares=tuple(one.cpu_share for one in processes),
             loop_lag_p50_ms=max(one.loop_lag_p50_ms for one in processes),
             loop_lag_p99_ms=max(one.loop_lag_p99_ms for one in processes),
             loop_lag_max_ms=max(one.loop_lag_max_ms for one in processes),
-            lateness_p50_ms=_percentile(lateness, 0.5) if lateness else None,
-            lateness_p99_ms=_percentile(lateness, 0.99) if lateness else None,
+            lateness_p50_ms=round(percentile(lateness, 50), 4) if lateness else None,
+            lateness_p99_ms=round(percentile(lateness, 99), 4) if lateness else None,
             garbage_objects=sum(one.garbage_objects for one in processes),
         )
 
@@ -203,12 +203,12 @@ class HealthMonitor:
                 gc.enable()
 
     def result(self) -> ProcessHealth:
-        lags = sorted(self._lags_ms) or [0.0]
+        lags = self._lags_ms or [0.0]
         return ProcessHealth(
             cpu_share=self._cpu_s / self._duration_s,
-            loop_lag_p50_ms=_percentile(lags, 0.5),
-            loop_lag_p99_ms=_percentile(lags, 0.99),
-            loop_lag_max_ms=round(lags[-1], 4),
+            loop_lag_p50_ms=round(percentile(lags, 50), 4),
+            loop_lag_p99_ms=round(percentile(lags, 99), 4),
+            loop_lag_max_ms=round(max(lags), 4),
             garbage_objects=self._garbage_objects,
         )
 
@@ -219,11 +219,6 @@ class HealthMonitor:
             self._lags_ms.append((now_s - self._due_s) * 1e3)
         self._due_s = now_s + HEARTBEAT_S
         self._heartbeat = loop.call_at(self._due_s, self._beat, loop)
-
-
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    """Nearest rank, of a sorted sequence that is not empty."""
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
 
 
 def encoded(message: object) -> bytes:

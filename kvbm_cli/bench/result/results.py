@@ -279,6 +279,15 @@ def rounded(value: Any) -> Any:
     return value
 
 
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Percentile of at least one value, by linear interpolation between the nearest ranks, numpy's default."""
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * percent / 100
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+
+
 def _records(directory: BenchDirectory) -> dict[str, list[RequestRecord]]:
     """Return the records of every run that has ended, in the order of the plan. UsageError for a damaged line."""
     records: dict[str, list[RequestRecord]] = {run["run"]: [] for run in directory.runs()}

@@ -1,7 +1,7 @@
 """HTML elements that escape what they contain: only `Markup` enters the page unescaped.
 
 Numbers are formatted for people. Every function takes `None` for an unknown value and returns `None` for it. Charts get
-quantiles, distributions, rates of counters, and fewer points with the same outline.
+distributions, rates of counters, and fewer points with the same outline.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from kvbm.config.sizes import format_size
 from kvbm.text.outside import one_line
 
 EMPTY_ELEMENTS = ("meta", "col", "line", "rect", "circle", "path")
@@ -177,13 +178,7 @@ def percent(value: Any) -> str | None:
 
 def size(value: Any) -> str | None:
     amount = number(value)
-    if amount is None:
-        return None
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} TiB"
+    return None if amount is None else format_size(round(amount))
 
 
 def interval(value: Any, shown: Callable[[Any], str | None] = ratio) -> str | None:
@@ -211,19 +206,6 @@ def day(unix_s: float | None) -> str | None:
 
 def anchor(index: int) -> str:
     return f"cell-{index + 1}"
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear between the neighbours. `ordered` is sorted and not empty."""
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [quantile(ordered, share) for share in shares]
 
 
 def distribution(values: Sequence[float], limit: int = ECDF_POINTS) -> list[Point]:

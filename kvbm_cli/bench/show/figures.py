@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results
+from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
 from kvbm_cli.bench.show.elements import (
     Markup,
     count,
     distribution,
     element,
     milliseconds,
-    percent,
-    quantiles,
     table,
 )
 
@@ -30,8 +28,8 @@ SOURCES = {
     "cached": "cached, tier unknown",
     "computed": "computed",
 }
-QUARTILES = (0.25, 0.5, 0.75)
-WHISKERS = (0.05, 0.25, 0.5, 0.75, 0.95)
+QUARTILES = (25, 50, 75)
+WHISKERS = (5, 25, 50, 75, 95)
 ARM_STYLES = 6
 
 
@@ -149,7 +147,7 @@ def by_turn(view: CellView) -> Figure | None:
         for turn in turns:
             values = times(record for record in own if record.turn == turn)
             if values:
-                low, median, high = rounded(quantiles(values, QUARTILES))
+                low, median, high = rounded(percentile(values, one) for one in QUARTILES)
                 found[arm].append([turn, low, median, high])
                 rows.append((arm, str(turn), *map(milliseconds, (low, median, high)), count(len(values))))
     ends = [
@@ -188,7 +186,10 @@ def by_source(view: CellView) -> Figure | None:
     sources = [source for source in SOURCES if any(source in own for own in groups.values())]
     if not sources:
         return None
-    boxes = {arm: {source: rounded(quantiles(v, WHISKERS)) for source, v in own.items()} for arm, own in groups.items()}
+    boxes = {
+        arm: {source: rounded(percentile(values, one) for one in WHISKERS) for source, values in own.items()}
+        for arm, own in groups.items()
+    }
     medians = [
         f"{SOURCES[source]}: "
         + ", ".join(f"{arm} {milliseconds(own[source][2])} ms" for arm, own in boxes.items() if source in own)
@@ -229,8 +230,8 @@ def ecdf(view: CellView) -> Figure | None:
     if not values:
         return None
     lines = {arm: distribution(own) for arm, own in values.items()}
-    shares = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
-    found = {arm: quantiles(own, shares) for arm, own in values.items()}
+    percents = (5, 10, 25, 50, 75, 90, 95)
+    found = {arm: [percentile(own, one) for one in percents] for arm, own in values.items()}
     halves = [f"{arm} {milliseconds(times_ms[3])} ms" for arm, times_ms in found.items()]
     title = "Share of requests with their first token within a time, in ms"
     return Figure(
@@ -247,7 +248,7 @@ def ecdf(view: CellView) -> Figure | None:
         },
         table=table(
             title,
-            ("Arm", *(percent(share) or "" for share in shares), "Requests"),
+            ("Arm", *(f"{one}%" for one in percents), "Requests"),
             [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],
         ),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kvbm_cli.bench.result.results import TIERS, RequestRecord
+from kvbm_cli.bench.result.results import TIERS, RequestRecord, percentile
 from kvbm_cli.bench.show.elements import (
     Markup,
     at,
@@ -19,7 +19,6 @@ from kvbm_cli.bench.show.elements import (
     milliseconds,
     number,
     percent,
-    quantiles,
     rates,
     ratio,
     size,
@@ -342,7 +341,7 @@ def _timeline_table(
     rows = []
     for part in range(10):
         own = {a: [y for x, y in found if part == min(9, int(x / width))] for a, found in points.items()}
-        medians = [milliseconds(quantiles(values, (0.5,))[0]) if values else None for values in own.values()]
+        medians = [milliseconds(percentile(values, 50)) if values else None for values in own.values()]
         means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
         rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
     heads = [f"{name}, median ms" for name in points]

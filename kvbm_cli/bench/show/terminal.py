@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm_cli.bench.result.results import ALL, RequestRecord
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
+from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.show_error import coloured
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _workload_line(cell: Mapping[str, Any]) -> str:
 
 def _schedule_line(cell: Mapping[str, Any]) -> str:
     """How the arms ran. Results of two runs are comparable only if this is equal."""
-    pairs = f"{cell['pairs_done']} pair{'s' * (cell['pairs_done'] != 1)}"
+    pairs = counted(cell["pairs_done"], "pair")
     early = ", stopped early because the interval was tight" if cell["stopped_early"] else ""
     if cell["interleaved"]:
         return f"arms: interleaved, all engines at the same time, {pairs}"

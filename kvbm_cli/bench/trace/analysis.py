@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from statistics import quantiles
 
+from kvbm_cli.bench.result.results import percentile
 from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import Placement, Sessions, TraceFormat, TraceRequest, Turns
@@ -41,8 +41,8 @@ class Lengths:
     def of(cls, values: Sequence[int]) -> Lengths | None:
         if not values:
             return None
-        cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [float(values[0])] * 99
-        return cls(sum(values) / len(values), cuts[49], cuts[89], cuts[98], max(values))
+        p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
+        return cls(sum(values) / len(values), p50, p90, p99, max(values))
 
 
 @dataclass(frozen=True, slots=True)

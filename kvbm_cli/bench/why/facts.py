@@ -160,10 +160,6 @@ def share(value: float) -> str:
     return f"{percent:.1f}%" if 0 < percent < 10 or 90 < percent < 99.95 else f"{percent:.0f}%"
 
 
-def milliseconds(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
-
-
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """`repeated_tokens` begin a prompt that was sent before; `block_tokens` of them are in whole blocks.

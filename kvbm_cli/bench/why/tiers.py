@@ -15,7 +15,8 @@ from kvbm.config.sizes import UNITS, parse_size
 from kvbm_cli.bench.judge.estimates import TtftModel
 from kvbm_cli.bench.judge.paired import LEAST_COUNTS
 from kvbm_cli.bench.result.results import RequestRecord
-from kvbm_cli.bench.why.facts import CellFacts, Why, milliseconds, share
+from kvbm_cli.bench.why.facts import CellFacts, Why, share
+from kvbm_cli.terminal.quantities import shown_ms
 
 # Below half, more of the possible gain was lost than made.
 FEW = 0.5
@@ -254,7 +255,7 @@ def _is_no_gain(facts: CellFacts, pairs: Sequence[Pair]) -> bool:
 
 
 def _medians(facts: CellFacts, pairs: Sequence[Pair]) -> str:
-    reference, measured = (milliseconds(median(times)) for times in zip(*pairs, strict=True))
+    reference, measured = (shown_ms(median(times)) for times in zip(*pairs, strict=True))
     return (
         f"the {len(pairs)} requests with such loads took {measured} with {facts.measured.name} and {reference} with "
         f"{facts.reference.name} (medians)"

@@ -15,9 +15,10 @@ import math
 from kvbm_cli.bench.judge.compared import client_of
 from kvbm_cli.bench.judge.verdict import LONGER_TIMES
 from kvbm_cli.bench.result.results import Measurement
-from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, milliseconds, share
+from kvbm_cli.bench.why.facts import ArmFacts, CellFacts, Why, share
 from kvbm_cli.bench.why.tiers import disk_slower, host_slower, kvbm_off, lost_blocks
 from kvbm_cli.bench.workload.schema import KINDS
+from kvbm_cli.terminal.quantities import counted, shown_ms
 
 SAME, SLOWER, INVALID = "same", "slower", "invalid"
 # The part of the reusable tokens that G1 must have found. It is below 1, because requests that run at the same time
@@ -143,7 +144,7 @@ def small_prefill(facts: CellFacts) -> Why | None:
         return None
     text = (
         f"there is little to gain: with a G1 that holds everything (the floor), the median TTFT is "
-        f"{milliseconds(floor)} instead of {milliseconds(reference)}; use longer prompts or a larger model"
+        f"{shown_ms(floor)} instead of {shown_ms(reference)}; use longer prompts or a larger model"
     )
     return Why("small-prefill", text, "--workload")
 
@@ -236,6 +237,6 @@ def noisy(facts: CellFacts) -> Why | None:
     own = "" if noise is None else f", and two runs of {facts.reference.name} itself differ by {noise.ratio - 1:.0%}"
     text = (
         f"the run cannot show a gain of {margin:.0%}: the 95% interval is {ratio.low:.2f} to {ratio.high:.2f} after "
-        f"{ratio.run_count} run{'s' * (ratio.run_count != 1)} of each arm{own}; raise `--pairs`, on an idle machine"
+        f"{counted(ratio.run_count, 'run')} of each arm{own}; raise `--pairs`, on an idle machine"
     )
     return Why("noise", text, "--pairs")
