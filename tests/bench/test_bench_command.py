@@ -1,7 +1,9 @@
-"""`kvbm bench` as its user meets it: exit code, stdout, files."""
+"""`kvbm bench` as its user meets it: exit code, stdout, files, progress, and what `--dry-run` prints."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +16,9 @@ from bench_rig import (
     SLOW_G2_TOKEN_MS,
     SMALL_G1_BLOCKS,
     STEADY_WORKLOAD,
+    WORKLOAD,
     MockEngines,
+    in_turn,
     measure,
     planned,  # noqa: F401
     summary_of,
@@ -27,6 +31,9 @@ from waiting import eventually
 from kvbm.errors import EngineError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
+from kvbm_cli.bench.command import BenchRequest
+from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.show.terminal import BenchProgress, duration
 
 fast = pytest.mark.usefixtures("without_sampler")
 
@@ -178,3 +185,180 @@ def test_importing_the_command_is_light():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert shown.stdout.strip() == ""
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise AssertionError(f"started {arguments}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("kvbm_cli.bench.command.make_model", refuse)
+    monkeypatch.setattr("kvbm_cli.bench.command.measure", refuse)
+    yield
+    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml"}
+
+
+def dry_run(tmp_path, capsys, *, workload=WORKLOAD, as_json=True, **options):
+    workloads = [workload_file(tmp_path, workload)]
+    request = BenchRequest(
+        **{"profiles": ("demo",), "workloads": workloads, **options}, is_dry_run=True, as_json=as_json
+    )
+    assert command.bench(request) == 0
+    shown = capsys.readouterr().out
+    return json.loads(shown) if as_json else shown
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_the_plan_has_arms_order_starts_duration_and_memory(tmp_path, capsys):
+    plan = dry_run(tmp_path, capsys, workload=in_turn(pairs=2, interval_s=0.5))
+    (cell,) = plan["cells"]
+    assert list(plan["arms"]) == ["baseline", "kvbm", "floor"]
+    assert [group["arms"] for group in cell["order"]][2] == ["floor"]
+    assert plan["starts"] == 1 + 5
+    assert cell["duration_s"] == plan["duration_s"] == 5 * (6 * 0.5 + 20.0)
+    assert cell["working_set_tokens"] == WORKLOAD.working_set_tokens
+    assert cell["g1_tokens"] == 8960
+    memory = {name: arm["memory_bytes"] for name, arm in plan["arms"].items()}
+    assert memory["kvbm"] > memory["baseline"] > 0
+    assert plan["memory_bytes_at_once"] == memory["kvbm"]
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_interleaved_arms_take_their_memory_at_the_same_time(tmp_path, capsys):
+    plan = dry_run(tmp_path, capsys)
+    assert plan["memory_bytes_at_once"] == sum(arm["memory_bytes"] for arm in plan["arms"].values())
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_the_text_names_every_arm_and_cell(tmp_path, capsys):
+    shown = dry_run(tmp_path, capsys, as_json=False, workload=in_turn(pairs=1, interval_s=0.5), pressure="0.8,1.2")
+    for words in (
+        *("baseline        baseline  profile demo, ", "kvbm            kvbm      profile demo, "),
+        *("small-x0.8: conversations, pressure 0.8", "small-x1.2: conversations, pressure 1.2"),
+        *("G1 holds 8,960 tokens", "in total: 7 engine starts, ", " for the KV cache at once", "duration: about "),
+    ):
+        assert words in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("options", "duration_s"),
+    [
+        ({}, None),
+        ({"schedule": Overrides(rate=2.0)}, 3 * (6 * 0.5 + 20.0)),
+        ({"schedule": Overrides(duration_s=30.0)}, 3 * (30.0 + 20.0)),
+        ({"schedule": Overrides(concurrency=2)}, None),
+        ({"schedule": Overrides(rate=2.0, pairs=2)}, 5 * (6 * 0.5 + 20.0)),
+    ],
+)
+def test_the_duration_follows_from_the_options(tmp_path, capsys, options, duration_s):
+    workload = in_turn(pairs=1, interval_s=None)
+    assert dry_run(tmp_path, capsys, workload=workload, **options)["duration_s"] == duration_s
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_server_elsewhere_has_no_known_memory(tmp_path, capsys):
+    plan = dry_run(tmp_path, capsys, compare=["baseline", "theirs=http://127.0.0.1:9"])
+    assert plan["arms"]["theirs"]["memory_bytes"] is None
+    assert plan["memory_bytes_at_once"] is None
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_equal_commands_have_equal_plans(tmp_path, capsys):
+    first = dry_run(tmp_path, capsys)
+    assert dry_run(tmp_path, capsys) == first
+    assert dry_run(tmp_path, capsys, schedule=Overrides(pairs=3))["digest"] != first["digest"]
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("kind", ["conversations", "vllm-cpu"])
+def test_shipped_workloads_have_a_plan(kind, tmp_path, capsys):
+    assert dry_run(tmp_path, capsys, workloads=[kind])["cells"][0]["name"] == kind
+
+
+def record(ttft_ms: float | None, error: str | None = None) -> RequestRecord:
+    return RequestRecord(
+        "cell.1.kvbm", "kvbm", "cell", 1, 0, 0, 1, "steady", intended_ms=0.0, first_token_ms=ttft_ms, error=error
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 120) -> Terminal:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    return terminal
+
+
+def wait_for_refreshes(terminal: Terminal) -> None:
+    """Return when the live line has been drawn twice more."""
+    for _ in range(2):
+        length = len(terminal.getvalue())
+        eventually(lambda length=length: len(terminal.getvalue()) > length)
+
+
+def test_elsewhere_than_on_a_terminal_a_phase_is_a_line(capsys):
+    with BenchProgress() as progress:
+        progress.phase("recording: starting the engine")
+        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.request_ended(record(12.0))
+    assert capsys.readouterr().err == "recording: starting the engine\nkvbm: 24 requests (1 min 30 s left)\n"
+
+
+def test_on_a_terminal_a_live_line_shows_answers_failures_and_the_time_left(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    with BenchProgress() as progress:
+        progress.phase("kvbm: 24 requests", expected_s=60.0, remaining_s=30.0)
+        progress.request_ended(record(12.0))
+        progress.request_ended(record(None, "HTTP 503"))
+        wait_for_refreshes(terminal)
+    text = terminal.getvalue()
+    assert "━  kvbm: 24 requests · 1 answered, 1 failed · first token: kvbm 12 ms · 1 min" in text
+    assert " left" in text
+
+
+def test_the_bar_is_green_where_colours_are_wanted(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    monkeypatch.delenv("NO_COLOR")
+    with BenchProgress() as progress:
+        progress.phase("kvbm: 24 requests", expected_s=0.6, remaining_s=0.6)
+        eventually(lambda: "\033[32m━" in terminal.getvalue())
+    assert "\033[32m━" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100])
+def test_the_live_line_never_wraps(width, monkeypatch):
+    terminal = on_a_terminal(monkeypatch, columns=width)
+    with BenchProgress() as progress:
+        progress.phase("baseline, kvbm, floor: 72 requests", expected_s=600.0, remaining_s=30.0)
+        for _ in range(14):
+            progress.request_ended(record(1234.0))
+        progress.request_ended(record(None, "HTTP 503"))
+        wait_for_refreshes(terminal)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", terminal.getvalue()).split("\r")
+    assert max(len(line) for line in lines) < width
+    last = next(line for line in reversed(lines) if line.strip())
+    assert "baseline, kvbm" in last
+    assert (" left" in last) == (width >= 60)
+    assert ("15 answered" in last or "14 answered, 1 failed" in last) == (width >= 80)
+
+
+def test_time_left_shrinks_and_never_falls_below_what_comes_after_the_phase():
+    with BenchProgress() as progress:
+        assert progress.left_s() is None
+        progress.phase("x", expected_s=0.0, remaining_s=30.0)
+        assert progress.left_s() == 30.0
+        progress.phase("x", expected_s=100.0, remaining_s=30.0)
+        assert 129.0 < progress.left_s() <= 130.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (185, "3 min 05 s")])
+def test_durations_are_short(seconds, text):
+    assert duration(seconds) == text

@@ -1,12 +1,15 @@
-"""Which arms a command compares, their names, and the order of their runs."""
+"""Which arms a command compares, in which cells: names, order of runs, workloads at pressures, replaced schedules."""
 
 import re
 
 import pytest
-from bench_rig import comparison
+from bench_rig import WORKLOAD, comparison
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.arms import ArmGroup, comparison_of, free_name, groups, profiles_of
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep
+from kvbm_cli.bench.setup import Setup, caveats_of
+from kvbm_cli.bench.workload.schema import Lmbenchmark, SharedPrefix, Unique
 
 ONE, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
@@ -178,3 +181,114 @@ def test_interleaved_arms_run_at_the_same_time_in_every_pair():
 def test_servers_have_no_floor():
     order = groups(comparison_of((), (), (ONE, OTHER)), interleaved=True, pairs=1, seed=0)
     assert order == [ArmGroup(1, ("url-2", "url-1"))]
+
+
+UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
+SHARED = SharedPrefix(
+    name="shared",
+    kind="shared-prefix",
+    groups=4,
+    requests_per_group=2,
+    prefix_tokens=100,
+    question_tokens=5,
+    answer_tokens=2,
+)
+
+
+@pytest.mark.parametrize(("text", "values"), [(None, ()), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))])
+def test_pressures_are_numbers_with_commas(text, values):
+    assert parse_pressures(text) == values
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,", "0", "-1", "1,1", "1,1.0", "inf", "nan", "1001", "1;2"])
+def test_other_pressures_are_refused(text):
+    with pytest.raises(UsageError, match=re.escape(f"not `{text}`")):
+        parse_pressures(text)
+
+
+def test_a_sweep_runs_every_workload_at_every_load():
+    rates = parse_sweep("rate=0.5,2").applied([WORKLOAD, UNIQUE])
+    assert [(one.name, one.schedule.interval_s) for one in rates] == [
+        ("small-rate0.5", 2.0),
+        ("small-rate2", 0.5),
+        ("alone-rate0.5", 2.0),
+        ("alone-rate2", 0.5),
+    ]
+    (closed,) = parse_sweep("concurrency=8").applied([WORKLOAD])
+    assert (closed.name, closed.schedule.concurrency, closed.schedule.interval_s) == ("small-concurrency8", 8, None)
+    assert parse_sweep(None) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "rate", "rate=", "rate=x", "rate=1,1", "rate=0", "rate=nan", "concurrency=1.5", "users=1,2", "1,2"]
+)
+def test_other_sweeps_are_refused(text):
+    with pytest.raises(UsageError, match="--sweep takes") as caught:
+        parse_sweep(text)
+    assert caught.value.hint == "`--sweep rate=1,2,4,8`"
+
+
+def test_two_cells_with_one_name_are_refused():
+    with pytest.raises(UsageError, match=r"2 runs named `small-x0.1`"):
+        cells_of([WORKLOAD], (0.1, 0.1000001), 960)
+
+
+def test_without_pressures_there_is_a_cell_per_workload():
+    cells = cells_of([WORKLOAD, UNIQUE], (), 960)
+    assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))
+
+
+def test_a_pressure_scales_the_working_set_to_multiples_of_g1():
+    cells = cells_of([WORKLOAD, SHARED], (0.5, 2.0), 20_000)
+    assert [cell.name for cell in cells] == ["small-x0.5", "small-x2", "shared-x0.5", "shared-x2"]
+    for cell in cells:
+        assert cell.workload.working_set_tokens == pytest.approx(cell.pressure * 20_000, rel=0.1)
+        assert cell.to_json()["pressure"] == cell.pressure
+
+
+def test_a_pressure_below_one_still_fits_with_few_large_sessions():
+    large = WORKLOAD.model_copy(update={"system_tokens": 128, "history_tokens": 1472, "question_tokens": 48})
+    cell = cells_of([large], (0.8,), 4352)[0]
+    step = large.conversation_tokens - large.system_tokens
+    assert abs(cell.workload.working_set_tokens - 0.8 * 4352) <= step / 2
+    assert cell.workload.working_set_tokens < 4352
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(None, []), (30, []), (2, ["0.96"])])
+def test_sessions_that_wait_for_others_are_not_part_of_the_pressure(concurrency, expected):
+    schedule = WORKLOAD.schedule.model_copy(update={"interval_s": None, "concurrency": concurrency})
+    (cell,) = cells_of([WORKLOAD.model_copy(update={"schedule": schedule})], (2.0,), 960)
+    setup = Setup(comparison_of(("demo",), (), ()), (cell,), 1, lambda cell: False)
+    found = [one for one in caveats_of(setup) if "active at a time" in one]
+    assert [re.search(r"so the pressure is ([0-9.]+)", one)[1] for one in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("workloads", "pressures", "g1_tokens", "message"),
+    [
+        ([WORKLOAD, WORKLOAD], (), None, "two workloads are named `small`"),
+        ([WORKLOAD], (1.0,), None, "--pressure requires the size of G1, and the engine does not report it"),
+        ([UNIQUE], (1.0,), 960, "--pressure cannot scale `alone`: its kind has a fixed working set"),
+    ],
+)
+def test_cells_that_cannot_be_made_are_refused(workloads, pressures, g1_tokens, message):
+    with pytest.raises(UsageError, match=message):
+        cells_of(workloads, pressures, g1_tokens)
+
+
+def test_options_replace_the_schedule():
+    changed = Overrides(rate=4.0, duration_s=9.0, pairs=5).applied(WORKLOAD).schedule
+    assert (changed.interval_s, changed.concurrency, changed.duration_s, changed.pairs) == (0.25, None, 9.0, 5)
+    closed = Overrides(concurrency=3).applied(WORKLOAD).schedule
+    assert (closed.interval_s, closed.concurrency) == (None, 3)
+    assert Overrides().applied(WORKLOAD) == WORKLOAD
+
+
+def test_a_rate_and_a_duration_also_replace_those_of_a_scenario_of_lmbenchmark():
+    scenario = Lmbenchmark(name="l", kind="lmbenchmark", scenario="short", qps=1.0, mode="faithful")
+    changed = Overrides(rate=4.0, duration_s=9.0).applied(scenario)
+    assert (changed.qps, changed.time_s) == (4.0, 9.0)
+    assert Overrides().applied(scenario).qps == 1.0
+    assert Cell("l", changed).is_faithful
+    assert not Cell("l", changed.model_copy(update={"mode": "strict"})).is_faithful
+    assert not Cell("small", WORKLOAD).is_faithful

@@ -1,9 +1,21 @@
+import json
 import math
+import random
+from pathlib import Path
 
+import bench_statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbm_cli.bench.judge.estimates import (
+    NoModel,
+    PromptTime,
+    TtftModel,
+    compare_percentiles,
+    fit_ttft,
+    share_of_possible_gain,
+)
 from kvbm_cli.bench.judge.paired import LEAST_COUNTS, LEAST_COUNTS_FOR_INTERVAL, busy_share, spread, student_t
 from kvbm_cli.bench.result.arm_result import wilson_interval
 from kvbm_cli.bench.result.results import percentile
@@ -98,3 +110,227 @@ def test_busy_share_ignores_what_lies_outside_the_window():
     assert busy_share([(-5, 1), (9, 50)], 0, 10) == pytest.approx(0.2)
     assert busy_share([], 0, 10) == 0.0
     assert busy_share([(0, 1)], 3, 3) == 0.0
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/reference/statistics.md").read_text()
+RESULT = json.loads((ROOT / "bench/results/bench-statistics.json").read_text())
+USUAL = {"sessions": 12, "turns": 5, "effect_deviation": 0.0, "slow_share": 0.0}
+
+
+def rows_of(**wanted):
+    found = [row for row in RESULT["rows"] if {**row, **wanted} == row]
+    assert found, wanted
+    return found
+
+
+def table_rows():
+    for runs in (1, 2, 3, 5):
+        for deviation in (0.01, 0.02, 0.03, 0.05):
+            (equal,) = rows_of(speedup=1.0, runs=runs, run_deviation=deviation, **USUAL)
+            (faster,) = rows_of(speedup=1.1, runs=runs, run_deviation=deviation, **USUAL)
+            yield (
+                f"| {runs} | {deviation:.0%} | {equal['coverage']:.1%} | {equal['coverage_of_plain_bootstrap']:.1%} "
+                f"| {equal['faster'] + equal['slower']:.1%} | {faster['faster']:.1%} |"
+            )
+
+
+def test_page_has_every_row_of_the_simulation():
+    assert [row for row in table_rows() if row not in PAGE] == []
+
+
+def test_page_has_the_numbers_of_early_stopping():
+    for row in RESULT["early_stop"]:
+        numbers = (row["run_deviation"], row["coverage"], row["mean_runs"], row["false_alarms"])
+        assert "| {:.0%} | {:.1%} | {:.1f} | {:.1%} |".format(*numbers) in PAGE
+
+
+def test_page_has_the_sample_sizes():
+    for percent, least in LEAST_COUNTS.items():
+        assert f"| p{percent} | {least} requests | {LEAST_COUNTS_FOR_INTERVAL[percent]} requests |" in PAGE
+
+
+def side(pairs, index):
+    return {
+        run: {session: [one[index] for one in some] for session, some in sessions.items()}
+        for run, sessions in pairs.items()
+    }
+
+
+def arms(case: bench_statistics.Case, seed: int = 0):
+    pairs = bench_statistics.simulate(case, seed)
+    return side(pairs, 0), side(pairs, 1)
+
+
+def scaled(samples, factor):
+    return {run: {s: [factor * v for v in some] for s, some in sessions.items()} for run, sessions in samples.items()}
+
+
+CASE = bench_statistics.Case(2.0)
+
+
+def test_percentiles_of_both_arms_and_their_difference():
+    reference, measured = arms(CASE)
+    found = compare_percentiles(reference, measured, run_deviation=0.03)
+    median = found[50]
+    assert median.difference.value == pytest.approx(median.measured.value - median.reference.value)
+    for estimate in (median.reference, median.measured, median.difference):
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert estimate.low < estimate.value < estimate.high
+    assert median.difference.high < 0
+    assert found[95] is not None  # 180 requests
+    assert found[99] is None
+
+
+def test_equal_seeds_give_equal_intervals_and_order_does_not_matter():
+    reference, measured = arms(CASE)
+    found = compare_percentiles(reference, measured, run_deviation=0.03, seed=4)
+    assert found == compare_percentiles(reference, measured, run_deviation=0.03, seed=4)
+    assert found != compare_percentiles(reference, measured, run_deviation=0.03, seed=5)
+    turned = {run: dict(reversed(reference[run].items())) for run in reversed(reference)}
+    assert found == compare_percentiles(turned, measured, run_deviation=0.03, seed=4)
+
+
+def test_swapped_arms_swap_the_sign():
+    reference, measured = arms(CASE)
+    there, back = (
+        compare_percentiles(*pair, run_deviation=None)[50] for pair in ((reference, measured), (measured, reference))
+    )
+    assert there.difference.low == pytest.approx(-back.difference.high)
+
+
+def test_differences_between_runs_widen_the_interval():
+    reference, measured = arms(CASE)
+
+    def width(run_deviation):
+        one = compare_percentiles(reference, measured, run_deviation=run_deviation)[50].measured
+        return one.high - one.low
+
+    assert width(None) < width(0.03) < width(0.2)
+
+
+def test_too_few_samples_have_no_percentile_or_no_interval():
+    few = {1: {session: [100.0 + session] for session in range(5)}}
+    found = compare_percentiles(few, few, run_deviation=None)
+    assert found[50] is not None
+    assert (found[50].reference.value, found[50].reference.low) == (102.0, None)
+    assert found[90] is None
+    assert compare_percentiles({1: {0: [1.0]}}, few, run_deviation=None)[50] is None
+    assert compare_percentiles({}, {}, run_deviation=None)[50] is None
+    two_sessions = {1: {session: [100.0 + turn for turn in range(50)] for session in range(2)}}
+    found = compare_percentiles(two_sessions, two_sessions, run_deviation=None)
+    assert found[90] is not None
+    assert found[90].difference.low is None
+
+
+def test_share_of_the_possible_gain():
+    reference, _ = arms(CASE)
+    share = share_of_possible_gain(reference, scaled(reference, 0.4), scaled(reference, 0.2), run_deviation=0.02)
+    assert share.value == pytest.approx(0.75)
+    assert share.low < 0.75 < share.high < 1
+    assert not share.is_noise
+
+
+def test_without_a_possible_gain_there_is_no_share():
+    reference, measured = arms(CASE)
+    assert share_of_possible_gain(reference, measured, scaled(reference, 1.1), run_deviation=None) is None
+    assert share_of_possible_gain(reference, measured, scaled(reference, 0.99), run_deviation=0.02) is None
+    assert share_of_possible_gain(reference, measured, {1: {0: [5.0]}}, run_deviation=None) is None
+
+
+@pytest.mark.parametrize("percent", [50, 90])
+def test_intervals_of_differences_hold_zero_for_equal_arms(percent):
+    held = 0
+    for seed in range(60):
+        reference, measured = arms(bench_statistics.Case(), seed)
+        one = compare_percentiles(reference, measured, run_deviation=0.03, draws=200)[percent]
+        held += one.difference.low <= 0 <= one.difference.high
+    assert held >= 54
+
+
+def requests(
+    count: int = 200, *, noise_ms: float = 0.0, g3: bool = True, load_ms: float = 12.0, seed: int = 1
+) -> list[PromptTime]:
+    """A third of the requests each: computed, with tokens from G2, with tokens from G3 (or G2)."""
+    generator = random.Random(seed)
+    found = []
+    for index in range(count):
+        computed = generator.randint(50, 4000)
+        loaded = generator.randint(500, 8000) if index % 3 else 0
+        g3_tokens = loaded if g3 and index % 3 == 2 else 0
+        g2_tokens = loaded - g3_tokens
+        time_ms = 8 + (load_ms if loaded else 0) + 0.1 * computed + 0.01 * g2_tokens + 0.03 * g3_tokens
+        found.append(PromptTime(time_ms + generator.gauss(0, noise_ms), computed, g2_tokens, g3_tokens))
+    return found
+
+
+def model_of(samples: list[PromptTime]) -> TtftModel:
+    model = fit_ttft(samples)
+    assert isinstance(model, TtftModel), model
+    return model
+
+
+def test_costs_are_found_again():
+    model = model_of(requests())
+    assert (model.base_ms, model.load_ms) == pytest.approx((8, 12))
+    assert model.computed_ms_per_token == pytest.approx(0.1)
+    assert (model.g2_ms_per_token, model.g3_ms_per_token) == pytest.approx((0.01, 0.03))
+    assert model.explained == pytest.approx(1)
+    assert model.g2_break_even_tokens == pytest.approx(12 / 0.09)
+    assert model.g3_break_even_tokens == pytest.approx(12 / 0.07)
+
+
+def test_costs_are_found_through_noise():
+    model = model_of(requests(600, noise_ms=20))
+    assert model.computed_ms_per_token == pytest.approx(0.1, rel=0.1)
+    assert model.g2_ms_per_token == pytest.approx(0.01, rel=0.4)
+    assert 0.9 < model.explained < 1
+
+
+def test_no_cost_is_negative():
+    """Loads that take no time, with noise: plain least squares gives a negative cost for some seeds."""
+    models = [model_of(requests(100, noise_ms=30, load_ms=0.0, seed=seed)) for seed in range(20)]
+    assert all(min(m.base_ms, m.load_ms or 0, m.g2_ms_per_token or 0, m.g3_ms_per_token or 0) >= 0 for m in models)
+    assert any(model.load_ms == 0 for model in models)
+
+
+def test_order_does_not_matter():
+    samples = requests(noise_ms=5)
+    assert model_of(samples).g2_ms_per_token == pytest.approx(model_of(samples[::-1]).g2_ms_per_token)
+
+
+def test_a_tier_without_tokens_has_no_cost():
+    model = model_of(requests(g3=False))
+    assert model.g3_ms_per_token is None
+    assert model.g3_break_even_tokens is None
+    assert model.g2_ms_per_token == pytest.approx(0.01)
+
+
+def test_loading_that_is_slower_than_computing_never_breaks_even():
+    slow = [PromptTime(r.ttft_ms + 0.2 * r.g2_tokens, r.computed_tokens, r.g2_tokens, 0) for r in requests(g3=False)]
+    assert model_of(slow).g2_break_even_tokens is None
+
+
+def test_without_requests_that_load_nothing_the_cost_per_load_is_unknown():
+    model = model_of([request for request in requests(300, g3=False) if request.g2_tokens])
+    assert model.load_ms is None
+    assert model.base_ms == pytest.approx(20)
+    assert model.g2_break_even_tokens is None
+
+
+def reason_of(samples: list[PromptTime]) -> str:
+    model = fit_ttft(samples)
+    assert isinstance(model, NoModel)
+    return model.reason
+
+
+def test_reasons_of_no_model():
+    assert reason_of([]) == "0 requests are too few for 1 coefficients, 10 are needed"
+    assert "20 requests are too few for 5 coefficients, 50 are needed" in reason_of(requests(20))
+    assert reason_of([PromptTime(5, 100, 0, 0)] * 50) == "all requests computed the same number of tokens"
+    fixed_length = [PromptTime(10 + index, 4000 - 16 * index, 16 * index, 0) for index in range(1, 100)]
+    assert reason_of(fixed_length) == "computed and g2 change together, so their costs cannot be separated"
+    generator = random.Random(3)
+    unrelated = [PromptTime(generator.gauss(100, 10), generator.randint(1, 4000), 0, 0) for _ in range(100)]
+    assert "explain only" in reason_of(unrelated)

@@ -1,20 +1,31 @@
-"""The summary from records that were made up, so that every number is known exactly."""
+"""The summary from records that were made up, so that every number is known exactly; caveats and goodput."""
 
 import copy
 import io
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_rig import WORKLOAD
 from experiments import FASTER, Experiment, Turns, rewrite_lines, summary_in
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from kvbm.errors import UsageError
+from kvbm_cli.bench import command
+from kvbm_cli.bench.arms import comparison_of
+from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord, Results
+from kvbm_cli.bench.setup import caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
+from kvbm_cli.system.machine import usable_cpu_count
 
 
 def faster(**changes: Turns) -> Experiment:
@@ -259,3 +270,124 @@ def test_the_table_of_many_arms_cuts_no_name_and_no_number(tmp_path):
     assert "…" not in shown
     assert shown.count("12345678") == len(names)
     assert all(name in shown for name in names)
+
+
+EMBEDDED = "the embedded engine is a reference implementation: compare the arms with each other only"
+CACHE_OFF = "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
+URL = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def load(monkeypatch):
+    """Sets the load of the machine; it is idle before."""
+
+    def set_load(average: float) -> None:
+        monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))
+
+    set_load(0.0)
+    return set_load
+
+
+def caveats(profile: str | None = "demo", *compare: str, overrides: Sequence[str] = ()) -> list[str]:
+    return caveats_of(
+        command._setup(
+            comparison_of(() if profile is None else (profile,), overrides, compare), (Cell("small", WORKLOAD),)
+        )
+    )
+
+
+def test_the_embedded_engine_is_a_reference_implementation():
+    assert caveats() == [EMBEDDED]
+
+
+def test_vllm_on_a_cpu_is_no_gpu(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert caveats("vllm-cpu-demo") == ["vLLM computes on a CPU: the speed-up on a GPU is different"]
+
+
+def test_an_engine_without_a_prefix_cache_has_a_slow_baseline():
+    assert caveats(overrides=["engine.arguments.prefix_caching=false"]) == [EMBEDDED, CACHE_OFF]
+
+
+def test_servers_have_no_profile_to_judge():
+    assert caveats(None, URL, "http://127.0.0.1:10") == []
+
+
+def test_a_reference_with_another_engine_is_not_judged(tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text("extends: demo\nengine: {arguments: {num_blocks: 99}}\n")
+    found = caveats("demo", str(path), "baseline", "demo-disk")
+    (caveat,) = [one for one in found if "differs" in one]
+    assert caveat.startswith("the engine of other differs in `engine.arguments.num_blocks`")
+    assert caveat.endswith("; its answers were not judged")
+
+
+def test_a_busy_machine_is_named_above_one_thread_per_core(load):
+    cores = usable_cpu_count()
+    load(float(cores))
+    assert caveats() == [EMBEDDED]
+    load(cores + 0.5)
+    assert caveats() == [EMBEDDED, f"the machine was busy: load {cores + 0.5:.1f} on {cores} cores"]
+
+
+@pytest.mark.parametrize(
+    ("text", "slo"),
+    [
+        ("ttft:500", Slo(ttft_ms=500)),
+        ("ttft:500,tpot:50", Slo(ttft_ms=500, tpot_ms=50)),
+        (" e2e: 3000 , ttft: 0.5 ", Slo(ttft_ms=0.5, e2e_ms=3000)),
+    ],
+)
+def test_slo_is_read_from_text(text, slo):
+    assert Slo.parse(text) == slo
+
+
+@given(st.builds(Slo, *[st.integers(1, 99999)] * 3))
+def test_slo_reads_what_it_writes(slo):
+    assert Slo.parse(str(slo)) == slo
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "'' is not a limit"),
+        ("ttft", "'ttft' is not a limit"),
+        ("ttft:500,", "'' is not a limit"),
+        ("itl:5", "'itl:5' is not a limit"),
+        ("ttft:fast", "`ttft` is 'fast', which is not a number of milliseconds"),
+        ("ttft:0", "`ttft` is 0, but it must be more than 0 ms"),
+        ("ttft:-5", "more than 0 ms"),
+        ("ttft:nan", "more than 0 ms"),
+        ("ttft:inf", "more than 0 ms"),
+        ("ttft:1,ttft:2", "`ttft` is given twice"),
+    ],
+)
+def test_a_wrong_slo_is_the_users_mistake(text, words):
+    with pytest.raises(UsageError) as caught:
+        Slo.parse(text)
+    assert words in caught.value.message
+    assert caught.value.hint is not None
+
+
+def test_goodput_counts_requests_that_meet_all_limits():
+    requests = [
+        RequestTimes(400, 40, 1000),
+        RequestTimes(600, 40, 1000),
+        RequestTimes(400, 60, 1000),
+        RequestTimes(400, None, 400),  # one token
+        RequestTimes(None, None, None),  # failed
+    ]
+    found = goodput(requests, Slo(ttft_ms=500, tpot_ms=50), duration_s=4)
+    assert (found.good_count, found.request_count, found.share, found.requests_per_s) == (2, 5, 0.4, 0.5)
+    assert (found.low, found.high) == pytest.approx((0.1176, 0.7693), abs=1e-4)
+
+
+def test_a_request_that_failed_after_its_first_token_is_not_good():
+    found = goodput([RequestTimes(10, 5, None)], Slo(ttft_ms=500), duration_s=1)
+    assert found.good_count == 0
+
+
+def test_goodput_of_nothing_is_nothing():
+    assert goodput([], Slo(ttft_ms=500), duration_s=1) is None
+    found = goodput([RequestTimes(10, 5, 20)], Slo(e2e_ms=500), duration_s=0)
+    assert found.requests_per_s is None

@@ -3,10 +3,10 @@
 import json
 import os
 import shlex
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import hit_rates
 import pytest
 from metric_pages import FakeLeader, serving
 from trace_pages import HEAD, ROOT, examples_in, stripped
@@ -22,9 +22,6 @@ from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate
 PAGE = (ROOT / "docs/guide/plan.md").read_text()
 EXAMPLES = examples_in(PAGE)
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
-
-sys.path.insert(0, str(ROOT / "bench/eviction"))
-import hit_rates  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,29 @@
-"""Numbers of traces that can be checked by hand, of the committed head of Mooncake's trace, and of the whole trace."""
+"""Numbers of traces, the hit-rate curve against simulated LRU caches, and `kvbm bench trace` as a user sees it.
 
+The numbers can be checked by hand, or are those of Mooncake's trace: of its committed head, and of the whole.
+"""
+
+import gzip
 import json
 import os
+import re
+import shlex
 import time
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_pages import HEAD, ROOT, examples_in, stripped
 
+from kvbm_cli.bench.trace import command
 from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, notes
+from kvbm_cli.bench.trace.command import plot_lines
+from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 
-HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
 
 
@@ -127,3 +138,244 @@ def test_mooncake_conversation_trace_has_the_published_numbers():
     for capacity in (2**20 // 2, 2**23, 15_644_030):
         assert found.curve.hit_rate(capacity) == pytest.approx(simulated_hit_rate(WHOLE, capacity), abs=1e-12)
     assert took_s < 5
+
+
+BLOCK = 4
+
+
+def simulated(tree, uses, capacity):
+    """Tokens found by an LRU cache that evicts block by block; a hit ends at the first block that is missing."""
+    cache, held, found = OrderedDict(), 0, 0
+    for use in uses:
+        path = tree.path(use.prompt)
+        for node in reversed(path):
+            if node not in cache:
+                break
+            found += tree.tokens[node]
+        for node in tree.path(use.kept):
+            if node not in cache:
+                held += tree.tokens[node]
+            cache[node] = True
+            cache.move_to_end(node)
+        while held > capacity:
+            held -= tree.tokens[cache.popitem(last=False)[0]]
+    return found
+
+
+def built(prompts):
+    """`prompts` are lists of ids with the tokens of the last block, and the tokens of an answer, 0 for none."""
+    tree, uses = PrefixTree(), []
+    for ids, last, answer in prompts:
+        prompt = tree.add(0, tuple(ids), token_count=(len(ids) - 1) * BLOCK + last, block_tokens=BLOCK)
+        uses.append(Use(prompt, tree.append(prompt, answer) if answer else prompt))
+    return tree, uses
+
+
+PROMPTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, BLOCK), st.sampled_from([0, 0, 3])),
+    min_size=1,
+    max_size=25,
+)
+
+
+@given(PROMPTS)
+def test_curve_equals_the_simulation_at_every_capacity(prompts):
+    tree, uses = built(prompts)
+    curve = hit_curve(tree, uses)
+    total = sum(tree.depth_tokens[use.prompt] for use in uses)
+    for capacity in range(sum(tree.tokens) + 2):
+        assert curve.hit_rate(capacity) == simulated(tree, uses, capacity) / total
+    assert curve.ideal == simulated(tree, uses, 10**9) / total
+
+
+@given(PROMPTS, st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+def test_capacity_for_a_share_is_the_smallest_one(prompts, share):
+    curve = hit_curve(*built(prompts))
+    capacity = curve.capacity_for(share)
+    if capacity is None:
+        assert curve.ideal == 0
+    else:
+        assert curve.hit_rate(capacity) >= share * curve.ideal - 1e-12
+        assert curve.hit_rate(capacity - 1) < share * curve.ideal
+
+
+def test_a_block_after_another_prefix_is_another_block():
+    tree, uses = built([([1, 2], 4, 0), ([3, 2], 4, 0), ([2], 4, 0)])
+    assert hit_curve(tree, uses).ideal == 0
+    assert len(tree) == 1 + 5
+
+
+def test_a_shorter_last_block_is_another_block():
+    assert hit_curve(*built([([1], 4, 0), ([1], 3, 0)])).ideal == 0
+    assert hit_curve(*built([([1], 3, 0), ([1], 3, 0)])).ideal == 0.5
+
+
+def test_an_answer_takes_room():
+    prompts = [([1], 4, 3), ([2], 4, 3), ([1], 4, 3)]
+    curve = hit_curve(*built(prompts))
+    assert (curve.hit_rate(4 + 3 + 3), curve.hit_rate(4 + 4 + 3)) == (0, pytest.approx(1 / 3))
+
+
+def test_use_counts_are_the_requests_of_each_prefix():
+    tree, uses = built([([1, 2], 4, 0), ([1, 3], 4, 0), ([1, 2], 4, 0)])
+    assert list(tree.use_counts(use.prompt for use in uses)) == [3, 3, 2, 1]
+
+
+def test_plot_is_80_wide_and_ends_at_the_ideal():
+    curve = HitCurve([100, 10_000, 1_000_000, 2_000_000], [1, 30, 60, 80], 100)
+    lines = plot_lines(curve, bytes_per_token=131072)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("  80.0% │")
+    assert lines[0].endswith("█")
+    assert "16 GiB" in lines[-2]
+    assert "1M" in plot_lines(curve, bytes_per_token=None)[-2]
+    heights = [sum(line.ljust(80)[column] != " " for line in lines[:10]) for column in range(9, 77)]
+    assert heights == sorted(heights)
+
+
+@pytest.mark.parametrize("distance", [1, 512, 10**15])
+@pytest.mark.parametrize("unit", [None, 1, 10**6])
+def test_plot_of_a_single_step(distance, unit):
+    lines = plot_lines(HitCurve([distance], [5], 10), bytes_per_token=unit)
+    assert len(lines) == 13
+    assert max(map(len, lines)) <= 80
+
+
+def test_nothing_is_plotted_if_nothing_repeats():
+    assert plot_lines(HitCurve([], [], 10), bytes_per_token=None) == []
+
+
+PAGE = (ROOT / "docs/reference/trace.md").read_text()
+EXAMPLES = examples_in(PAGE)
+
+
+def test_the_page_has_examples():
+    assert len(EXAMPLES) >= 2
+    [line] = re.findall(r"^```json\n(.*)\n```$", PAGE, re.MULTILINE)
+    assert line in gzip.decompress(HEAD.read_bytes()).decode().splitlines()
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_examples_of_the_page_print_what_it_shows(kvbm, number):
+    line, shown = EXAMPLES[number]
+    _, out, err = kvbm(*shlex.split(line))
+    assert stripped(out + err) == stripped(shown)
+
+
+SECONDS = [{"timestamp": 0.529 * number, "input_length": 9, "output_length": 1} for number in range(99)]
+FAILED = [{"timestamp": 1000 * number, "input_length": 9, "output_length": number % 3} for number in range(9)]
+DOUBTS = {
+    "seconds": (SECONDS, "1,910 requests per second: are these seconds? `{}time_scale{}1000` is for seconds"),
+    "failed": (FAILED, "3 lines are skipped: `output_length` is 0"),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTS)
+def test_doubtful_traces_are_analysed_with_a_note_and_warned_of_as_a_workload(kvbm, tmp_path, name):
+    lines, expected = DOUBTS[name]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "w.yaml").write_text("name: w\nkind: trace\nfile: t.jsonl\n")
+    code, out, _ = kvbm("bench", "trace", tmp_path / "t.jsonl")
+    assert code == 0
+    assert expected.format("--", " ").replace("time_scale", "time-scale") in " ".join(out.split())
+    code, _, err = kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")
+    words = expected.format("", ": ").replace("1000`", "1000` in the workload")
+    assert (code, err) == (0, f"warning: t.jsonl: {words}\n")
+
+
+def test_plausible_traces_are_not_doubted(kvbm, tmp_path):
+    (tmp_path / "w.yaml").write_text(f"name: w\nkind: trace\nfile: {HEAD}\n")
+    assert kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")[::2] == (0, "")
+
+
+def test_page_is_at_most_80_wide(kvbm):
+    for more in ((), ("--model", "Qwen/Qwen3-8B"), ("--bytes-per-token", "1")):
+        _, out, _ = kvbm("bench", "trace", HEAD, *more)
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_json_has_the_numbers_of_the_page(kvbm):
+    code, out, err = kvbm("bench", "trace", HEAD, "--bytes-per-token", "128KiB", "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (data["file"], data["requests"], data["sessions"], data["bytes_per_token"]) == (HEAD.name, 400, 400, 131072)
+    assert data["ideal_hit_rate"] == pytest.approx(0.13687, abs=1e-5)
+    [ninety] = [one for one in data["capacity_for_share_of_ideal"] if one["share"] == 0.9]
+    assert ninety["bytes"] == ninety["tokens"] * 131072
+    assert ninety["hit_rate"] >= 0.9 * data["ideal_hit_rate"]
+    assert data["curve"][-1]["hit_rate"] == data["ideal_hit_rate"]
+    rates = [one["hit_rate"] for one in data["curve"]]
+    assert rates == sorted(rates)
+
+
+def test_model_sets_the_bytes_of_a_token(kvbm):
+    _, out, _ = kvbm("bench", "trace", HEAD, "--model", "Qwen/Qwen3-8B", "--json")
+    assert json.loads(out)["bytes_per_token"] == 2 * 36 * 8 * 128 * 2
+
+
+def test_options_of_the_format_are_used(kvbm, tmp_path):
+    path = tmp_path / "t.jsonl"
+    lines = [
+        {"at": 1000, "session_id": "a", "input_length": 30, "hash_ids": [1, 2]},
+        {"at": 3000, "session_id": "a", "input_length": 40, "hash_ids": [1, 2, 3]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = ["--block-tokens", 16, "--time-scale", 2, "--column", "timestamp=at", "--turns", "whole", "--json"]
+    data = json.loads(kvbm("bench", "trace", path, *options)[1])
+    assert (data["duration_s"], data["largest_turn"], data["prompt_tokens"]["max"]) == (4.0, 2, 40)
+    assert data["ideal_hit_rate"] == 16 / 70
+
+
+def test_a_trace_in_which_nothing_repeats_has_no_plot(kvbm, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"input_length": 5}\n')
+    code, out, _ = kvbm("bench", "trace", path)
+    assert code == 0
+    assert "ideal hit rate: 0.0% of the prompt tokens" in out
+    assert "│" not in out
+    data = json.loads(kvbm("bench", "trace", path, "--json")[1])
+    assert (data["curve"], data["capacity_for_share_of_ideal"], data["duration_s"]) == ([], [], None)
+
+
+def test_a_trace_of_texts_is_reported_without_hit_rates(kvbm, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text_input": "a", "output_length": 2, "x\\u001b[31m": 1}\n')
+    code, out, _ = kvbm("bench", "trace", path)
+    assert code == 0
+    assert "so there are no hit rates" in out
+    assert "\x1b" not in out
+    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["ideal_hit_rate"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["missing.jsonl"], "there is no file `missing.jsonl`"),
+        ([ROOT / "README.md"], "README.md:1: not JSON"),
+        ([HEAD, "--block-tokens", "16"], "requires 423 blocks of 16 tokens"),
+        ([HEAD, "--block-tokens", "0"], "from 1 to 65536"),
+        ([HEAD, "--time-scale", "nan"], "the time scale must be from"),
+        ([HEAD, "--column", "x=y"], "a trace has no field `x`"),
+        ([HEAD, "--turns", "all"], "`--turns` must be `added` or `whole`, not `all`"),
+        ([HEAD, "--bytes-per-token", "0"], "`--bytes-per-token` must be from 1 to"),
+        ([HEAD, "--bytes-per-token", "9" * 30], "`--bytes-per-token` must be from 1 to"),
+        ([HEAD, "--bytes-per-token", "x"], "`--bytes-per-token` must be a size such as"),
+        ([HEAD, "--bytes-per-token", "1", "--model", "m"], "use either `--bytes-per-token` or `--model`"),
+    ],
+)
+def test_wrong_use_ends_with_2(kvbm, arguments, expected):
+    code, out, err = kvbm("bench", "trace", *arguments)
+    assert (code, out) == (2, "")
+    assert expected in err
+
+
+def test_an_unknown_model_gets_the_error_of_kvbm_size(kvbm):
+    code, out, err = kvbm("bench", "trace", HEAD, "--model", "no/such-model")
+    assert (code, out, err) == (*kvbm("size", "no/such-model")[:2], kvbm("size", "no/such-model")[2])
+    assert code in (1, 2)
+
+
+def test_progress_appears_on_stderr_after_a_while(kvbm, monkeypatch):
+    assert kvbm("bench", "trace", HEAD)[2] == ""
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0)
+    assert re.search(r"trace +0\.\d s  reading, 0\.0 of 0\.0 MiB", kvbm("bench", "trace", HEAD)[2])

@@ -157,7 +157,6 @@ def runs(*named: tuple[str, bool], **changes: object) -> Callable[[Path], Abstra
 
 PROFILE = {
     "profile_empty": whole(""),
-    "profile_not_text": whole(b"\xff\xfe\x00"),
     "profile_not_text_in_one_line": mine("", base=MINE + "description: caf\u00e9\n").encoded("latin-1"),
     "profile_utf_16": mine("").encoded("utf-16"),
     "profile_with_a_nul": mine("description: a\0b\n"),
@@ -165,7 +164,6 @@ PROFILE = {
     "profile_name_too_long": Row(f"profile check {'a' * 300}.yaml"),
     "profile_is_a_directory": Row("profile check .//"),
     "profile_is_a_loop": Row("profile check loop.yaml", prepare=LOOP),
-    "profile_in_a_loop": Row("size -p loop/mine.yaml", prepare=LOOP),
     "profile_is_a_device": Row("profile check /dev/zero"),
     "profile_is_a_fifo": Row("profile check pipe.yaml", prepare=fifo),
     "profile_merge_key": mine("server:\n  <<: {port: 9}\n"),
@@ -179,7 +177,6 @@ PROFILE = {
     ),
     "profile_half_misspelt": Row("serve -p demo -p storage/lustr"),
     "profile_half_unknown": Row("serve -p demo -p storage/floppy"),
-    "profile_half_with_suffix": Row("serve -p demo -p storage/s3.yaml"),
     "profile_shipped_as_a_file": Row("profile check demo.yaml"),
     "profile_misspelt_file": Row("profile check mien.yaml", {"mine.yaml": MINE}),
     "profile_unknown_name": Row("size --profile dmo"),
@@ -239,7 +236,6 @@ PROFILE = {
     "profile_wrong_indentation": whole("engine:\n  model: m\n tiers:\n  host: {blocks: 1}\n"),
     "profile_anchor": mine("server: &a {port: 1}\nmetrics: *a\n"),
     "profile_tag": mine("server: !port {port: 1}\n"),
-    "profile_control_character": mine("description: a\x07b\n"),
     "profile_two_documents": mine("---\nserver: {port: 1}\n"),
     "profile_key_twice": mine("server: {port: 1}\nserver: {port: 2}\n"),
     "profile_misspelt_key": mine("server: {prt: 1}\n"),
@@ -258,7 +254,6 @@ PROFILE = {
     "profile_flags_as_a_list": engine("arguments: [--max-model-len=64, --seed=1]", base=VLLM),
     "profile_flags_as_a_text": engine("arguments: --enforce-eager --seed 1", base=VLLM),
     "profile_section_as_a_list": mine("server: [{port: 1}]\n"),
-    "profile_flag_of_the_command_line": engine("arguments: {--max-model-len: 64}", base=VLLM),
     "profile_flag_in_capitals": engine("arguments: {MAX_MODEL_LEN: 64}", base=VLLM),
     "profile_flag_negated": engine("arguments: {no-enforce-eager: true}", base=VLLM),
     "profile_flag_twice": engine("arguments: {a-b: 1, a_b: 2}", base=VLLM),
@@ -280,7 +275,6 @@ PROFILE = {
     "profile_size_with_an_unknown_unit": mine("", base=MINE.replace("256MiB", "64 Mbit")),
     "profile_size_in_gigs": mine("", base=MINE.replace("256MiB", "1gigs")),
     "profile_size_of_kubernetes": mine("", base=MINE.replace("256MiB", "1Gi")),
-    "profile_size_of_kubernetes_in_small_letters": mine("", base=MINE.replace("256MiB", "512mi")),
     "profile_size_in_gibibytes_in_words": mine("", base=MINE.replace("256MiB", "1.5 gibibytes")),
     "profile_size_with_a_unit_of_two_meanings": mine("", base=MINE.replace("256MiB", "512m")),
     "profile_size_of_zero": mine("", base=MINE.replace("256MiB", "0GB")),
@@ -345,13 +339,9 @@ EXTENDS = {
     "extends_no_file": whole("extends: ../no.yaml\n"),
     "extends_a_misspelt_file": whole("extends: ./parnt.yaml\n", others={"parent.yaml": MINE}),
     "extends_a_file_without_its_path": whole("extends: parent\n", others={"parent.yaml": MINE}),
-    "extends_a_file_in_json_without_its_path": whole("extends: parent.json\n", others={"parent.json": "{}"}),
     "extends_a_directory": whole("extends: ./\n"),
-    "extends_a_device": whole("extends: /dev/zero\n"),
     "extends_a_fifo": whole("extends: ./pipe.yaml\n", prepare=fifo),
     "extends_a_loop": whole("extends: ./loop.yaml\n", prepare=LOOP),
-    "extends_below_a_loop": whole("extends: ./loop/a.yaml\n", prepare=LOOP),
-    "extends_no_file_next_to_a_loop": whole("extends: ./a.yaml\n", prepare=LOOP),
     "extends_a_name_too_long": whole(f"extends: ./{'a' * 300}.yaml\n"),
     "extends_itself": whole("extends: ./mine.yaml\n"),
     "extends_in_a_circle": whole(
@@ -468,14 +458,10 @@ VARIABLES = {
             "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "50",
         },
     ),
-    "import_env_with_a_synthetic_model_that_is_none": Row(
-        "profile import-env --model synthetic:vllm-25", variables={"DYN_KVBM_CPU_CACHE_GB": "1"}
-    ),
     "import_env_without_a_tier": Row("profile import-env", variables={"DYN_KVBM_METRICS": "1"}),
     "import_env_into_a_file_that_is_there": Row(
         "profile import-env --output mine.yaml", {"mine.yaml": MINE}, {"DYN_KVBM_CPU_CACHE_GB": "1"}
     ),
-    "import_env_without_a_suffix": Row("profile import-env --output mine", {}, {"DYN_KVBM_CPU_CACHE_GB": "1"}),
     "variable_port_of_metrics_taken": Row(
         "serve --profile demo --port 0",
         variables={"DYN_KVBM_METRICS": "1", "DYN_KVBM_METRICS_PORT": "18734"},
@@ -503,7 +489,6 @@ IMPORT = {
     "import_of_text_in_another_encoding": imported("a.sh", b"vllm serve caf\xe9\n"),
     "import_of_a_large_file": imported("a.sh", "# a line\n" * 40_000),
     "import_of_a_file_without_an_engine": imported("web.yaml", "services:\n  web: {image: nginx}\n"),
-    "import_of_variables_of_others": imported(".env", "A=b\nC=d\n"),
     "import_of_a_profile": imported("mine.yaml", MINE),
     "import_of_a_template": imported("a.yaml", f"{{{{- if .Values.a }}}}\n{MANIFEST}{{{{- end }}}}\n"),
     "import_of_broken_yaml": imported("a.yaml", f"{MANIFEST}  - name: [a\n"),
@@ -521,7 +506,6 @@ COMMAND_LINE = {
     "command_unknown": Row("serv"),
     "command_restart": Row("restart"),
     "command_that_is_not_near": Row("ls"),
-    "command_like_no_other": Row("zzz"),
     "command_unknown_subcommand": Row("profile sho demo"),
     "command_unknown_option": Row("serve --profil demo"),
     "command_option_like_no_other": Row("serve --profile demo --zzz"),
@@ -532,31 +516,22 @@ COMMAND_LINE = {
     "command_profile_empty": Row("size --profile ''"),
     "command_argument_empty": Row("profile check ''"),
     "command_directory_empty": Row("cache clear --yes --dir ''"),
-    "command_directory_of_doctor_empty": Row("doctor --quick --dir="),
     "command_option_of_another_name": Row("doctor --directory /tmp"),
-    "command_log_empty": Row("serve --dry-run --profile demo --log ''"),
     "command_rate_that_is_no_number": Row("doctor --prefill-tokens-per-s fast"),
     "command_sample_of_nothing": Row("cache verify --url s3://bucket --sample 0"),
     "command_port_empty": Row("serve --dry-run --profile demo --port ''"),
     "command_url_for_a_directory_of_doctor": Row("doctor --dir s3://bucket/prefix"),
     "command_url_of_a_file_for_a_directory": Row("doctor --dir=file:///mnt/cache"),
     "command_url_with_a_password_for_a_directory": Row("cache clear --yes --dir s3://me:secret@bucket"),
-    "command_url_for_a_log": Row("serve -p demo --log https://example.com/log"),
     "command_url_for_a_profile": Row("profile check https://example.com/mine.yaml"),
     "command_url_for_a_workload": Row("bench -p demo --workload chat --workload gs://bucket/workload.yaml"),
-    "command_url_for_a_benchmark": Row("bench report s3://bucket/run"),
-    "command_url_for_the_directory_of_a_new_profile": Row("profile new mine.yaml --extends demo --dir s3://bucket"),
     "command_directory_for_a_url": Row("doctor --url /mnt/store"),
     "command_relative_directory_for_a_url": Row("cache ls --url ./store"),
     "command_bucket_for_a_url": Row("cache verify --url my-bucket/prefix"),
     "command_address_for_a_url": Row("cache purge --url https://me:secret@minio:9000/bucket"),
     "command_url_with_one_slash": Row("doctor --url S3:/bucket"),
-    "command_output_empty": Row("cache export-stats --output ''"),
-    "command_write_empty": Row("doctor --profile demo --write ''"),
     "command_missing_value": Row("serve --profile"),
-    "command_missing_value_of_a_subcommand": Row("cache clear --salt"),
     "command_flag_with_a_value": Row("serve -p demo --dry-run=1"),
-    "command_serve_of_an_empty_name": Row("serve ''"),
     "command_missing_argument": Row("profile show"),
     "command_extra_argument": Row("size one more"),
     "command_unknown_arm": Row("bench --profile demo --compare basline"),
@@ -567,10 +542,8 @@ COMMAND_LINE = {
         "bench --profile demo --compare ./mine.yaml", {"mine.yaml": MINE + "server: {prt: 1}\n"}
     ),
     "command_port_that_is_none": Row("serve --profile demo --port http"),
-    "command_unknown_workload": Row("bench --profile demo --workload chatt"),
     "command_schema_of_no_key": Row("profile schema tiers.disk.treads"),
     "command_diff_of_one": Row("profile diff demo"),
-    "command_diff_with_a_wrong_one": Row("profile diff demo ./mine.yaml", {"mine.yaml": MINE + "server: {prt: 1}\n"}),
 }
 
 NEW = {
@@ -587,8 +560,6 @@ NEW = {
     "new_extending_nothing": Row("profile new mine.yaml --extends vlm"),
     "new_without_a_name": Row("profile new '' --extends demo"),
     "new_with_only_a_suffix": Row("profile new .yaml --extends demo"),
-    "new_is_a_loop": Row("profile new loop.yaml --extends demo", prepare=LOOP),
-    "new_extending_a_loop": Row("profile new mine.yaml --extends ./loop.yaml", prepare=LOOP),
     "new_in_no_directory": Row("profile new no/mine.yaml --extends demo", exit_code=MACHINE),
 }
 
@@ -635,9 +606,7 @@ SERVING = {
     ),
     "serve_log_is_a_directory": Row(f"{DEMO} --log .", exit_code=MACHINE),
     "serve_log_below_a_file": Row(f"{DEMO} --log mine.yaml/log", {"mine.yaml": MINE}, exit_code=MACHINE),
-    "serve_log_is_a_device": Row(f"{DEMO} --log /dev/full", exit_code=MACHINE),
     "serve_log_is_a_loop": Row(f"{DEMO} --log loop", exit_code=MACHINE, prepare=LOOP),
-    "serve_log_below_a_loop": Row(f"{DEMO} --log loop/log", exit_code=MACHINE, prepare=LOOP),
     "serve_log_is_a_fifo": Row(f"{DEMO} --log pipe.yaml", exit_code=MACHINE, prepare=fifo),
     "serve_log_with_a_name_too_long": Row(f"{DEMO} --log {'a' * 300}", exit_code=MACHINE),
     "serve_detached_without_a_state_directory": Row(
@@ -650,7 +619,6 @@ SERVING = {
     "stop_one_of_two": Row("stop demo", prepare=runs(("demo", HERE), ("demo", HERE))),
     "stop_on_another_machine": Row("stop", exit_code=MACHINE, prepare=runs(("demo", ELSEWHERE))),
     "stop_in_a_time_that_is_none": Row("stop --timeout soon"),
-    "stop_in_negative_time": Row("stop --timeout -1"),
     "status_of_no_run": Row("status zzz"),
     "logs_before_anything_ran": Row("logs"),
     "logs_of_two": Row("logs --follow", prepare=runs(("demo", HERE), ("other", HERE))),
@@ -723,7 +691,6 @@ RESULTS = {
 
 SIZE = {
     "size_layers_without_end": config(num_hidden_layers=10**12),
-    "size_layers_negative": config(num_hidden_layers=-1),
     "size_heads_in_quotes": config(num_key_value_heads="8"),
     "size_number_of_many_digits": config(head_dim=10**400),
     "size_scheme_of_integers": scheme(type="int", num_bits=8, strategy="tensor", symmetric=True),
@@ -759,7 +726,6 @@ TRACE = {
     "trace_with_other_names_for_lengths": trace('{"timestamp": 5, "num_prompt_tokens": 5, "num_decode_tokens": 3}\n'),
     "trace_only_failed_requests": trace(2 * FAILED),
     "trace_as_a_workload": workload("t.jsonl", 2 * FAILED),
-    "trace_as_a_workload_with_another_suffix": workload("t.json", 2 * FAILED),
     "trace_of_csv_with_comments": trace("# Format\n# one, two\nfield,type\na,gauge\n", "metrics.csv"),
     "trace_of_lmbenchmarks_agents": trace('{"round_id":0,"agent_id":[0],"output_tokens":[9],"input_from":[[]]}\n'),
     "trace_of_lmbenchmarks_agents_as_a_workload": workload(

@@ -1,14 +1,19 @@
 """Every command's help and its ordinary output: whole terminals, compared by text. Mistakes are in mistakes.py."""
 
+import ast
 import json
 import os
 import pty
+import re
 import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from recorded_runs import facts
 from terminal import (
     HANGS_S,
     PROGRAM,
@@ -21,7 +26,12 @@ from terminal import (
     stored_entries,
     ways,
 )
+from test_serve import write_home
 
+from kvbm.config.layers import shipped, shipped_halves
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.runs.run_directory import Runs
+from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.terminal.crash_report import A_BUG, KEPT_REPORTS, save_report
 from kvbm_cli.terminal.show_error import show_error
 
@@ -234,3 +244,158 @@ def test_command_without_an_engine_needs_no_torch(home, command):
     program = f"import sys; from kvbm_cli.app import run; run({command.split()}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], cwd=home, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & set(done.stderr.split())
+
+
+NAMES = shipped([profiles_directory()])
+HALVES = shipped_halves([profiles_directory()])
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "way"), ways(NAMES))
+def test_it_checks_clean_and_makes_a_plan(tmp_path, name, way):
+    checked = way("profile", "check", name, "--json", home=tmp_path)
+    assert (checked.exit_code, json.loads(checked.stdout)["mistakes"]) == (0, []), checked.stderr
+    planned = way("serve", "--profile", name, "--dry-run", "--json", home=tmp_path)
+    assert planned.exit_code == 0, planned.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_has_them_all(tmp_path):
+    assert_snapshot("profile_list", kvbm("profile", "list", home=tmp_path).text("kvbm profile list"))
+    listed = json.loads(kvbm_here("profile", "list", "--json", home=tmp_path).stdout)
+    assert [one["name"] for one in listed] == [*NAMES, *HALVES]
+    assert {one["engine"] for one in listed} == {"embedded", "vllm", "tensorrt-llm", "sglang", None}
+
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(
+    r"(sudo )?(kvbm|less|chmod|chown|mkdir|namei|ls|rm|cat|tail|df|mv|cp|hf)( |$)|--(dir|resume|output|log|url)[ =]"
+)
+# Numbers, names of options, and text that is a command already.
+NOT_FOR_THE_SHELL = {"os.geteuid()", "context.command_path", "ctx.command_path", "arguments[0]", "pattern"}
+
+
+def commands_with_values(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields the line and the expression of each value in a command between backticks."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        inside: str | None = None  # the command up to here, None outside of backticks
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                if inside is not None and COMMAND.match(inside):
+                    yield node.lineno, ast.unparse(part.value)
+                continue
+            for position, text in enumerate(str(part.value).split("`")):  # type: ignore[attr-defined]
+                if position:
+                    inside = None if inside is not None else ""
+                if inside is not None:
+                    inside += text
+
+
+def is_option_of_a_message(line: str) -> bool:
+    """An error that repeats an option as it was given, which is no command."""
+    return 'raise UsageError(f"`--' in line or line.lstrip().startswith('f"`--')
+
+
+def test_every_value_in_a_command_of_a_message_is_quoted():
+    bare = []
+    for package in ("kvbm", "kvbm_cli"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            source = file.read_text()
+            for line, expression in commands_with_values(ast.parse(source)):
+                is_quoted = expression.startswith("shlex.quote(") or expression in NOT_FOR_THE_SHELL
+                if not is_quoted and not is_option_of_a_message(source.splitlines()[line - 1]):
+                    bare.append(f"{file.relative_to(ROOT)}:{line}: {expression}")
+    assert bare == []
+
+
+def test_the_check_finds_a_value_that_is_not_quoted():
+    found = list(commands_with_values(ast.parse('f"run `ls -ld {path}`, not {other} or `{word}`"')))
+    assert found == [(1, "path")]
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (("profile", "new", "my profile"), "run `kvbm profile new 'my profile.yaml'`"),
+        (("serve", "my profile.yaml"), "did you mean `kvbm serve --profile 'my profile.yaml'`?"),
+        (("bench", "--profile", "demo", "--output", "my run"), "`--resume 'my run'` continues it"),
+    ],
+)
+def test_a_path_with_a_space_is_quoted_in_a_hint(command, hint, tmp_path):
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run" / "plan.json").write_text("{}")
+    assert hint in kvbm_here(*command, home=tmp_path).stderr
+
+
+LONG = "x" * 5000
+NO_RUN = "error: no run is named `"
+NO_ENGINE = "no engine is running\n"
+NO_CACHE = "error: `--baseline` starts the engine without the cache, so `--set "
+HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "serve two": (("serve", "-p", "mine.yaml", "extra"), 2, "unexpected extra argument"),
+    "serve a directory": (("serve", "-p", "model"), 2, "error: "),
+    "serve a device": (("serve", "-p", "/dev/null"), 2, "error: "),
+    "serve a long name": (("serve", "-p", LONG), 2, "error: "),
+    "port below": (("serve", "-p", "mine.yaml", "--port", "-1"), 2, "must be at least 0, not `-1`"),
+    "port above": (("serve", "-p", "mine.yaml", "--port", "65536"), 2, "must be at most 65535"),
+    "port of another script": (("serve", "-p", "mine.yaml", "--port", "٨٠٠٠"), 2, "error: "),
+    "log is the profile": (("serve", "-p", "mine.yaml", "--log", "./mine.yaml"), 2, "is the profile itself"),
+    "baseline has no value": (("serve", "-p", "mine.yaml", "--baseline=no"), 2, "does not take a value"),
+    "baseline of a tier": (("serve", "-p", "mine.yaml", "--baseline", "--set", "tiers={}"), 2, NO_CACHE),
+    "baseline of a metric": (("serve", "-p", "mine.yaml", "--baseline", "--set", "metrics.port=1"), 2, NO_CACHE),
+    "baseline with spaces": (("serve", "-p", "mine.yaml", "--baseline", "--set", " tiers.host.blocks=9"), 2, NO_CACHE),
+    "dry run of all": (("serve", "-p", "mine.yaml", "--dry-run", "-q", "--baseline", "--force", "--json"), 0, ""),
+    "status of nothing": (("status", ""), 2, "error: "),
+    "status of two": (("status", "demo-1", "demo-2"), 2, "unexpected extra argument"),
+    "status of a path": (("status", "../../../../etc/passwd"), 2, NO_RUN),
+    "status of a long name": (("status", LONG), 2, NO_RUN),
+    "status of a command": (("status", "\x1b[2J"), 2, NO_RUN),
+    "log with a command": (("logs", "title-1"), 1, "was removed: `"),
+    "status of a run with commands": (("status", "title-1"), 0, "title-1"),
+    "status of a number": (("status", "-1"), 2, "no such option"),
+    "status of a pattern": (("status", "demo-*"), 2, NO_RUN),
+    "status as JSON of none": (("status", "--json", "nope"), 2, NO_RUN),
+    "stop not a number": (("stop", "--timeout", "nan"), 2, "`--timeout` requires a number of seconds"),
+    "stop at no time": (("stop", "--timeout", "inf"), 2, "`--timeout` requires a number of seconds from 0 to 1000000"),
+    "stop too late": (("stop", "--timeout", "1e308"), 2, "not `1e308`"),
+    "stop none": (("stop", "--all", "-t", "1e5"), 0, NO_ENGINE),
+    "stop an ended one": (("stop", "demo-1"), 0, "demo-1 has already ended"),
+    "stop a path": (("stop", "/"), 2, NO_RUN),
+    "lines with an exponent": (("logs", "demo-1", "-n", "1e3"), 2, "`--lines` requires a number of lines"),
+    "more lines than bytes": (("logs", "demo-1", "-n", "9" * 30), 0, ""),
+    "no lines": (("logs", "demo-1", "-n", "0", "-f"), 0, ""),
+    "log that is no file": (("logs", "zero-1"), 1, "the log of `zero-1` was removed: `/dev/zero`"),
+    "log of a process": (("logs", "demo-1"), 0, ""),
+    "bench nothing": (("bench",), 2, "without `--profile`, `--compare` takes URLs"),
+    "bench a device": (("bench", "-p", "mine.yaml", "--workload", "/dev/null"), 2, "`/dev/null`"),
+    "bench into a file": (("bench", "-p", "mine.yaml", "--output", "mine.yaml"), 1, "mine.yaml"),
+    "bench into proc": (("bench", "-p", "mine.yaml", "--output", "/proc/x"), 1, "cannot write to /proc/x"),
+}
+
+
+@pytest.fixture(scope="module")
+def hostile_home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    write_home(home)
+    state = home / ".local/state/kvbm"
+    (state / "runs").mkdir(parents=True)
+    for profile, log in (("demo", "/proc/self/mem"), ("zero", "/dev/zero"), ("title", "\x1b]0;x\x07")):
+        made = Runs(state).create(profile)
+        made.begin(facts(made.name, state=RunState.ENDED, ended_s=1.0, exit_code=0, logs={"engine": log}))
+        made.close()
+    return home
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_command_line_is_no_bug(hostile_home, name):
+    command, exit_code, text = HOSTILE[name]
+    before = (hostile_home / "mine.yaml").read_text()
+    outcome = kvbm_here(*command, home=hostile_home)
+    assert outcome.exit_code == exit_code, outcome
+    assert text in outcome.stdout + outcome.stderr
+    assert not any(sign in outcome.stderr for sign in ("a bug in kvbm", "Traceback"))
+    assert "\x1b" not in outcome.stdout + outcome.stderr
+    assert (hostile_home / "mine.yaml").read_text() == before
+    assert sorted(path.name for path in hostile_home.iterdir()) == [".local", "mine.yaml", "model"], "nothing is left"

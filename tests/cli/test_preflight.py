@@ -5,17 +5,29 @@ others with 1 before anything is started.
 """
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from mistakes import LOCK, MINE, VLLM, fifo, linked, taken_port
+from recorded_runs import NOBODY, facts, own
 from terminal import Outcome, filtered, kvbm_here
+from test_runs import begin, begun
 
-from kvbm_cli.profile.machine_problems import container_bridges
+from kvbm.config.load import ResolvedProfile, load
+from kvbm.errors import EnvironmentProblem
+from kvbm.host.machine_memory import HostMemory
+from kvbm_cli.package_data import profiles_directory
+from kvbm_cli.profile.machine_problems import _memory, container_bridges, require_none
+from kvbm_cli.runs.reservations import pending_bytes, require_port, taken_ports
+from kvbm_cli.runs.run_directory import EngineRun, Runs
+from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import missing_mount
+from kvbm_cli.system.process_identity import ProcessIdentity
 
 COMMANDS = ("profile check mine.yaml", "serve --dry-run -p mine.yaml", "serve -p mine.yaml", "bench -p mine.yaml")
 DISK = MINE + "  disk:\n    capacity: 256MiB\n    directory: ~/{}\nserver:\n  port: 0\n"
@@ -172,3 +184,108 @@ def test_a_container_bridge_and_metrics_on_the_loopback_are_named(tmp_path, monk
         outcome = kvbm_here("profile", "check", "./mine.yaml", home=tmp_path)
         assert outcome.exit_code == 0
         assert (warning in " ".join(outcome.stderr.split())) == is_named
+
+
+MIB = 1 << 20
+TOUCHER = "import mmap, sys; m = mmap.mmap(-1, 64 << 20); m.write(bytes(64 << 20)); print(flush=True); sys.stdin.read()"
+
+
+def run(name: str, launcher: ProcessIdentity | None = None, **changes: object) -> EngineRun:
+    return EngineRun(Path("/none"), facts(name, launcher, **changes), is_living=True)
+
+
+def require_memory(
+    resolved: ResolvedProfile, needed_bytes: int, living: list[EngineRun], *, memory: HostMemory
+) -> None:
+    require_none(list(_memory(resolved, needed_bytes, living, memory=memory)))
+
+
+@pytest.fixture
+def memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemAvailable: 1048576 kB\n")
+    return HostMemory(proc=tmp_path, sys=tmp_path)
+
+
+@pytest.fixture
+def resolved():
+    return load("demo", directories=[profiles_directory()])
+
+
+def test_an_engine_that_starts_owes_what_it_has_not_taken():
+    assert pending_bytes(run("a-1", state=RunState.HEALTHY, memory_bytes=99 * MIB)) == 0
+    elsewhere = run("a-1", NOBODY, state=RunState.STARTING, memory_bytes=99 * MIB)
+    assert pending_bytes(elsewhere) == 99 * MIB
+    with subprocess.Popen([sys.executable, "-c", TOUCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        seen = run("a-1", ProcessIdentity.of(child.pid), state=RunState.STARTING, memory_bytes=99 * MIB)
+        assert 30 * MIB <= pending_bytes(seen) <= 40 * MIB
+        child.kill()
+
+
+def test_engines_that_do_not_fit_together_are_refused(memory, resolved):
+    starting = run("other-1", NOBODY, state=RunState.STARTING, memory_bytes=700 * MIB)
+    require_memory(resolved, 300 * MIB, [starting], memory=memory)
+    with pytest.raises(EnvironmentProblem) as caught:
+        require_memory(resolved, 400 * MIB, [starting], memory=memory)
+    assert caught.value.message.splitlines() == [
+        "`tiers.host.capacity` requires 400.0 MiB, and starting engines another 700.0 MiB, in all 1.1 GiB, but only "
+        "1.0 GiB are available (free memory of this machine)",
+        "  other-1 (starting, pid 4194305 on another host) uses 700.0 MiB",
+    ]
+
+
+def test_the_sum_is_over_what_living_processes_have_recorded(tmp_path, memory, resolved):
+    """Each launcher is a process of its own. One of them is killed: what it has recorded counts no longer."""
+    (tmp_path / "runs").mkdir()
+    runs = Runs(tmp_path)
+    with ExitStack() as stack:
+        launchers = [stack.enter_context(subprocess.Popen(["sleep", "60"])) for _ in range(3)]
+        for launcher, mib in zip(launchers, (300, 400, 0), strict=True):
+            begin(runs, "demo", ProcessIdentity.of(launcher.pid), memory_bytes=mib * MIB)
+        try:
+            with runs.starting() as living, pytest.raises(EnvironmentProblem) as caught:
+                require_memory(resolved, 400 * MIB, living, memory=memory)
+            assert caught.value.message.splitlines() == [
+                "`tiers.host.capacity` requires 400.0 MiB, and starting engines another 700.0 MiB, in all 1.1 GiB, but "
+                "only 1.0 GiB are available (free memory of this machine)",
+                f"  demo-1 (starting, pid {launchers[0].pid}) uses 300.0 MiB",
+                f"  demo-2 (starting, pid {launchers[1].pid}) uses 400.0 MiB",
+            ]
+            assert (caught.value.hint or "").startswith("run `kvbm stop demo-2`, or lower `tiers.host.capacity`")
+            launchers[0].kill()
+            launchers[0].wait()
+            with runs.starting() as living:
+                assert [run.facts.name for run in living] == ["demo-2", "demo-3"]
+                require_memory(resolved, 400 * MIB, living, memory=memory)
+        finally:
+            for launcher in launchers:
+                launcher.kill()
+            while begun:
+                begun.pop().close()
+
+
+def test_one_that_is_healthy_counts_in_what_the_kernel_says(memory, resolved):
+    healthy = run("other-1", state=RunState.HEALTHY, memory_bytes=700 * MIB)
+    require_memory(resolved, 1000 * MIB, [healthy], memory=memory)
+    with pytest.raises(EnvironmentProblem):
+        require_memory(resolved, 1025 * MIB, [healthy], memory=memory)
+
+
+def test_one_without_reservations_is_refused_at_its_key(memory, resolved):
+    require_memory(resolved, 1024 * MIB, [], memory=memory)
+    with pytest.raises(EnvironmentProblem) as caught:
+        require_memory(resolved, 1025 * MIB, [], memory=memory)
+    expected = "`tiers.host.capacity` requires 1.0 GiB, but only 1.0 GiB are available (free memory of this machine)"
+    assert caught.value.message.splitlines()[0] == expected
+    assert caught.value.hint == "lower `tiers.host.capacity`; `--force` starts it anyway"
+
+
+def test_a_port_is_that_of_an_address():
+    other = run("other-1", ports=(8000, 9000))
+    for host in ("127.0.0.1", "0.0.0.0"):
+        with pytest.raises(EnvironmentProblem, match=r"port 8000 is used by `other-1` \(starting\)"):
+            require_port(host, 8000, [other])
+    require_port("192.0.2.1", 8000, [other])
+    require_port("127.0.0.1", 8001, [other])
+    require_port("127.0.0.1", 0, [replace(other, facts=replace(other.facts, ports=(0,)))])
+    assert taken_ports([other, run("x-1", own(), ports=(1,))]) == {8000, 9000, 1}

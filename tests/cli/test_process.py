@@ -6,9 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,7 +26,9 @@ from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import EPHEMERAL_PORTS, EngineProcess, choose_port, engine_environment
 from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
+from kvbm_cli.system.engine_tmpdir import PREFIX, SETTLED_S, EngineTmpdir, sweep
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
+from kvbm_cli.system.socket_owner import is_served_by
 
 DEADLINE_S = HANGS_S
 
@@ -230,3 +236,122 @@ def test_a_guard_that_was_killed_is_replaced(tmp_path):
         assert f"kvbm: the guard process {first} was killed" in (tmp_path / "log").read_text()
         assert engine.stop() == 0
     assert is_gone(child.pid)
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
+from test_process import fake_plan
+from kvbm_cli.engine.process import EngineProcess
+engine = EngineProcess.start(fake_plan(), log_path=Path(sys.argv[3]))
+engine.wait_healthy(30)
+print(engine.guard_pid, engine.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def age(path: str | Path, seconds: float = SETTLED_S + 1) -> None:
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def directories(parent: Path) -> list[str]:
+    return [path.name for path in parent.iterdir() if path.name.startswith(PREFIX)]
+
+
+def test_directory_of_a_launcher_killed_with_its_guard_is_removed_by_the_next_start(tmp_path, monkeypatch, request):
+    holder = tempfile.TemporaryDirectory(prefix="t-", dir="/tmp")  # a longer name would not be used
+    request.addfinalizer(holder.cleanup)
+    temporary = Path(holder.name)
+    paths = [str(FAKE_ENGINE.parent), str(FAKE_ENGINE.parent.parent), str(tmp_path / "log")]
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *paths], env=env, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        guard, engine = map(int, launcher.stdout.readline().split())
+        pids = (launcher.pid, guard)
+        for pid in pids:
+            psutil.Process(pid).suspend()  # neither sees the end of the other
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    eventually(lambda: is_gone(engine))
+    (left,) = directories(temporary)
+    age(temporary / left)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as process:
+        process.wait_healthy(30)
+        assert left not in directories(temporary)
+        assert len(directories(temporary)) == 1
+    assert directories(temporary) == []
+
+
+def test_directory_in_use_or_new_or_of_something_else_is_kept(tmp_path):
+    used, new, full, public = (EngineTmpdir(str(tmp_path)) for _ in range(4))
+    abandoned = EngineTmpdir(str(tmp_path))
+    for one in (new, full, public, abandoned):
+        one.release()
+    (Path(full.path) / "socket").touch()
+    os.chmod(public.path, 0o755)
+    other = tmp_path / "kvbm-notes"
+    other.mkdir(0o700)
+    (tmp_path / f"{PREFIX}link").symlink_to(other)
+    for path in (used.path, full.path, public.path, abandoned.path, other):
+        age(path)
+    sweep(str(tmp_path))
+    kept = {used.path, new.path, full.path, public.path, str(other), str(tmp_path / f"{PREFIX}link")}
+    assert {str(path) for path in tmp_path.iterdir()} == kept
+    used.release()
+
+
+def test_directory_that_cannot_be_listed_is_no_error():
+    sweep("/nonexistent")
+
+
+US = [os.getpid()]
+NOBODY = [2**22 + 1]
+
+
+def listener(address: str, port: int = 0, *, shares_port: bool = False) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    if shares_port:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind((address, port))
+    made.listen()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("bound", "asked"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")],
+)
+def test_a_listening_process_is_found_by_the_address_that_reaches_it(bound, asked):
+    with closing(listener(bound)) as made:
+        port = made.getsockname()[1]
+        assert is_served_by(US, address=asked, port=port)
+        assert not is_served_by(NOBODY, address=asked, port=port)
+    assert not is_served_by(US, address=asked, port=port)
+
+
+def test_another_address_of_the_same_port_is_somebody_else():
+    with closing(listener("127.0.0.2")) as made:
+        assert not is_served_by(US, address="127.0.0.1", port=made.getsockname()[1])
+
+
+def test_the_socket_of_this_very_address_gets_the_connections():
+    script = "import socket, sys; s = socket.create_server(('127.0.0.1', 0), reuse_port=True)\n"
+    script += "print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        port = int(other.stdout.readline())
+        with closing(listener("0.0.0.0", port, shares_port=True)):
+            assert is_served_by([other.pid], address="127.0.0.1", port=port)
+            assert not is_served_by(US, address="127.0.0.1", port=port)
+            assert is_served_by(US, address="127.0.0.3", port=port)
+        with closing(listener("127.0.0.1", port, shares_port=True)):
+            assert not is_served_by(US, address="127.0.0.1", port=port), "it gets only a part of the connections"
+            assert is_served_by([*US, other.pid], address="127.0.0.1", port=port)
+        other.communicate()
+
+
+def test_a_connection_is_no_listener():
+    with closing(listener("127.0.0.1")) as made, socket.create_connection(made.getsockname()) as connection:
+        assert not is_served_by(US, address="127.0.0.1", port=connection.getsockname()[1])

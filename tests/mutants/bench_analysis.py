@@ -47,7 +47,7 @@ MUTANTS = (
         file=RESAMPLING,
         old="    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))",
         new="    return 0.2",
-        fails="tests/bench/test_bench_resampling.py",
+        fails="tests/bench/test_bench_statistics.py",
     ),
     Mutant(
         name="bench-cut-answer-is-equal",
@@ -55,7 +55,7 @@ MUTANTS = (
         file=CORRECTNESS,
         old="if first[position] != second[position]), shorter)",
         new="if first[position] != second[position]), None)",
-        fails="tests/bench/test_bench_correctness.py -k position",
+        fails="tests/bench/test_bench_answers.py -k position",
     ),
     Mutant(
         name="bench-untested-answers-are-equal",
@@ -63,7 +63,7 @@ MUTANTS = (
         file=CORRECTNESS,
         old="    if not evidence.transfers.are_proven:\n",
         new="    if False:\n",
-        fails="tests/bench/test_bench_correctness.py -k transfer",
+        fails="tests/bench/test_bench_answers.py -k transfer",
     ),
     Mutant(
         name="bench-one-sided-test-is-turned",
@@ -71,6 +71,6 @@ MUTANTS = (
         file=CORRECTNESS,
         old="for count in range(measured, min(measured_count, differences) + 1)",
         new="for count in range(max(0, differences - control_count), measured + 1)",
-        fails="tests/bench/test_bench_correctness.py",
+        fails="tests/bench/test_bench_answers.py",
     ),
 )

@@ -46,7 +46,7 @@ MUTANTS = (
         file=f"{FOLDER}/exchange.py",
         old="        rows = [[*map(float, row[:4]), *row[4:]] for row in rows]\n",
         new="        pass\n",
-        fails=f"{TESTS}_csv.py",
+        fails=f"{TESTS}_workload.py",
     ),
     Mutant(
         name="lmbenchmark-failed-requests-in-the-file",

@@ -16,7 +16,7 @@ MUTANTS = (
         file=CURVE,
         old="        for node in path:\n            self._pushed_tokens",
         new="        for node in reversed(path):\n            self._pushed_tokens",
-        fails="tests/bench/test_trace_curve.py",
+        fails="tests/bench/test_trace_analysis.py",
     ),
     Mutant(
         name="trace-runs-join-too-much",
@@ -24,7 +24,7 @@ MUTANTS = (
         file=CURVE,
         old="if slot == run_slot - 1 else",
         new="if slot < run_slot else",
-        fails="tests/bench/test_trace_curve.py",
+        fails="tests/bench/test_trace_analysis.py",
     ),
     Mutant(
         name="trace-replaced-uses-count",
@@ -32,7 +32,7 @@ MUTANTS = (
         file=CURVE,
         old="        self._replaced_tokens += token_count\n",
         new="        self._replaced_tokens += 0\n",
-        fails="tests/bench/test_trace_curve.py",
+        fails="tests/bench/test_trace_analysis.py",
     ),
     Mutant(
         name="trace-prefix-is-ignored",
@@ -42,7 +42,7 @@ MUTANTS = (
         new="            child = children.get((node, one)) or next(\n"
         "                (found for key, found in children.items() if key[1] == one), None\n"
         "            )\n",
-        fails="tests/bench/test_trace_curve.py -k prefix",
+        fails="tests/bench/test_trace_analysis.py -k prefix",
     ),
     Mutant(
         name="trace-content-depends-on-the-line",
@@ -50,7 +50,7 @@ MUTANTS = (
         file=SCRIPT,
         old="            if (one, length) not in self.pieces:\n",
         new="            if True:\n",
-        fails="tests/bench/test_trace_script.py",
+        fails="tests/bench/test_trace_reader.py",
     ),
     Mutant(
         name="trace-turn-waits-for-a-line",
@@ -58,7 +58,7 @@ MUTANTS = (
         file=SCRIPT,
         old="(index_of[placed.previous],)",
         new="(placed.previous,)",
-        fails="tests/bench/test_trace_script.py -k session_waits",
+        fails="tests/bench/test_trace_reader.py -k session_waits",
     ),
     Mutant(
         name="trace-whole-prompts-are-added",
@@ -66,6 +66,6 @@ MUTANTS = (
         file=SESSIONS,
         old="        return is_added and request.session_id is not None\n",
         new="        return request.session_id is not None\n",
-        fails="tests/bench/test_trace_script.py -k whole",
+        fails="tests/bench/test_trace_reader.py -k whole",
     ),
 )

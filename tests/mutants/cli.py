@@ -11,7 +11,7 @@ MUTANTS = (
         file="kvbm_cli/runs/stop.py",
         old="    alive = [run for run in unreadable if run.has_launcher is not False]\n",
         new="    alive: list[UnreadableRun] = []\n",
-        fails="tests/cli/test_stop_unreadable.py",
+        fails="tests/cli/test_stop.py",
     ),
     Mutant(
         name="stop-succeeds-although-one-remains",
@@ -19,7 +19,7 @@ MUTANTS = (
         file="kvbm_cli/runs/stop.py",
         old="    if problems or not all(one.has_ended for one in stopped):\n",
         new="    if not all(one.has_ended for one in stopped):\n",
-        fails="tests/cli/test_stop_unreadable.py -k all_others",
+        fails="tests/cli/test_stop.py -k all_others",
     ),
     Mutant(
         name="import-copies-secrets",

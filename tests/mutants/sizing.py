@@ -83,7 +83,7 @@ MUTANTS = (
         file="kvbm_cli/serve/reported_sizes.py",
         old='("bytes in a block", self.block_bytes, sizing.block_bytes)',
         new='("bytes in a block", self.block_bytes, self.block_bytes)',
-        fails="tests/cli/test_reported_sizes.py -k one_line",
+        fails="tests/cli/test_size_command.py -k one_line",
     ),
     Mutant(
         name="sizing-forgets-the-activations",
