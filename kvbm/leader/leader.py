@@ -27,6 +27,7 @@ from kvbm.core.groups import StateGroup, hits_to_keep
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.hints import Hint, Hints, Invalid, parsed
+from kvbm.leader.long_chains import Slices
 from kvbm.leader.matching import Matching
 from kvbm.leader.offloads import Offloads, blocks_before_low_priority
 from kvbm.leader.onboards import Onboards
@@ -34,7 +35,6 @@ from kvbm.leader.operations import Operations
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.request import LiveRequest, LoadResults, OffloadProgress
 from kvbm.leader.settings import SpanNote
-from kvbm.leader.slices import Slices
 from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
 

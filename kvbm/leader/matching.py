@@ -1,7 +1,7 @@
 """Matching: how much of a chain a request can load now, in any tier. Starts nothing, except what is read ahead.
 
 A lookup walks along a chain: through host memory, and where that lacks a block, through the lower tiers. A long chain
-is examined in slices over several steps (long_matches.py). An engine that accepts no failed load is promised blocks in
+is examined in slices over several steps (long_chains.py). An engine that accepts no failed load is promised blocks in
 host memory only, which stay pinned until it loads them (prefetches.py reads the others ahead).
 
 The leader's thread owns it.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import StateGroup, longest_hit, needed_blocks
-from kvbm.leader.long_matches import LongMatches
+from kvbm.leader.long_chains import LongMatches, Slices
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvbm.leader.onboards import Onboards
     from kvbm.leader.prefetches import Prefetches
     from kvbm.leader.request import LiveRequest
-    from kvbm.leader.slices import Slices
 
 
 @dataclass(slots=True)

@@ -39,11 +39,10 @@ from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.leader.long_matches import LongMatch
+    from kvbm.leader.long_chains import LongMatch, Slices
     from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.open_reads import Fetch
     from kvbm.leader.request import LiveRequest
-    from kvbm.leader.slices import Slices
 
 FETCHES_AT_A_TIME = 32
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbm.core.groups import Group
-from kvbm.leader.slices import SLICE_BLOCKS
 from kvbm.metrics import WINDOW_REQUESTS
 from kvbm.types import SegmentInfo
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from kvbm.config.schema import ConnectorConfig, OffloadSection
 
 HELD_SHARE_OF_G1 = 4  # offloads hold at most a quarter of the engine's blocks at a time
+SLICE_BLOCKS = 4096  # of a long chain in a step; the work on them takes about a millisecond
 
 
 @dataclass(frozen=True, slots=True)

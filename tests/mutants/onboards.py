@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="match-survives-a-reset",
         bug="a long match continues with blocks that were forgotten",
-        file="kvbm/leader/long_matches.py",
+        file="kvbm/leader/long_chains.py",
         old="return self._losses == self._count_losses()",
         new="return True",
         fails="tests/leader/test_long_chains.py",
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         name="match-leaks-its-pins",
         bug="what a long match found stays pinned after the end of its request",
-        file="kvbm/leader/long_matches.py",
+        file="kvbm/leader/long_chains.py",
         old="                self._slices.release(blocks)",
         new="                pass",
         fails="tests/leader/test_long_chains.py",

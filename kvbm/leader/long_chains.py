@@ -1,8 +1,12 @@
-"""LongMatches: the matches of chains with more blocks than one slice, made over several calls.
+"""Long chains of blocks, handled in parts over several engine steps: Slices of any work, and LongMatches.
 
-Each call handles one slice. What it finds stays pinned, in host memory and on disk, so that a later call continues
-where the last one ended. When the match is complete, each further call costs the same, however long the chain is: the
-pinned blocks cannot leave the cache, and only the first missing block is looked up again.
+A request of a million tokens has 62,500 blocks. Work on all of them at once would stop all other requests for tens of
+milliseconds. So a chain of more than `settings.slice_blocks` blocks is handled one slice per step: the match, the
+copies of a load, the first offload, and what happens at the end of a request. Shorter chains are handled at once.
+
+What a call of a match finds stays pinned, in host memory and on disk, so that a later call continues where the last one
+ended. When the match is complete, each further call costs the same, however long the chain is: the pinned blocks cannot
+leave the cache, and only the first missing block is looked up again.
 
     |<-- pinned: spans in host memory and on disk -->|<-- not examined, or missing -->|
     start                                         position                           end
@@ -12,7 +16,9 @@ LongMatches knows how much all of them pin, and when they end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,12 +27,51 @@ if TYPE_CHECKING:
     from kvbm.leader.host_tier import HostTier
     from kvbm.leader.lower_tier import LowerTier
     from kvbm.leader.request import LiveRequest
-    from kvbm.leader.slices import Slices
     from kvbm.types import Tier
 
+LARGE_BACKLOG = 64  # entries; with each of so many more, a step does the work of one slice more
 PINNED_SHARE = 0.75  # of host memory that several matches may pin together
 RESTARTS = 2  # of a match; then the whole chain is examined in each call
 FIRST_LOOK = 256  # blocks: spans are often short where a chain is in both tiers
+
+
+class Slices:
+    """Work that may be done in a later step. `size` is the number of blocks of a slice. The leader's thread owns it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._waiting: deque[tuple[int, Callable[[], object]]] = deque()  # (blocks, action)
+        self._releases: deque[PinnedBlocks] = deque()
+
+    def run(self, action: Callable[[Sequence[bytes]], object], hashes: Sequence[bytes]) -> None:
+        """Call `action` with `hashes`, in slices over the next steps if there are many. The tail comes first."""
+        if len(hashes) <= self.size:
+            action(hashes)
+            return
+        for begin in range(0, len(hashes), self.size)[::-1]:
+            part = hashes[begin : begin + self.size]
+            self._waiting.append((len(part), partial(action, part)))
+
+    def release(self, blocks: PinnedBlocks) -> None:
+        """Unpin blocks in a later step."""
+        self._releases.append(blocks)
+
+    def has_work(self) -> bool:
+        """Whether something is left to do."""
+        return bool(self._releases or self._waiting)
+
+    def step(self) -> None:
+        """Do the work on about one slice of blocks; releases come first, because others may need the room."""
+        backlog = len(self._releases) + len(self._waiting)
+        left = self.size * (1 + backlog // LARGE_BACKLOG)
+        while self._releases and left > 0:
+            blocks = self._releases.popleft()
+            left -= len(blocks.slots)
+            blocks.release()
+        while self._waiting and left > 0:
+            count, action = self._waiting.popleft()
+            left -= count
+            action()
 
 
 class LongMatch:
