@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_bench_scripts import common
+from trace_pages import HEAD
 
 from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
 from kvbm_cli.bench.cells import script_of as script_of_workload
@@ -19,8 +20,6 @@ from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
 from kvbm_cli.bench.workload.script import Phase, TextWriter, TokenWriter
-
-HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 
 
 def written(tmp_path, *lines, name="t.jsonl"):
@@ -225,8 +224,6 @@ def test_a_line_of_100_mb_is_refused_with_bounded_memory(tmp_path):
 
 
 def test_random_bytes_give_an_error_of_ours(tmp_path):
-    import random
-
     generator = random.Random(0)
     line = json.dumps({"timestamp": 0, "input_length": 700, "output_length": 9, "hash_ids": [4, 5]}).encode()
     path = tmp_path / "t.jsonl"
@@ -297,9 +294,6 @@ def test_a_line_that_contradicts_another_is_refused(tmp_path, first, second, exp
 def test_whole_prompts_may_repeat_the_first_block(tmp_path):
     line = {"session_id": "a", "input_length": 1, "hash_ids": [3]}
     assert [one.turn for one in placed(tmp_path, line, line, turns=Turns.WHOLE)] == [1, 2]
-
-
-HEAD = Path(__file__).parent / "data/mooncake-conversation-head.jsonl.gz"
 
 
 def tokenize(text):
