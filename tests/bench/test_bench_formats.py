@@ -51,9 +51,6 @@ def timings(launch: float, intended: float, ttft: float, latency: float, gaps: l
     return {"launched_ms": launch, "intended_ms": intended, "token_gaps_ms": gaps, "first_chunk_tokens": 1, **stamps}
 
 
-# vLLM
-
-
 def vllm_file() -> dict[str, Any]:
     result: dict[str, Any] = json.loads((DATA / "vllm-bench-0.32.json").read_text())
     return result
@@ -109,9 +106,6 @@ def test_percentiles_of_the_vllm_file_can_be_chosen():
         "p25_ttft_ms",
         "p99.9_ttft_ms",
     }
-
-
-# aiperf
 
 
 def aiperf_file() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -193,9 +187,6 @@ def test_lines_have_the_fields_of_aiperf():
             assert our["metrics"][name]["value"] == pytest.approx(their["metrics"][name]["value"], rel=1e-6), name
         if "error" in their:
             assert our["error"].keys() == their["error"].keys()
-
-
-# Our own runs
 
 
 def our_record(run: str, index: int, **changes: Any) -> RequestRecord:

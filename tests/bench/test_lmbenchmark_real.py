@@ -241,15 +241,6 @@ def test_agentic_program(tmp_path):
     assert result.csv.splitlines()[0] == output.read_text().splitlines()[0]
 
 
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.skipif(
-        not {"KVBM_LMBENCHMARK", "KVBM_LMBENCHMARK_PYTHON"} <= os.environ.keys(),
-        reason="KVBM_LMBENCHMARK and KVBM_LMBENCHMARK_PYTHON are not set",
-    ),
-]
-
-
 def cases():
     """All rates of two decimals of the long preset, and random parameters with late answers."""
     dice = random.Random(1)

@@ -242,9 +242,6 @@ def test_a_run_a_url_and_a_trace_exclude_each_other(kvbm, given):
     assert "exclude each other" in err
 
 
-# Limits
-
-
 def part_of(name, count, seed):
     requests = sorted(getattr(hit_rates, name)(hit_rates.random.Random(seed)))[:count]
     return hit_rates.made(requests)

@@ -89,9 +89,6 @@ class Said:
     seconds: float
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
-
-
 def bases() -> list[bytes]:
     """The profiles that ship, two that say every key, and a few small ones."""
     directory = profiles_directory()
@@ -292,9 +289,6 @@ def command_line(dice: random.Random, sets: Sequence[str]) -> list[str]:
         at = dice.randrange(len(words))
         words[at : at + 1] = dice.choice(([], [misspelt(dice, words[at])], [words[at]] * 2, [dice.choice(TEXTS)]))
     return ["serve", "--dry-run", *words[1:]] if words[:1] == ["serve"] else words  # nothing is to be started
-
-
-# -- what the command makes of one -------------------------------------------------------------------------------------
 
 
 def said(arguments: Sequence[str]) -> Said:
@@ -525,9 +519,6 @@ def _variable_is_shown(name: str, text: str, every: Mapping, stderr: str, sets: 
     loses = key is not None and f"{key.rpartition('.')[0]}.{other}" in sets
     if not (is_used or asks_for_nothing or is_overridden or loses):
         yield f"{name}={text!r} is ignored"
-
-
-# -- many --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -334,10 +334,7 @@ NO_RUN = "error: no run is named `"
 NO_ENGINE = "no engine is running\n"
 NO_CACHE = "error: `--baseline` starts the engine without the cache, so `--set "
 HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
-    "serve two": (("serve", "-p", "mine.yaml", "extra"), 2, "unexpected extra argument"),
     "serve a directory": (("serve", "-p", "model"), 2, "error: "),
-    "serve a device": (("serve", "-p", "/dev/null"), 2, "error: "),
-    "serve a long name": (("serve", "-p", LONG), 2, "error: "),
     "port below": (("serve", "-p", "mine.yaml", "--port", "-1"), 2, "must be at least 0, not `-1`"),
     "port above": (("serve", "-p", "mine.yaml", "--port", "65536"), 2, "must be at most 65535"),
     "port of another script": (("serve", "-p", "mine.yaml", "--port", "٨٠٠٠"), 2, "error: "),
@@ -348,7 +345,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "baseline with spaces": (("serve", "-p", "mine.yaml", "--baseline", "--set", " tiers.host.blocks=9"), 2, NO_CACHE),
     "dry run of all": (("serve", "-p", "mine.yaml", "--dry-run", "-q", "--baseline", "--force", "--json"), 0, ""),
     "status of nothing": (("status", ""), 2, "error: "),
-    "status of two": (("status", "demo-1", "demo-2"), 2, "unexpected extra argument"),
     "status of a path": (("status", "../../../../etc/passwd"), 2, NO_RUN),
     "status of a long name": (("status", LONG), 2, NO_RUN),
     "status of a command": (("status", "\x1b[2J"), 2, NO_RUN),
@@ -357,7 +353,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "status of a number": (("status", "-1"), 2, "no such option"),
     "status of a pattern": (("status", "demo-*"), 2, NO_RUN),
     "status as JSON of none": (("status", "--json", "nope"), 2, NO_RUN),
-    "stop not a number": (("stop", "--timeout", "nan"), 2, "`--timeout` requires a number of seconds"),
     "stop at no time": (("stop", "--timeout", "inf"), 2, "`--timeout` requires a number of seconds from 0 to 1000000"),
     "stop too late": (("stop", "--timeout", "1e308"), 2, "not `1e308`"),
     "stop none": (("stop", "--all", "-t", "1e5"), 0, NO_ENGINE),

@@ -61,9 +61,6 @@ def test_a_process_of_its_own_says_the_same(tmp_path, number):
     assert (outcome.exit_code, outcome.stdout) == (here.exit_code, here.stdout)
 
 
-# -- the judge ---------------------------------------------------------------------------------------------------------
-
-
 def case_of(*sets: str, **variables: str) -> Case:
     arguments = ["profile", "show", fuzz.NAME, "--json"]
     return Case(0, TEXT.encode(), variables, arguments, list(sets))

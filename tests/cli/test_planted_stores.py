@@ -388,8 +388,6 @@ def test_reading_stops_at_the_length_that_was_listed(store):
     assert access.read(key) == (store / key).read_bytes()
 
 
-# -- directories of the disk tier --------------------------------------------------------------------------------------
-
 NAMESPACE, INSTANCE = "cc" * 16, "dd" * 8
 
 
@@ -479,9 +477,6 @@ def test_index_that_is_a_link_is_not_followed(caches, tmp_path, name, command):
     assert (tmp_path / "somebodys").read_bytes() == b"a database"
 
 
-# -- trees that kvbm itself has made -----------------------------------------------------------------------------------
-
-
 def test_removed_tree_takes_its_links_along_and_leaves_their_targets(tmp_path, backup):
     (inner := tmp_path / "run" / "a" / "b").mkdir(parents=True)
     (inner / "file").write_bytes(b"x")
@@ -524,9 +519,6 @@ def test_guard_leaves_a_directory_in_which_something_is_mounted(tmp_path, backup
     assert place.is_dir()
     leftovers._remove_tree(str(place.parent))
     assert not place.parent.exists()
-
-
-# -- the listing of an engine ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("way_to_open")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from mistakes import LOCK, MINE, VLLM, fifo, linked, taken_port
+from mistakes import LOCK, MINE, VLLM, linked, taken_port
 from recorded_runs import NOBODY, facts, own
 from terminal import Outcome, filtered, kvbm_here
 from test_runs import begin, begun
@@ -69,17 +69,8 @@ BAD = {
     "directory is a link": Bad(
         DISK.format("link"), ("`tiers.disk.directory`: [HOME]/link is a symbolic link, which is not",), True, with_links
     ),
-    "directory is a file": Bad(
-        DISK.format("mine.yaml"), ("`tiers.disk.directory`: [HOME]/mine.yaml is not a directory",), True
-    ),
-    "directory is a FIFO": Bad(
-        DISK.format("pipe.yaml/a"), ("`tiers.disk.directory`: [HOME]/pipe.yaml is not a directory",), True, fifo
-    ),
     "no model": Bad(
         FREE.replace("synthetic:tiny", "./no"), ("`engine.model`: there is no directory `[HOME]/no`",), True
-    ),
-    "model is a loop": Bad(
-        FREE.replace("synthetic:tiny", "./loop"), ("`engine.model`: cannot use `[HOME]/loop`: too",), True, with_links
     ),
     "no interpreter": Bad(
         FREE.replace("tiers:", "  python: ./no\ntiers:"), ("`engine.python`: `[HOME]/no` is not an executable",), True

@@ -220,9 +220,6 @@ def test_what_stop_asks_for_wins_over_the_profile(runs):
     assert run.stop_timeout_s() == 30.0
 
 
-# -- targets for Prometheus --------------------------------------------------------------------------------------------
-
-
 def test_prometheus_finds_an_engine_while_it_is_healthy_and_not_after_its_end(runs: Runs) -> None:
     run = begin(runs, "demo")
     path = run.write_targets(["127.0.0.1:8000"])
@@ -271,8 +268,6 @@ WORDS = {
     "OSError: We couldn't connect to 'https://huggingface.co' to load the files": (
         "the model is not on this machine, and Hugging Face is not reachable"
     ),
-    "api_server.py: error: unrecognized arguments: --colour red": "unknown arguments: --colour red",
-    "api_server.py: error: argument --dtype: invalid choice: 'float7'": "--dtype: invalid choice: 'float7'",
     "PermissionError: [Errno 13] Permission denied: '/data/model'": "no permission to use `/data/model`",
 }
 

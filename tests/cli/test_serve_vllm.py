@@ -203,9 +203,6 @@ def test_model_that_is_not_synthetic_is_not_made(model):
     make_model(profile_of(model, "/bin/false"))
 
 
-# -- the question itself -----------------------------------------------------------------------------------------------
-
-
 def distribution(directory: Path, name: str, version: str) -> None:
     """An installed vLLM that cannot be imported, so that whoever tries is found out."""
     (directory / "vllm").mkdir(exist_ok=True)

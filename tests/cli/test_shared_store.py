@@ -128,9 +128,6 @@ def test_json_says_more_than_the_table(home):
     assert qwen["facts"] == {"model": "Qwen3-8B", "engine": "embedded", "block_size": 32}
 
 
-# -- verify ------------------------------------------------------------------------------------------------------------
-
-
 def change(path: Path, how: str) -> None:
     content = bytearray(path.read_bytes())
     if how == "cut":
@@ -219,9 +216,6 @@ def test_a_sample_reads_so_many_objects(home):
     assert sum(verdict["good"] for verdict in verdicts) == 3
 
 
-# -- purge -------------------------------------------------------------------------------------------------------------
-
-
 def test_purge_deletes_the_selection_and_nothing_else(home):
     assert run(home, "purge URL --tenant alice --yes").exit_code == 0
     assert listed(home) == {"Qwen3-8B": 1, "Llama-3.1-8B": 3}
@@ -264,9 +258,6 @@ def test_an_empty_store_is_no_mistake(tmp_path, command):
     (tmp_path / "kv").mkdir()
     assert run(tmp_path, f"{command} URL") == Outcome(0, f"no objects in file://{tmp_path}/kv\n", "")
     assert list((tmp_path / "kv").iterdir()) == []
-
-
-# -- libraries ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "verify --delete-bad", "purge --yes", "purge --dry-run"])

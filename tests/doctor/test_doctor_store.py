@@ -57,9 +57,6 @@ def states(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: check["state"] for name, check in checks.items()}
 
 
-# -- what the report says ----------------------------------------------------------------------------------------------
-
-
 def test_report(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(PROFILE % "")
     chosen = {"directory": None, "as_json": False, "is_quick": False, "write": None, "prefill_rate": 5000.0}
@@ -118,9 +115,6 @@ def test_an_engine_that_only_reads_needs_no_permission_to_write(tmp_path, capsys
     assert states(found) == {"library": "ok", "permissions": "ok", "latency": "ok", "throughput": "skipped"}
 
 
-# -- library and secret ------------------------------------------------------------------------------------------------
-
-
 def test_a_missing_library_is_named_with_the_interpreter(tmp_path, capsys):
     answers = {"connector": {"seconds": 0.1, "error": "ModuleNotFoundError: No module named 'obstore'"}}
     library = checked(capsys, tmp_path, answers=answers)["library"]
@@ -146,9 +140,6 @@ def test_the_secret_of_the_tier_is_checked(tmp_path, capsys, content, mode, stat
     assert secret["state"] == state
     assert about in secret["finding"]
     assert SECRET_KEY not in json.dumps(secret)
-
-
-# -- the probe on real stores ------------------------------------------------------------------------------------------
 
 
 def test_probe_of_a_directory_leaves_nothing(tmp_path):
@@ -227,9 +218,6 @@ def test_a_store_that_does_not_exist_fails_at_once(monkeypatch):
     assert found.reason is not None
     assert "\n" not in found.reason  # where the client shows all that it knows
     assert SECRET_KEY not in found.reason
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_store_is_checked_without_a_profile(tmp_path):
