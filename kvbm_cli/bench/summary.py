@@ -172,7 +172,9 @@ def _notes(results: Results, cell: CellResult) -> list[str]:
     if cell.plan is None:
         found.append("histories are live answers, so the arms may have sent different prompts after the first turn")
     are_launched = all(arm["kind"] != "url" for arm in results.arms.values())
-    if are_launched and cell.plan is not None and isinstance(cell.plan.warmup.prompt, str):
+    if cell.plan is not None and cell.plan.warmup.roles:
+        found.append("prompts were messages of about the given lengths, to which the template of the model adds tokens")
+    elif are_launched and cell.plan is not None and isinstance(cell.plan.warmup.prompt, str):
         found.append(
             "prompts were text of about the given lengths: the server counts no tokens, and this machine lacks "
             "`tokenizer.json` of the model, or the library `tokenizers`"

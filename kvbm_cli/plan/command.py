@@ -6,7 +6,7 @@ Starts no engine. See simulator.py for what is simulated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -108,6 +108,7 @@ def one_source() -> UsageError:
 
 
 def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
+    request = replace(request, form=TraceReader(request.file, request.form).form)  # as the file is written
     with ProgressDisplay("plan", delay_s=PROGRESS_AFTER_S) as progress:
         plan = make_plan(request, progress.report)
     curve = plan.curve(request)

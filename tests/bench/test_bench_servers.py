@@ -148,6 +148,7 @@ def test_other_endpoints_are_measured_and_judged_by_text(tmp_path, endpoint):
     with (tmp_path / "run" / "requests.jsonl").open() as lines:
         records = [json.loads(line) for line in lines]
     assert all(one["cached_tokens"] is not None and one["output_tokens"] == 6 for one in records)
+    assert any("prompts were messages" in one for one in summary["cells"][0]["caveats"])
 
 
 def test_a_server_whose_certificate_nobody_vouches_for_is_refused_with_the_option(tmp_path):

@@ -711,8 +711,8 @@ SIZE = {
 }
 
 TRACE = {
-    "trace_azure": trace(AZURE, "azure.csv"),
-    "trace_burst_gpt": trace(BURST_GPT, "burst.csv"),
+    "trace_azure": trace(AZURE.replace("374", "-"), "azure.csv"),
+    "trace_burst_gpt": trace(BURST_GPT.replace("\n5,", "\nnow,"), "burst.csv"),
     "trace_other_csv": trace("a,b\n1,2\n"),
     "trace_lfs_pointer": trace(LFS_POINTER, "t.jsonl.gz"),
     "trace_parquet": trace(b"PAR1\x15\x04", "t.parquet"),

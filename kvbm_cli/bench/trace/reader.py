@@ -1,7 +1,8 @@
 """TraceReader: the requests of a trace file, each line validated. It holds one line at a time.
 
-The format is Mooncake's, with the fields that aiperf adds: docs/reference/trace.md. A wrong line ends the reading with
-a ProfileError that names the file, the line, the field, the value and what is expected. Unknown fields are counted.
+The format is Mooncake's, with the fields that aiperf adds, or one of `dialects.py`: docs/reference/trace.md. A wrong
+line ends the reading with a ProfileError that names the file, the line, the field, the value and what is expected.
+Unknown fields are counted.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvbm.errors import ProfileError
+from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown_json
+from kvbm_cli.bench.trace.dialects import TraceDialect, dialect_of
 from kvbm_cli.bench.trace.request import FIELDS, INPUTS, TraceFormat, TraceLines, TraceRequest
 
 MAX_TOKENS = 10_000_000
@@ -32,17 +34,18 @@ class TraceReader:
     """
 
     def __init__(self, path: Path, form: TraceFormat) -> None:
-        self.form = form
         self.path = path
         self.ignored: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.lines = TraceLines(path)
+        self._dialect = dialect_of(self.lines.head())
+        self.form = form = form if self._dialect is None else _form_of(self._dialect, form)
         self._known = frozenset(form.name(name) for name in FIELDS)
 
     def __iter__(self) -> Iterator[TraceRequest]:
         is_empty = True
-        for number, text in self.lines:
-            line = _Line(self.path, number, self.form, _parsed(text, f"{self.path}:{number}"))
+        for number, values in self._values():
+            line = _Line(self.path, number, self.form, values)
             line.require_fields(self._known)
             self.ignored.update(line.values.keys() - self._known)
             if (zero := line.length_of_zero()) is not None:
@@ -56,11 +59,30 @@ class TraceReader:
                 f"{self.path}: the file holds no request{skipped}", hint="a trace has one JSON object per line"
             )
 
+    def _values(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if self._dialect is None:
+            for number, text in self.lines:
+                yield number, _parsed(text, f"{self.path}:{number}")
+            return
+        try:
+            yield from self._dialect.read(self.lines)
+        except ProfileError as error:
+            if error.message.startswith(f"{self.path}"):  # the file itself cannot be read
+                raise
+            raise ProfileError(f"{self.path}:{error.message}", hint=error.hint) from None
+
     def skips(self) -> list[str]:
         return [
             f"{count:,} {'line is' if count == 1 else 'lines are'} skipped: `{name}` is 0"
             for name, count in sorted(self.skipped.items())
         ]
+
+
+def _form_of(dialect: TraceDialect, form: TraceFormat) -> TraceFormat:
+    """Return the form of a trace in a format of others. UsageError for options that are for Mooncake's."""
+    if form.columns:
+        raise UsageError(f"the file has the format of {dialect.name}, whose columns are known: leave out the columns")
+    return replace(form, block_tokens=dialect.block_tokens or form.block_tokens, turns=dialect.turns)
 
 
 class _WrongJson(ValueError):

@@ -36,6 +36,7 @@ FIELDS = (
 MAX_LINE_BYTES = 32 << 20  # a prompt of a million tokens takes about 5 MB
 GZIP_MAGIC = b"\x1f\x8b"
 HEAD_BYTES = 4096
+LONGEST_HEAD_BYTES = 64 << 10  # keys of a long line may come late
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -134,6 +135,15 @@ class TraceLines:
     @property
     def bytes_read(self) -> int:
         return self.byte_count if self._raw is None else self._raw.tell()
+
+    def head(self) -> bytes:
+        """Return the beginning of the text; nothing of a file that cannot be read, which reading it reports."""
+        try:
+            with open(self.path, "rb") as raw:
+                is_compressed = raw.peek(len(GZIP_MAGIC)).startswith(GZIP_MAGIC)
+                return (gzip.GzipFile(fileobj=raw) if is_compressed else raw).read(LONGEST_HEAD_BYTES)
+        except (OSError, EOFError, zlib.error):
+            return b""
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         number = 0

@@ -44,8 +44,9 @@ def trace_script(
     ProfileError for a wrong line.
     """
     contents = _Contents(writer, seed, length_scale)
-    builder = _Builder(path, contents, Sessions(path, form), form.block_tokens)
-    return builder.script(islice(TraceReader(path, form), request_limit))
+    reader = TraceReader(path, form)
+    builder = _Builder(path, contents, Sessions(path, reader.form), reader.form.block_tokens)
+    return builder.script(islice(reader, request_limit))
 
 
 @dataclass(slots=True)

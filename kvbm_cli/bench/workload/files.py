@@ -32,11 +32,13 @@ LINES_HINT = (
     "milliseconds"
 )
 LIST_HINT = "`jq -c '.[]' FILE > TRACE.jsonl` writes one object per line"
-_NAMED_CSV = {
-    b"timestamp,contexttokens,generatedtokens": "CSV of Azure's LLM inference traces",
-    b"timestamp,model,request tokens,response tokens": "CSV of BurstGPT",
-    b"timestamp,session id,elapsed time,model,request tokens": "CSV of BurstGPT",
-}
+# Beginnings of traces in formats of others, which `kind: trace` reads.
+AZURE = b"timestamp,contexttokens,generatedtokens"
+BURSTGPT = (
+    b"timestamp,model,request tokens,response tokens",
+    b"timestamp,session id,elapsed time,model,request tokens",
+)
+SESSION_LISTS = b'"hash_id_scope"'  # a key that only this format has
 _MAGIC = {
     b"PAR1": ("Parquet", LINES_HINT),
     b"PK\x03\x04": ("a zip archive", "unpack it with `unzip`"),
@@ -48,7 +50,6 @@ _MAGIC = {
 _OF_LMBENCHMARK = b'"input_from"'
 LMBENCHMARK_HINT = "a workload with `kind: lmbenchmark`, `scenario: agentic` and `file` reads it"
 _NAMED_LINES = {  # a key that only this format has
-    b'"hash_id_scope"': "a list of sessions, as kv-cache-tester has them",
     b'"conversations"': "ShareGPT",
     b'"custom_id"': "the input of OpenAI's batch API",
 }
@@ -173,9 +174,8 @@ def other_format(head: bytes) -> ForeignFile | None:
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         return ForeignFile("is one JSON list, and this format is not read yet", LIST_HINT)
     first = text.partition(b"\n")[0].strip().lower()
-    for header, name in _NAMED_CSV.items():
-        if first.startswith(header):
-            return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
+    if first.startswith((AZURE, *BURSTGPT)) or (first.startswith(b"{") and SESSION_LISTS in first):
+        return None
     for key, name in _NAMED_LINES.items():
         if first.startswith(b"{") and key in first:
             return ForeignFile(f"is {name}, and this format is not read yet", LINES_HINT)
