@@ -62,8 +62,8 @@ def parsed(given: object, session: object = None) -> Hint | None:
         return Hint(name) if name else None
     if not isinstance(given, Mapping):
         raise Invalid("it is not an object")
-    if unknown := [one for one in given if one not in _CHECKS]:
-        raise Invalid(f"it has a key that is none of {', '.join(_CHECKS)}, or {len(unknown)} of them")
+    if len(given) > len(_CHECKS) or any(one not in _CHECKS for one in given):
+        raise Invalid(f"it has a key that is none of {', '.join(_CHECKS)}")
     for key, value in given.items():
         if not _CHECKS[key](value):
             raise Invalid(f"`{key}` has a wrong value")

@@ -108,6 +108,7 @@ def test_words_of_a_hint(given, expected):
         {"prefetch_s": 1e9},
         {"prefetch_s": None},
         {"pin": True},
+        dict.fromkeys(map(str, range(100)), 1),
         {7: 7},
     ],
 )
