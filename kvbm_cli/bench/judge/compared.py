@@ -103,7 +103,9 @@ def compare(
     ratio = paired_ratio(pairs_of(cell, one, other))
     deviation = ratio.run_deviation if ratio else None
     samples = {name: _samples(cell, runs) for name, runs in ((reference, one), (measured, other))}
-    medians = [percentile(times, 50) if (times := _flat(samples[name])) else None for name in (measured, reference)]
+    measured_ms, reference_ms = (
+        percentile(times, 50) if (times := _flat(samples[name])) else None for name in (measured, reference)
+    )
     floor = results.plan["floor"]
     share = None
     about = results.arms[reference]
@@ -123,8 +125,8 @@ def compare(
             for name, found in answers.items()
             if found.judgement is not None and name in (measured, reference)
         },
-        reference_ttft_ms=medians[1],
-        measured_ttft_ms=medians[0],
+        reference_ttft_ms=reference_ms,
+        measured_ttft_ms=measured_ms,
         ratio=ratio,
         has_loads=has_loads if is_without_kvbm else None,
         clients=[client_of(run) for run in (*one, *other)],
@@ -143,7 +145,7 @@ def compare(
         reference=reference,
         judgement=judge(evidence, limits),
         ratio=ratio,
-        medians_ms=medians,
+        medians_ms=(measured_ms, reference_ms),
         percentiles=compare_percentiles(samples[reference], samples[measured], run_deviation=deviation),
         noise=noise_of(_times(cell, one), reference) if cell.are_pairs_equal else None,
         share=share,
