@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from collections.abc import Callable
 
+from kvbm.host import threads
+
 MOST_TIMES = 4096
+
+log = logging.getLogger(__name__)
 
 
 class Alarm:
@@ -25,11 +30,22 @@ class Alarm:
         with self._changed:
             if self._is_closed or len(self._times_s) >= MOST_TIMES:
                 return
+            if self._thread is None and not self._start():
+                return
             heapq.heappush(self._times_s, time.monotonic() + delay_s)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvbm-alarm", daemon=True)
-                self._thread.start()
             self._changed.notify()
+
+    def _start(self) -> bool:
+        """Start the thread; False if the process can have no more. The leader calls this, so it does not raise."""
+        thread = threading.Thread(target=self._run, name="kvbm-alarm", daemon=True)
+        try:
+            threads.start(thread)
+        except RuntimeError as error:
+            self._is_closed = True
+            log.warning("kvbm: an idle engine does not read ahead, because a thread cannot be started: %s", error)
+            return False
+        self._thread = thread
+        return True
 
     def close(self) -> None:
         with self._changed:

@@ -38,3 +38,15 @@ def test_times_are_bounded(monkeypatch):
         one.after(3600)
     assert len(one._times_s) == 3
     one.close()
+
+
+def test_a_process_that_can_have_no_more_threads_is_not_woken(monkeypatch, caplog):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvbm.host.threads.start", refuse)
+    one = Alarm(lambda: None)
+    one.after(0.0)
+    one.after(0.0)
+    one.close()
+    assert caplog.text.count("does not read ahead") == 1
