@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config.engine import SglangEngine
 from kvbm.config.installation import shown
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.sglang_integration.launch import CPU_MODULE
 from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
@@ -18,6 +18,7 @@ from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok,
 from kvbm_cli.engine.engines import engine_problem, installation_of
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import require_metrics_ports
+from kvbm_cli.profile.preflight import require_arguments
 from kvbm_cli.runs.reservations import living_runs, require_port
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         yield from _installed(profile)
     else:
         yield ok("version", "embedded, part of this kvbm")
+    if context.resolved is not None:
+        yield from _arguments(context.resolved)
     if profile is not None:
         yield _connector(context, python, modules_of(profile))
     yield _cuda(context, python)
@@ -81,6 +84,14 @@ def _installed(profile: Profile) -> Iterator[Check]:
     if found is not None:
         command = found.script or "its module: the interpreter has no such command"
         yield ok("command", command)
+
+
+def _arguments(resolved: ResolvedProfile) -> Iterator[Check]:
+    """Yield what `kvbm serve` would refuse."""
+    try:
+        require_arguments(resolved)
+    except ProfileError as error:
+        yield failure("arguments", error.message, error.hint)
 
 
 def modules_of(profile: Profile) -> list[str]:

@@ -82,7 +82,7 @@ def examine_here(
         mistakes += state_mistakes(resolved)
     if verifies_flags:
         mistakes += _unknown_flags(resolved)
-    of_cache = (_require_connector, _require_storable, _require_metrics, _require_directory) if has_cache else ()
+    of_cache = (require_arguments, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:
             require(resolved)
@@ -163,6 +163,12 @@ def _unknown_flags(resolved: ResolvedProfile) -> Iterator[ProfileError]:
             near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
             hint = f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
             yield resolved.mistake(f"engine.arguments.{name}", f"vLLM {found.version} has no flag `{name}`", hint=hint)
+
+
+def require_arguments(resolved: ResolvedProfile) -> None:
+    """ProfileError for arguments of an engine with which kvbm cannot keep its blocks."""
+    _require_connector(resolved)
+    _require_storable(resolved)
 
 
 def _require_connector(resolved: ResolvedProfile) -> None:

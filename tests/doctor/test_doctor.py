@@ -22,6 +22,7 @@ from kvbm.config.load import load
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
+from kvbm_cli.doctor.engine import checks as engine_checks
 from kvbm_cli.doctor.engine import modules_of
 from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.memory import checks, order_checks
@@ -443,3 +444,31 @@ def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_h
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
     (host,) = [one for one in order_checks(context) if one.name == "G2"]
     assert (host.state.value, "SGLang" in host.finding) == ("ok", True)
+
+
+@pytest.mark.parametrize(
+    ("profile", "override", "finding"),
+    [
+        (
+            "sglang",
+            "engine.arguments.hicache_mem_layout=page_first_kv_split",
+            "hicache_mem_layout: page_first_kv_split",
+        ),
+        ("sglang", "engine.arguments.enable_hierarchical_cache=false", "enable_hierarchical_cache: false"),
+        ("sglang", "engine.arguments.dcp_size=2", "dcp_size: 2"),
+        ("vllm", 'engine.arguments.kv_transfer_config={"kv_connector": "LMCacheConnectorV1"}', "LMCacheConnectorV1"),
+    ],
+)
+def test_arguments_that_serve_would_refuse_fail(profile, override, finding, tmp_path):
+    here = machine(tmp_path)
+
+    def found(*overrides):
+        resolved = load(profile, directories=[profiles_directory()], overrides=overrides)
+        sizing, tiers = size_of(resolved), resolved.profile.tiers
+        context = DoctorContext(here, None, resolved, tiers, sizing, True, lambda text: None)
+        return [one for one in engine_checks(context) if one.name == "arguments"]
+
+    assert found() == []
+    (check,) = found(override)
+    assert check.state.value == "failure"
+    assert finding in check.finding
