@@ -258,6 +258,8 @@ have.
   `metrics.serve`.
 - `kvbm_prompt_tokens_total` agrees with the `usage` of the answers. vLLM's engine knows no stop strings: a request that
   one ends counts as aborted.
+- With SGLang, `kvbm_prompt_tokens_total` stays 0, because a storage below its host memory knows no requests. SGLang's
+  server has `sglang:prompt_tokens_total` and `sglang:cached_tokens_total{cache_source}`.
 - Join with `kvbm_info` for the model: `rate(kvbm_prompt_tokens_total[5m]) * on(instance, engine) group_left(model)
   kvbm_info`.
 """
