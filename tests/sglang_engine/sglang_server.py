@@ -128,15 +128,16 @@ class Server:
             time.sleep(0.1)
         return answer
 
-    def counters(self) -> dict[str, float]:
-        text = urllib.request.urlopen(self.metrics_url, timeout=30).read().decode()
+    def counters(self, *, rank: int = 0) -> dict[str, float]:
+        url = self.metrics_url.replace(f":{self.profile.metrics.port}", f":{self.profile.metrics.port + rank}")
+        text = urllib.request.urlopen(url, timeout=30).read().decode()
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvbm_"))
         return {name: float(value) for name, value in rows}
 
-    def wait_for(self, name: str, least: float) -> None:
+    def wait_for(self, name: str, least: float, *, rank: int = 0) -> None:
         end_s = time.monotonic() + REST_S
-        while self.counters().get(name, 0) < least:
-            assert time.monotonic() < end_s, (name, self.counters())
+        while self.counters(rank=rank).get(name, 0) < least:
+            assert time.monotonic() < end_s, (name, self.counters(rank=rank))
             time.sleep(0.2)
 
     def wait_until_written(self) -> None:

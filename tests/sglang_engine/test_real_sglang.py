@@ -133,6 +133,26 @@ def test_two_engines_share_a_directory(model, expected, tmp_path):
             assert reply.answer.tokens == expected[3]
 
 
+def test_two_ranks_keep_a_part_of_each_page(model, tmp_path):
+    """Both with a disk of their own. Sums over two ranks differ from those of one in the last bits."""
+    two = {"tp_size": 2, "hicache_storage_prefetch_policy": "wait_complete"}
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    profile = profile_of(model, disk_at(tmp_path / "disk"), arguments=two, environment=bound)
+    with serving(profile, tmp_path / "log") as server:
+        computed = [server.ask(prompt) for prompt in PROMPTS[:4]]
+        assert not any(sum(reply.cached.values()) for reply in computed)
+        for rank in range(2):
+            server.wait_for("kvbm_offload_blocks_h2d", 40, rank=rank)
+    with serving(profile, tmp_path / "log") as server:
+        for before, prompt in zip(computed, PROMPTS[:4], strict=True):
+            reply = server.ask(prompt)
+            assert (reply.answer.tokens, reply.cached["storage"]) == (before.answer.tokens, HIT)
+        for rank in range(2):
+            counters = server.counters(rank=rank)
+            assert counters["kvbm_onboard_blocks_d2d"] == 40
+            assert counters["kvbm_faults"] == 0
+
+
 def _flip_a_byte(directory: Path) -> None:
     """Damage one page on disk, in the middle of the arena's used part."""
     (arena,) = (path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 1 << 27)
