@@ -1,6 +1,7 @@
 """Damages to a cache on disk, done while no engine runs.
 
-    DAMAGES[name].spoil(site)      change the files; all choices come from `site.random`
+    DAMAGES[name].spoil(site)                   change the files; all choices come from `site.random`
+    with spoiled(damage, caches, directory, r):  the same on a copy of a cache
 
 The next engine must start, and answer like one without cache. A damage that `keeps` leaves most blocks intact: the
 engine must still find some of them on disk.
@@ -31,6 +32,7 @@ LOG_HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096  # of SQLite's log
 COLUMNS = ("slot", "hash", "generation", "length", "checksum", "tenant", "written")
 NUMBERS = (-1, 0, 1, 4096, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 0.5, 1e300, float("inf"), -0.0)
 EXTREMES = (*NUMBERS, None, "", "text", "12", b"", b"\0" * 8, b"\xff" * 16, b"x" * 100_000)
+LARGEST_COMPARED_BYTES = 1 << 27
 LARGEST = (2**63 - 2, 2**63 - 1, 2**63 - 1, 2**63 - 1)
 JSON_TEXTS = (
     "", "[" * 4096, "{" * 4096, "null", "true", "[]", "{}", '"text"', "1e999", "-1", "{\"tokens_per_s\": 1", "\0" * 100,
@@ -127,6 +129,55 @@ def flip(path: Path, count: int, chosen: random.Random, *, start: int = 0, end: 
             (byte,) = file.read(1)
             file.seek(at)
             file.write(bytes([byte ^ 1 << chosen.randrange(8)]))
+
+
+@dataclass(frozen=True)
+class Caches:
+    """Directories with one instance each: of an engine that ended, of one that was killed, of the same at an earlier
+    time, and of another model."""
+
+    ended: Path
+    killed: Path
+    older: Path
+    other: Path
+    slot_bytes: int
+
+
+def instance_of(directory: Path) -> Path:
+    (path,) = [lock.parent for lock in directory.glob("*/*/lock")]
+    return path
+
+
+@contextmanager
+def spoiled(damage: Damage, caches: Caches, directory: Path, chosen: random.Random) -> Iterator[Site]:
+    """Make a damaged copy of one of the caches in `directory`, and remove it at the end."""
+    was_killed = damage.needs_log or chosen.random() < 0.3
+    shutil.copytree(caches.killed if was_killed else caches.ended, directory)
+    own, older, other = (instance_of(one) for one in (directory, caches.older, caches.other))
+    site = Site(directory, own, older, other, caches.slot_bytes, chosen)
+    has_times = damage.name in ("clock_set_back", "immutable_names", "leftover_lock")
+    before = fingerprint(directory, with_times=has_times)
+    try:
+        damage.spoil(site)
+        assert fingerprint(directory, with_times=has_times) != before, "nothing was damaged"
+        yield site
+    finally:
+        for undo in site.undo:
+            undo()
+        shutil.rmtree(directory)
+
+
+def fingerprint(directory: Path, *, with_times: bool) -> dict[str, tuple]:
+    """Everything of the files that a damage may change."""
+    found = {}
+    for path in [directory, *directory.rglob("*")]:
+        status = path.lstat()
+        content = None
+        if path.is_file() and not path.is_symlink() and status.st_size < LARGEST_COMPARED_BYTES:
+            content = xxhash.xxh3_64_hexdigest(path.read_bytes())
+        times = (status.st_mtime_ns, status.st_ctime_ns) if with_times else ()
+        found[str(path)] = status.st_mode, status.st_uid, status.st_nlink, status.st_size, content, times
+    return found
 
 
 # -- bytes of the arena ------------------------------------------------------------------------------------------------

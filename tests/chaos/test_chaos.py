@@ -17,12 +17,10 @@ import shutil
 import threading
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import xxhash
-from chaos_damages import DAMAGES, Damage, Site, flip
+from chaos_damages import DAMAGES, Caches, Damage, flip, instance_of, spoiled
 from chaos_engine import CALL_LIMIT_S, EngineProcess, Refused
 from chaos_faults import FAULTS, Fault, Stage
 from chaos_traffic import ANSWER_TOKENS, DEADLINE_S, LOADED_S, Load, Question, ask_all, questions
@@ -42,7 +40,6 @@ HOST_BLOCKS = 24
 DISK_BLOCKS = 112
 LIMIT_S = 8.0
 WARM_LIMIT_S = 20.0
-LARGEST_COMPARED_BYTES = 1 << 26
 
 
 def options(directory: Path, *, policy: str = "always", to_disk: str = "always", **more) -> dict:
@@ -79,26 +76,9 @@ def asked(tmp_path_factory) -> list[Question]:
 # -- at rest -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Caches:
-    """Directories with one instance each: of an engine that ended, of one that was killed, of the same at an earlier
-    time, and of another model."""
-
-    ended: Path
-    killed: Path
-    older: Path
-    other: Path
-    slot_bytes: int
-
-
 def split(asked: list[Question]) -> tuple[list[Question], list[Question]]:
     """Questions whose blocks are in `Caches`, and questions of other users."""
     return asked[:-NEW], asked[-NEW:]
-
-
-def instance_of(directory: Path) -> Path:
-    (path,) = [lock.parent for lock in directory.glob("*/*/lock")]
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -124,19 +104,6 @@ def caches(tmp_path_factory, asked) -> Caches:
     return Caches(ended, killed, older, other, arena_bytes // DISK_BLOCKS // 4096 * 4096)
 
 
-def fingerprint(directory: Path, *, with_times: bool) -> dict[str, tuple]:
-    """Everything of the files that a damage may change."""
-    found = {}
-    for path in [directory, *directory.rglob("*")]:
-        status = path.lstat()
-        content = None
-        if path.is_file() and not path.is_symlink() and status.st_size < LARGEST_COMPARED_BYTES:
-            content = xxhash.xxh3_64_hexdigest(path.read_bytes())
-        times = (status.st_mtime_ns, status.st_ctime_ns) if with_times else ()
-        found[str(path)] = status.st_mode, status.st_uid, status.st_nlink, status.st_size, content, times
-    return found
-
-
 def damage_cases():
     """All kinds in turn; the first of each area also runs without `-m soak`."""
     areas = set()
@@ -156,47 +123,30 @@ def test_damage_at_rest_changes_no_answer(request, tmp_path, caches, asked, numb
 
 
 def start_on_damage(damage: Damage, chosen: random.Random, home: Path, caches: Caches, asked: list[Question]) -> None:
-    was_killed = damage.needs_log or chosen.random() < 0.3
     policy = damage.policy or chosen.choice(["always", "always", "auto"])
     directory, log = home / "disk", home / "log"
-    shutil.copytree(caches.killed if was_killed else caches.ended, directory)
-    site = Site(
-        directory,
-        instance_of(directory),
-        instance_of(caches.older),
-        instance_of(caches.other),
-        caches.slot_bytes,
-        chosen,
-    )
-    has_times = damage.name in ("clock_set_back", "immutable_names", "leftover_lock")
-    before = fingerprint(directory, with_times=has_times)
-    try:
-        damage.spoil(site)
-        assert fingerprint(directory, with_times=has_times) != before, "nothing was damaged"
+    with spoiled(damage, caches, directory, chosen) as site:
         written, new = split(asked)
         users = [*chosen.sample(written, 4), *chosen.sample(new, 2)]
-        with EngineProcess(log, **options(directory, policy=policy, is_plain_user=damage.is_plain_user)) as engine:
-            ask_all(engine, users, limit_s=LIMIT_S)
-            engine.call("settle")
-            from_disk = engine.counters()["onboard_disk_blocks"]
-            assert from_disk or policy == "auto" or not damage.keeps, "nothing was found on disk"
-            engine.call("forget_g1")
-            assert ask_all(engine, users[-2:], limit_s=LIMIT_S), "nothing was found in host memory"
-            engine.call("settle")
-            engine.call("forget_memory")
-            from_disk = engine.counters()["onboard_disk_blocks"]
-            ask_all(engine, users[-2:], limit_s=LIMIT_S)
-            is_used = engine.counters()["onboard_disk_blocks"] > from_disk
-            assert is_used or policy == "auto" or damage.area == "names", "new blocks are not found on disk"
-            engine.call("check")
-            engine.stop()
-    except Refused as refusal:
-        if not site.may_refuse or str(directory) not in str(refusal):
-            raise
-    finally:
-        for undo in site.undo:
-            undo()
-        shutil.rmtree(directory)
+        try:
+            with EngineProcess(log, **options(directory, policy=policy, is_plain_user=damage.is_plain_user)) as engine:
+                ask_all(engine, users, limit_s=LIMIT_S)
+                engine.call("settle")
+                from_disk = engine.counters()["onboard_disk_blocks"]
+                assert from_disk or policy == "auto" or not damage.keeps, "nothing was found on disk"
+                engine.call("forget_g1")
+                assert ask_all(engine, users[-2:], limit_s=LIMIT_S), "nothing was found in host memory"
+                engine.call("settle")
+                engine.call("forget_memory")
+                from_disk = engine.counters()["onboard_disk_blocks"]
+                ask_all(engine, users[-2:], limit_s=LIMIT_S)
+                is_used = engine.counters()["onboard_disk_blocks"] > from_disk
+                assert is_used or policy == "auto" or damage.area == "names", "new blocks are not found on disk"
+                engine.call("check")
+                engine.stop()
+        except Refused as refusal:
+            if not site.may_refuse or str(directory) not in str(refusal):
+                raise
 
 
 # -- in service --------------------------------------------------------------------------------------------------------

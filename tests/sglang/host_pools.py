@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
+from kvbm.sglang_integration import storage
+from kvbm.sglang_integration.identity import part_of
+
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 LAYERS, HEADS, DIM = 3, 2, 8
 # Dimensions after K/V, and how to read one page of [page, layer, head, dim] out of them.
@@ -91,6 +94,18 @@ def storage_config(config, **changes):
     extra |= {"class_name": "KvbmHiCacheStorage", "interface_v1": 1, "kvbm": config}
     is_writer = not values["is_mla_model"] or values["tp_rank"] == 0
     return SimpleNamespace(**values, extra_config=extra, is_storage_writer=is_writer)
+
+
+def pretend_identity(patch):
+    """Let storages describe an engine without files of a model. Return its facts, which a test may change."""
+    facts = {"engine": "sglang", "weights": "a"}
+
+    def identity(config, pool, *, zero_copy):
+        return {**facts, "pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
+
+    patch.setattr(storage, "identity", identity)
+    patch.setattr(storage.weight_updates, "watch", lambda listener: "")
+    return facts
 
 
 class SGLangStatePool:

@@ -1,5 +1,5 @@
-"""Hundreds of requests, and faults of the disk, on one real SGLang: every answer is compared with SGLang without its
-hierarchical cache. 25 minutes; `nox -s sglang -- -m soak tests/sglang_engine`.
+"""Hundreds of requests, damages and faults of the disk, on one real SGLang: every answer is compared with that of an
+SGLang without its hierarchical cache. 35 minutes; `nox -s sglang -- -m soak tests/sglang_engine`.
 
 With KVBM_WRITE_RESULTS=1, the results are written to bench/results/<machine>-sglang-soak.json. KVBM_SOAK_PART=2/3 takes
 the second third of the faults.
@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from chaos_damages import DAMAGES, Caches, instance_of, spoiled
 from chaos_faults import kill, paused
+from exchanges import save_twin
 from kept_results import KeptResults, row_of
 from sglang_server import PAGE, disk_at, plain, profile_of, serving
 from traffic import TOLERANCE, Request, compare, conversations, hold, tokens
@@ -30,6 +33,9 @@ DISK_BLOCKS = 160
 DISK_FAULTS = Path(__file__).parents[1] / "embedded" / "disk_faults"
 FAULT_CASES = 30
 CASE_PROMPTS = 4
+DAMAGE_CASES = 30  # test_sglang_damages.py has 270 more
+DAMAGE_KINDS = [one for one in DAMAGES.values() if not one.is_plain_user]  # root is above permissions
+DAMAGED_BLOCKS = 100
 PROMPTS = [Request(tokens(random.Random(f"prompt {number}"), 300 + 20 * number), 8) for number in range(16)]
 TALKS = conversations(40, turns=5, seed=3)
 SHARED = tokens(random.Random("shared"), 6 * PAGE)
@@ -48,7 +54,8 @@ def part(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def results():
-    return KeptResults("sglang-soak", "nox -s sglang -- -m soak tests/sglang_engine", key="what", engine="sglang")
+    command = "nox -s sglang -- -m soak tests/sglang_engine"
+    return KeptResults("sglang-soak", command, key="what", engine="sglang")
 
 
 def ask_all(server, requests, found=None, **fields):
@@ -155,6 +162,90 @@ def raised(log: str) -> list[str]:
     ]
 
 
+def damaged_disk(directory):
+    return {"disk": {"directory": str(directory), "blocks": DAMAGED_BLOCKS, "drain_s": 30.0}}
+
+
+@pytest.fixture(scope="module")
+def other(model, tmp_path_factory):
+    """The disk of a model with other weights, which has the same prompts."""
+    home = tmp_path_factory.mktemp("other")
+    twin = save_twin(shutil.copytree(model, home / "v1"), rows=range(4000))
+    with serving(profile_of(twin, damaged_disk(home / "disk")), home / "log") as server:
+        ask_all(server, PROMPTS[:8])
+        server.wait_until_written()
+    return home / "disk"
+
+
+def test_damages_at_rest_cost_misses_and_change_no_answer(model, expected, other, results, tmp_path):
+    """The storage is detached, its disk is damaged, and a storage is attached to it."""
+    written, new = PROMPTS[:8], PROMPTS[8:10]
+    home, kinds, found, wrong, times_s = tmp_path, Counter(), Counter(), [], []
+    arguments = {"hicache_storage_prefetch_policy": "wait_complete"}
+    with serving(profile_of(model, damaged_disk(home / "ended"), arguments=arguments), home / "log") as server:
+        ask_all(server, [Request(tokens(random.Random(f"old {n}"), 5 * PAGE), 4) for n in range(3)])
+        ask_all(server, written[:4])
+        server.wait_until_written()
+        shutil.copytree(home / "ended", home / "older")
+        ask_all(server, written)
+        server.wait_until_written()
+        shutil.copytree(home / "ended", home / "killed")
+        server.detach()
+        slot_bytes = (instance_of(home / "ended") / "arena").stat().st_size // DAMAGED_BLOCKS // 4096 * 4096
+        caches = Caches(home / "ended", home / "killed", home / "older", other, slot_bytes)
+        for number in range(DAMAGE_CASES):
+            damage = DAMAGE_KINDS[number * len(DAMAGE_KINDS) // DAMAGE_CASES]
+            chosen = random.Random(f"damage {number}")
+            (case := home / f"{number}").mkdir()
+            kinds[damage.area] += 1
+            with spoiled(damage, caches, case / "disk", chosen) as site:
+                status, text = server.try_attach(tiers=damaged_disk(site.directory))
+                if status != 200:
+                    assert site.may_refuse, (damage.name, text)
+                    assert str(site.directory) in text
+                    found["refused"] += 1
+                    continue
+                server.flush()
+                asked = [*chosen.sample(written, CASE_PROMPTS), *new]
+                wrong += [f"{number} {damage.name}: {one}" for one in _told(server, asked, expected, found, times_s)]
+                counters = server.counters()
+                assert counters["kvbm_faults"] == 0, (number, damage.name)
+                is_used = bool(counters["kvbm_onboard_blocks_d2d"])
+                assert is_used or not damage.keeps, f"{number} {damage.name}: nothing was found on disk"
+                server.detach()
+        log = server.log.read_text()
+    results.add(
+        {
+            "what": "damages at rest",
+            "damages": sum(kinds.values()),
+            "kinds": dict(kinds),
+            **found,
+            "wrong": len(wrong),
+            "longest_answer_s": round(max(times_s), 2),
+        }
+    )
+    assert not wrong, "\n".join(wrong)
+    assert not raised(log)
+    assert max(times_s) < 60, "a request hangs"
+
+
+def _told(server, asked, expected, found, times_s):
+    """Yield what is wrong with the answers."""
+    for request in asked:
+        seconds, reply = _reply(server, request)
+        times_s.append(seconds)
+        found["answers"] += 1
+        found["tokens_from_storage"] += reply.cached["storage"]
+        yield from compare({request: reply.answer}, {request: expected[request]}).wrong
+
+
+def _reply(server, request):
+    """Return the seconds of a reply, and it."""
+    began_s = time.monotonic()
+    reply = server.ask(request.prompt, request.max_tokens)
+    return time.monotonic() - began_s, reply
+
+
 def test_live_faults_cost_misses_and_change_no_answer(model, expected, results, tmp_path):
     orders = tmp_path / "orders"
     orders.write_text("{}")
@@ -205,11 +296,9 @@ def test_live_faults_cost_misses_and_change_no_answer(model, expected, results, 
 
 def _timed(server, request, expected):
     """Return the seconds of an answer, and what is wrong with it, if that is known."""
-    began_s = time.monotonic()
-    answer = server.ask(request.prompt, request.max_tokens).answer
-    seconds = time.monotonic() - began_s
+    seconds, reply = _reply(server, request)
     known = request in expected
-    return seconds, compare({request: answer}, {request: expected[request]}).wrong if known else ()
+    return seconds, compare({request: reply.answer}, {request: expected[request]}).wrong if known else ()
 
 
 def _order(orders: Path, **faults: object) -> None:
