@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from kvbm.plan import Offload, Onboard
 
 LOWER = HIT_TIERS[1:]
+LOOK_AGAIN_S = 1.0  # between two looks of an idle engine at a tier that does not answer
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class Leader(EngineTiers):
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
         self._has_computed = False  # in the last step
+        self._look_again_s: float | None = None  # when an idle engine looks again at a tier that does not answer
 
     def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
         """Return how many blocks of `hashes[start:end]` can be onboarded now. None: call again at the next step.
@@ -283,6 +285,8 @@ class Leader(EngineTiers):
             self._disable_if_unreliable()
         for tier in self.lower_tiers:
             self._onboards.fetched(tier.settle())
+        if self._look_again_s is not None or self.counters.disk_off or self.counters.shared_off:
+            self._look_again_later()
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.ended:
             for load in self._onboards.settle(are_ranks_silent=self._heartbeats.check(has_orders=has_orders)):
@@ -293,6 +297,18 @@ class Leader(EngineTiers):
                 blocks, failed = len(one.block_ids), len(one.failed_block_ids)
                 self._trace("loaded", request=one.request_id, blocks=blocks, failed=failed)
         return results
+
+    def _look_again_later(self) -> None:
+        """Let an idle engine take a step later, so that it notices and reports when a tier answers again."""
+        is_silent = self.counters.disk_silent or self.counters.shared_silent
+        if not is_silent and not any(tier.is_clearing for tier in self.lower_tiers):
+            self._look_again_s = None
+        elif self._look_again_s is None or self._is_look_due():
+            self._look_again_s = self._clock() + LOOK_AGAIN_S
+            self.control.wake_after(LOOK_AGAIN_S)
+
+    def _is_look_due(self) -> bool:
+        return self._look_again_s is not None and self._clock() >= self._look_again_s
 
     def settle_offloads(self) -> bool:
         """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
@@ -318,13 +334,15 @@ class Leader(EngineTiers):
             or self._onboards.is_under_way(within_steps=patience)
             or self.is_busy()
             or self._offloads.is_under_way(within_steps=patience)
+            or self._is_look_due()
         )
 
     def needs_settle(self) -> bool:
         """Whether `settle` may have something to do although no rank has written a word: it alone notices what the
         lower tiers have read and written."""
         has_reads = self._onboards.is_reading() or self._prefetches.has_work()
-        return bool(self._results) or bool(self._onboards.ended) or has_reads or self.is_busy()
+        has_results = bool(self._results) or bool(self._onboards.ended)
+        return has_results or has_reads or self.is_busy() or self._is_look_due()
 
     def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
         """Forget a request that ended, was aborted or was preempted. Its transfers continue.

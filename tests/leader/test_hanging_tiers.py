@@ -55,6 +55,31 @@ def full(tiers, *, names="ab", length=8, **options):
     return rig, chains
 
 
+@pytest.mark.parametrize("why", ["is_silent", "is_clearing"])
+def test_an_idle_engine_looks_each_second_whether_a_silent_disk_answers_again(why):
+    rig, wakes = make(disk=64), []
+    rig.leader.control.wake_after = wakes.append
+    rig.step()
+    assert wakes == []
+    rig.disk.is_on, rig.disk.confirms_clears = False, False
+    setattr(rig.disk, why, True)
+    for _ in range(3):
+        rig.step()
+    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk_off) == ([1.0], False, 1)
+    rig.now_s += 1.0
+    assert rig.leader.has_pending()
+    assert rig.leader.needs_settle()
+    rig.step()
+    assert (wakes, rig.leader.has_pending()) == ([1.0, 1.0], False)
+    rig.disk.is_on = True
+    setattr(rig.disk, why, False)
+    rig.now_s += 1.0
+    assert rig.leader.has_pending()
+    rig.step()
+    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk_off) == ([1.0, 1.0], False, 0)
+    rig.close()
+
+
 def step(rig):
     """A step of the engine, and some time in which no tier does anything."""
     rig.order()

@@ -6,6 +6,14 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="leader-never-looks-again",
+        bug="an idle engine reports a disk as off for hours after it answers again",
+        file="kvbm/leader/leader.py",
+        old="self.control.wake_after(LOOK_AGAIN_S)",
+        new="pass",
+        fails="tests/leader/test_hanging_tiers.py -k silent_disk",
+    ),
+    Mutant(
         name="leader-copies-a-completed-block-again",
         bug="one of many completed blocks is copied although it is on its way to G2",
         file="kvbm/leader/offloads.py",

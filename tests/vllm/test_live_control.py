@@ -58,6 +58,9 @@ def server(tmp_path_factory):
 
 
 def filled(running: VllmServer, directory: Path) -> None:
+    """Put the prompt into host memory and on disk. Blocks that host memory has already would not be written to disk."""
+    control(directory, verb="clear")
+    running.reset_prefix_cache(external=False)
     running.ask(PROMPT)
     running.wait_until("disk", lambda metrics: metrics["kvbm_disk_blocks"] and blocks(directory)["G3"] >= 4)
 
