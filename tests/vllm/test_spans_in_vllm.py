@@ -90,7 +90,7 @@ def profile(endpoint: str, disk: Path) -> dict[str, object]:
         },
         "offload": {"to_disk": "always"},
         "onboard": {"policy": "always"},
-        "metrics": {"spans_endpoint": endpoint},
+        "metrics": {"spans_endpoint": endpoint, "capacities": True},
     }
 
 
@@ -136,6 +136,7 @@ def test_spans_of_kvbm_and_vllm_explain_the_first_token_and_sum_up_to_the_counte
             (span,) = receiver.named(name, trace)
             assert span["parent"] == "00000000000000aa"
     loads, copies, reads = (receiver.named(f"kvbm.{name}") for name in ("load", "copy", "read"))
+    assert metrics["kvbm_hit_rate_at"] > 0, "no shadow cache has found a prefix that came back"
     assert total(loads, "tokens") == metrics["kvbm_matched_tokens"]
     assert total(loads, "bytes") == total(copies, "bytes") == metrics["kvbm_onboard_bytes_h2d"]
     assert total(loads, "disk_blocks") == metrics["kvbm_onboard_blocks_d2d"] > 0
