@@ -19,6 +19,8 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from zlib import crc32
 
 from kvbm.core.ranking import (
@@ -52,6 +54,15 @@ _IS_SHARED = bytes(mark & SHARED for mark in range(256))
 _IS_RETAINED = bytes(mark & CLASS_MASK >= RETAINED for mark in range(256))
 
 
+@cache
+def _with_hint(its_class: int | None, *, is_owned: bool) -> bytes:
+    """Return what each mark becomes with a class, None for its own one, and with OWNED."""
+    return bytes(
+        mark & ~(CLASS_MASK | OWNED) | (mark & CLASS_MASK if its_class is None else its_class) | OWNED * is_owned
+        for mark in range(256)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ChainHint:
     """What a client says of the chain of a request (docs/reference/hints.md).
@@ -69,14 +80,17 @@ class ChainHint:
 
     def applied(self, marks: bytes, begin: int, *, hit: int, reused_end: int) -> bytes:
         """Return the marks of the blocks from `begin` on, of which `hit` were in the cache, and `reused_end` used."""
+        end = begin + len(marks)
+        inner = {at for at in (self.retained, hit, reused_end) if begin < at < end}
         changed = bytearray()
-        for position, mark in enumerate(marks, begin):
-            bits = mark & ~CLASS_MASK | (OWNED if self.owns and (self.continues_session or position >= hit) else 0)
-            if position < self.retained:
-                mark = RETAINED + self.grace
-            elif self.demotes and position >= reused_end:
-                mark = DEMOTED
-            changed.append(bits | mark & CLASS_MASK)
+        for at, upto in pairwise(sorted({begin, *inner, end})):
+            its_class = None
+            if at < self.retained:
+                its_class = RETAINED + self.grace
+            elif self.demotes and at >= reused_end:
+                its_class = DEMOTED
+            is_owned = self.owns and (self.continues_session or at >= hit)
+            changed += marks[at - begin : upto - begin].translate(_with_hint(its_class, is_owned=is_owned))
         return bytes(changed)
 
 
