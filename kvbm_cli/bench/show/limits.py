@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from typing import TYPE_CHECKING
 
-from kvbm_cli.terminal.printable import printable
+from kvbm_cli.terminal.console import print_data, print_json, table
 
 if TYPE_CHECKING:
     from kvbm_cli.bench.limit.found import ArmLimit, FoundLimits
@@ -15,21 +14,13 @@ if TYPE_CHECKING:
 
 def show_limits(found: FoundLimits, directory: str | os.PathLike[str], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print_json(found.to_json())
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False, highlight=False)
-    table = Table("arm", "requests/s", "probes", "answers that differ", box=None, pad_edge=False)
-    for one in found.arms:
-        table.add_row(printable(one.arm), _bounds(one), str(one.probes), f"{one.different} of {one.compared}")
-    console.print(table)
-    for reference in found.references:
-        console.print(found.sentence(reference))
-    for note in found.notes:
-        console.print(f"note: {note}")
-    console.print(f"\nevery probe: {printable(os.fspath(directory))}", soft_wrap=True)
+    rows = [(one.arm, _bounds(one), str(one.probes), f"{one.different} of {one.compared}") for one in found.arms]
+    lines = [table([("arm", "requests/s", "probes", "answers that differ"), *rows], right=(2, 3)), ""]
+    lines += [found.sentence(reference) for reference in found.references]
+    lines += [f"note: {note}" for note in found.notes]
+    print_data("\n".join([*lines, "", f"every probe: {os.fspath(directory)}"]))
 
 
 def _bounds(one: ArmLimit) -> str:
