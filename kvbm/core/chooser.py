@@ -251,7 +251,7 @@ class ShadowCache:
 
     def let_go(self, names: Sequence[int], *, demotes: bool) -> None:
         slots = [slot for name in names if (slot := self._slots.get(name)) is not None]
-        self._order.let_go(self._order.owned(slots), [], demotes=demotes)
+        self._order.let_go(slots, [], demotes=demotes)
 
     def note(self, hits: int, others: int) -> None:
         self.hits += hits

@@ -156,16 +156,17 @@ class Ranked(Order):
     def _is_in_grace(self, slot: int, its_class: int) -> bool:
         return its_class >= RETAINED and self._used_s[slot] + GRACES_S[its_class - RETAINED] > self.now_s
 
-    def owned(self, slots: Iterable[int]) -> list[int]:
-        """Return those of `slots` whose blocks only requests of one session have used."""
-        return [slot for slot in slots if self.marks[slot] & OWNED]
-
     def let_go(self, listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
-        """End the retention of OWNED blocks, a part of a chain: of those that are `listed` as inactive, and of others.
-        Each block behind them in a chain must be among them. With `demotes`, they are evicted first."""
-        mark = OWNED | REUSED | (DEMOTED if demotes else RESIDENT + PAUSES - 1)
+        """End the retention of the OWNED blocks of a chain, whose slots are `listed` as inactive, in the order of the
+        chain, or are `others`. With `demotes`, OWNED blocks are evicted first. All listed ones count as used now:
+        blocks that change their class move to the end of a list, and no block before them may be older."""
+        marks, least = self.marks, DEMOTED if demotes else RETAINED
+        changed = [slot for slot in (*listed, *others) if marks[slot] & OWNED and marks[slot] & CLASS_MASK >= least]
+        if not changed:
+            return
         self.lists.remove(listed)
-        self.mark([*listed, *others], bytes([mark]) * (len(listed) + len(others)))
+        for slot in changed:
+            marks[slot] = OWNED | REUSED | (DEMOTED if demotes else RESIDENT + PAUSES - 1)
         self.add(listed[::-1])
 
     def add(self, slots: Sequence[int]) -> None:

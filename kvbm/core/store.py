@@ -283,7 +283,7 @@ class BlockStore:
         them first. For adaptive eviction."""
         if self.adaptive is None:
             return
-        slots = self.adaptive.order.owned(dict.fromkeys(self._index.find_prefix(hashes)))
+        slots = dict.fromkeys(self._index.find_prefix(hashes))
         listed = [slot for slot in slots if self._states[slot] == INACTIVE]
         others = [slot for slot in slots if self._states[slot] != INACTIVE]
         self.adaptive.let_go(hashes, listed, others, demotes=demotes)

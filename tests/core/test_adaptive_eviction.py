@@ -366,6 +366,15 @@ hinted_requests = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(TABLES), st.integers(1, 24), hinted_requests)
+@example(
+    LRU,
+    5,
+    [
+        (0, 0, 1, 0.0, 0.0, False, None, False),
+        (0, 0, 2, 0.0, 0.0, False, "a", True),  # its own block did not count as older than the one before it
+        (0, 1, 1, 0.0, 0.0, False, None, False),
+    ],
+)
 def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
     cache, now_s, chains = HintedCache(capacity), 0.0, []
     cache.store.adaptive._current = next(one for one in cache.store.adaptive._shadows if one.table is table)
