@@ -348,6 +348,17 @@ def test_the_end_of_a_session_leaves_blocks_that_another_one_uses():
     assert cache.store.match(chain(0, 12)) >= 10
 
 
+def test_the_end_of_a_session_leaves_no_hole_if_hints_are_given_up_later():
+    """The demoted block is then ranked like others, so it may not count as used after the block before it."""
+    cache = HintedCache(5)
+    cache.serve(0, chain(0, 4))
+    cache.serve(1, chain(0, 5), session="a", demotes=True, ends=True)
+    cache.store.adaptive.follows_hints = False
+    cache.store.adaptive.order.use_table(LRU)
+    cache.serve(2, chain(900, 1))
+    assert cache.store.match(chain(0, 5)) == 4
+
+
 hinted_requests = st.lists(
     st.tuples(
         st.integers(0, 3),

@@ -59,6 +59,14 @@ MUTANTS = (
         fails="tests/core/test_adaptive_eviction.py",
     ),
     Mutant(
+        name="end-of-a-session-reorders-its-chain",
+        bug="Blocks of an ended session count as used after the block before them, which leaves first.",
+        file="kvbm/core/ranking.py",
+        old="        self.lists.remove(listed)\n",
+        new="        listed = [slot for slot in listed if slot in changed]\n        self.lists.remove(listed)\n",
+        fails="tests/core/test_adaptive_eviction.py",
+    ),
+    Mutant(
         name="chooser-believes-every-gain",
         bug="A table is used although its shadow cache has no more hits than that of LRU.",
         file="kvbm/core/chooser.py",
