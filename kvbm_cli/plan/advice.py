@@ -25,6 +25,10 @@ class Curve:
     sizes: tuple[float, ...] | None
     rates: dict[str, list[float]]
 
+    def shown_rates(self) -> list[tuple[str, ...]]:
+        """Return the hit rates of each capacity as text, one per eviction."""
+        return [tuple(f"{rate:.1%}" for rate in of_one) for of_one in zip(*self.rates.values(), strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:

@@ -173,9 +173,9 @@ def _facts(plan: CapacityPlan, request: PlanRequest) -> list[str]:
 
 def _table(plan: CapacityPlan, request: PlanRequest) -> str:
     rows = [("blocks", *(["size"] if request.bytes_per_token else []), *plan.rates)]
-    for index, capacity in enumerate(plan.capacities):
+    for capacity, rates in zip(plan.capacities, plan.curve(request).shown_rates(), strict=True):
         size = [format_size(_bytes(capacity, request))] if request.bytes_per_token else []
-        rows.append((f"{capacity:,}", *size, *(f"{rates[index]:.1%}" for rates in plan.rates.values())))
+        rows.append((f"{capacity:,}", *size, *rates))
     return table(rows, right=tuple(range(len(rows[0]))))
 
 

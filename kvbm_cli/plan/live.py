@@ -97,9 +97,7 @@ def _is_number(text: str) -> bool:
 def text(plan: EnginePlan, prices: Prices | None) -> str:
     curve = plan.curve
     rows = [("host memory", *curve.rates)]
-    rows += [
-        (name, *(f"{rates[index]:.1%}" for rates in curve.rates.values())) for index, name in enumerate(curve.names)
-    ]
+    rows += [(name, *rates) for name, rates in zip(curve.names, curve.shown_rates(), strict=True)]
     lines = advice.sentences(curve, plan.prompts, prices)
     return "\n".join([_head(plan), "", table(rows, right=tuple(range(len(rows[0])))), "", *lines])
 

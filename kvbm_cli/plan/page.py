@@ -55,9 +55,7 @@ def page(sections: Sequence[PlanSection]) -> str:
 
 def _section(one: PlanSection) -> Markup:
     curve = one.curve
-    rows = [
-        (name, *(f"{rates[index]:.1%}" for rates in curve.rates.values())) for index, name in enumerate(curve.names)
-    ]
+    rows = [(name, *rates) for name, rates in zip(curve.names, curve.shown_rates(), strict=True)]
     return element(
         "section",
         element("p", one.title, class_="kicker"),
