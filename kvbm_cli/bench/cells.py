@@ -82,10 +82,7 @@ def parse_sweep(text: str | None) -> Sweep | None:
     if text is None:
         return None
     key, _, given = text.partition("=")
-    try:
-        values = tuple(float(part) for part in given.split(","))
-    except ValueError:
-        values = ()
+    values = _numbers(given)
     is_whole = key == "rate" or all(value.is_integer() for value in values)
     if key not in ("rate", "concurrency") or not is_whole or not _are_different(values, 1e-6, 1e5):
         raise UsageError(
@@ -93,6 +90,14 @@ def parse_sweep(text: str | None) -> Sweep | None:
             hint="`--sweep rate=1,2,4,8`",
         )
     return Sweep(key, values)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers between commas; none if a part is no number."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return ()
 
 
 def _are_different(values: Sequence[float], least: float, most: float) -> bool:
@@ -131,10 +136,7 @@ def parse_pressures(text: str | None) -> tuple[float, ...]:
     """Such as `0.8,1.2,2`. UsageError for anything else."""
     if text is None:
         return ()
-    try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = ()
+    values = _numbers(text)
     if not values or not all(0 < value <= 1000 for value in values) or len(set(values)) < len(values):
         raise UsageError(f"--pressure takes different numbers above 0, such as `0.8,1.2,2,4`, not `{text}`")
     return values

@@ -42,8 +42,7 @@ class FoundLimits:
     measured: str
 
     def ratio(self, reference: ArmLimit) -> Ratio | None:
-        measured = next(one for one in self.arms if one.arm == self.measured)
-        return ratio_of(measured.bounds, reference.bounds)
+        return ratio_of(self._measured.bounds, reference.bounds)
 
     @property
     def references(self) -> list[ArmLimit]:
