@@ -18,6 +18,7 @@ from kvbm.host.directories import make_private_directories
 from kvbm.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
+from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.workload.script import Tokenize
 from kvbm_cli.engine.engine_kind import ServerTraits
 from kvbm_cli.engine.engines import block_tokens, launch_plan, traits_of, with_device_blocks
@@ -58,6 +59,12 @@ class RunningEngine:
 
     def control(self) -> Control:
         return Control(self.base_url, self.model, headers=self.headers, ca_file=self.ca_file)
+
+    def target(self, run: str, arm: str, cell: str, pair: int, *, offset_s: float = 0.0) -> Target:
+        """Return where the requests of one run go; see Target."""
+        return Target(
+            run, arm, cell, pair, self.base_url, offset_s, self.headers, has_ended=self.has_ended, ca_file=self.ca_file
+        )
 
     def try_reset(self) -> bool:
         """Return whether the cache is empty now. One that no request empties has only the warm-up, after its start."""

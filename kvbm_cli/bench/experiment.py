@@ -222,7 +222,7 @@ class PreparedExperiment:
         with self._engines(name, self._directory.run(run), room) as engine:
             self._startup_s = engine.startup_s
             self._progress.phase(f"{group.place}: {name}, as LMBenchmark does it")
-            target = _target(group, name, engine)
+            target = engine.target(run, name, group.cell.name, group.pair)
             path = self._directory.run(run) / SERVER_METRICS
             monitor = HealthMonitor()
             with _sampler(path, engine, time.perf_counter_ns()) as sampler:
@@ -281,7 +281,7 @@ class PreparedExperiment:
             }
             offset_s = (plan.launches.interval_s or 0.0) / len(engines)
             targets = [
-                _target(group, name, engine, offset_s=number * offset_s)
+                engine.target(group.runs[name], name, group.cell.name, group.pair, offset_s=number * offset_s)
                 for number, (name, engine) in enumerate(engines.items())
             ]
             result = asyncio.run(drive(plan, targets, on_record=self._keep_record))
@@ -290,20 +290,6 @@ class PreparedExperiment:
     def _keep_record(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
         self._progress.request_ended(record)
-
-
-def _target(group: _Measurements, name: str, engine: RunningEngine, *, offset_s: float = 0.0) -> Target:
-    return Target(
-        run=group.runs[name],
-        arm=name,
-        cell=group.cell.name,
-        pair=group.pair,
-        base_url=engine.base_url,
-        headers=engine.headers,
-        ca_file=engine.ca_file,
-        offset_s=offset_s,
-        has_ended=engine.has_ended,
-    )
 
 
 def _room(cells: Sequence[Cell]) -> NeededRoom:

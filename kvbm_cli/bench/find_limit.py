@@ -14,13 +14,12 @@ from dataclasses import replace
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import Arm
 from kvbm_cli.bench.cells import Cell
-from kvbm_cli.bench.engines import NeededRoom, OpenArm, RunningEngine
+from kvbm_cli.bench.engines import NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import ExperimentProgress, prepare
 from kvbm_cli.bench.limit.conditions import Condition, LimitOutcome, outcome_of
 from kvbm_cli.bench.limit.found import ArmLimit, FoundLimits
 from kvbm_cli.bench.limit.search import find_limit
 from kvbm_cli.bench.load.drive import drive
-from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.preparation import warm_up
 from kvbm_cli.bench.result.directory import REQUESTS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.result.results import RequestRecord
@@ -148,9 +147,10 @@ class _LimitSearch:
             raise EngineError(f"the engine of arm {self._arm} did not empty its cache")
         if self._engine.has_ended():
             raise EngineError(f"the engine of arm {self._arm} ended")
-        target = _target(self._engine, self._arm, self._cell.name, self._probes)
+        run = run_name(self._cell.name, self._probes, self._arm)
+        target = self._engine.target(run, self._arm, self._cell.name, self._probes)
         result = asyncio.run(drive(plan, [target], on_record=self._keep))
-        records = result.records[target.run]
+        records = result.records[run]
         failed = [record for record in records if not record.is_ok]
         if rate <= self._start and 2 * len(failed) >= len(records):  # not because of the load: slower probes fail too
             message = f"{self._arm} failed {len(failed)} of {len(records)} requests at {rate:.3g} requests/s"
@@ -164,16 +164,3 @@ class _LimitSearch:
         if recorded is not None and record.is_ok and record.token_ids:
             self._compared += 1
             self._different += tuple(record.token_ids) != recorded.token_ids
-
-
-def _target(engine: RunningEngine, arm: str, cell: str, probe: int) -> Target:
-    return Target(
-        run=run_name(cell, probe, arm),
-        arm=arm,
-        cell=cell,
-        pair=probe,
-        base_url=engine.base_url,
-        headers=engine.headers,
-        ca_file=engine.ca_file,
-        has_ended=engine.has_ended,
-    )

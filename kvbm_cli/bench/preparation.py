@@ -20,7 +20,7 @@ from kvbm_cli.bench.arms import RECORDING
 from kvbm_cli.bench.cells import Cell, script_of
 from kvbm_cli.bench.engines import RunningEngine
 from kvbm_cli.bench.load.control import Control
-from kvbm_cli.bench.load.request import Target, open_session, send
+from kvbm_cli.bench.load.request import open_session, send
 from kvbm_cli.bench.result.results import RequestRecord, percentile
 from kvbm_cli.bench.workload.plan import (
     COMPLETIONS,
@@ -141,13 +141,9 @@ def _characters_per_token(engine: RunningEngine, dialect: Dialect) -> float:
 
 async def _send_all(engine: RunningEngine, requests: Sequence[PlannedRequest], timeout_s: float) -> list[RequestRecord]:
     """One after the other."""
-    target = _target(engine)
+    target = engine.target(RECORDING, RECORDING, RECORDING, 0)
     async with open_session() as session:
         return [await send(session, target, request, timeout_s=timeout_s) for request in requests]
-
-
-def _target(engine: RunningEngine) -> Target:
-    return Target(RECORDING, RECORDING, RECORDING, 0, engine.base_url, headers=engine.headers, ca_file=engine.ca_file)
 
 
 def warm_up(engine: RunningEngine, plan: Plan) -> None:
@@ -239,7 +235,7 @@ class Preparation:
 
         async def all_answers() -> list[tuple[RecordedAnswer, RequestRecord]]:
             answers: list[tuple[RecordedAnswer, RequestRecord]] = []
-            target = _target(self.engine)
+            target = self.engine.target(RECORDING, RECORDING, RECORDING, 0)
             async with open_session() as session:
                 for one in script.requests:
                     parts = _contents(one.parts, [answer for answer, _ in answers])
