@@ -89,6 +89,7 @@ class HostTier:
         self._marks = bytearray(region.slot_count if marks_blocks else 0)
         if self.store.adaptive is not None:
             self._marks = self.store.adaptive.order.marks
+        self.has_marks = bool(self._marks)
         self._counters = counters
         counters.eviction_order = int(adaptive)
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
@@ -165,14 +166,14 @@ class HostTier:
             for slot in slots:
                 generations[slot] = target.generation
         self.labels.begin(slots)
-        if self._marks and self.store.adaptive is None:
+        if self.has_marks and self.store.adaptive is None:
             for slot, mark in zip(slots, marks or PLAIN_MARK * len(slots), strict=True):
                 self._marks[slot] = mark
         return proven.stage(hashes).register(marks)
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
         """Return the mark of the block in each slot; empty if no tier evicts adaptively."""
-        return bytes(map(self._marks.__getitem__, slots)) if self._marks else b""
+        return bytes(map(self._marks.__getitem__, slots)) if self.has_marks else b""
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""

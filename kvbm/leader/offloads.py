@@ -230,20 +230,23 @@ class Offloads:
 
         No chain need be made recent first: `_evicted_after` of all is at most its `fresh_until`.
         """
-        missing = self._host.store.missing([name for _, name, _ in blocks])
+        wanted: dict[bytes, tuple[OffloadProgress, int]] = {}
+        departing = self._departing
+        for index in self._host.store.missing([name for _, name, _ in blocks]):
+            progress, name, block_id = blocks[index]
+            if block_id != NO_BLOCK and name not in departing and name not in wanted:
+                wanted[name] = progress, block_id
+        for tenant, group in groupby(wanted.items(), key=_tenant_of):
+            chosen = list(group)
+            names, sources = [name for name, _ in chosen], [block_id for _, (_, block_id) in chosen]
+            marks = b""
+            if self._host.has_marks:
+                ends = [(progress, progress.considered) for _, (progress, _) in chosen]
+                marks = b"".join(progress.marks(end, end + 1) or PLAIN_MARK for progress, end in ends)
+            self._collect(self._collected, names, sources, tenant, None, marks)
         for progress, _, _ in blocks:
             progress.considered += 1
             progress.left_out = 0
-        wanted: dict[bytes, tuple[int, bytes, bytes]] = {}
-        for index in missing:
-            progress, name, block_id = blocks[index]
-            if name not in self._departing and block_id != NO_BLOCK:
-                at = progress.considered - 1
-                wanted.setdefault(name, (block_id, progress.tenant, progress.marks(at, at + 1)))
-        for tenant, group in groupby(wanted, key=lambda name: wanted[name][1]):
-            names = list(group)
-            marks = b"".join(wanted[name][2] or PLAIN_MARK for name in names)
-            self._collect(self._collected, names, [wanted[name][0] for name in names], tenant, None, marks)
 
     def add_snapshot(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes) -> bool:
         """Collect the blocks of one snapshot, one per state group, that are missing in G2: all or none.
@@ -402,6 +405,10 @@ class Offloads:
     def _release_blocks(self, block_ids: Sequence[int]) -> None:
         self._held_blocks -= len(block_ids)
         self._block_pool.release(block_ids[::-1])
+
+
+def _tenant_of(wanted: tuple[bytes, tuple[OffloadProgress, int]]) -> bytes:
+    return wanted[1][0].tenant
 
 
 def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import compress, repeat
-from operator import add, ge
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
@@ -366,14 +364,18 @@ class SchedulerSide:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables.own(new.block_ids)
                 self._tables.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        resumed, extend = cached.resumed_req_ids, self._tables.extend
+        scheduled, due_tokens, due = output.num_scheduled_tokens, self._due_tokens.get, []
+        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, computed in running:  # hundreds, of which few complete a block
             if block_ids is not None and (tracked := requests.get(request_id)) is not None:
-                self._extend_tables(tracked, block_ids, is_resumed=request_id in cached.resumed_req_ids)
-        # Hundreds of requests run and few complete a block: find those without a step of Python per request.
-        tokens = map(add, cached.num_computed_tokens, map(output.num_scheduled_tokens.__getitem__, cached.req_ids))
-        is_due = map(ge, tokens, map(self._due_tokens.get, cached.req_ids, repeat(UNLIMITED)))
-        found = compress(zip(cached.req_ids, cached.num_computed_tokens, strict=True), is_due)
-        due = [(requests[request_id], computed) for request_id, computed in found]
+                if request_id in resumed:  # it has only these blocks
+                    tracked.block_ids = self._tables.own(block_ids)
+                    self._stale.discard(request_id)
+                else:
+                    extend(tracked, block_ids)
+            if computed + scheduled[request_id] >= due_tokens(request_id, UNLIMITED):
+                due.append((requests[request_id], computed))
         self._tables.offload(self.leader, due, output)
         for request_id in self._stale:
             self._evict_stale(requests[request_id])
@@ -431,7 +433,7 @@ class SchedulerSide:
 
     @contained()
     def take_stats(self) -> KvbmStats | None:
-        return None if self.leader is None else self._stats.take(self.leader)
+        return None if self.leader is None else self._stats.take(self.leader, has_requests=bool(self._requests))
 
     @hook(False, when_off=True)
     def reset(self) -> bool:
@@ -515,11 +517,3 @@ class SchedulerSide:
             tracked.block_ids = []
             tracked.described = []
             self._due_tokens[request_id] = 0
-
-    def _extend_tables(self, tracked: VllmRequest, block_ids: Sequence[list[int]], *, is_resumed: bool) -> None:
-        """Note new blocks of a running request; a request that resumes has only these."""
-        if is_resumed:
-            tracked.block_ids = self._tables.own(block_ids)
-            self._stale.discard(tracked.request.request_id)
-        else:
-            self._tables.extend(tracked, block_ids)

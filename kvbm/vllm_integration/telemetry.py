@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvbm.leader.guarded import GuardedLeader
 
-_read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*TOTALS)  # for each step: a tenth of a loop's time
+_read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*TOTALS)  # a tenth of a loop's time
 REPORT_S = 0.5
 WINDOW, BLOCKS, WEAR, SERIES = "hit_window_blocks", "blocks", "wear", "series"
 
@@ -63,7 +63,8 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not there wh
 class StatsSource:
     """Returns the leader's totals if they have changed. The leader's thread owns it.
 
-    While something is in flight, further steps follow, so that a change may be reported later with the next ones.
+    While requests live or something is in flight, further steps follow, so that a change may be reported later with
+    the next ones.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,9 +73,9 @@ class StatsSource:
         self._reported: tuple[int, ...] | None = None
         self._hits = (-1, [0, 0, 0, 0])  # number of finished requests, and their hits
 
-    def take(self, leader: GuardedLeader) -> KvbmStats | None:
+    def take(self, leader: GuardedLeader, *, has_requests: bool) -> KvbmStats | None:
         now_s = self._clock()
-        if now_s < self._due_s and leader.has_pending():
+        if now_s < self._due_s and (has_requests or leader.has_pending()):
             return None
         numbers = _read_numbers(leader.counters)
         if numbers == self._reported:

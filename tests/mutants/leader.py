@@ -17,8 +17,8 @@ MUTANTS = (
         name="leader-copies-a-completed-block-again",
         bug="one of many completed blocks is copied although it is on its way to G2",
         file="kvbm/leader/offloads.py",
-        old="if name not in self._departing and block_id != NO_BLOCK:",
-        new="if block_id != NO_BLOCK:",
+        old="if block_id != NO_BLOCK and name not in departing and name not in wanted:",
+        new="if block_id != NO_BLOCK and name not in wanted:",
         fails="tests/leader/test_long_chains.py",
     ),
     Mutant(

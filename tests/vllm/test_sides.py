@@ -962,12 +962,12 @@ class CountingLeader(Leader):
 
 def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     leader, source = CountingLeader(), StatsSource()
-    first = source.take(leader)
-    assert source.take(leader) is None
+    first = source.take(leader, has_requests=False)
+    assert source.take(leader, has_requests=False) is None
     leader.counters.offload_blocks = 5
     leader.counters.hit_window.append((3, 0, 0, 4))
     leader.counters.finished_requests += 1
-    second = source.take(leader)
+    second = source.take(leader, has_requests=False)
     assert first.aggregate(second).reduce() == {
         "host hit rate": 0.75,
         "matched tokens": 0,
@@ -979,18 +979,19 @@ def test_totals_are_told_when_they_change_and_the_newest_replace_older_ones():
     assert second.aggregate(KvbmStats()) is second
 
 
-def test_totals_that_change_in_every_step_are_told_twice_per_second_and_at_the_end():
+@pytest.mark.parametrize("busy_with", ["transfers", "requests"])
+def test_totals_that_change_in_every_step_are_told_twice_per_second_and_at_the_end(busy_with):
     now_s = [0.0]
     leader, source = CountingLeader(), StatsSource(lambda: now_s[0])
-    leader.is_moving, told = True, []
+    leader.is_moving, told = busy_with == "transfers", []
     for step in range(1, 26):
         now_s[0] = 0.05 * step
         leader.counters.offload_blocks = step
-        stats = source.take(leader)
+        stats = source.take(leader, has_requests=busy_with == "requests")
         told += [] if stats is None else [stats.data["offload_blocks"]]
     assert told == [1, 11, 21]
     leader.is_moving = False
-    assert source.take(leader).data["offload_blocks"] == 25
+    assert source.take(leader, has_requests=False).data["offload_blocks"] == 25
 
 
 def test_series_of_two_engines_reach_the_process_that_serves_them():
@@ -1000,7 +1001,7 @@ def test_series_of_two_engines_reach_the_process_that_serves_them():
         leader = CountingLeader()
         leader.counters.offload_bytes = 700 + engine
         leader.counters.durations["device-host"].observe(0.001)
-        message = msgspec.msgpack.encode(StatsSource().take(leader).data)  # how vLLM sends it
+        message = msgspec.msgpack.encode(StatsSource().take(leader, has_requests=False).data)  # how vLLM sends it
         collected.observe(msgspec.msgpack.decode(message), engine)
     found = {
         (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
