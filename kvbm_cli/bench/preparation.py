@@ -239,7 +239,8 @@ class Preparation:
             async with open_session() as session:
                 for one in script.requests:
                     parts = _contents(one.parts, [answer for answer, _ in answers])
-                    request = unplanned(self.capabilities.dialect, parts, one.answer_tokens, roles_of(one.parts))
+                    roles = roles_of(one.parts, has_system=one.has_system)
+                    request = unplanned(self.capabilities.dialect, parts, one.answer_tokens, roles)
                     timeout_s = cell.workload.request_timeout_s
                     record = await send(session, target, request, timeout_s=timeout_s)
                     if record.error is not None:

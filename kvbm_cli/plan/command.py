@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbm.config.sizes import format_size
 from kvbm.core.shadow_caches import EVICTIONS, TRACKED_BLOCKS
-from kvbm.errors import ProfileError, UsageError
+from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Report, collect
 from kvbm_cli.bench.trace.reader import TraceReader
@@ -127,10 +127,6 @@ def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
 def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> CapacityPlan:
     trace = collect(TraceReader(request.file, request.form), report=report)
     uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
-    if not uses:
-        raise ProfileError(
-            f"{request.file}: no request has `hash_ids`", hint="`kvbm plan` needs to know which blocks requests share"
-        )
     tree = trace.tree
     unique = len(tree) - 1
     sample = Sample(tree, unique if request.is_exact else TRACKED_BLOCKS)

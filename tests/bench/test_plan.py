@@ -105,11 +105,13 @@ def test_a_wrong_option_is_refused(kvbm, arguments, message):
     assert message in " ".join(err.split())
 
 
-def test_a_trace_without_known_blocks_is_refused(kvbm, tmp_path):
-    (tmp_path / "t.jsonl").write_text('{"timestamp": 0, "text_input": "hello", "output_length": 1}\n')
-    code, _, err = kvbm("plan", "--trace", tmp_path / "t.jsonl")
-    assert code == 2
-    assert "no request has `hash_ids`" in err
+def test_blocks_of_text_are_pieces_of_it(kvbm, tmp_path):
+    line = '{"timestamp": 0, "text_input": "' + 64 * "hello" + '", "output_length": 1}\n'
+    (tmp_path / "t.jsonl").write_text(2 * line)
+    code, out, _ = kvbm("plan", "--trace", tmp_path / "t.jsonl", "--block-tokens", "16", "--capacity-blocks", "9")
+    assert code == 0
+    assert "2 requests, 5 different blocks of 16 tokens" in out
+    assert "50.0%" in out
 
 
 def test_a_sample_is_bounded_and_close():

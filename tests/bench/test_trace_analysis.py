@@ -80,9 +80,18 @@ def test_notes_name_what_the_numbers_leave_out(tmp_path):
     assert "--turns whole" in text
 
 
-def test_a_trace_of_texts_has_no_curve(tmp_path):
-    found = analysed(tmp_path, {"text_input": "x"}, {"payload": {"prompt": "p"}})
-    assert (found.curve, found.prompt, found.requests, found.text_requests) == (None, None, 2, 2)
+def test_blocks_of_texts_are_pieces_of_four_characters_per_token(tmp_path):
+    text = "".join(chr(97 + number) * 16 for number in range(4))  # 4 blocks of 4 tokens
+    found = analysed(tmp_path, {"text_input": text}, {"payload": {"prompt": text[:40] + 20 * "z"}}, block_tokens=4)
+    assert (found.requests, found.text_requests, found.prompt.mean) == (2, 2, (16 + 15) / 2)
+    assert found.curve.ideal == 8 / 31
+
+
+def test_blocks_of_messages_grow_with_the_conversation(tmp_path):
+    first, second = {"role": "user", "content": 90 * "a"}, {"role": "assistant", "content": 90 * "b"}
+    found = analysed(tmp_path, {"messages": [first]}, {"messages": [first, second]}, block_tokens=4)
+    repeated = len(json.dumps(first)) // 16 * 4
+    assert found.curve.ideal == repeated / (found.prompt.mean * 2)
 
 
 def test_content_without_ids_is_shared_by_no_line(tmp_path):
@@ -308,14 +317,14 @@ def test_a_trace_in_which_nothing_repeats_has_no_plot(kvbm, tmp_path):
     assert (data["curve"], data["capacity_for_share_of_ideal"], data["duration_s"]) == ([], [], None)
 
 
-def test_a_trace_of_texts_is_reported_without_hit_rates(kvbm, tmp_path):
+def test_a_trace_of_texts_is_reported_with_estimated_lengths(kvbm, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"text_input": "a", "output_length": 2, "x\\u001b[31m": 1}\n')
     code, out, _ = kvbm("bench", "trace", path)
     assert code == 0
-    assert "so there are no hit rates" in out
+    assert "1 requests hold text: their tokens are estimated, 4 characters each" in out
     assert "\x1b" not in out
-    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["ideal_hit_rate"] is None
+    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["ideal_hit_rate"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Analysis of a trace: lengths, sessions, what prompts have in common, and the hit-rate curve of a cache.
 
-Prompts given as `input_length` are analysed; those given as text have no known length and are only counted. Without
-`hash_ids`, the content of a line is unknown, and counts as one block that no other line shares. If the lines of a
+The length of a prompt is its `input_length`. That of a text is estimated, and its blocks are pieces of it. Without text
+and `hash_ids`, the content of a line is unknown, and counts as one block that no other line shares. If the lines of a
 session hold what each turn adds, the answer stays in the cache after its request, because the next prompt repeats it.
 
 `findings_of` says what must be known of the trace of a workload before an engine starts. A wrong line ends the reading.
@@ -11,15 +11,24 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 
 from kvbm_cli.bench.result.results import percentile
 from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.request import Placement, Sessions, TraceFormat, TraceRequest, Turns
+from kvbm_cli.bench.trace.request import (
+    CHARACTERS_PER_TOKEN,
+    Placement,
+    Sessions,
+    TraceFormat,
+    TraceRequest,
+    Turns,
+    estimated_tokens,
+)
 
 LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000
@@ -38,9 +47,7 @@ class Lengths:
     max: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Lengths | None:
-        if not values:
-            return None
+    def of(cls, values: Sequence[int]) -> Lengths:
         p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
         return cls(sum(values) / len(values), p50, p90, p99, max(values))
 
@@ -55,7 +62,8 @@ class CommonPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TraceAnalysis:
-    """Numbers of a trace. `curve` is None without a prompt of known length; `duration_s` without timestamps."""
+    """Numbers of a trace. `answer` is None if no request has a length of its answer; `duration_s` without
+    timestamps."""
 
     form: TraceFormat
     requests: int
@@ -64,14 +72,14 @@ class TraceAnalysis:
     sessions: int
     largest_turn: int
     duration_s: float | None
-    prompt: Lengths | None
+    prompt: Lengths
     answer: Lengths | None
     unique_blocks: int
     unique_tokens: int
     block_uses: int
     repeated_block_uses: int
     shared: tuple[CommonPrefix, ...]
-    curve: HitCurve | None
+    curve: HitCurve
     ignored: Mapping[str, int]
     skips: Sequence[str] = ()
 
@@ -102,8 +110,8 @@ class CollectedTrace:
     form: TraceFormat
     tree: PrefixTree = field(default_factory=PrefixTree)
     uses: list[Use] = field(default_factory=list)
-    launches: list[float] = field(default_factory=list)  # of all requests
-    use_launches: list[float] = field(default_factory=list)  # of those in `uses`
+    launches: list[float] = field(default_factory=list)
+    use_launches: list[float] = field(default_factory=list)  # 0 in a trace without timestamps
     answers: array[int] = field(default_factory=lambda: array("q"))
     histories: dict[int, int] = field(default_factory=dict)  # session: node after its latest answer
     text_requests: int = 0
@@ -117,29 +125,33 @@ class CollectedTrace:
             self.launches.append(placed.launch_ms)
         if request.output_tokens is not None:
             self.answers.append(request.output_tokens)
-        if request.input_tokens is None:
-            self.text_requests += 1
-            return
-        self.requests_without_ids += request.hash_ids is None
+        self.text_requests += request.input_tokens is None
+        self.requests_without_ids += request.input_tokens is not None and request.hash_ids is None
         self.use_launches.append(0.0 if placed.launch_ms is None else placed.launch_ms)
-        self.uses.append(self._use(request, placed, request.input_tokens))
+        self.uses.append(self._use(request, placed))
 
-    def _use(self, request: TraceRequest, placed: Placement, input_tokens: int) -> Use:
+    def _use(self, request: TraceRequest, placed: Placement) -> Use:
         is_added = self.sessions.repeats_answers(request)
-        start = self.histories.get(placed.session, 0) if is_added else 0
-        if request.hash_ids is None:
-            prompt = self.tree.append(start, input_tokens)
-        else:
-            block_tokens = self.form.block_tokens
-            prompt = self.tree.add(start, request.hash_ids, token_count=input_tokens, block_tokens=block_tokens)
+        prompt = self._prompt(request, self.histories.get(placed.session, 0) if is_added else 0)
         if not is_added:
             return Use(prompt, prompt)
         kept = prompt if request.output_tokens is None else self.tree.append(prompt, request.output_tokens)
         self.histories[placed.session] = kept
         return Use(prompt, kept)
 
+    def _prompt(self, request: TraceRequest, start: int) -> int:
+        """Return the last node of the prompt, which continues the path of `start`."""
+        block_tokens = self.form.block_tokens
+        if request.input_tokens is None:
+            text = "".join(request.texts())
+            ids = tuple(_piece_ids(text, block_tokens * CHARACTERS_PER_TOKEN))
+            return self.tree.add(start, ids, token_count=estimated_tokens(text), block_tokens=block_tokens)
+        if request.hash_ids is None:
+            return self.tree.append(start, request.input_tokens)
+        return self.tree.add(start, request.hash_ids, token_count=request.input_tokens, block_tokens=block_tokens)
+
     def in_order(self) -> list[tuple[float, Use]]:
-        """Return when each request with a known prompt is launched, in milliseconds, and what it uses."""
+        """Return when each request is launched, in milliseconds, and what it uses."""
         order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
         return [(self.use_launches[index], self.uses[index]) for index in order]
 
@@ -149,11 +161,9 @@ class CollectedTrace:
         counts = tree.use_counts(use.prompt for use in uses)
         prompt_nodes = sum(count > 0 for count in counts[1:])
         block_uses = sum(counts[1:])
-        curve = None
-        if uses:
-            curve = hit_curve(
-                tree, uses, report=lambda done: report(f"computing hit rates, {done} of {len(uses)} requests")
-            )
+        curve = hit_curve(
+            tree, uses, report=lambda done: report(f"computing hit rates, {done} of {len(uses)} requests")
+        )
         return TraceAnalysis(
             form=self.form,
             requests=self.sessions.request_count,
@@ -163,7 +173,7 @@ class CollectedTrace:
             largest_turn=self.largest_turn,
             duration_s=(max(self.launches) - min(self.launches)) / 1000 if self.launches else None,
             prompt=Lengths.of([tree.depth_tokens[use.prompt] for use in uses]),
-            answer=Lengths.of(self.answers),
+            answer=Lengths.of(self.answers) if self.answers else None,
             unique_blocks=prompt_nodes,
             unique_tokens=sum(tree.tokens),
             block_uses=block_uses,
@@ -172,6 +182,12 @@ class CollectedTrace:
             curve=curve,
             ignored=dict(ignored),
         )
+
+
+def _piece_ids(text: str, characters: int) -> Iterator[int]:
+    for start in range(0, len(text), characters):
+        piece = text[start : start + characters].encode()
+        yield int.from_bytes(blake2b(piece, digest_size=8).digest(), "big")
 
 
 def _most_shared(tree: PrefixTree, counts: array[int]) -> tuple[CommonPrefix, ...]:
@@ -203,7 +219,10 @@ def notes(analysis: TraceAnalysis) -> list[str]:
         found.append(f"{doubt} `--time-scale 1000` is for seconds")
     found += [f"the field `{name}` of {count:,} lines is ignored" for name, count in sorted(analysis.ignored.items())]
     if analysis.text_requests:
-        found.append(f"{analysis.text_requests:,} requests hold text of unknown length; the hit rates are without them")
+        found.append(
+            f"{analysis.text_requests:,} requests hold text: their tokens are estimated, "
+            f"{CHARACTERS_PER_TOKEN} characters each"
+        )
     if analysis.requests_without_ids:
         found.append(f"{analysis.requests_without_ids:,} requests have no hash ids; they count as content of their own")
     if analysis.duration_s is None:

@@ -111,7 +111,7 @@ def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | 
         "block_uses": analysis.block_uses,
         "repeated_block_uses": analysis.repeated_block_uses,
         "shared_prefixes": [asdict(one) for one in analysis.shared],
-        "ideal_hit_rate": None if curve is None else curve.ideal,
+        "ideal_hit_rate": curve.ideal,
         "capacity_for_share_of_ideal": [
             {"share": share, "hit_rate": rate, **_capacity(analysis, tokens, bytes_per_token)}
             for share, rate, tokens in _shares(analysis)
@@ -129,7 +129,7 @@ def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_pe
     console.print(_lengths_table(analysis))
     for line in _sharing(analysis):
         console.print(line, highlight=False)
-    if analysis.curve is not None and analysis.curve.ideal:
+    if analysis.curve.ideal:
         console.print(_capacity_table(analysis, bytes_per_token))
         console.print("Hit rate of an LRU cache, by its capacity", highlight=False)
         for line in plot_lines(analysis.curve, bytes_per_token=bytes_per_token):
@@ -163,8 +163,6 @@ def _lengths_table(analysis: TraceAnalysis) -> Table:
 
 
 def _sharing(analysis: TraceAnalysis) -> list[str]:
-    if analysis.curve is None:
-        return ["no request has a known length, so there are no hit rates"]
     lines = [
         f"{analysis.unique_blocks:,} different blocks of {analysis.form.block_tokens} tokens; "
         f"{analysis.repeated_block_uses / analysis.block_uses:.1%} of {analysis.block_uses:,} block uses are repeats"
@@ -198,14 +196,14 @@ def _table(label: str, *columns: str) -> Table:
 def _shares(analysis: TraceAnalysis) -> list[tuple[float, float, int]]:
     """Share of the ideal, hit rate and capacity in tokens; empty if nothing repeats."""
     curve = analysis.curve
-    found = [] if curve is None else [(share, curve.capacity_for(share)) for share in SHARES]
-    return [(share, curve.hit_rate(tokens), tokens) for share, tokens in found if curve is not None and tokens]
+    found = [(share, curve.capacity_for(share)) for share in SHARES]
+    return [(share, curve.hit_rate(tokens), tokens) for share, tokens in found if tokens]
 
 
 def _points(analysis: TraceAnalysis) -> list[tuple[float, int]]:
     """Hit rate and capacity in tokens, evenly spaced on a logarithmic axis from one block to all that a hit needs."""
     curve = analysis.curve
-    if curve is None or not curve.distances:
+    if not curve.distances:
         return []
     last = curve.distances[-1]
     first = min(analysis.form.block_tokens, last)

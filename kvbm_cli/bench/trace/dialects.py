@@ -6,24 +6,25 @@ docs/reference/trace.md has a table: what each format has, what it lacks, and wh
 from __future__ import annotations
 
 import csv
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from kvbm.errors import ProfileError
 from kvbm.text.outside import shown, shown_json
-from kvbm_cli.bench.trace.request import Turns
-from kvbm_cli.bench.workload.files import AZURE, BURSTGPT, SESSION_LISTS
+from kvbm_cli.bench.trace import spans, texts
+from kvbm_cli.bench.trace.request import INPUTS, SESSION_BITS, Fields, TraceLines, Turns, json_object
+from kvbm_cli.bench.workload.files import AZURE, BURSTGPT, SESSION_LISTS, SHAREGPT
 
-Lines = Iterable[tuple[int, bytes]]
-Fields = Iterator[tuple[int, dict[str, Any]]]
-SESSION_BITS = 40  # of a block's id: the others are for ids in a session
 OWN_BLOCK = 1 << (SESSION_BITS - 1)
 _BAILIAN = b'"parent_chat_id"'
 _SHARED_NAMES = ("input_length", "output_length", "hash_ids")  # of Bailian's fields and Mooncake's
+_SPANS = b'"resourceSpans"'
+_TURNS, _TEXT = (re.compile(rb'[{,]\s*"%s"\s*:' % name) for name in (b"turns", b"texts?"))
+_INPUTS = re.compile(rb'[{,]\s*"(%s)"\s*:' % "|".join(INPUTS).encode())
+TEXT_BLOCK_TOKENS = 16
 _BLOCK_SIZE = re.compile(rb'"block_size"\s*:\s*(\d{1,5})\b')
 
 
@@ -34,13 +35,17 @@ class TraceDialect:
 
     name: str
     block_tokens: int | None
-    read: Callable[[Lines], Fields]
+    read: Callable[[TraceLines], Fields]
     turns: Turns = Turns.WHOLE
 
 
-def dialect_of(head: bytes) -> TraceDialect | None:
-    """Return the format of a file that begins with `head`; `None` for Mooncake's, and for what is no trace."""
-    first = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0].strip()
+def dialect_of(head: bytes, *, has_text_column: bool = False) -> TraceDialect | None:
+    """Return the format of a file that begins with `head`; `None` for Mooncake's, and for what is no trace.
+
+    A file whose column of texts is given is Mooncake's, also if the column has the name that aiperf uses.
+    """
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    first = text.partition(b"\n")[0].strip()
     if first.lower().startswith(AZURE):
         return TraceDialect("Azure's LLM inference traces", None, _azure)
     if first.lower().startswith(BURSTGPT):
@@ -52,10 +57,24 @@ def dialect_of(head: bytes) -> TraceDialect | None:
         )
     if first.startswith(b"{") and _BAILIAN in first:
         return TraceDialect("Alibaba's Bailian traces", 16, _bailian)
+    if first.startswith(b"{") and _SPANS in first:
+        return TraceDialect("OpenTelemetry's spans", spans.BLOCK_TOKENS, spans.model_calls)
+    if (text[:1] == b"[" or first.startswith(b"{")) and SHAREGPT.search(text):
+        return TraceDialect("ShareGPT", TEXT_BLOCK_TOKENS, texts.sharegpt, Turns.ADDED)
+    if first.startswith(b"{") and not _INPUTS.search(first) and not has_text_column:
+        return _of_aiperf(first)
     return None
 
 
-def _azure(lines: Lines) -> Fields:
+def _of_aiperf(first: bytes) -> TraceDialect | None:
+    if _TURNS.search(first):
+        return TraceDialect("aiperf's multi_turn", TEXT_BLOCK_TOKENS, texts.multi_turns, Turns.ADDED)
+    if _TEXT.search(first):
+        return TraceDialect("aiperf's single_turn", TEXT_BLOCK_TOKENS, texts.single_turns)
+    return None
+
+
+def _azure(lines: TraceLines) -> Fields:
     start: datetime | None = None
     for number, row in _rows(lines):
         try:
@@ -69,7 +88,7 @@ def _azure(lines: Lines) -> Fields:
         yield number, {"timestamp": elapsed_ms, **_lengths(number, row, "contexttokens", "generatedtokens")}
 
 
-def _burstgpt(lines: Lines) -> Fields:
+def _burstgpt(lines: TraceLines) -> Fields:
     for number, row in _rows(lines):
         try:
             launch_ms = float(row["timestamp"]) * 1e3
@@ -78,7 +97,7 @@ def _burstgpt(lines: Lines) -> Fields:
         yield number, {"timestamp": launch_ms, **_lengths(number, row, "request tokens", "response tokens")}
 
 
-def _rows(lines: Lines) -> Iterator[tuple[int, dict[str, str]]]:
+def _rows(lines: TraceLines) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the rows of CSV after its header, by the names of the columns in lower case."""
     names: list[str] = []
     for number, line in lines:
@@ -105,18 +124,18 @@ def _lengths(number: int, row: Mapping[str, str], prompt: str, answer: str) -> d
     return found
 
 
-def _bailian(lines: Lines) -> Fields:
+def _bailian(lines: TraceLines) -> Fields:
     for number, line in lines:
-        chat = _object(number, line)
+        chat = json_object(number, line)
         seconds = _number(number, chat, "timestamp")
         fields: dict[str, Any] = {name: chat[name] for name in _SHARED_NAMES if name in chat}
         yield number, {"timestamp": seconds * 1e3, **fields}
 
 
-def _agents(lines: Lines) -> Fields:
+def _agents(lines: TraceLines) -> Fields:
     """Sessions without a common clock: the first request of each has no time, later ones the pause before them."""
     for position, (number, line) in enumerate(lines):
-        session = _object(number, line)
+        session = json_object(number, line)
         yield from ((number, one) for one in _session(number, session, str(session.get("id", number)), position))
 
 
@@ -143,16 +162,6 @@ def _session(number: int, session: Mapping[str, Any], name: str, position: int) 
         if tokens and one.get("out"):  # others failed, and are skipped
             ended_s = start_s + _number(number, {"api_time": 0.0, **one}, "api_time")
         yield {"session_id": name, "input_length": tokens, "output_length": one.get("out"), "hash_ids": blocks, **delay}
-
-
-def _object(number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ProfileError(f"{number}: a line must be a JSON object", hint="the file may be cut: copy it again")
-    return found
 
 
 def _number(number: int, values: Mapping[str, Any], name: str) -> float:

@@ -38,7 +38,7 @@ class TraceReader:
         self.ignored: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.lines = TraceLines(path)
-        self._dialect = dialect_of(self.lines.head())
+        self._dialect = dialect_of(self.lines.head(), has_text_column="text_input" in form.columns)
         self.form = form = form if self._dialect is None else _form_of(self._dialect, form)
         self._known = frozenset(form.name(name) for name in FIELDS)
 

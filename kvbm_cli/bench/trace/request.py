@@ -10,9 +10,12 @@ a session of its own. The launch of a later turn is estimated as if answers took
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import enum
 import gzip
 import io
+import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -38,6 +41,10 @@ GZIP_MAGIC = b"\x1f\x8b"
 HEAD_BYTES = 4096
 LONGEST_HEAD_BYTES = 64 << 10  # keys of a long line may come late
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+CHUNK_BYTES = 1 << 20
+CHARACTERS_PER_TOKEN = 4  # about, of English text
+SESSION_BITS = 40  # of a block's id, in formats whose ids are valid in one session: the others are for the session
+Fields = Iterator[tuple[int, dict[str, Any]]]
 
 
 class Turns(enum.StrEnum):
@@ -119,6 +126,18 @@ class TraceRequest:
         values = (self.input_tokens, self.text, self.messages, self.payload)
         return next(name for name, value in zip(INPUTS, values, strict=True) if value is not None)
 
+    def texts(self) -> list[str]:
+        """Return the text of a prompt that is given as text; a message is one of them, as JSON."""
+        if self.text is not None:
+            return [self.text]
+        payload = self.payload or {}
+        prompt = payload.get("prompt")
+        if isinstance(prompt, str):
+            return [prompt]
+        messages = self.messages or payload.get("messages") or ()
+        tools = self.tools or payload.get("tools") or ()
+        return [json.dumps(one) for one in (prompt, tools, *messages) if one]
+
 
 class TraceLines:
     """Iterates over (number, line) for lines that are not empty. `bytes_read` of `byte_count` is the progress."""
@@ -131,6 +150,7 @@ class TraceLines:
         self.path = path
         self.byte_count = 0
         self._raw: io.BufferedReader | None = None
+        self._place = ""  # up to which the file was read
 
     @property
     def bytes_read(self) -> int:
@@ -146,16 +166,43 @@ class TraceLines:
             return b""
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        number = 0
+        with self._reading() as opened:
+            number = 0
+            while line := opened.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                self._place = f"line {number}"
+                if len(line) > MAX_LINE_BYTES:
+                    raise ProfileError(
+                        f"{self.path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
+                        hint="a trace has one request per line",
+                    )
+                if text := line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
+                    yield number, text
+
+    def chunks(self) -> Iterator[str]:
+        """Yield the text in pieces, for a file that is not made of lines."""
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        with self._reading() as opened:
+            byte_count = 0
+            while chunk := opened.read(CHUNK_BYTES):
+                try:
+                    yield decoder.decode(chunk)
+                except UnicodeDecodeError:
+                    raise ProfileError(f"{self.path}: not UTF-8 text, in the MiB after byte {byte_count:,}") from None
+                byte_count += len(chunk)
+                self._place = f"byte {byte_count:,}"
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[io.BufferedReader[Any]]:
+        """Open the file, and translate what can go wrong while it is read."""
+        self._place = "line 0"
         try:
             with open(self.path, "rb") as raw:
                 self._raw, self.byte_count = raw, os.fstat(raw.fileno()).st_size
-                for number, line in enumerate(self._lines(raw), start=1):
-                    if text := line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
-                        yield number, text
+                yield self._opened(raw)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ProfileError(
-                f"{self.path}: the gzip data is damaged or incomplete after line {number}: {error}",
+                f"{self.path}: the gzip data is damaged or incomplete after {self._place}: {error}",
                 hint="copy or download the file again; `gzip -t` tests it",
             ) from None
         except OSError as error:
@@ -163,7 +210,7 @@ class TraceLines:
         finally:
             self._raw = None
 
-    def _lines(self, raw: io.BufferedReader) -> Iterator[bytes]:
+    def _opened(self, raw: io.BufferedReader) -> io.BufferedReader[Any]:
         is_compressed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)
         if not is_compressed and self.path.suffix == ".gz" and not raw.peek().startswith(LFS_POINTER):
@@ -174,15 +221,22 @@ class TraceLines:
         opened = io.BufferedReader(cast(io.RawIOBase, gzip.GzipFile(fileobj=raw))) if is_compressed else raw
         if (other := other_format(opened.peek(HEAD_BYTES)[:HEAD_BYTES])) is not None:
             raise ProfileError(f"{self.path} {other.what}", hint=other.hint)
-        number = 0
-        while line := opened.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise ProfileError(
-                    f"{self.path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB",
-                    hint="a trace has one request per line",
-                )
-            yield line
+        return opened
+
+
+def json_object(number: int, line: bytes) -> dict[str, Any]:
+    """Return the object of a line in a format of others. ProfileError, without the name of the file."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ProfileError(f"{number}: a line must be a JSON object", hint="the file may be cut: copy it again")
+    return found
+
+
+def estimated_tokens(text: str) -> int:
+    return -(-len(text) // CHARACTERS_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ Times count from the first launch of the trace. A later turn of a session waits 
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from typing import Any
 
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.request import Placement, Sessions, TraceFormat, TraceRequest
+from kvbm_cli.bench.trace.request import CHARACTERS_PER_TOKEN, Placement, Sessions, TraceFormat, TraceRequest
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer, length_of
 
-PIECE_TOKENS, PIECE_CHARACTERS = 16, 64
+PIECE_TOKENS = 16
+PIECE_CHARACTERS = PIECE_TOKENS * CHARACTERS_PER_TOKEN
 DEFAULT_WARMUP_TOKENS = 256
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 STREAMED: Mapping[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -141,6 +141,7 @@ class _Builder:
             path=CHAT_PATH if is_chat else COMPLETION_PATH,
             body=_body(request, answer_tokens),
             extra=tuple(self._extra(request).items()),
+            has_system=False,
         )
 
     def _parts(self, request: TraceRequest) -> Iterator[Content]:
@@ -154,12 +155,7 @@ class _Builder:
 
     def _body_parts(self, request: TraceRequest) -> Iterator[Content]:
         """Yield the text of a fixed body in pieces; each message begins a new one."""
-        payload = request.payload or {}
-        prompt = payload.get("prompt")
-        messages = request.messages or payload.get("messages") or ()
-        tools = request.tools or payload.get("tools") or ()
-        texts = [prompt] if isinstance(prompt, str) else [json.dumps(one) for one in (prompt, tools, *messages) if one]
-        for text in texts:
+        for text in request.texts():
             yield from self.contents.cut(text, PIECE_CHARACTERS)
 
     def _extra(self, request: TraceRequest) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ Files that are given as a trace and are something else are recognised by their f
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ BURSTGPT = (
     b"timestamp,model,request tokens,response tokens",
     b"timestamp,session id,elapsed time,model,request tokens",
 )
+SHAREGPT = re.compile(rb'"(?:conversations|items)"\s*:\s*\[')
 SESSION_LISTS = b'"hash_id_scope"'  # a key that only this format has
 _MAGIC = {
     b"PAR1": ("Parquet", LINES_HINT),
@@ -50,7 +52,6 @@ _MAGIC = {
 _OF_LMBENCHMARK = b'"input_from"'
 LMBENCHMARK_HINT = "a workload with `kind: lmbenchmark`, `scenario: agentic` and `file` reads it"
 _NAMED_LINES = {  # a key that only this format has
-    b'"conversations"': "ShareGPT",
     b'"custom_id"': "the input of OpenAI's batch API",
 }
 
@@ -87,10 +88,13 @@ def load_workload(name_or_path: str) -> Workload:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether the file has the name of a trace, or more than one line of JSON."""
+    """Whether the file has the name of a trace, more than one line of JSON, or a list of ShareGPT's."""
     if path.name.endswith(TRACE_SUFFIXES):
         return True
-    first, _, rest = _head(path).partition(b"\n")
+    head = _head(path)
+    if head.startswith(b"[") and SHAREGPT.search(head):
+        return True
+    first, _, rest = head.partition(b"\n")
     return first.startswith(b"{") and first.rstrip().endswith(b"}") and rest.startswith(b"{")
 
 
@@ -171,6 +175,8 @@ def other_format(head: bytes) -> ForeignFile | None:
     for magic, (what, hint) in _MAGIC.items():
         if text.startswith(magic):
             return ForeignFile(f"is {what}, and this format is not read yet", hint)
+    if text[:1] in (b"[", b"{") and SHAREGPT.search(text):
+        return None
     if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
         return ForeignFile("is one JSON list, and this format is not read yet", LIST_HINT)
     first = text.partition(b"\n")[0].strip().lower()

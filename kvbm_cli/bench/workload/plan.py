@@ -293,10 +293,10 @@ def unplanned(
     )
 
 
-def roles_of(parts: Sequence[Part]) -> tuple[str, ...]:
+def roles_of(parts: Sequence[Part], *, has_system: bool = True) -> tuple[str, ...]:
     """Return the role of each part of a prompt: the first of several is the system's, answers are the assistant's."""
     roles = [ASSISTANT if isinstance(part, AnswerOf) else USER for part in parts]
-    return tuple([SYSTEM, *roles[1:]] if len(parts) > 1 else roles)
+    return tuple([SYSTEM, *roles[1:]] if has_system and len(parts) > 1 else roles)
 
 
 def _answer(data: list[Any] | None) -> RecordedAnswer | None:
@@ -330,7 +330,9 @@ def _planned(
         path=dialect.path if one.body is None else one.path,
         parts=() if one.body is not None else parts,
         fields=tuple({**body, **dict(one.extra)}.items()),
-        roles=() if one.body is not None or dialect.path == COMPLETIONS else roles_of(one.parts),
+        roles=()
+        if one.body is not None or dialect.path == COMPLETIONS
+        else roles_of(one.parts, has_system=one.has_system),
     )
 
 

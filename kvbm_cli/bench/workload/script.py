@@ -53,7 +53,8 @@ class ScriptedRequest:
     """`turn` counts from 1 in its session. `after` are indices of requests that must have ended, `delay_s` before.
 
     `at_s` is a launch time that the workload fixes, as a trace does. `body` is a whole body that the workload fixes,
-    without the model; it then replaces the parts. `extra` are further fields of the body.
+    without the model; it then replaces the parts. `extra` are further fields of the body. `has_system` says whether the
+    first of several parts is a system prompt.
     """
 
     session: int
@@ -67,6 +68,7 @@ class ScriptedRequest:
     body: tuple[tuple[str, object], ...] | None = None
     phase: Phase = Phase.COLD
     extra: tuple[tuple[str, object], ...] = ()
+    has_system: bool = True
 
     @property
     def prompt_token_count(self) -> int:
