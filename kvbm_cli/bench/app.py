@@ -45,6 +45,10 @@ TimeScaleOption = Annotated[float, option("--time-scale", "X", "Factor on all ti
 ColumnsOption = Annotated[
     list[str] | None, option("--column", "FIELD=NAME", "Read a field from another name in the file; may be repeated.")
 ]
+LimitOption = Annotated[int | None, option("--limit", "N", "Read only the first N requests of the file.", min=1)]
+SessionsOption = Annotated[
+    int | None, option("--sessions", "N", "Read only the first N sessions of the file, with all their turns.", min=1)
+]
 TurnsOption = Annotated[
     str, option("--turns", "added|whole", "Whether a line of a session holds what its turn adds, or the whole prompt.")
 ]
@@ -193,21 +197,15 @@ def bench_trace(
     time_scale: TimeScaleOption = 1.0,
     column: ColumnsOption = None,
     turns: TurnsOption = "added",
+    limit: LimitOption = None,
+    sessions: SessionsOption = None,
     json: JsonOption = False,
 ) -> int:
     """Show the lengths, the sharing and the hit rates of a trace."""
-    from kvbm_cli.bench.trace.command import trace
+    from kvbm_cli.bench.trace.command import trace, trace_format
 
-    return trace(
-        file,
-        block_tokens=block_tokens,
-        bytes_per_token=bytes_per_token,
-        model=model,
-        time_scale=time_scale,
-        columns=column or [],
-        turns=turns,
-        as_json=json,
-    )
+    form = trace_format(block_tokens, time_scale, column or [], turns, limit, sessions)
+    return trace(file, form, bytes_per_token=bytes_per_token, model=model, as_json=json)
 
 
 @bench_app.command("report", cls=Command)

@@ -178,7 +178,7 @@ def warnings_of(workload: Workload) -> list[str]:
     """Return what the files of the workload make doubtful, read before an engine starts. Errors as in `script_of`."""
     if not isinstance(workload, Trace):
         return []
-    return findings_of(Path(workload.file), _form(workload), request_limit=workload.requests)
+    return findings_of(Path(workload.file), _form(workload))
 
 
 def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
@@ -192,7 +192,6 @@ def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
             writer,
             seed=seed,
             length_scale=workload.length_scale,
-            request_limit=workload.requests,
         )
     if isinstance(workload, Lmbenchmark):
         return strict_script(workload, writer, seed=seed)
@@ -200,4 +199,6 @@ def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
 
 
 def _form(workload: Trace) -> TraceFormat:
-    return TraceFormat(workload.block_tokens, workload.time_scale, workload.columns, Turns(workload.turns))
+    turns = Turns(workload.turns)
+    limits = (workload.requests, workload.sessions)
+    return TraceFormat(workload.block_tokens, workload.time_scale, workload.columns, turns, *limits)

@@ -9,7 +9,9 @@ from kvbm_cli.bench.app import (
     BlockTokensOption,
     BytesPerTokenOption,
     ColumnsOption,
+    LimitOption,
     ModelOption,
+    SessionsOption,
     TimeScaleOption,
     TurnsOption,
 )
@@ -37,6 +39,8 @@ def plan(
     time_scale: TimeScaleOption = 1.0,
     column: ColumnsOption = None,
     turns: TurnsOption = "added",
+    limit: LimitOption = None,
+    sessions: SessionsOption = None,
     prefill_rate: Annotated[
         float | None,
         option("--prefill-rate", "TOKENS", "Prompt tokens that the engine computes per second.", min=1e-3, max=1e9),
@@ -64,7 +68,8 @@ def plan(
     prices = body.prices_of(memory_price, engine_price)
     if trace is None:
         of_traces = {"capacity-blocks": capacity_blocks, "exact": exact, "model": model, "prefill-rate": prefill_rate}
-        body.require_trace_for({**of_traces, "bytes-per-token": bytes_per_token, "column": column})
+        of_files = {"bytes-per-token": bytes_per_token, "column": column, "limit": limit, "sessions": sessions}
+        body.require_trace_for({**of_traces, **of_files})
         from kvbm_cli.plan.live import show_live
         from kvbm_cli.top.watched import of_runs, of_url
 
@@ -75,7 +80,7 @@ def plan(
         raise body.one_source()
     request = body.PlanRequest(
         file=trace,
-        form=trace_format(block_tokens, time_scale, column or [], turns),
+        form=trace_format(block_tokens, time_scale, column or [], turns, limit, sessions),
         capacities=body.parse_capacities(capacity_blocks),
         policies=body.parse_policies(policy),
         is_exact=exact,

@@ -250,7 +250,7 @@ def test_only_calls_of_models_count_and_calls_without_a_conversation_share_nothi
 
 
 def test_the_command_shows_them(tmp_path, capsys):
-    assert trace(written(tmp_path / "a.csv", AZURE)) == 0
+    assert trace(written(tmp_path / "a.csv", AZURE), TraceFormat()) == 0
     shown = capsys.readouterr().out
     assert "2 requests in" in shown
     assert "have no hash ids" in shown

@@ -82,6 +82,23 @@ def test_columns_time_scale_and_block_length_are_configurable(tmp_path):
     assert (one.timestamp_ms, one.input_tokens, one.hash_ids) == (3.0, 33, (1, 2, 3))
 
 
+def test_the_first_sessions_are_read_with_all_their_turns(tmp_path):
+    path = written(tmp_path, *[{"session_id": name, "input_length": 5} for name in "abacb"], {"input_length": 7})
+
+    def sessions(**limits):
+        return [one.session_id for one in TraceReader(path, TraceFormat(**limits))]
+
+    assert sessions(sessions=2) == ["a", "b", "a", "b"]
+    assert sessions(sessions=4) == ["a", "b", "a", "c", "b", None]
+    assert sessions(requests=3) == ["a", "b", "a"]
+    assert sessions(requests=1, sessions=2) == ["a"]
+
+
+def test_lines_without_a_session_count_as_sessions(tmp_path):
+    path = written(tmp_path, {"input_length": 5}, {"input_length": 6}, {"input_length": 7})
+    assert [one.input_tokens for one in TraceReader(path, TraceFormat(sessions=2))] == [5, 6]
+
+
 def test_unknown_fields_are_counted(tmp_path):
     reader = TraceReader(written(tmp_path, {"input_length": 1, "group": 1}, {"input_length": 1}), TraceFormat())
     assert len(list(reader)) == 2
@@ -320,7 +337,7 @@ def answers_of(script):
 
 
 def test_prompts_of_the_head_have_the_lengths_and_the_sharing_of_the_trace():
-    script = trace_script(HEAD, TraceFormat(), WRITER, seed=0, request_limit=80)
+    script = trace_script(HEAD, TraceFormat(requests=80), WRITER, seed=0)
     trace = [request for request, _ in zip(TraceReader(HEAD, TraceFormat()), range(80), strict=False)]
     requests = planned(script)
     assert [one.prompt_tokens for one in requests] == [one.input_tokens for one in trace]

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 from kvbm_cli.bench.result.results import percentile
@@ -232,11 +231,11 @@ def notes(analysis: TraceAnalysis) -> list[str]:
     return found
 
 
-def findings_of(path: Path, form: TraceFormat, *, request_limit: int | None) -> list[str]:
-    """Sentences about the first `request_limit` requests. ProfileError for a wrong line."""
+def findings_of(path: Path, form: TraceFormat) -> list[str]:
+    """Sentences about the requests. ProfileError for a wrong line."""
     reader = TraceReader(path, form)
     times, count = [], 0
-    for request in islice(reader, request_limit):
+    for request in reader:
         count += 1
         if request.timestamp_ms is not None:
             times.append(request.timestamp_ms)

@@ -16,7 +16,7 @@ from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Lengths, TraceAnalysis, analyse, has_sessions, notes
 from kvbm_cli.bench.trace.hit_curve import HitCurve
-from kvbm_cli.bench.trace.request import DEFAULT_BLOCK_TOKENS, TraceFormat, Turns, parse_columns
+from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.size.request import SizeRequest
 from kvbm_cli.terminal.console import print_json
@@ -36,17 +36,13 @@ FIRST_SHARE = 0.01  # the axis begins where the cache finds this share of the id
 
 def trace(
     file: Path,
+    form: TraceFormat,
     *,
-    block_tokens: int = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: str | None = None,
     model: str | None = None,
-    time_scale: float = 1.0,
-    columns: Sequence[str] = (),
-    turns: str = Turns.ADDED,
     as_json: bool = False,
 ) -> int:
     """Print the analysis. `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
-    form = trace_format(block_tokens, time_scale, columns, turns)
     per_token = token_bytes(bytes_per_token, model)
     with ProgressDisplay("trace", delay_s=PROGRESS_AFTER_S) as progress:
         analysis = analyse(file, form, report=progress.report)
@@ -60,9 +56,17 @@ def trace(
     return 0
 
 
-def trace_format(block_tokens: int, time_scale: float, columns: Sequence[str], turns: str) -> TraceFormat:
+def trace_format(
+    block_tokens: int,
+    time_scale: float,
+    columns: Sequence[str],
+    turns: str,
+    request_limit: int | None,
+    session_limit: int | None,
+) -> TraceFormat:
     """Return the format from the options of the command line."""
-    return TraceFormat(block_tokens, time_scale, parse_columns(list(columns)), _turns(turns))
+    columns_by_field = parse_columns(list(columns))
+    return TraceFormat(block_tokens, time_scale, columns_by_field, _turns(turns), request_limit, session_limit)
 
 
 def _turns(text: str) -> Turns:

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +44,13 @@ class TraceReader:
         self._known = frozenset(form.name(name) for name in FIELDS)
 
     def __iter__(self) -> Iterator[TraceRequest]:
+        """Yield the requests within the limits of the form. A session keeps all its turns."""
+        most = self.form.sessions
+        if most is None:
+            return islice(self._requests(), self.form.requests)
+        return islice(_of_first_sessions(self._requests(), most), self.form.requests)
+
+    def _requests(self) -> Iterator[TraceRequest]:
         is_empty = True
         for number, values in self._values():
             line = _Line(self.path, number, self.form, values)
@@ -76,6 +84,19 @@ class TraceReader:
             f"{count:,} {'line is' if count == 1 else 'lines are'} skipped: `{name}` is 0"
             for name, count in sorted(self.skipped.items())
         ]
+
+
+def _of_first_sessions(requests: Iterator[TraceRequest], most: int) -> Iterator[TraceRequest]:
+    """Read on after the last of these sessions has begun: later lines may be turns of them."""
+    named: set[str] = set()
+    count = 0
+    for request in requests:
+        if request.session_id is not None and request.session_id in named:
+            yield request
+        elif count < most:
+            count += 1
+            named.update([request.session_id] if request.session_id is not None else [])
+            yield request
 
 
 def _form_of(dialect: TraceDialect, form: TraceFormat) -> TraceFormat:

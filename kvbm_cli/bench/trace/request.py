@@ -56,12 +56,17 @@ class Turns(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceFormat:
-    """`columns` maps a field to its name in the file. `time_scale` multiplies all times. UsageError for wrong ones."""
+    """`columns` maps a field to its name in the file. `time_scale` multiplies all times. UsageError for wrong ones.
+
+    Only the first `requests` of the first `sessions` in the file are read, by default all.
+    """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     time_scale: float = 1.0
     columns: Mapping[str, str] = field(default_factory=dict)
     turns: Turns = Turns.ADDED
+    requests: int | None = None
+    sessions: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,15 @@ def trace_script(
     *,
     seed: int,
     length_scale: float = 1.0,
-    request_limit: int | None = None,
 ) -> Script:
-    """Return the first `request_limit` lines as a script. `length_scale` multiplies the tokens of blocks and answers.
+    """Return the requests as a script. `length_scale` multiplies the tokens of blocks and answers.
 
     ProfileError for a wrong line.
     """
     contents = _Contents(writer, seed, length_scale)
     reader = TraceReader(path, form)
     builder = _Builder(path, contents, Sessions(path, reader.form), reader.form.block_tokens)
-    return builder.script(islice(reader, request_limit))
+    return builder.script(reader)
 
 
 @dataclass(slots=True)

@@ -340,6 +340,11 @@ class Trace(Workload):
     requests: int | None = Field(
         default=None, ge=1, description="Number of requests, from the start of the file; by default all."
     )
+    sessions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of sessions, from the start of the file, with all their turns; by default all.",
+    )
     columns: Mapping[str, str] = Field(
         default={}, description="Names of fields in the file, if they differ: `{input_length: prompt_tokens}`."
     )
