@@ -87,6 +87,17 @@ def test_blocks_of_texts_are_pieces_of_four_characters_per_token(tmp_path):
     assert found.curve.ideal == 8 / 31
 
 
+def test_pauses_between_turns_are_shown(kvbm, tmp_path):
+    turns = [{"session_id": "a", "input_length": 5, "delay": pause} for pause in (0, 1000, 3000)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*turns, {"input_length": 5}]))
+    assert analyse(path, TraceFormat()).pauses.mean == 2.0
+    code, out, _ = kvbm("bench", "trace", path)
+    assert code == 0
+    assert "pause                    2.0   2.0" in out
+    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["pauses_s"]["max"] == 3.0
+
+
 def test_blocks_of_messages_grow_with_the_conversation(tmp_path):
     first, second = {"role": "user", "content": 90 * "a"}, {"role": "assistant", "content": 90 * "b"}
     found = analysed(tmp_path, {"messages": [first]}, {"messages": [first, second]}, block_tokens=4)

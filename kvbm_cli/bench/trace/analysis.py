@@ -37,16 +37,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens per request."""
+    """Tokens per request, or seconds per pause."""
 
     mean: float
     p50: float
     p90: float
     p99: float
-    max: int
+    max: float
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Lengths:
+    def of(cls, values: Sequence[float]) -> Lengths:
         p50, p90, p99 = (percentile(values, percent) for percent in (50, 90, 99))
         return cls(sum(values) / len(values), p50, p90, p99, max(values))
 
@@ -61,8 +61,8 @@ class CommonPrefix:
 
 @dataclass(frozen=True, slots=True)
 class TraceAnalysis:
-    """Numbers of a trace. `answer` is None if no request has a length of its answer; `duration_s` without
-    timestamps."""
+    """Numbers of a trace. `answer` is None if no request has a length of its answer, `pauses` if none has a `delay`,
+    `duration_s` without timestamps."""
 
     form: TraceFormat
     requests: int
@@ -73,6 +73,7 @@ class TraceAnalysis:
     duration_s: float | None
     prompt: Lengths
     answer: Lengths | None
+    pauses: Lengths | None
     unique_blocks: int
     unique_tokens: int
     block_uses: int
@@ -84,7 +85,7 @@ class TraceAnalysis:
 
 
 def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
-    """Read the file once, then computes. `report` is called with what is being done."""
+    """Read the file once, then compute. `report` is called with what is being done."""
     reader = TraceReader(path, form)
     trace = collect(reader, report=report)
     return replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
@@ -112,6 +113,7 @@ class CollectedTrace:
     launches: list[float] = field(default_factory=list)
     use_launches: list[float] = field(default_factory=list)  # 0 in a trace without timestamps
     answers: array[int] = field(default_factory=lambda: array("q"))
+    pauses_s: array[float] = field(default_factory=lambda: array("d"))
     histories: dict[int, int] = field(default_factory=dict)  # session: node after its latest answer
     text_requests: int = 0
     requests_without_ids: int = 0
@@ -124,6 +126,8 @@ class CollectedTrace:
             self.launches.append(placed.launch_ms)
         if request.output_tokens is not None:
             self.answers.append(request.output_tokens)
+        if request.delay_ms is not None and placed.turn > 1:
+            self.pauses_s.append(request.delay_ms / 1000)
         self.text_requests += request.input_tokens is None
         self.requests_without_ids += request.input_tokens is not None and request.hash_ids is None
         self.use_launches.append(0.0 if placed.launch_ms is None else placed.launch_ms)
@@ -173,6 +177,7 @@ class CollectedTrace:
             duration_s=(max(self.launches) - min(self.launches)) / 1000 if self.launches else None,
             prompt=Lengths.of([tree.depth_tokens[use.prompt] for use in uses]),
             answer=Lengths.of(self.answers) if self.answers else None,
+            pauses=Lengths.of(self.pauses_s) if self.pauses_s else None,
             unique_blocks=prompt_nodes,
             unique_tokens=sum(tree.tokens),
             block_uses=block_uses,

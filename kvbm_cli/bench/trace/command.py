@@ -108,6 +108,7 @@ def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | 
         "requests_per_s": _rate(analysis),
         "prompt_tokens": _lengths_data(analysis.prompt),
         "answer_tokens": _lengths_data(analysis.answer),
+        "pauses_s": _lengths_data(analysis.pauses),
         "block_tokens": analysis.form.block_tokens,
         "bytes_per_token": bytes_per_token,
         "unique_blocks": analysis.unique_blocks,
@@ -131,6 +132,8 @@ def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_pe
     for line in _facts(analysis, name):
         console.print(line, highlight=False)
     console.print(_lengths_table(analysis))
+    if analysis.pauses is not None:
+        console.print(_pauses_table(analysis.pauses))
     for line in _sharing(analysis):
         console.print(line, highlight=False)
     if analysis.curve.ideal:
@@ -138,6 +141,7 @@ def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_pe
         console.print("Hit rate of an LRU cache, by its capacity", highlight=False)
         for line in plot_lines(analysis.curve, bytes_per_token=bytes_per_token):
             console.print(line, highlight=False, no_wrap=True)
+        console.print("`kvbm plan --trace` simulates adaptive eviction, too.", highlight=False)
     for note in notes(analysis):
         console.print(f"note: {one_line(note)}", highlight=False)
 
@@ -163,6 +167,13 @@ def _lengths_table(analysis: TraceAnalysis) -> Table:
         if lengths is not None:
             numbers = (lengths.mean, lengths.p50, lengths.p90, lengths.p99, lengths.max)
             table.add_row(label, *(f"{number:,.0f}" for number in numbers))
+    return table
+
+
+def _pauses_table(pauses: Lengths) -> Table:
+    table = _table("seconds between turns", "mean", "p50", "p90", "p99", "max")
+    numbers = (pauses.mean, pauses.p50, pauses.p90, pauses.p99, pauses.max)
+    table.add_row("pause", *(f"{number:,.1f}" for number in numbers))
     return table
 
 
