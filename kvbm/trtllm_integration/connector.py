@@ -29,6 +29,7 @@ from kvbm.trtllm_integration.leader_side import LeaderSide
 from kvbm.trtllm_integration.messages import NOTHING, TransferOrders
 from kvbm.trtllm_integration.pool_memory import declined_window, of_layout, of_tensor
 from kvbm.trtllm_integration.rank_side import RankSide
+from kvbm.trtllm_integration.request_key import SALTS
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,8 @@ REPORTS_RESETS = hasattr(_LeaderBase, "request_reset")
 
 class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_llm is not there for the type checker
     """Scheduler part of the connector, on rank 0. Has no `_side` if kvbm is disabled."""
+
+    supports_attention_dp = True  # otherwise such an engine does not start, instead of running without the cache
 
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
@@ -110,10 +113,13 @@ class DynamoKVBMConnectorLeader(_LeaderBase):  # type: ignore[misc]  # tensorrt_
 class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
     """Worker part of the connector, on every rank. Has no `_side` if kvbm is disabled."""
 
+    supports_attention_dp = True
+
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         self.boundary = Boundary()
         config, self._facts = _start(llm_args, warns=False)
+        self._min_priority = config.offload.min_priority
         self._side: RankSide | None = None
         if self._facts is not None:
             is_old = INTERFACE is not None and INTERFACE.__name__ == OLD_PATH
@@ -134,6 +140,12 @@ class DynamoKVBMConnectorWorker(_WorkerBase):  # type: ignore[misc]
             self._side = None
             return
         self._side.register(of_layout(layout))
+        if self._min_priority and self._side.is_leading:
+            log.warning(
+                "kvbm: `offload.min_priority: %d` has no effect: KVCacheManagerV2 has no retention priorities; set "
+                "`kv_cache_config.use_kv_cache_manager_v2` to false to have them",
+                self._min_priority,
+            )
 
     def register_forward_pass_callable(self) -> None:
         """Return no callable: `wait_for_save` starts the offloads."""
@@ -209,6 +221,7 @@ def _parsed(text: str) -> object:
 
 
 def _has_salts() -> bool:
-    """Whether this version of the interface knows cache salts."""
-    data = getattr(INTERFACE, "RequestData", None)
-    return data is not None and any(field.name == "cache_salt" for field in dataclasses.fields(data))
+    """Whether requests of this version have cache salts: some releases of 1.3 show them in the request only."""
+    data, request = getattr(INTERFACE, "RequestData", None), getattr(INTERFACE, "LlmRequest", None)
+    names = set() if data is None else {field.name for field in dataclasses.fields(data)}
+    return any(name in names or hasattr(request, name) for name in SALTS)

@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-_SALTS = ("cache_salt", "cache_salt_id")
+SALTS = ("cache_salt", "cache_salt_id")  # the text of the client, or a number made from it
 _MEDIA = (
     *("multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_embedding"),
     "mrope_rotary_cos_sin",
@@ -37,7 +37,7 @@ class RequestKey:
 def request_key(request: Any, *, has_adapters: bool, has_salts: bool) -> RequestKey | None:
     """Return the key of a request, None if it must bypass the cache. `has_adapters` and `has_salts`: the engine has the
     feature, so that a request without the attribute is ambiguous."""
-    salt = _first(request, _SALTS)
+    salt = _first(request, SALTS)
     adapter = getattr(request, "lora_task_id", _MISSING)
     if (has_salts and salt is _MISSING) or (has_adapters and adapter is _MISSING):
         return None

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from interface import Collectives, Manager, State, Version, arguments, installed
+from interface import Collectives, Manager, State, Version, arguments, installed, require_attention_dp
 
 from kvbm.trtllm_integration import meeting
 
@@ -456,8 +456,11 @@ class Engine:
         self.connector.os.environ["TLLM_KVBM_CONFIG"] = json.dumps(self.config)
         try:
             values = arguments(self.version, block_tokens=BLOCK, rank_count=self.rank_count, **self._arguments)
-            self.leader = self.connector.DynamoKVBMConnectorLeader(values)
-            self.workers = [self.connector.DynamoKVBMConnectorWorker(values) for _ in range(self.rank_count)]
+            leader, worker = self.connector.DynamoKVBMConnectorLeader, self.connector.DynamoKVBMConnectorWorker
+            if self._arguments.get("enable_attention_dp") and self.version.is_grouped:
+                require_attention_dp(leader, worker)
+            self.leader = leader(values)
+            self.workers = [worker(values) for _ in range(self.rank_count)]
             groups = 2 if self.version.is_grouped else 1
             self.caches = [Cache(self._device_blocks, groups, rank) for rank in range(self.rank_count)]
             self.in_ranks(self._register)

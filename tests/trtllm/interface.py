@@ -31,6 +31,7 @@ class Version:
     path: str = OLD_PATH
     counts_scheduled: bool = True
     has_extras: bool = False
+    has_salt_ids: bool = False  # a request has `cache_salt_id`, and its data no salt
     is_grouped: bool = False
     has_reset: bool = False
     takes_executor_config: bool = False
@@ -43,6 +44,7 @@ class Version:
 V1_1 = Version("1.1", counts_scheduled=False, takes_executor_config=True, releases_one=True)
 V1_2 = Version("1.2", releases_one=True)
 V1_3 = Version("1.3rc", path=NEW_PATH, has_extras=True)
+V1_3_WITH_SALT_IDS = replace(V1_3, name="1.3rc-salt-ids", has_salt_ids=True)
 MAIN = Version("main", path=NEW_PATH, has_extras=True, is_grouped=True, has_reset=True)
 MAIN_WITHOUT_RESETS = replace(MAIN, name="main-without-resets", has_reset=False)
 VERSIONS = (V1_1, V1_2, V1_3, MAIN)
@@ -103,6 +105,8 @@ class Scheduler(ABC):
 class GroupedScheduler(Scheduler):
     """An earlier form of `main`: it takes blocks away from running requests without a call."""
 
+    supports_attention_dp = False
+
     def request_finished_by_layer_group(self, request, cache_block_ids_by_layer_group): ...
     def update_state_after_alloc_by_layer_group(self, request, block_ids_by_layer_group): ...
     def wait_for_initialization(self) -> None: ...
@@ -139,6 +143,8 @@ class Worker(ABC):
 
 
 class WorkerWithLayout(Worker):
+    supports_attention_dp = False
+
     def register_forward_pass_callable(self): ...
     def register_kv_cache_layout(self, layout) -> None: ...
 
@@ -151,8 +157,9 @@ def _request_data(version: Version) -> type:
         fields += [
             ("block_hashes", list, field(default_factory=list)),
             ("priorities", object, field(default=None)),
-            ("cache_salt", object, field(default=None)),
         ]
+    if version.has_extras and not version.has_salt_ids:
+        fields.append(("cache_salt", object, field(default=None)))
     if version.is_grouped:
         fields.append(("new_block_ids_by_layer_group", object, field(default_factory=list)))
     return make_dataclass("RequestData", fields)
@@ -172,6 +179,7 @@ def _modules(version: Version, collectives: Collectives) -> dict[str, ModuleType
     interface.KvCacheConnectorScheduler = grouped if version.is_grouped else Scheduler
     interface.KvCacheConnectorWorker = WorkerWithLayout if version.is_grouped else Worker
     interface.RequestData = _request_data(version)
+    interface.LlmRequest = type("LlmRequest", (), {"cache_salt_id": None} if version.has_salt_ids else {})
     for name, module in modules.items():
         module.__path__ = []
         parent, _, child = name.rpartition(".")
@@ -265,8 +273,9 @@ class Manager:
         if self._version.counts_scheduled:
             values["num_scheduled_tokens"] = count
         if self._version.has_extras:
-            values["cache_salt"] = request.cache_salt
-            if request.priority is not None:
+            if not self._version.has_salt_ids:
+                values["cache_salt"] = request.cache_salt
+            if request.priority is not None and not self._version.is_grouped:  # the second manager has none
                 values["priorities"] = [request.priority] * len(new_ids[0])
         if self._version.is_grouped:
             by_group = dict(enumerate(new_ids))
@@ -352,11 +361,19 @@ class LlmArguments(SimpleNamespace):
         return {**vars(self), **sections}
 
 
-def arguments(version: Version, *, block_tokens: int, rank_count: int, **more: Any) -> Any:
+def require_attention_dp(leader: type, worker: type) -> None:
+    """Refuse connector classes that do not declare attention data parallelism, as the creator of the executor does."""
+    for part in (worker, leader):
+        if getattr(part, "supports_attention_dp", False) is not True:
+            raise NotImplementedError(f"{part.__name__} must declare supports_attention_dp=True")
+
+
+def arguments(
+    version: Version, *, block_tokens: int, rank_count: int, enable_attention_dp: bool = False, **more: Any
+) -> Any:
     """Return the constructor's argument in the form of this version."""
-    mapping = SimpleNamespace(
-        world_size=rank_count, tp_size=rank_count, pp_size=1, cp_size=1, enable_attention_dp=False
-    )
+    sizes = {"world_size": rank_count, "tp_size": rank_count, "pp_size": 1, "cp_size": 1}
+    mapping = SimpleNamespace(**sizes, enable_attention_dp=enable_attention_dp)
     if version.takes_executor_config:
         return SimpleNamespace(mapping=mapping, tokens_per_block=block_tokens, max_beam_width=1, **more)
     cache = SimpleNamespace(tokens_per_block=block_tokens, max_attention_window=None, dtype="auto")

@@ -8,7 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 from executor import BLOCK, Engine, Request, Script, expected
-from interface import MAIN, MAIN_WITHOUT_RESETS, V1_1, V1_2, V1_3, VERSIONS, Collectives, installed
+from interface import (
+    MAIN,
+    MAIN_WITHOUT_RESETS,
+    V1_1,
+    V1_2,
+    V1_3,
+    V1_3_WITH_SALT_IDS,
+    VERSIONS,
+    Collectives,
+    GroupedScheduler,
+    WorkerWithLayout,
+    installed,
+    require_attention_dp,
+)
 
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.trtllm_integration.messages import TransferOrders
@@ -262,13 +275,41 @@ def test_trap_9_salts_adapters_and_media_share_no_blocks(version, one, other, sh
 
 
 @pytest.mark.parametrize(
-    ("version", "more", "name"), [(V1_3, {}, "cache_salt"), (V1_2, {"lora_config": object()}, "lora_task_id")]
+    ("version", "more", "name"),
+    [
+        (V1_3, {}, "cache_salt"),
+        (V1_3_WITH_SALT_IDS, {}, "cache_salt"),
+        (V1_2, {"lora_config": object()}, "lora_task_id"),
+    ],
 )
 def test_trap_9_a_request_that_does_not_show_its_salt_or_adapter_bypasses_the_cache(open_engine, version, more, name):
     engine = open_engine(version, **more)
     hidden = Request(Script(2, PROMPT))
     delattr(hidden, name)
     assert engine.leader.get_num_new_matched_tokens(hidden, 0) == (0, False)
+
+
+@pytest.mark.parametrize("other", [None, 8])
+def test_trap_9_numbers_of_salts_keep_tenants_apart(open_engine, other):
+    """A release of 1.3 shows the salt of a request as a number only."""
+    engine = open_engine(V1_3_WITH_SALT_IDS)
+
+    def request(number, salt_id):
+        made = Request(Script(number, tuple(range(100, 117)), 3))
+        del made.cache_salt
+        made.cache_salt_id = salt_id
+        return made
+
+    first = request(2, 7)
+    assert engine.leader.get_num_new_matched_tokens(first, 0) == (0, False)
+    data = report(engine, 2, first.get_tokens(0), [2, 3, 4, 5, 6], 0, num_scheduled_tokens=17)
+    orders = engine.leader.build_connector_meta(output([data]))
+    engine.workers[0].bind_connector_meta(orders)
+    engine.workers[0].start_load_kv(None)
+    engine.workers[0].wait_for_save(None)
+    engine.wait_for_saves()
+    assert engine.leader.get_num_new_matched_tokens(request(3, other), 0) == (0, False)
+    assert engine.leader.get_num_new_matched_tokens(request(4, 7), 0) == (16, True)
 
 
 @pytest.mark.parametrize(
@@ -416,6 +457,15 @@ def test_blocks_of_low_priority_are_not_saved():
         assert asks(engine, Script(4, tuple(range(50, 67)))) == (16, True)
 
 
+def test_the_second_manager_has_no_priorities_so_all_blocks_are_saved_with_a_warning(caplog):
+    with Engine(MAIN, config={"offload": {"min_priority": 50}}) as engine:
+        wait_for_log(caplog, "`offload.min_priority: 50` has no effect")
+        engine.run([Script(1, PROMPT, 2, priority=20)])
+        engine.wait_for_saves()
+        engine.forget_device()
+        assert asks(engine, Script(3, PROMPT)) == (16, True)
+
+
 @every_version
 def test_a_match_takes_microseconds(open_engine, version):
     """It runs under a lock of the engine. 8192 tokens: the hashes of 256 blocks of 32 tokens."""
@@ -458,6 +508,20 @@ def test_an_engine_that_is_not_supported_serves_without_the_cache(more, reason, 
         wait_for_log(caplog, reason)
         assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
         assert engine.leader._side is None
+
+
+@every_version
+def test_an_engine_with_attention_data_parallelism_serves_without_the_cache(version, caplog):
+    """From `main` on, TensorRT-LLM refuses to start it with a connector that does not declare to support it."""
+    with Engine(version, enable_attention_dp=True) as engine:
+        wait_for_log(caplog, "attention data parallelism")
+        assert engine.run([Script(1, PROMPT, 3)])[1] == expected(Script(1, PROMPT, 3), 1)
+        assert engine.leader._side is None
+
+
+def test_a_connector_that_does_not_declare_attention_data_parallelism_is_refused():
+    with pytest.raises(NotImplementedError, match="supports_attention_dp"):
+        require_attention_dp(GroupedScheduler, WorkerWithLayout)
 
 
 def test_a_rank_that_cannot_start_stops_all_ranks(monkeypatch):
