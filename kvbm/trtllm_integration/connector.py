@@ -223,5 +223,5 @@ def _parsed(text: str) -> object:
 def _has_salts() -> bool:
     """Whether requests of this version have cache salts: some releases of 1.3 show them in the request only."""
     data, request = getattr(INTERFACE, "RequestData", None), getattr(INTERFACE, "LlmRequest", None)
-    names = set() if data is None else {field.name for field in dataclasses.fields(data)}
+    names: set[str] = set() if data is None else {field.name for field in dataclasses.fields(data)}
     return any(name in names or hasattr(request, name) for name in SALTS)

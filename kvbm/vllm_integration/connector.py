@@ -121,6 +121,15 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._worker is not None:
             self._worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Let vLLM unmap the KV cache (from 0.33 on, whose default of `supports_sleep_mode` is True)."""
+        if self._worker is not None:
+            self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.restore_kv_caches()
+
     def get_handshake_metadata(self) -> Handshake | None:
         return self._worker.handshake() if self._worker is not None else None
 

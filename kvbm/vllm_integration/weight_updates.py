@@ -1,6 +1,7 @@
 """Weight updates: notices what can change the weights of a running vLLM, before it happens.
 
-    reset_prefix_cache(reset_connector=True), sleep, /pause     vLLM calls `reset_cache` of the connector
+    reset_prefix_cache(reset_connector=True), sleep, /pause     vLLM calls `reset_cache` of the connector, unless the
+                                                                caller keeps the connector's cache
     collective_rpc: reload_weights, update_weights, own code    no call of the connector: noticed here
     add_lora, also load_lora_adapter with load_inplace          no call of the connector: noticed here
 
@@ -79,8 +80,11 @@ def _note_rpc(method: Any, *_: Any, **__: Any) -> None:
             listener.weights_may_change(f"the RPC `{shown(name)}`")
 
 
-def _note_sleep(level: int = 1, *_: Any, **__: Any) -> None:
-    if level > 0:
+def _note_sleep(level: int = 1, *_: Any, **keys: Any) -> None:
+    """Note a sleep. Level 1 brings the same weights back, but the caller may replace them meanwhile. Only a caller who
+    keeps the caches of connectors says that they stay (an argument of vLLM after 0.33)."""
+    keeps_weights = level == 1 and keys.get("clear_connector_cache") is False
+    if level > 0 and not keeps_weights:
         for listener in list(_LISTENERS):
             listener.weights_may_change(f"sleep level {level}")
 

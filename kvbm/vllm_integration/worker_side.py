@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from kvbm.types import SegmentInfo
 
 PROGRESS_INTERVAL_S = 2.0
+SLEEP_PATIENCE_S = 5.0
+SLEEP_POLL_S = 0.001
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class WorkerSide:
         self._worker: Worker | None = None
         self._orders = NOTHING
         self._has_words = False
+        self._is_asleep = False  # vLLM has unmapped the KV cache
         self.boundary = Boundary()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -133,6 +136,27 @@ class WorkerSide:
     def handshake(self) -> Handshake | None:
         return Handshake(self._worker.info, self._config.digest(), boot_id()) if self._worker else None
 
+    def unregister_kv_caches(self) -> None:
+        """Wait for the copies that run, because vLLM is about to unmap the KV cache, and start no others. Raises
+        EnvironmentProblem, which fails the sleep: a copy that runs would end the process.
+
+        The addresses stay: vLLM maps other memory there when it wakes up. So the copiers stay too.
+        """
+        deadline_s = time.monotonic() + SLEEP_PATIENCE_S
+        while self._worker is not None and self._worker.is_busy():
+            if time.monotonic() > deadline_s:
+                raise EnvironmentProblem(
+                    f"rank {self._rank} cannot sleep: a copy has not ended within {SLEEP_PATIENCE_S:g} s",
+                    hint="send `/sleep` again",
+                )
+            time.sleep(SLEEP_POLL_S)
+            self._worker.poll()
+        self._is_asleep = True
+
+    def restore_kv_caches(self) -> None:
+        """Allow copies again, after vLLM has mapped the KV cache at its former addresses."""
+        self._is_asleep = False
+
     @contained()
     def bind(self, orders: StepOrders) -> None:
         """Take a step's orders and start its loads, which overlap with the forward pass."""
@@ -148,7 +172,7 @@ class WorkerSide:
     @contained()
     def finish_step(self) -> None:
         """Start the offloads: the forward pass that computes their blocks has been submitted."""
-        if self._worker is not None and self._orders.plan.offloads:
+        if self._worker is not None and self._orders.plan.offloads and not self._is_asleep:
             self._worker.finish(self._orders.plan)
 
     @contained()
@@ -195,7 +219,7 @@ class WorkerSide:
         return self._has_one_group and len(load.failed_block_ids) < len(load.block_ids)
 
     def _start(self) -> None:
-        if self._worker is not None and not self._orders.plan.is_empty():
+        if self._worker is not None and not self._orders.plan.is_empty() and not self._is_asleep:
             self._worker.start(self._orders.plan)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import mmap
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -28,6 +30,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -43,7 +46,7 @@ from kvbm.leader.leader import Leader
 from kvbm.leader.request import LoadResult
 from kvbm.metrics import Counters, Facts
 from kvbm.observe.series import SeriesCollector
-from kvbm.plan import Onboard, StepPlan
+from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
 from kvbm.vllm_integration.cache_groups import (
     KNOWS_FAILED_REQUESTS,
@@ -198,6 +201,11 @@ def test_a_model_without_a_kv_cache_is_left_alone():
     assert "no KV cache" in decline_reason(engine(), cache())
 
 
+def test_an_encoder_decoder_model_is_declined_by_the_kind_of_its_cache():
+    """The KV of cross attention belongs to one request, and vLLM's block hashes do not name it."""
+    assert "CrossAttentionSpec" in decline_reason(engine(), cache(FULL, CrossAttentionSpec(**SHAPE)))
+
+
 def test_a_group_with_a_separate_block_pool_is_declined():
     description = cache(FULL)
     description.kv_cache_groups[0].host_resident = True
@@ -248,12 +256,13 @@ def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refu
 
 
 START_UP = ("accept_handshakes", "bind_block_pool", "register_kv_caches", "create_worker", "handshake", "clear")
+SLEEP = ("unregister_kv_caches", "restore_kv_caches")
 
 
 @pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])
 def test_every_hook_of_vllm_is_guarded(side):
     hooks = {name for name, value in vars(side).items() if callable(value) and not name.startswith("_")}
-    bare = {name for name in hooks - set(START_UP) if not hasattr(getattr(side, name), "__wrapped__")}
+    bare = {name for name in hooks - set(START_UP + SLEEP) if not hasattr(getattr(side, name), "__wrapped__")}
     assert bare <= {"close"}, "an exception of these would end vLLM"
 
 
@@ -361,6 +370,71 @@ def test_a_rank_sends_a_message_in_every_step_in_which_a_thread_may_prove_a_load
         rank.close()
 
 
+# -- sleep, from 0.33 on -----------------------------------------------------------------------------------------------
+
+
+class SleepingMemory:
+    """A KV cache of four blocks of 8 KiB whose memory goes away in a sleep, and comes back as zeroes where it was."""
+
+    def __init__(self):
+        self._mapping = mmap.mmap(-1, 4 * 8192, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.blocks = torch.frombuffer(self._mapping, dtype=torch.float32).view(4, 2, 16, 64)
+
+    def free(self):
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def await_copies(rank):
+    while rank._worker.is_busy():
+        rank.poll()
+    rank.clear()
+
+
+def test_after_a_sleep_blocks_are_loaded_into_the_memory_that_vllm_maps_again(rank):
+    memory = SleepingMemory()
+    rank.register_kv_caches({"layer.0": memory.blocks})
+    try:
+        for number in range(4):
+            memory.blocks[number] = number + 1
+        rank.bind(StepOrders(StepPlan(step=1, offloads=(Offload(generation=1, block_ids=(2,), slots=(0,)),))))
+        rank.finish_step()
+        rank.unregister_kv_caches()
+        assert not rank._worker.is_busy(), "a copy that runs would read unmapped memory"
+        rank.unregister_kv_caches()
+        memory.free()
+        load = Onboard(generation=2, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+        rank.bind(StepOrders(StepPlan(step=2, onboards=(load,))))
+        assert not rank._worker.is_busy(), "nothing is copied to memory that is not there"
+        rank.clear()
+        for _ in range(2):
+            rank.restore_kv_caches()
+        rank.bind(StepOrders(StepPlan(step=3, onboards=(replace(load, generation=3),))))
+        await_copies(rank)
+        assert [float(block.mean()) for block in memory.blocks] == [0, 3, 0, 0]
+    finally:
+        rank.close()
+
+
+def test_a_rank_with_a_copy_that_does_not_end_refuses_to_sleep_and_goes_on(rank, monkeypatch):
+    monkeypatch.setattr("kvbm.vllm_integration.worker_side.SLEEP_PATIENCE_S", 0.01)
+    rank.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
+    rank._worker._onboard_pool = pool = ManualPool()
+    try:
+        load = Onboard(generation=1, lane=0, slots=(0,), slot_generations=(1,), block_ids=(1,))
+        rank.bind(StepOrders(StepPlan(step=1, onboards=(load,))))
+        with pytest.raises(EnvironmentProblem, match="rank 0 cannot sleep"):
+            rank.unregister_kv_caches()
+        pool.run_next()
+        rank.poll()
+        rank.bind(StepOrders(StepPlan(step=2, onboards=(replace(load, generation=2),))))
+        assert rank._worker.is_busy(), "it is awake"
+        pool.run_next()
+        rank.poll()
+        rank.unregister_kv_caches()
+    finally:
+        rank.close()
+
+
 # -- other weights -----------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +480,7 @@ class Core:
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.calls.append(method)
 
-    def sleep(self, level=1, mode="abort"):
+    def sleep(self, level=1, mode="abort", clear_connector_cache=True):
         self.calls.append(level)
 
     def add_lora(self, lora_request: LoRARequest):
@@ -438,6 +512,9 @@ def core(monkeypatch):
         (lambda core: core.sleep(2), False),
         (lambda core: core.sleep(level=1, mode="wait"), False),
         (lambda core: core.sleep(0), True),
+        (lambda core: core.sleep(1, clear_connector_cache=False), True),
+        (lambda core: core.sleep(1, clear_connector_cache=True), False),
+        (lambda core: core.sleep(2, clear_connector_cache=False), False),
     ],
 )
 def test_what_can_change_the_weights_is_noticed_before_it_happens(side, core, call, is_harmless):
@@ -1049,6 +1126,15 @@ def limits(side, **facts):
 def test_a_session_whose_tokens_can_change_bypasses_the_cache():
     assert limits(scheduler_side([]), resumable=True) == (0, 0)
     assert limits(scheduler_side([])) == (UNLIMITED, UNLIMITED)
+
+
+def test_a_request_that_reads_no_cache_is_not_looked_up_and_its_blocks_are_kept():
+    engine = StateEngine()
+    engine.leader.match = lambda *_: pytest.fail("it was looked up")
+    engine.request.skip_reading_prefix_cache = True
+    assert engine.side.match(engine.request, 0) == (0, False)
+    engine.step()
+    assert engine.leader.offloads
 
 
 def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
