@@ -228,7 +228,8 @@ class SteppedEngine:
         assert self._engine.reset_prefix_cache(reset_connector=True)
 
     def totals(self) -> dict[str, float]:
-        """Counters since the start: of kvbm, and `hits`, `local_hits`, `preemptions`, `usage`, `snapshots`."""
+        """Counters since the start: of kvbm, and `hits`, `local_hits`, `preemptions`, `usage`, `snapshots`, `guessed`,
+        `right_guesses`."""
         import faulty_connector
 
         totals = self._statistics[0].totals
@@ -270,6 +271,9 @@ def _totals_class() -> type:
                 self.totals["local_hits"] += scheduler_stats.prefix_cache_stats.hits
                 if (external := scheduler_stats.connector_prefix_cache_stats) is not None:
                     self.totals["hits"] += external.hits
+                if (guesses := scheduler_stats.spec_decoding_stats) is not None:
+                    self.totals["guessed"] += guesses.num_draft_tokens
+                    self.totals["right_guesses"] += guesses.num_accepted_tokens
                 for name, value in (scheduler_stats.kv_connector_stats or {}).items():
                     if isinstance(value, int):
                         self.totals[name] = value

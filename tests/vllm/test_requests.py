@@ -1,0 +1,96 @@
+"""Requests that vLLM treats apart: those that read no cache, prompts of embeddings, and requests for embeddings."""
+
+import base64
+import io
+
+import pytest
+import torch
+from pairs import ONBOARDED, Moved, pair_of
+from traffic import TOLERANCE, assert_equal
+from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, answer_of
+
+from kvbm_cli.make_model import MODELS
+
+pytestmark = pytest.mark.timeout(900)
+PROMPT = range(100, 100 + 3 * BLOCK_TOKENS + 60)
+CACHED = 3 * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with pair_of("vllm-25m", "--enable-prompt-embeds", blocks=40, connector=CONNECTOR) as pair:
+        yield pair
+
+
+def moved_by(pair, ask):
+    """What `ask` returns, and what it moved."""
+    before = pair.tested.metrics()
+    answer = ask()
+    pair.settle()
+    return answer, Moved(before, pair.tested.metrics())
+
+
+def test_a_request_that_reads_no_cache_loads_nothing_and_others_load_its_blocks(pair):
+    """vLLM sets `skip_reading_prefix_cache` for `prompt_logprobs`, which only computed tokens have."""
+    pair.forget()
+    for _ in range(2):
+        body, moved = moved_by(pair, lambda: pair.tested.completion(PROMPT, prompt_logprobs=0))
+        assert len(body["choices"][0]["prompt_logprobs"]) == len(PROMPT)
+        assert moved[ONBOARDED] == moved[EXTERNAL_HITS] == 0, str(moved)
+        pair.forget_g1()
+    again = pair.tested.ask(PROMPT)
+    assert again.cached == CACHED
+    assert_equal({0: again}, {0: pair.reference.ask(PROMPT)})
+
+
+def embedded(seed):
+    tensor = torch.randn(len(PROMPT), MODELS["vllm-25m"]["hidden_size"], generator=torch.Generator().manual_seed(seed))
+    buffer = io.BytesIO()
+    torch.save(tensor * MODELS["vllm-25m"]["initializer_range"], buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def answer_to(server, embeddings):
+    request = server.request([], 8, prompt_embeds=embeddings) | {"prompt": None}
+    body = server.http.post("/v1/completions", json=request).raise_for_status().json()
+    return answer_of(body["choices"][0], body)
+
+
+def test_prompts_of_embeddings_are_found_again_by_their_content(pair):
+    """All have equal token ids, and vLLM's block hashes contain the embeddings."""
+    pair.forget()
+    one, other = embedded(1), embedded(2)
+    truth = {name: answer_to(pair.reference, name) for name in (one, other)}
+    assert truth[one].tokens != truth[other].tokens
+    first = answer_to(pair.tested, one)
+    pair.forget_g1()
+    different = answer_to(pair.tested, other)
+    pair.forget_g1()
+    again = answer_to(pair.tested, one)
+    assert (first.cached, different.cached, again.cached) == (0, 0, CACHED)
+    assert_equal({0: first, 1: different, 2: again}, {0: truth[one], 1: truth[other], 2: truth[one]})
+
+
+@pytest.fixture(scope="module")
+def poolers():
+    arguments = ("--runner", "pooling", "--convert", "embed")
+    with pair_of("vllm-25m", *arguments, blocks=40, connector=CONNECTOR) as pair:
+        assert "kvbm is disabled" not in pair.tested.log()
+        yield pair
+
+
+def pooled(server, task, prompt):
+    request = {"model": server.model, "task": task, "input": list(prompt)}
+    answer = server.http.post("/pooling", json=request)
+    assert answer.status_code == 200, answer.text
+    return torch.tensor(answer.json()["data"][0]["data"])
+
+
+def test_the_embedding_of_a_prompt_is_that_of_an_engine_without_cache(poolers):
+    poolers.forget()
+    truth = pooled(poolers.reference, "embed", PROMPT)
+    for hits in (0, CACHED):
+        found, moved = moved_by(poolers, lambda: pooled(poolers.tested, "embed", PROMPT))
+        assert moved[EXTERNAL_HITS] == hits, str(moved)
+        assert torch.allclose(found, truth, atol=TOLERANCE)
+        poolers.forget_g1()
