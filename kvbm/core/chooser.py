@@ -242,8 +242,8 @@ class ShadowCache:
 
     def with_hints(self) -> ShadowCache:
         """Return a copy that follows hints from now on."""
-        hinted = copy.deepcopy(self)
-        hinted.table = self.table
+        hinted = copy.copy(self)
+        hinted._order, hinted._slots, hinted._names = self._order.copy(), self._slots.copy(), self._names[:]
         hinted.hits = hinted.gain = hinted.variance = 0.0
         hinted._order.has_hints = True
         hinted._order.use_table(self.table, follows_hints=True)

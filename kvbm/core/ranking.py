@@ -23,6 +23,7 @@ known of it. Only the store and the shadow caches use this.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from bisect import bisect_left
@@ -104,9 +105,17 @@ class Ranked(Order):
         self.marks = bytearray([PLAIN]) * slot_count
         self.has_hints = False  # whether a mark may be RETAINED or OWNED
         self.now_s = 0.0
-        self._used_s = array("d", [-1.0]) * (slot_count + 1 + CLASSES)  # the nodes of the lists were never used
+        nodes = 1 + CLASSES  # they were never used
+        self._used_s = memoryview(array("d", [-1.0]) * (slot_count + nodes))
         self._nodes = range(self.lists.inactive, self.lists.inactive + CLASSES)
         self.use_table(table)
+
+    def copy(self) -> Ranked:
+        """Return an order of its own with the same blocks."""
+        twin = copy.copy(self)
+        twin.lists, twin.marks = self.lists.copy(), self.marks.copy()
+        twin._used_s = memoryview(array("d", self._used_s))
+        return twin
 
     def use_table(self, table: Table, *, follows_hints: bool = False) -> None:
         self.table = table
