@@ -212,7 +212,7 @@ class KvbmScheduler:
     def _finish_and_offload(self, output: SchedulerOutput) -> None:
         for request_id in output.preempted_ids:
             if (request := self._requests.get(request_id)) is not None:
-                self._cache.finish(request_id, request.block_hashes)
+                self._cache.finish(request_id, request.block_hashes, is_preempted=True)
         for request_id, num_scheduled_tokens in output.scheduled:
             self._offload(self._requests[request_id], num_scheduled_tokens)
         self._step = sum(count for _, count in output.scheduled), time.monotonic()

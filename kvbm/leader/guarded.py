@@ -138,11 +138,11 @@ class GuardedLeader:
         return self.control.has_work() or self.leader.needs_settle()
 
     @hook(when_off=True)
-    def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
+    def finish(self, request_id: str, *chains: Sequence[bytes], is_preempted: bool = False) -> None:
         for key in self._loads:
             self._loads[key] &= key[0] != request_id
         if not self.boundary.is_off:
-            self.leader.finish(request_id, *chains)
+            self.leader.finish(request_id, *chains, is_preempted=is_preempted)
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
         """Like `Leader.reset`. If the cache is off, delete what is on disk."""

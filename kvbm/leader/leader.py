@@ -344,8 +344,9 @@ class Leader(EngineTiers):
         has_results = bool(self._results) or bool(self._onboards.ended)
         return has_results or has_reads or self.is_busy() or self._is_look_due()
 
-    def finish(self, request_id: str, *chains: Sequence[bytes]) -> None:
-        """Forget a request that ended, was aborted or was preempted. Its transfers continue.
+    def finish(self, request_id: str, *chains: Sequence[bytes], is_preempted: bool = False) -> None:
+        """Forget a request that ended, was aborted or was preempted. Its transfers continue. The hint of a preempted
+        request is carried out when it ends.
 
         The whole chain of each group becomes recent, tail first: eviction then takes the tail before the head, without
         which the tail would be useless.
@@ -376,7 +377,7 @@ class Leader(EngineTiers):
                 recent = hashes[:end]  # once: a long chain is copied
                 for store in self._stores():
                     self._slices.run(store.touch, recent)
-        if request.hint is not None and self._is_one_chain:
+        if request.hint is not None and self._is_one_chain and not is_preempted:
             self._end_hint(request.hint, request.tenant, chains[0])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
@@ -433,7 +434,7 @@ class Leader(EngineTiers):
 
     def forget_host(self, tenant: bytes | None) -> None:
         if tenant is None:
-            self._forget_all()
+            self._forget_blocks()
         else:
             self._offloads.discard_tenant(tenant)
 
@@ -460,12 +461,15 @@ class Leader(EngineTiers):
         return {"offload": self._offloads.queue(), "onboard": self._onboards.queue(), **super()._queues()}
 
     def _forget_all(self) -> None:
+        self._forget_blocks()
+        self._operations.reset()
+
+    def _forget_blocks(self) -> None:
         self._forget_host_memory()
         self._offloads.reset()
         self._onboards.reset()
         self._prefetches.reset()
         self.hints.reset()
-        self._operations.reset()
         for request in self._requests.values():
             request.may_offload = not request.has_blocks
 

@@ -351,7 +351,7 @@ class SchedulerSide:
     def _finish_and_offload(self, output: SchedulerOutput) -> None:
         assert self.leader is not None
         for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
-            self._forget_progress(request_id)
+            self._forget_preempted(request_id)
             self._stale.discard(request_id)
         self._loading.clear()
         self._media.look_again()
@@ -509,11 +509,11 @@ class SchedulerSide:
             log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
             self.leader.abandon_offloads()
 
-    def _forget_progress(self, request_id: str) -> None:
+    def _forget_preempted(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
             assert self.leader is not None
-            self.leader.finish(request_id, *self._tables.chains(tracked))
+            self.leader.finish(request_id, *self._tables.chains(tracked), is_preempted=True)
             tracked.block_ids = []
             tracked.described = []
             self._due_tokens[request_id] = 0

@@ -216,6 +216,34 @@ def test_a_chain_comes_back_from_disk_at_its_time_in_an_idle_engine(disk_rig):
     assert not rig.leader.has_pending()
 
 
+def test_a_clear_of_host_memory_keeps_what_comes_back_later(disk_rig):
+    rig, hashes = disk_rig, chain("agent", 6)
+    serve(rig, "agent", hashes, {"prefetch_s": 50})
+    for _ in range(3):
+        rig.step()
+    answer = rig.leader.control.submit("clear", {"tier": "G2"})
+    rig.leader.control.advance()
+    assert answer.done()
+    assert present(rig, hashes) == 0
+    rig.now_s = 51
+    for _ in range(5):
+        rig.step()
+    assert present(rig, hashes) == 6
+
+
+def test_a_preempted_request_has_not_ended_for_its_hint(disk_rig):
+    rig, hashes = disk_rig, chain("agent", 6)
+    HINTS["agent"] = {"prefetch_s": 50}
+    rig.leader.match("agent", hashes, 0)
+    blocks = rig.compute("agent", hashes)
+    rig.step()
+    rig.leader.finish("agent", hashes, is_preempted=True)
+    rig.g1.release(blocks)
+    assert rig.woken == []
+    serve(rig, "agent", hashes, {"prefetch_s": 50})
+    assert rig.woken == [50]
+
+
 def test_a_chain_that_is_nowhere_is_given_up_at_once(disk_rig):
     rig, hashes = disk_rig, chain("agent", 6)
     serve(rig, "agent", hashes, {"prefetch_s": 1})

@@ -448,7 +448,7 @@ class Forgetful:
         self.resets.append(ends_persistence)
         return True
 
-    def finish(self, request_id, *chains):
+    def finish(self, request_id, *chains, is_preempted=False):
         pass
 
 
@@ -644,7 +644,7 @@ class StateLeader:
     def reset(self, *, ends_persistence=False):
         return True
 
-    def finish(self, request_id, *chains):
+    def finish(self, request_id, *chains, is_preempted=False):
         pass
 
     def step(self):
