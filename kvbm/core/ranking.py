@@ -12,7 +12,8 @@ Each class is a list in the order of use. The victim is the head of one of these
 weight and a least age for each class, and the victim is the head with the largest `weight * max(age, least age)`. With
 the table LRU, that is the least recently used block. While hints are followed (docs/reference/hints.md), DEMOTED blocks
 come first, and the age of a RETAINED block begins when its time, the grace, has ended. Otherwise, these classes are
-like NEW and RESIDENT.
+like NEW and RESIDENT. Graces of uses before hints were followed do not count: meanwhile, a use may have put the
+beginning of a retained chain into another class.
 
 Classes are monotone along a chain: a block's class is never lower than that of the block after it. With every table a
 chain therefore loses its tail first.
@@ -104,6 +105,8 @@ class Ranked(Order):
         self.lists = SlotLists(slot_count, CLASSES)
         self.marks = bytearray([PLAIN]) * slot_count
         self.has_hints = False  # whether a mark may be RETAINED or OWNED
+        self.follows_hints = False
+        self._followed_since_s = 0.0
         self.now_s = 0.0
         nodes = 1 + CLASSES  # they were never used
         self._used_s = memoryview(array("d", [-1.0]) * (slot_count + nodes))
@@ -118,7 +121,9 @@ class Ranked(Order):
         return twin
 
     def use_table(self, table: Table, *, follows_hints: bool = False) -> None:
-        self.table = table
+        if follows_hints and not self.follows_hints:
+            self._followed_since_s = self.now_s
+        self.table, self.follows_hints = table, follows_hints
         weights, graces_s = table.weights(), NO_GRACES_S
         if follows_hints:
             weights, graces_s = (math.inf, *weights[1:]), (*NO_GRACES_S[:RETAINED], *GRACES_S)
@@ -146,9 +151,9 @@ class Ranked(Order):
                 used_s[slot] = now_s
 
     def remark(self, slots: Sequence[int], marks: bytes) -> None:
-        """Like `mark`, for blocks that have marks already. A block stays RETAINED until its grace has ended, and OWNED
-        only if the new mark says so, too."""
-        self.mark(slots, self._merged(slots, marks) if self.has_hints else marks)
+        """Like `mark`, for blocks that have marks already. While hints are followed, a block stays RETAINED until its
+        grace has ended, and OWNED only if the new mark says so, too."""
+        self.mark(slots, self._merged(slots, marks) if self.follows_hints else marks)
 
     def _merged(self, slots: Sequence[int], marks: bytes) -> bytes:
         former = bytes(picked(self.marks, slots))
@@ -163,7 +168,9 @@ class Ranked(Order):
         return bytes(merged)
 
     def _is_in_grace(self, slot: int, its_class: int) -> bool:
-        return its_class >= RETAINED and self._used_s[slot] + GRACES_S[its_class - RETAINED] > self.now_s
+        if its_class < RETAINED or (used_s := self._used_s[slot]) <= self._followed_since_s:
+            return False
+        return used_s + GRACES_S[its_class - RETAINED] > self.now_s
 
     def let_go(self, listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
         """End the retention of the OWNED blocks of a chain, whose slots are `listed` as inactive, in the order of the
@@ -264,9 +271,16 @@ class Ranked(Order):
     def _lowest(self, heads: dict[int, int]) -> tuple[int, Callable[[int], bool]] | None:
         """Return the list whose head is evicted next, and a function that says whether a slot of this list is evicted
         before the other heads. Of equal ones, the lowest class comes first. None if all lists are empty."""
-        now_s, used_s = self.now_s + TICK_S, self._used_s
+        now_s, used_s, since_s = self.now_s + TICK_S, self._used_s, self._followed_since_s
+
+        def rank(slot: int, weight: float, least_age_s: float, grace_s: float) -> float:
+            age_s = now_s - used_s[slot]
+            if grace_s and used_s[slot] > since_s:
+                age_s -= grace_s
+            return -weight * max(age_s, least_age_s)
+
         ranks = [
-            (-weight * max(now_s - used_s[head] - grace_s, least_age_s), node, weight, least_age_s, grace_s)
+            (rank(head, weight, least_age_s, grace_s), node, weight, least_age_s, grace_s)
             for node, weight, least_age_s, grace_s in self._ranks
             if (head := heads[node]) != node
         ]
@@ -277,4 +291,4 @@ class Ranked(Order):
         if len(ranks) == 1:
             return node, lambda slot: True
         limit = ranks[1][:2]
-        return node, lambda slot: (-weight * max(now_s - used_s[slot] - grace_s, least_age_s), node) < limit
+        return node, lambda slot: (rank(slot, weight, least_age_s, grace_s), node) < limit

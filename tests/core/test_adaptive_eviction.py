@@ -359,6 +359,38 @@ def test_the_end_of_a_session_leaves_no_hole_if_hints_are_given_up_later():
     assert cache.store.match(chain(0, 5)) == 4
 
 
+def test_hints_that_are_not_followed_change_no_mark():
+    """Retained blocks kept their class, and their chains that of the shortest pause, until their time had ended."""
+    plain, hinted = HintedCache(40), HintedCache(40)
+    for cache in (plain, hinted):
+        cache.serve(0, chain(0, 8), retain_s=1920.0 if cache is hinted else 0.0)
+        cache.store.adaptive.follows_hints = False
+        cache.store.adaptive.order.use_table(LRU)
+        cache.serve(200, chain(0, 8), retain_s=1920.0)
+        cache.serve(900, chain(0, 10))
+    slots = {cache: cache.store._index.find_prefix(chain(0, 10)) for cache in (plain, hinted)}
+    marks = [[cache.store.adaptive.order.marks[slot] for slot in slots[cache]] for cache in (plain, hinted)]
+    assert marks[0] == marks[1]
+    assert plain.store.arrive(chain(0, 10), 1500) == hinted.store.arrive(chain(0, 10), 1500)
+
+
+def test_a_retention_from_before_hints_were_given_up_leaves_no_hole():
+    """Meanwhile, a request without a hint may have used its beginning, which then leaves before the rest."""
+    cache = HintedCache(30)
+    adaptive = cache.store.adaptive
+    cache.serve(0, chain(0, 8), retain_s=1920.0)
+    adaptive.follows_hints = False
+    adaptive.order.use_table(LRU)
+    cache.serve(1, chain(0, 4))
+    adaptive.follows_hints = True
+    adaptive.order.use_table(LRU, follows_hints=True)
+    for number in range(6):
+        fill(cache, 2 + number, 1)
+        present = [cache.store.contains(name) for name in chain(0, 8)]
+        assert present == sorted(present, reverse=True), present
+    assert not any(present)
+
+
 hinted_requests = st.lists(
     st.tuples(
         st.integers(0, 3),
@@ -369,6 +401,7 @@ hinted_requests = st.lists(
         st.booleans(),
         st.sampled_from([None, None, "a", "b", "of the conversation"]),
         st.booleans(),
+        st.sampled_from([True, True, True, False]),
     ),
     min_size=1,
     max_size=40,
@@ -381,18 +414,21 @@ hinted_requests = st.lists(
     LRU,
     5,
     [
-        (0, 0, 1, 0.0, 0.0, False, None, False),
-        (0, 0, 2, 0.0, 0.0, False, "a", True),  # its own block did not count as older than the one before it
-        (0, 1, 1, 0.0, 0.0, False, None, False),
+        (0, 0, 1, 0.0, 0.0, False, None, False, True),
+        (0, 0, 2, 0.0, 0.0, False, "a", True, True),  # its own block did not count as older than the one before it
+        (0, 1, 1, 0.0, 0.0, False, None, False, True),
     ],
 )
 def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
+    """Also if hints are followed for some of the requests only."""
     cache, now_s, chains = HintedCache(capacity), 0.0, []
-    cache.store.adaptive._current = next(one for one in cache.store.adaptive._shadows if one.table is table)
-    cache.store.adaptive._decide = lambda: cache.store.adaptive._current
-    cache.store.adaptive.order.use_table(table)
-    for system, conversation, length, pause_s, retain_s, demotes, session, ends in requests:
+    adaptive = cache.store.adaptive
+    adaptive._current = next(one for one in adaptive._shadows if one.table is table)
+    adaptive._decide = lambda: adaptive._current
+    for system, conversation, length, pause_s, retain_s, demotes, session, ends, follows in requests:
         now_s += pause_s
+        adaptive.follows_hints = follows
+        adaptive.order.use_table(table, follows_hints=follows and bool(adaptive._hinted))
         names = [*chain(1000 * (system + 1), 3), *chain(100_000 + 10_000 * system + 100 * conversation, length)]
         if session == "of the conversation":
             session = f"{system}/{conversation}"

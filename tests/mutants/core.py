@@ -83,6 +83,22 @@ MUTANTS = (
         fails="tests/core/test_adaptive_eviction.py",
     ),
     Mutant(
+        name="hints-that-are-not-followed-keep-their-classes",
+        bug="Blocks that wrong hints retained keep their class after the hints are given up.",
+        file="kvbm/core/ranking.py",
+        old="self._merged(slots, marks) if self.follows_hints else marks",
+        new="self._merged(slots, marks) if self.has_hints else marks",
+        fails="tests/core/test_adaptive_eviction.py",
+    ),
+    Mutant(
+        name="grace-outlives-hints-that-were-given-up",
+        bug="A retention counts again when hints are followed again, but not for a beginning that was used meanwhile.",
+        file="kvbm/core/ranking.py",
+        old="if grace_s and used_s[slot] > since_s:",
+        new="if grace_s:",
+        fails="tests/core/test_adaptive_eviction.py",
+    ),
+    Mutant(
         name="every-session-owns-a-block",
         bug="A session that ends demotes blocks that others have used.",
         file="kvbm/core/ranking.py",
