@@ -1,10 +1,14 @@
 """Hits of adaptive eviction with wrong and with right hints, on a trace, with the product's own store and quota.
 
-    python bench/eviction/wrong_hints.py conversation.jsonl.gz --output bench/results/NAME-wrong-hints.json
+    python bench/eviction/wrong_hints.py mooncake-conversation.jsonl.gz \\
+        --output bench/results/NAME-wrong-hints-conversation.json
+    python bench/eviction/wrong_hints.py weka.jsonl.gz --shares 0.02 --requests 12000 \\
+        --output bench/results/NAME-wrong-hints-agents.json
 
-Each kind of client sends hints with all or half of the requests. `right` knows the future: it retains what comes back
-within the longest time of a hint, and demotes the rest. Exits with 1 if wrong hints cost more than 5 % of the hits that
-there are without hints, or if a tenant had more retained than its quota.
+The traces are those of `hit_rates.py`; `--requests` takes only the first requests. Each kind of client sends hints with
+all or half of the requests. `right` knows the future: it retains what comes back within the longest time of a hint, and
+demotes the rest. Exits with 1 if wrong hints cost more than 5 % of the hits that there are without hints, or if a
+tenant had more retained than its quota.
 """
 
 from __future__ import annotations
@@ -122,13 +126,17 @@ def requests_of(workload: Workload) -> Iterator[Request]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="JSON file of the result; keeps the other capacities that it has")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the different blocks of the trace")
+    parser.add_argument("--requests", type=int, help="number of requests, from the first one on")
     options = parser.parse_args()
-    workload = read(options.trace)
-    requests, blocks = list(requests_of(workload)), len(workload[0]) - 1
-    points: list[dict[str, Any]] = []
+    tree, uses = read(options.trace)
+    requests, blocks = list(requests_of((tree, uses[: options.requests]))), len(tree) - 1
+    points: dict[int, dict[str, Any]] = {}
     problems = []
-    for share in SHARES:
+    if options.output and options.output.exists():
+        points = {one["capacity_blocks"]: one for one in json.loads(options.output.read_text())["points"]}
+    for share in options.shares:
         capacity = round(share * blocks)
         rows: dict[str, HintedCache] = {}
         for name, client in {**WRONG, "right": right}.items():
@@ -140,9 +148,11 @@ def main() -> int:
             if rows[name].largest > 1 or rows[name].hints.total > TOTAL_SHARE * capacity:
                 problems.append(f"{capacity} blocks, {name}: above the quota")
         found = {name: round(one.hit_blocks / rows["none"].hit_blocks, 4) for name, one in rows.items()}
-        points.append({"capacity_blocks": capacity, "hits": rows["none"].hit_blocks, "hits_compared": found})
+        points[capacity] = {"capacity_blocks": capacity, "hits": rows["none"].hit_blocks, "hits_compared": found}
     if options.output:
-        options.output.write_text(json.dumps({**facts(()), "points": points, "missed": problems}, indent=2) + "\n")
+        command = [Path(sys.executable).name, *sys.argv]
+        report = {**facts(()), "command": command, "requests": len(requests), "points": [*points.values()]}
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
     for problem in problems:
         print(f"missed: {problem}", file=sys.stderr)
     return 1 if problems else 0
