@@ -40,10 +40,11 @@ sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 import ttft  # noqa: E402
 from client import complete, random_prompt  # noqa: E402
 from facts import facts  # noqa: E402
-from server import BLOCK_TOKENS, Flags, Server  # noqa: E402
+from server import Flags, Server  # noqa: E402
 
-AGENTS, TURNS = 4, 5
-FIRST_TOKENS, TURN_TOKENS, SCAN_TOKENS, ANSWER_TOKENS = 1024, 192, 1024, 8
+BLOCK_TOKENS = 32  # the smallest of vLLM on CPUs: `adaptive` decides after 500 blocks
+AGENTS, TURNS = 2, 4
+FIRST_TOKENS, TURN_TOKENS, SCAN_TOKENS, ANSWER_TOKENS = 192, 64, 256, 8
 CONTEXT_TOKENS = FIRST_TOKENS + TURNS * (TURN_TOKENS + ANSWER_TOKENS)
 HOST_BLOCKS = round(2.2 * AGENTS * CONTEXT_TOKENS / BLOCK_TOKENS)
 SCANS = round(1.2 * HOST_BLOCKS * BLOCK_TOKENS / SCAN_TOKENS)
@@ -95,7 +96,7 @@ def native(policy: str) -> Any:
 
 
 def lmcache(flags: Flags, options: argparse.Namespace) -> ttft.Arm:
-    return ttft.start_lmcache(flags, options, host_gb=HOST_BLOCKS * options.block_bytes / 1e9)
+    return ttft.start_lmcache(flags, options, host_gb=HOST_BLOCKS * options.block_bytes / (1 << 30))
 
 
 ARMS = {
@@ -207,12 +208,18 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True, help="path of the result without suffix")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name != "lmcache"])
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=4, help="`adaptive` leaves LRU after the first ones")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--lmcache", type=Path)
     options = parser.parse_args()
     options.block_bytes = block_bytes(options.model)
-    flags = Flags(options.model, max_model_len=CONTEXT_TOKENS + BLOCK_TOKENS, block_count=POOL_BLOCKS, dtype="float32")
+    flags = Flags(
+        options.model,
+        max_model_len=CONTEXT_TOKENS + BLOCK_TOKENS,
+        block_count=POOL_BLOCKS,
+        dtype="float32",
+        block_tokens=BLOCK_TOKENS,
+    )
     ttft.STARTS = ARMS
     arms = {name: Samples() for name in options.arms}
     order, began_s = random.Random(1), time.monotonic()

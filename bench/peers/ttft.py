@@ -33,9 +33,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -59,6 +61,7 @@ CACHED_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 PROMPTS = 4
 PAUSE_S = 1.2
 HOST_BYTES = 1 << 30
+SIDECAR_S = 90.0
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
@@ -162,12 +165,13 @@ def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str, ho
     argv = [
         *(sys.executable, "-m", "lmcache.cli.main", "server", "--host", "localhost", "--port", str(port)),
         *("--http-host", "127.0.0.1", "--http-port", str(http_port), "--chunk-size", str(flags.block_tokens)),
-        *("--l1-size-gb", f"{host_gb:g}", "--l1-init-size-gb", f"{host_gb:g}", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", f"{host_gb:g}", "--l1-init-size-gb", str(math.ceil(host_gb)), "--eviction-policy", "LRU"),
         *("--supported-transfer-mode", "auto", "--shm-name", f"bench{http_port}"),
         *arguments,
     ]
     log = (options.output.parent / f"{options.output.name}-lmcache.log").open("wb")
     sidecar = subprocess.Popen(argv, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
+    wait_for_sidecar(sidecar, port)
     config = {
         "kv_connector": "LMCacheMPConnector",
         "kv_role": "kv_both",
@@ -176,6 +180,19 @@ def start_lmcache(flags: Flags, options: argparse.Namespace, *arguments: str, ho
     arm = arm_of(Server.start("lmcache", flags, transfer_config=config, environment=environment), has_host_tier=True)
     arm.sidecar, arm.sidecar_url = sidecar, f"http://127.0.0.1:{http_port}"
     return arm
+
+
+def wait_for_sidecar(sidecar: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until LMCache's server listens: vLLM would wait for it without an end."""
+    deadline_s = time.monotonic() + SIDECAR_S
+    while time.monotonic() < deadline_s:
+        if sidecar.poll() is not None:
+            raise RuntimeError(f"LMCache's server ended with {sidecar.returncode}; see its log beside the output")
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+            return
+        time.sleep(0.5)
+    stop(sidecar)
+    raise RuntimeError(f"LMCache's server does not listen after {SIDECAR_S:g} s; see its log beside the output")
 
 
 def arm_of(server: Server, *, has_host_tier: bool) -> Arm:

@@ -47,9 +47,9 @@ class Arm:
 
     def fetched(self) -> float:
         with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
-            found = re.search(rf"^{self.counter}_total (\S+)", answer.read().decode(), re.MULTILINE)
+            found = re.search(rf"^{self.counter}(_total)?(\{{.*\}})? (\S+)", answer.read().decode(), re.MULTILINE)
         assert found is not None, self.counter
-        return float(found[1])
+        return float(found[3])
 
 
 def start(lower: str, model: Path, directory: str) -> Arm:
