@@ -133,6 +133,8 @@ class ChainUse:
 
     def marks(self, begin: int, end: int) -> bytes:
         """Return the marks of the blocks from `begin` to `end`."""
+        if self.hint is None and begin >= self.reused_end:
+            return bytes((self.fresh,)) * (end - begin)  # a decode step asks for one block of each request
         shortest = PAUSES - 1
         spans = (
             (min(self.hit, self.shared_end), RESIDENT + shortest | REUSED | SHARED),
