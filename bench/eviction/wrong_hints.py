@@ -150,8 +150,8 @@ def main() -> int:
         found = {name: round(one.hit_blocks / rows["none"].hit_blocks, 4) for name, one in rows.items()}
         points[capacity] = {"capacity_blocks": capacity, "hits": rows["none"].hit_blocks, "hits_compared": found}
     if options.output:
-        command = [Path(sys.executable).name, *sys.argv]
-        report = {**facts(()), "command": command, "requests": len(requests), "points": [*points.values()]}
+        measured = {"trace": options.trace.name, "requests": len(requests), "points": [*points.values()]}
+        report = {"benchmark": "wrong_hints", **facts(()), **measured}
         options.output.write_text(json.dumps(report, indent=2) + "\n")
     for problem in problems:
         print(f"missed: {problem}", file=sys.stderr)
