@@ -31,6 +31,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
+from typing import cast
 
 from kvbm.core.eviction import Order, SlotLists
 from kvbm.core.index import is_consecutive, picked
@@ -93,6 +94,11 @@ IN_LOWER_TIER = bytes(
 NO_GRACES_S = (0.0,) * CLASSES
 
 
+def _view(times_s: array[float]) -> memoryview[float]:
+    """Return a view of an array: writing an item of it takes two thirds of the time."""
+    return cast("memoryview[float]", memoryview(times_s))
+
+
 def known_blocks(marks: bytes) -> int:
     """Return how many of these marks are of blocks whose chain is known."""
     return len(marks.translate(None, delete=_OF_NEW_BLOCKS))
@@ -109,7 +115,7 @@ class Ranked(Order):
         self._followed_since_s = 0.0
         self.now_s = 0.0
         nodes = 1 + CLASSES  # they were never used
-        self._used_s = memoryview(array("d", [-1.0]) * (slot_count + nodes))
+        self._used_s = _view(array("d", [-1.0]) * (slot_count + nodes))
         self._nodes = range(self.lists.inactive, self.lists.inactive + CLASSES)
         self.use_table(table)
 
@@ -117,7 +123,7 @@ class Ranked(Order):
         """Return an order of its own with the same blocks."""
         twin = copy.copy(self)
         twin.lists, twin.marks = self.lists.copy(), self.marks.copy()
-        twin._used_s = memoryview(array("d", self._used_s))
+        twin._used_s = _view(array("d", self._used_s))
         return twin
 
     def use_table(self, table: Table, *, follows_hints: bool = False) -> None:
