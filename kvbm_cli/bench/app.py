@@ -115,6 +115,10 @@ def bench(
         Text,
         option("--sweep", "KEY=X,Y,...", "Run each workload at these loads: `rate=1,2,4` or `concurrency=1,8,32`."),
     ] = None,
+    price: Annotated[
+        Path | None,
+        path_option("--price", "FILE", "Price list in YAML: `engine_price` per hour, `memory_price` per GB and month."),
+    ] = None,
     rate: Annotated[
         float | None,
         option("--rate", "N", "Requests per second and arm; at fixed times without --burstiness.", min=1e-6, max=1e6),
@@ -179,6 +183,7 @@ def bench(
         pressure=pressure,
         find_limit=find_limit,
         sweep=sweep,
+        price=price,
         schedule=Overrides(rate, concurrency, duration, pairs, burstiness, endpoint),
         output=output,
         resume=resume,

@@ -27,6 +27,7 @@ from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.limit.conditions import Condition, parse_conditions
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
+from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
@@ -45,7 +46,7 @@ from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.show_error import show_warning
 
 INTERRUPTED_EXIT_CODE = 130
-SURROUNDINGS = ("command", "profile", "machine", "versions")
+SURROUNDINGS = ("command", "profile", "machine", "versions", "prices")
 UNKNOWN_SURROUNDINGS = "summary.json was missing: the profile, the machine and the versions are unknown"
 DEFAULT_WORKLOAD = "conversations"
 
@@ -62,6 +63,7 @@ class BenchRequest:
     pressure: str | None = None
     find_limit: str | None = None
     sweep: str | None = None
+    price: Path | None = None
     schedule: Overrides = field(default_factory=Overrides)
     output: Path | None = None
     resume: Path | None = None
@@ -80,6 +82,7 @@ class BenchRequest:
             ("--pressure", [self.pressure]),
             ("--find-limit", [self.find_limit]),
             ("--sweep", [self.sweep]),
+            ("--price", [self.price]),
             ("--rate", [schedule.rate]),
             ("--burstiness", [schedule.burstiness]),
             ("--concurrency", [schedule.concurrency]),
@@ -103,6 +106,9 @@ def bench(request: BenchRequest) -> int:
         raise UsageError("`--output` names a new directory and `--resume` an existing one: give one of them")
     if request.find_limit is not None and request.resume is not None:
         raise UsageError("`--find-limit` cannot continue an interrupted search: leave out `--resume`")
+    if request.find_limit is not None and request.price is not None:
+        raise UsageError("`--price` is for the cost of a benchmark, and `--find-limit` measures none: leave it out")
+    prices = None if request.price is None else read_prices(request.price)
     conditions = None if request.find_limit is None else parse_conditions(request.find_limit)
     comparison = comparison_of(request.profiles, request.overrides, request.compare, request.ca_file)
     workloads = [request.schedule.applied(one) for one in _workloads(request, comparison)]
@@ -123,7 +129,7 @@ def bench(request: BenchRequest) -> int:
     directory = BenchDirectory.open(request.resume) if request.resume else BenchDirectory.create(request.output)
     if conditions is not None:
         return search(setup, conditions, directory, as_json=request.as_json, words=request.words())
-    return measure(setup, directory, as_json=request.as_json, words=request.words())
+    return measure(setup, directory, as_json=request.as_json, words=request.words(), prices=prices)
 
 
 def _workloads(request: BenchRequest, comparison: Comparison) -> list[Workload]:
@@ -167,6 +173,7 @@ def measure(
     *,
     as_json: bool,
     words: Sequence[str] = (),
+    prices: Mapping[str, float] | None = None,
     engines: OpenArm | None = None,
     limits: VerdictLimits | None = None,
 ) -> int:
@@ -174,7 +181,7 @@ def measure(
 
     `words` are the command line. `engines` and `limits` are for tests.
     """
-    surroundings = {"command": list(words), **_surroundings(setup.comparison)}
+    surroundings = {"command": list(words), **_surroundings(setup.comparison), "prices": prices}
     with _interruptible():
         try:
             with BenchProgress() as progress:

@@ -16,6 +16,7 @@ from kvbm_cli.bench.judge.compared import Compared, compare, utilisation_of
 from kvbm_cli.bench.judge.paired import spread
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits, worst_of
 from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
+from kvbm_cli.bench.result.cost import cost_of, output_tokens, span_s
 from kvbm_cli.bench.result.directory import FORMAT
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
@@ -35,7 +36,7 @@ def summarise(
     cells = [cell for cell in results.cells if cell.runs]
     answers = {cell.name: answers_of(results, cell) for cell in cells}
     compared = {cell.name: _comparisons(results, cell, answers[cell.name], limits) for cell in cells}
-    profile = surroundings.get("profile")
+    profile, prices = surroundings.get("profile"), surroundings.get("prices")
     every = [one for of_cell in compared.values() for one in of_cell]
     verdict = worst_of(one.judgement.verdict for one in every)
     leading = _leading(every, verdict)
@@ -50,7 +51,15 @@ def summarise(
             **(leading.headline() if leading else {}),
             "arms": results.arms,
             "cells": [
-                _cell(results, cell, compared[cell.name], answers[cell.name], profile=profile, limits=limits)
+                _cell(
+                    results,
+                    cell,
+                    compared[cell.name],
+                    answers[cell.name],
+                    profile=profile,
+                    prices=prices,
+                    limits=limits,
+                )
                 for cell in cells
             ],
             "caveats": list(caveats),
@@ -127,10 +136,11 @@ def _cell(
     answers: Mapping[str, ArmAnswers],
     *,
     profile: Mapping[str, Any] | None,
+    prices: Mapping[str, float] | None,
     limits: VerdictLimits,
 ) -> dict[str, Any]:
     definition, plan = cell.definition, cell.plan
-    arms = {arm: arm_summary(cell, arm) for arm in results.arms if cell.of_arm(arm)}
+    arms = {arm: arm_summary(cell, arm, prices) for arm in results.arms if cell.of_arm(arm)}
     floor = results.plan["floor"]
     facts = [facts_of(one, arms, floor=floor, profile=profile, limits=limits) for one in compared]
     causes = [why_not(one) for one in facts]
@@ -191,7 +201,7 @@ def _size_caveats(facts: Sequence[CellFacts], causes: Sequence[Sequence[Why]]) -
     return [caveat for one in facts if (caveat := small_g2(one)) is not None][:1]
 
 
-def arm_summary(cell: CellResult, arm: str) -> dict[str, Any]:
+def arm_summary(cell: CellResult, arm: str, prices: Mapping[str, float] | None) -> dict[str, Any]:
     runs = cell.of_arm(arm)
     records = [record for run in runs for record in run.records]
     answered = [record for record in records if record.is_ok]
@@ -213,6 +223,7 @@ def arm_summary(cell: CellResult, arm: str) -> dict[str, Any]:
         "prompt_tokens_by_metrics": by_server,
         "throughput": _mean_of([_throughput(run) for run in runs]),
         "goodput": _goodput(cell, runs),
+        "cost": cost_of(runs, prices),
         "utilisation": _mean([utilisation_of(run) for run in runs]),
         "queue_wait_ms": _mean([run.server.get("queue_wait_ms") for run in runs]),
         "client": {
@@ -285,15 +296,13 @@ def _sum_if_known(counts: Iterable[int | None]) -> int | None:
 def _throughput(run: Measurement) -> dict[str, float | None]:
     """Rates from the first launch to the last end. Fixed launch times limit all of them."""
     answered = [record for record in run.records if record.is_ok]
-    starts, ends = _known(record.launched_ms for record in answered), _known(record.end_ms for record in answered)
-    span_s = (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
-    prompt_tokens = sum(_known(record.prompt_tokens for record in answered))
-    output_tokens = sum(record.output_tokens or len(record.token_ids) for record in answered)
-    return {
-        "requests_per_s": len(answered) / span_s if span_s else None,
-        "prompt_tokens_per_s": prompt_tokens / span_s if span_s else None,
-        "output_tokens_per_s": output_tokens / span_s if span_s else None,
+    duration_s = span_s(run)
+    amounts = {
+        "requests_per_s": len(answered),
+        "prompt_tokens_per_s": sum(_known(record.prompt_tokens for record in answered)),
+        "output_tokens_per_s": sum(map(output_tokens, answered)),
     }
+    return {name: amount / duration_s if duration_s else None for name, amount in amounts.items()}
 
 
 def _goodput(cell: CellResult, runs: Sequence[Measurement]) -> dict[str, Any] | None:

@@ -38,6 +38,7 @@ SURROUNDINGS: dict[str, Any] = {
     "profile": {"name": "demo", "engine": {"kind": "embedded"}, "tiers": {"host": {"capacity": "256MiB"}}},
     "machine": {"cpu_count": 2, "load_average": 0.5, "time_unix_s": 1.0},
     "versions": {"python": "3.11.7", "vllm": None},
+    "prices": None,
 }
 CONVERSATIONS = Conversations(
     name="talk",

@@ -737,6 +737,11 @@ TRACE = {
     "other_file_as_a_workload": workload("mine.yaml", "pages: 2\n"),
     "workload_with_commas_in_its_first_comment": workload("mine.yaml", "# users, turns, tokens\nkind: nothing\n"),
     "trace_of_azure_as_a_workload": workload("azure.csv", AZURE),
+    "price_list_is_missing": Row("bench --profile demo --price none.yaml"),
+    "price_list_without_the_engine": Row(
+        "bench --profile demo --price p.yaml", {"p.yaml": "memory_price: 3\nengine_prise: 2\n"}
+    ),
+    "price_list_with_a_unit": Row("bench --profile demo --price p.yaml", {"p.yaml": "engine_price: 2 EUR\n"}),
     "trace_of_a_workload_is_wrong": Row(
         "bench --profile demo --dry-run --workload w.yaml",
         {"w.yaml": "name: w\nkind: trace\nfile: t.jsonl\n", "t.jsonl": '{"input_length": -1}\n'},

@@ -224,28 +224,23 @@ def _microseconds(per_token_ms: Any) -> str | None:
 
 def costs(view: CellView) -> Markup | None:
     """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
-    rows = []
-    for arm in view.arms:
-        servers = [run.server for run in view.result.of_arm(arm) if run.server]
-        if servers:
-            rows.append((arm, *_cost(servers, sum(record.arm == arm for record in view.answered))))
-    header = ("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests")
-    caption = "Cost of the engine's processes"
+    rows = [(arm, *_cost(mapping(at(view.cell, "arms", arm, "cost")))) for arm in view.arms]
+    header = (
+        *("Arm", "Host memory, peak", "SSD written per 1,000 requests", "CPU seconds per 1,000 requests"),
+        *("GPU energy, J per 1,000 requests", "Tokens per core second", "Price per million tokens"),
+    )
     is_known = any(value is not None for _, *values in rows for value in values)
-    return table(caption, (*header, "GPU energy, J per 1,000 requests"), rows) if is_known else None
+    return table("Cost of the engine's processes", header, rows) if is_known else None
 
 
-def _cost(servers: Sequence[Mapping[str, Any]], answered: int) -> tuple[str | None, ...]:
-    def per_thousand(*path: str) -> float | None:
-        amounts = [amount for server in servers if (amount := number(at(server, *path))) is not None]
-        return sum(amounts) * 1e3 / answered if answered and len(amounts) == len(servers) else None
-
-    peaks = [peak for server in servers if (peak := number(at(server, "peaks", "rss_bytes"))) is not None]
+def _cost(cost: dict[str, Any]) -> tuple[str | None, ...]:
     return (
-        size(max(peaks, default=None)),
-        size(per_thousand("disk", "written_bytes")),
-        decimal(per_thousand("cpu_s")),
-        decimal(per_thousand("energy_j")),
+        size(number(cost.get("peak_memory_bytes"))),
+        size(number(cost.get("written_bytes_per_1000_requests"))),
+        decimal(cost.get("cpu_s_per_1000_requests")),
+        decimal(cost.get("energy_j_per_1000_requests")),
+        decimal(cost.get("tokens_per_core_s")),
+        decimal(cost.get("price_per_1m_tokens")),
     )
 
 

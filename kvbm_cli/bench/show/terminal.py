@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config.sizes import format_size
 from kvbm_cli.bench.result.results import ALL, RequestRecord
 from kvbm_cli.terminal.printable import printable
 from kvbm_cli.terminal.progress import ProgressDisplay
@@ -32,6 +33,13 @@ NUMBER_WIDTHS = (6, 6, 6, 6, 7, 7, 9, 7)
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 COLOURS = {"faster": "green", "same": "yellow", "measured": "yellow", "slower": "red", "invalid": "red", "wrong": "red"}
 PERCENTS = ("p50", "p90", "p99")
+COSTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens per core second", "tokens_per_core_s", lambda tokens: f"{tokens:,.0f}"),
+    ("host memory, peak", "peak_memory_bytes", lambda size: format_size(round(size))),
+    ("SSD written per 1,000 requests", "written_bytes_per_1000_requests", lambda size: format_size(round(size))),
+    ("GPU energy per 1,000 requests, J", "energy_j_per_1000_requests", lambda joules: f"{joules:,.0f}"),
+    ("price per million tokens", "price_per_1m_tokens", lambda price: f"{price:.4g}"),
+)
 BAR_CELLS = 20
 SMALLEST_BAR_CELLS = 8
 RECENT_REQUESTS = 20  # of an arm, whose median is shown
@@ -172,6 +180,10 @@ def _arms_table(cell: Mapping[str, Any]) -> Table:
             counts = (_count(arm["prompt_tokens"][tier]) for arm in arms)
             table.add_row(f"prompt tokens {label}, all requests", *counts)
     table.add_row("requests that failed", *(_count(arm["errors"]) for arm in arms))
+    costs = [arm.get("cost") or {} for arm in arms]  # earlier versions have none
+    for label, key, shown in COSTS:
+        if any(cost.get(key) is not None for cost in costs):
+            table.add_row(label, *("-" if cost.get(key) is None else shown(cost[key]) for cost in costs))
     return table
 
 
