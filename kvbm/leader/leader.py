@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvbm.plan import Offload, Onboard
 
 LOWER = HIT_TIERS[1:]
-LOOK_AGAIN_S = 1.0  # between two looks of an idle engine at a tier that does not answer
+LOOK_AGAIN_S = 1.0  # between two looks of an idle engine at a tier that is off
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Leader(EngineTiers):
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
         self._has_computed = False  # in the last step
-        self._look_again_s: float | None = None  # when an idle engine looks again at a tier that does not answer
+        self._look_again_s: float | None = None  # when an idle engine looks again at a tier that is off
 
     def match(self, request_id: str, hashes: Sequence[bytes], start: int, end: int | None = None) -> int | None:
         """Return how many blocks of `hashes[start:end]` can be onboarded now. None: call again at the next step.
@@ -299,9 +299,8 @@ class Leader(EngineTiers):
         return results
 
     def _look_again_later(self) -> None:
-        """Let an idle engine take a step later, so that it notices and reports when a tier answers again."""
-        is_silent = self.counters.disk_silent or self.counters.shared_silent
-        if not is_silent and not any(tier.is_clearing for tier in self.lower_tiers):
+        """Let an idle engine take a step later, so that it notices and reports when a tier is on again."""
+        if not (self.counters.disk_off or self.counters.shared_off):
             self._look_again_s = None
         elif self._look_again_s is None or self._is_look_due():
             self._look_again_s = self._clock() + LOOK_AGAIN_S

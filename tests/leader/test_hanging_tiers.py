@@ -55,14 +55,15 @@ def full(tiers, *, names="ab", length=8, **options):
     return rig, chains
 
 
-@pytest.mark.parametrize("why", ["is_silent", "is_clearing"])
-def test_an_idle_engine_looks_each_second_whether_a_silent_disk_answers_again(why):
-    rig, wakes = make(disk=64), []
+@pytest.mark.parametrize("why", ["is_silent", "is_clearing", "errors"])
+def test_an_idle_engine_looks_each_second_whether_a_disk_that_is_off_is_on_again(why):
+    rig, wakes = Rig(slots=16, blocks=64, fake_disk=64), []
     rig.leader.control.wake_after = wakes.append
     rig.step()
     assert wakes == []
     rig.disk.is_on, rig.disk.confirms_clears = False, False
-    setattr(rig.disk, why, True)
+    if why != "errors":
+        setattr(rig.disk, why, True)
     for _ in range(3):
         rig.step()
     assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk_off) == ([1.0], False, 1)
@@ -71,8 +72,7 @@ def test_an_idle_engine_looks_each_second_whether_a_silent_disk_answers_again(wh
     assert rig.leader.needs_settle()
     rig.step()
     assert (wakes, rig.leader.has_pending()) == ([1.0, 1.0], False)
-    rig.disk.is_on = True
-    setattr(rig.disk, why, False)
+    rig.disk.is_on, rig.disk.is_silent, rig.disk.is_clearing = True, False, False
     rig.now_s += 1.0
     assert rig.leader.has_pending()
     rig.step()
