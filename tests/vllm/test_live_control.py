@@ -8,11 +8,14 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 
 import psutil
 import pytest
+from kept_results import KeptResults
 from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 from waiting import eventually
@@ -21,6 +24,10 @@ from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm_cli.make_model import materialise
 
 PROMPT = tokens(Random(5), 4 * BLOCK_TOKENS + 10)
+IDLE_S = 60.0
+KEPT = KeptResults(
+    "vllm-live-control", ".venv/bin/python -m pytest -n 0 -m soak tests/vllm/test_live_control.py", key="case"
+)
 
 
 def control(directory: Path, **message: str) -> dict:
@@ -105,9 +112,8 @@ def test_a_paused_engine_answers(server):
         running.http.post("/resume").raise_for_status()
 
 
-def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(server):
-    running, directory = server
-    filled(running, directory)
+@contextmanager
+def stopped_disk(running: VllmServer) -> Iterator[None]:
     disk = next(
         child
         for child in psutil.Process(running.process.pid).children(recursive=True)
@@ -115,15 +121,47 @@ def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(serve
     )
     os.kill(disk.pid, signal.SIGSTOP)
     try:
+        yield
+    finally:
+        os.kill(disk.pid, signal.SIGCONT)
+
+
+def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(server):
+    running, directory = server
+    filled(running, directory)
+    with stopped_disk(running):
         assert blocks(directory)["G3"] >= 4
         answer = control(directory, verb="clear", tier="G3")["answer"]
         assert answer["forgotten"]["G3"] >= 4
         assert answer["not_durable"]
         assert blocks(directory)["G3"] == 0
         running.ask(PROMPT)
-    finally:
-        os.kill(disk.pid, signal.SIGCONT)
     eventually(lambda: is_on(directory))  # each message is a step, in which the answer of the disk is noticed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["the disk works", "the disk process is stopped"])
+@pytest.mark.parametrize("verb", ["ls", "prefetch", "clear"])
+def test_an_engine_that_has_been_idle_for_a_minute_answers(server, verb, is_stopped):
+    """The time is written down. On a busy machine, an answer that needs longer than a second is a refusal."""
+    running, directory = server
+    filled(running, directory)
+    message = {"verb": verb, **({"tokens": words(PROMPT)} if verb == "prefetch" else {})}
+    with stopped_disk(running) if is_stopped else nullcontext():
+        time.sleep(IDLE_S)
+        began_s = time.monotonic()
+        answer = control(directory, **message)
+        taken_s = time.monotonic() - began_s
+    eventually(lambda: is_on(directory))
+    KEPT.add(
+        {
+            "case": f"{verb}, idle for {IDLE_S:.0f} s, the disk process is {'stopped' if is_stopped else 'running'}",
+            "seconds": round(taken_s, 3),
+            "answer": answer,
+        }
+    )
+    assert ("answer" in answer) != ("refused" in answer)
 
 
 def words(prompt: list[int]) -> str:
