@@ -17,8 +17,7 @@ from kvbm_cli.bench.lmbenchmark.of_workload import (
 from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
-from kvbm_cli.bench.workload.build import build_script
-from kvbm_cli.bench.workload.hints import with_hints
+from kvbm_cli.bench.workload.build import build_script, with_hints
 from kvbm_cli.bench.workload.schema import AgenticCoding, Lmbenchmark, Schedule, Trace, Workload, as_definition
 from kvbm_cli.bench.workload.script import Script, Writer
 

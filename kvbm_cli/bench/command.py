@@ -20,18 +20,17 @@ from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, par
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
-from kvbm_cli.bench.exports.lmbenchmark_csv import file_name, lmbenchmark_csv
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
-from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable
+from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
+from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
-from kvbm_cli.bench.limit.conditions import Condition, parse_conditions
+from kvbm_cli.bench.lmbenchmark.exchange import csv_files_of
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
-from kvbm_cli.bench.show.limits import show_limits
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
@@ -329,7 +328,7 @@ def _write_files(exports: Path, result: ArmResult) -> list[Path]:
         "profile_export.jsonl": "".join(
             json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in aiperf_records(result)
         ),
-        **_csv_files(result),
+        **csv_files_of(result),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -338,11 +337,3 @@ def _write_files(exports: Path, result: ArmResult) -> list[Path]:
     except OSError as error:
         raise cannot_write(folder, error) from None
     return [folder / name for name in texts]
-
-
-def _csv_files(result: ArmResult) -> dict[str, str]:
-    """Return the CSV files. A faithful run of LMBenchmark has a CSV of its own, equal to LMBenchmark's to the byte."""
-    workload = result.cell.definition["workload"]
-    if workload.get("kind") == "lmbenchmark" and workload.get("mode") == "faithful":
-        return {}
-    return {file_name(result, run): lmbenchmark_csv(result, run) for run in result.runs}

@@ -1,35 +1,121 @@
-"""Finds the limit of every arm, one engine after the other, with the requests of one plan at different rates.
+"""`kvbm bench --find-limit`: finds the highest rate of requests at which each arm keeps limits of its times.
+
+One engine after the other gets the requests of one plan at different rates (`judge/limit.py` chooses them).
 
 A probe empties the cache and sends all requests of the plan at one rate. A rate that does not hold at once is probed
-again. probes.jsonl has every probe, requests.jsonl every request.
+again. probes.jsonl has every probe, requests.jsonl every request, limit.json the limits of all arms.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import Arm
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import ExperimentProgress, prepare
-from kvbm_cli.bench.limit.conditions import Condition, LimitOutcome, outcome_of
-from kvbm_cli.bench.limit.found import ArmLimit, FoundLimits
-from kvbm_cli.bench.limit.search import find_limit
+from kvbm_cli.bench.judge.limit import Bounds, Condition, LimitOutcome, Ratio, find_limit, outcome_of, ratio_of
 from kvbm_cli.bench.load.drive import drive
 from kvbm_cli.bench.preparation import warm_up
 from kvbm_cli.bench.result.directory import REQUESTS, BenchDirectory, cell_plan, run_name
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.workload.plan import Plan
+from kvbm_cli.terminal.console import print_data, print_json, table
 
 MOST_PROBES = 3
 MOST_PROBE_S = 600.0
 PROBES = "probes.jsonl"
 LIMIT = "limit.json"
+SETTLED_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ArmLimit:
+    """`compared` answers were compared with the recorded ones, and `different` of them differed."""
+
+    arm: str
+    bounds: Bounds
+    probes: int
+    compared: int
+    different: int
+
+    def to_json(self) -> dict[str, Any]:
+        high = None if math.isinf(self.bounds.high) else self.bounds.high
+        return {
+            "arm": self.arm,
+            "requests_per_s": {"low": self.bounds.low, "high": high},
+            "is_known": self.bounds.is_known,
+            "probes": self.probes,
+            "answers": {"compared": self.compared, "different": self.different},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLimits:
+    conditions: tuple[Condition, ...]
+    workload: str
+    requests: int
+    arms: tuple[ArmLimit, ...]
+    measured: str
+
+    def ratio(self, reference: ArmLimit) -> Ratio | None:
+        return ratio_of(self._measured.bounds, reference.bounds)
+
+    @property
+    def references(self) -> list[ArmLimit]:
+        return [one for one in self.arms if one.arm != self.measured]
+
+    def sentence(self, reference: ArmLimit) -> str:
+        """Return how many times the users of `reference` the measured arm serves, or why that is not known."""
+        ratio = self.ratio(reference)
+        limits = ", ".join(map(str, self.conditions))
+        if ratio is None:
+            unknown = [one.arm for one in self.arms if one in (reference, self._measured) and not one.bounds.is_known]
+            return f"the limit of {' and '.join(unknown)} is not known, so there is no ratio under {limits}"
+        between = f"({ratio.low:.2f} to {ratio.high:.2f})"
+        if not ratio.is_clear:
+            return f"{self.measured} and {reference.arm} serve equally many users under {limits}, or nearly {between}"
+        return f"{self.measured} serves {ratio.value:.2f} times the users of {reference.arm} under {limits} {between}"
+
+    @property
+    def _measured(self) -> ArmLimit:
+        return next(one for one in self.arms if one.arm == self.measured)
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what makes a limit doubtful."""
+        lengths_s = [(one.arm, self.requests / one.bounds.low) for one in self.arms if one.bounds.is_known]
+        return [
+            f"a probe at the limit of {arm} takes {length_s:.0f} s, too short for a queue to grow: send more"
+            for arm, length_s in lengths_s
+            if length_s < SETTLED_S
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "limits": [str(one) for one in self.conditions],
+            "workload": self.workload,
+            "arms": [one.to_json() for one in self.arms],
+            "ratios": [
+                {
+                    "measured": self.measured,
+                    "reference": one.arm,
+                    "ratio": None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high},
+                    "sentence": self.sentence(one),
+                }
+                for one in self.references
+                for ratio in [self.ratio(one)]
+            ],
+            "notes": self.notes,
+        }
 
 
 def find_limits(
@@ -164,3 +250,24 @@ class _LimitSearch:
         if recorded is not None and record.is_ok and record.token_ids:
             self._compared += 1
             self._different += tuple(record.token_ids) != recorded.token_ids
+
+
+def show_limits(found: FoundLimits, directory: str | os.PathLike[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found.to_json())
+        return
+    rows = [(one.arm, _bounds(one), str(one.probes), f"{one.different} of {one.compared}") for one in found.arms]
+    lines = [table([("arm", "requests/s", "probes", "answers that differ"), *rows], right=(2, 3)), ""]
+    lines += [found.sentence(reference) for reference in found.references]
+    lines += [f"note: {note}" for note in found.notes]
+    print_data("\n".join([*lines, "", f"every probe: {os.fspath(directory)}"]))
+
+
+def _bounds(one: ArmLimit) -> str:
+    bounds = one.bounds
+    if bounds.low == 0:
+        return "none holds" if math.isinf(bounds.high) else f"none holds, {bounds.high:.3g} fails"
+    if math.isinf(bounds.high):
+        return f"{bounds.low:.3g} holds, none fails"
+    text = f"{bounds.low:.3g} to {bounds.high:.3g}"
+    return text if bounds.is_known else f"{text}: noise forbids an answer"

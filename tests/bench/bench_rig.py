@@ -23,7 +23,7 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, RunningEngine
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.judge.verdict import VerdictLimits
-from kvbm_cli.bench.metrics.scraper import SampleLine
+from kvbm_cli.bench.metrics.engine_metrics import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise as summarise_samples
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord, Results

@@ -15,8 +15,8 @@ from client_rig import planned
 
 from kvbm_cli.bench import command
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
-from kvbm_cli.bench.exports.lmbenchmark_csv import LMBENCHMARK_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
+from kvbm_cli.bench.lmbenchmark.exchange import MULTI_ROUND_COLUMNS
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
@@ -292,7 +292,7 @@ def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     write_exports(run_directory(tmp_path))
     file = tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv"
     head, *rows = (line.split(",") for line in file.read_text().splitlines())
-    assert tuple(head[:8]) == LMBENCHMARK_COLUMNS
+    assert tuple(head[:8]) == MULTI_ROUND_COLUMNS
     assert len(rows) == 4  # the failed request has no row
     first = dict(zip(head, rows[0], strict=True))
     assert [first[name] for name in ("prompt_tokens", "generation_tokens", "user_id", "question_id")] == [

@@ -13,8 +13,15 @@ from bench_rig import WORKLOAD, MockEngines, SilentProgress, setup_of, without_s
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.find_limit import find_limits, require_searchable
-from kvbm_cli.bench.limit.conditions import Condition, LimitOutcome, outcome_of, parse_conditions
-from kvbm_cli.bench.limit.search import Bounds, find_limit, ratio_of
+from kvbm_cli.bench.judge.limit import (
+    Bounds,
+    Condition,
+    LimitOutcome,
+    find_limit,
+    outcome_of,
+    parse_conditions,
+    ratio_of,
+)
 from kvbm_cli.bench.result.arm_result import wilson_interval
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord

@@ -19,13 +19,13 @@ from kvbm.metrics import COUNTERS as KVBM_METRICS
 from kvbm_cli.bench.metrics.engine_metrics import (
     COUNTERS,
     NAMES,
+    SampleLine,
     prompt_tokens_by_tier,
     read_counters,
     read_facts,
     read_gauges,
     started_s,
 )
-from kvbm_cli.bench.metrics.scraper import SampleLine
 from kvbm_cli.bench.metrics.summary import summarise, summary_of
 from kvbm_cli.system.metrics_page import MetricsPage
 

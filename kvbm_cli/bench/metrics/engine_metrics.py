@@ -3,13 +3,17 @@
 A counter is a total since the engine started, a gauge is its state now. A name that the page lacks is left out: unknown
 is never 0. Every metric name here was read from a running engine, or from the source of the released package that
 exports it: vLLM 0.32, SGLang 0.5.23, LMCache 0.5.6. docs/reference/server-metrics.md has the table.
+
+`SampleLine` is one line of server-metrics.jsonl. Its top-level keys are for readers of the file. `counters` has every
+total that a page had; only the totals are exact enough for differences, so the summary is computed from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from kvbm.metrics import COUNTERS as KVBM_METRICS
 from kvbm_cli.bench.result.results import TIERS
@@ -22,6 +26,8 @@ CONFIG = "vllm:cache_config_info"
 STARTED = ("vllm:prompt_tokens_created", "process_start_time_seconds")
 WRITE_AMPLIFICATION = "kvbm_disk_write_amplification"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
+MOVES = {"onboard": "g2_to_g1", "offload": "g1_to_g2"}
+QUANTITIES = ("bytes", "blocks", "seconds")
 SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
 
 
@@ -219,3 +225,55 @@ def _shared_tokens(counters: Mapping[str, float], external: int) -> int:
     """Only kvbm's blocks tell the shared tier apart."""
     loaded_blocks = counters.get("kvbm_onboard_blocks_h2d")
     return round(external * counters.get("kvbm_onboard_blocks_o2d", 0) / loaded_blocks) if loaded_blocks else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLine:
+    """`error` says which page is missing, and why. The readers return `counters`, `gauges` and `facts`."""
+
+    t_ms: float
+    took_ms: float
+    error: str | None = None
+    started_s: float | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, int] = field(default_factory=dict)
+    process: Mapping[str, float | None] = field(default_factory=dict)
+    gpu: Sequence[Mapping[str, float | int | None]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "t_ms": round(self.t_ms, 3),
+            "took_ms": round(self.took_ms, 3),
+            **({} if self.error is None else {"error": self.error}),
+            "prompt_tokens": prompt_tokens_by_tier(self.counters),
+            **{name: self._move(pair) for name, pair in MOVES.items()},
+            "disk": {name: self.process.get(name) for name in ("read_bytes", "written_bytes")},
+            "evictions": self.counters.get("evictions"),
+            **{name: self.gauges.get(name) for name in ("running", "waiting", "kv_usage")},
+            **{name: self.process.get(name) for name in ("rss_bytes", "shared_bytes", "cpu_s")},
+            "gpu": list(self.gpu),
+            "started_s": self.started_s,
+            "counters": dict(self.counters),
+            "states": {name: value for name, value in self.gauges.items() if name.startswith("kvbm_")},
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> SampleLine:
+        """Raise KeyError, TypeError or AttributeError if the line is not one of a sampler."""
+        gauges = {name: line[name] for name in ("running", "waiting", "kv_usage") if line[name] is not None}
+        return cls(
+            t_ms=float(line["t_ms"]),
+            took_ms=float(line["took_ms"]),
+            error=line.get("error"),
+            started_s=line["started_s"],
+            counters=dict(line["counters"]),
+            gauges={**gauges, **line["states"]},
+            facts=dict(line["facts"]),
+            process={**line["disk"], **{name: line[name] for name in ("rss_bytes", "shared_bytes", "cpu_s")}},
+            gpu=tuple(line["gpu"]),
+        )
+
+    def _move(self, pair: str) -> dict[str, float | None]:
+        return {quantity: self.counters.get(f"{pair}_{quantity}") for quantity in QUANTITIES}

@@ -1,33 +1,56 @@
-"""Sampler: the process that scrapes an engine during a run, as its starter sees it.
+"""Sampler: the process that scrapes an engine during a run and writes server-metrics.jsonl.
 
 Scraping is a process of its own, because reading a page of metrics in the client's process would delay its requests.
 The kernel kills it when the thread that started it ends, so start it from the main thread.
+
+`Sampler` starts this module as a program and sends its task as one line of JSON to standard input, because an argument
+would show the engine's secret to all users. The program (`Scraper`) answers with one line when the first sample is in
+the file. At the end of its input it takes a last sample and ends. Every page is fetched in a thread of its own, so a
+server that hangs delays neither the other page nor the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TextIO
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm_cli.bench.metrics.scraper import EXTRA_S, READY, ScrapeTask
+from kvbm_cli.bench.metrics.engine_metrics import (
+    NAMES,
+    SampleLine,
+    read_counters,
+    read_facts,
+    read_gauges,
+    started_s,
+)
 from kvbm_cli.bench.metrics.summary import ServerSummary, summarise
 from kvbm_cli.system import die_with_parent
+from kvbm_cli.system.http_client import get_metrics, load_library
+from kvbm_cli.system.metrics_page import MetricsPage
+from kvbm_cli.system.usage import Gpus, ProcessTree
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULE = "kvbm_cli.bench.metrics.scraper"
+MODULE = "kvbm_cli.bench.metrics.sampler"
 METRICS = "/metrics"
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 2.5
 SHORTEST_INTERVAL_S = 0.05
+EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
+LAST_S = 1.0
+READY = "ready\n"
+STOP = "stop"
+NO_METRICS = "the answer has no metrics"
 
 
 class Sampler:
@@ -165,3 +188,145 @@ def _check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{path}`: {reason_of(error)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeTask:
+    """`pages` are the addresses of metrics by name; a later page overrides the series of an earlier one. `pid` is the
+    first process of the engine. Sample times count from `start_ns` of time.perf_counter_ns."""
+
+    path: str
+    pages: dict[str, str]
+    start_ns: int
+    interval_s: float
+    pid: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    ca_file: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPage:
+    """`round` is the sample for which it was fetched: an answer that is too late is ignored."""
+
+    round: int
+    name: str
+    page: MetricsPage | None
+    error: str
+
+
+class Scraper:
+    """Owns the file and the threads of the process."""
+
+    def __init__(self, task: ScrapeTask, output: TextIO) -> None:
+        """Borrows `output`."""
+        self._task = task
+        self._output = output
+        self._events: queue.SimpleQueue[FetchedPage | str] = queue.SimpleQueue()
+        self._tree = None if task.pid is None else ProcessTree(task.pid)
+        self._gpus = Gpus.open()
+        self._round = 0
+        self._is_stopping = False
+
+    def run(self) -> None:
+        """Sample until the input ends."""
+        load_library()  # not in the time of the first sample
+        self._sample(self._task.interval_s + EXTRA_S)
+        sys.stdout.write(READY)
+        sys.stdout.flush()
+        threading.Thread(target=self._wait_for_stop, daemon=True).start()
+        next_s = time.monotonic()
+        while not self._is_stopping:
+            missed = max(0.0, time.monotonic() - next_s) // self._task.interval_s
+            next_s += (1 + missed) * self._task.interval_s
+            self._wait_until(next_s)
+            if not self._is_stopping:
+                self._sample(self._task.interval_s + EXTRA_S)
+        self._sample(LAST_S)
+
+    def _wait_for_stop(self) -> None:
+        sys.stdin.read()
+        self._events.put(STOP)
+
+    def _wait_until(self, moment_s: float) -> None:
+        while not self._is_stopping and self._next_event(moment_s) is not None:
+            pass
+
+    def _sample(self, timeout_s: float) -> None:
+        """Write one line. Writes nothing if the run ends before the pages have arrived: a last sample follows."""
+        self._round += 1
+        began_s, began_ns = time.monotonic(), time.perf_counter_ns()
+        was_stopping = self._is_stopping
+        for name, url in self._task.pages.items():
+            threading.Thread(target=self._fetch, args=(self._round, name, url, timeout_s), daemon=True).start()
+        usage = None if self._tree is None else self._tree.usage()
+        gpu = self._gpus.sample(() if self._tree is None else self._tree.pids)
+        pages = self._arrived_pages(began_s + timeout_s + EXTRA_S / 10)
+        if self._is_stopping and not was_stopping:
+            return
+        line = self._line(pages, (began_ns - self._task.start_ns) / 1e6)
+        process = {} if usage is None else asdict(usage)
+        took_ms = (time.monotonic() - began_s) * 1e3
+        self._write({**SampleLine(**line, took_ms=took_ms, process=process, gpu=gpu).to_json()})
+
+    def _arrived_pages(self, deadline_s: float) -> dict[str, FetchedPage]:
+        arrived: dict[str, FetchedPage] = {}
+        was_stopping = self._is_stopping
+        while len(arrived) < len(self._task.pages) and self._is_stopping == was_stopping:
+            event = self._next_event(deadline_s)
+            if event is None:
+                break
+            if isinstance(event, FetchedPage) and event.round == self._round:
+                arrived[event.name] = event
+        return arrived
+
+    def _next_event(self, deadline_s: float) -> FetchedPage | str | None:
+        try:
+            event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            return None
+        self._is_stopping = self._is_stopping or event == STOP
+        return event
+
+    def _fetch(self, number: int, name: str, url: str, timeout_s: float) -> None:
+        answer = get_metrics(url, headers=self._task.headers, timeout_s=timeout_s, ca_file=self._task.ca_file)
+        page, error = None, answer.failure
+        if not answer.failure and not answer.is_ok:
+            error = f"HTTP {answer.status}: {answer.error()}"
+        elif not answer.failure:
+            page = MetricsPage.parse(answer.text(), NAMES)
+            error = "" if page.is_readable else NO_METRICS
+        self._events.put(FetchedPage(number, name, page, error))
+
+    def _line(self, arrived: dict[str, FetchedPage], t_ms: float) -> dict[str, Any]:
+        late = [FetchedPage(self._round, name, None, "no answer") for name in self._task.pages if name not in arrived]
+        pages = [arrived[name] for name in self._task.pages if name in arrived]
+        errors = [f"{found.name}: {found.error}" for found in (*pages, *late) if found.error]
+        series = {name: found for one in pages if one.page is not None for name, found in one.page.series.items()}
+        page = MetricsPage(series)
+        return {
+            "t_ms": t_ms,
+            "error": "; ".join(errors) or None,
+            "started_s": started_s(page),
+            "counters": read_counters(page),
+            "gauges": read_gauges(page),
+            "facts": read_facts(page),
+        }
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._output.write(json.dumps(line, allow_nan=False) + "\n")
+        self._output.flush()
+
+
+def main() -> None:
+    task = ScrapeTask(**json.loads(sys.stdin.readline()))
+    with open(task.path, "w", encoding="utf-8") as output:
+        Scraper(task, output).run()
+    sys.stdout.flush()
+    os._exit(0)  # a thread may still wait for a server that hangs
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError, reason_of
-from kvbm_cli.bench.metrics.engine_metrics import KVBM_COUNTERS, KVBM_STATES, WRITE_AMPLIFICATION, prompt_tokens_by_tier
-from kvbm_cli.bench.metrics.scraper import QUANTITIES, SampleLine
+from kvbm_cli.bench.metrics.engine_metrics import (
+    KVBM_COUNTERS,
+    KVBM_STATES,
+    QUANTITIES,
+    WRITE_AMPLIFICATION,
+    SampleLine,
+    prompt_tokens_by_tier,
+)
 from kvbm_cli.bench.result.results import TIERS
 
 PAIRS = ("g2_to_g1", "g1_to_g2", "g3_to_g2", "g2_to_g3", "g4_to_g2", "g2_to_g4")

@@ -265,3 +265,12 @@ def _known(samples: Sequence[dict[str, Any]], path: Sequence[str]) -> list[Point
     ]
     pairs = zip(times, filled, strict=True)
     return [(time / 1e3, value) for time, value in pairs if time is not None and value is not None]
+
+
+def median_interval(cell: dict[str, Any], arm: str) -> str | None:
+    """Return the interval of an arm's median TTFT, which is part of its comparisons."""
+    for found in listing(cell.get("comparisons")):
+        for role in ("measured", "reference"):
+            if at(found, role) == arm:
+                return interval(at(found, "ttft_percentiles", "p50", role, "interval_95"), milliseconds)
+    return None

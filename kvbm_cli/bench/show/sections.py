@@ -6,7 +6,6 @@ import re
 import shlex
 from typing import Any
 
-from kvbm_cli.bench.show.cell_tables import median_interval
 from kvbm_cli.bench.show.elements import (
     Markup,
     anchor,
@@ -21,6 +20,7 @@ from kvbm_cli.bench.show.elements import (
     join,
     listing,
     mapping,
+    median_interval,
     milliseconds,
     number,
     percent,
