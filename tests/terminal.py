@@ -1,8 +1,8 @@
 """The command as a user sees it: its exit code and both streams, compared with a stored text.
 
 `kvbm` starts the real program, `kvbm_here` runs the command in this process. A stored text is a file of its own, or an
-entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli tests/doctor` writes the
-stored texts anew; the difference is then reviewed as code.
+entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli tests/bench tests/doctor`
+writes the stored texts anew; the difference is then reviewed as code.
 """
 
 from __future__ import annotations
@@ -151,13 +151,16 @@ def stored_entries(file: str) -> dict[str, str]:
 
 
 def assert_entry(file: str, name: str, text: str, *, names: Iterable[str]) -> None:
-    """Compares one entry of a snapshot file. `names` are all that the file may have, in their order."""
+    """Compares one entry of a snapshot file. `names` are all that the file has, in their order."""
     assert text.endswith("\n"), "an entry ends with its line"
     assert not re.search(r"^=== ", text, flags=re.MULTILINE), "only a header begins like this"
-    entries = stored_entries(file)
+    entries, names = stored_entries(file), list(names)
     if os.environ.get("KVBM_UPDATE_SNAPSHOTS"):
         entries[name] = text
+        entries = {one: entries[one] for one in names if one in entries}
+        names = list(entries)  # the others may follow
         path = SNAPSHOTS / f"{file}.txt"
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(f"=== {one}\n{entries[one]}" for one in names if one in entries))
+        path.write_text("".join(f"=== {one}\n{content}" for one, content in entries.items()))
     assert entries.get(name) == text, f"{name} in {file}.txt differs; KVBM_UPDATE_SNAPSHOTS=1 accepts it"
+    assert list(entries) == names, f"{file}.txt has other entries; KVBM_UPDATE_SNAPSHOTS=1 removes them"

@@ -24,7 +24,6 @@ from terminal import (
     environment,
     kvbm,
     kvbm_here,
-    stored_entries,
     ways,
 )
 from waiting import eventually
@@ -148,10 +147,6 @@ def test_mistake(home, caches, name, way):
     outcome = run(home, MISTAKES[name], way=way)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert_entry("mistakes/cache", name, text(outcome, MISTAKES[name]), names=MISTAKES)
-
-
-def test_stored_mistakes_are_these():
-    assert list(stored_entries("mistakes/cache")) == list(MISTAKES)
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "clear --yes", "export-stats"])

@@ -23,7 +23,6 @@ from terminal import (
     kvbm,
     kvbm_here,
     on_a_terminal,
-    stored_entries,
     ways,
 )
 from test_serve import write_home
@@ -79,10 +78,6 @@ def test_help(home, entry, way):
     _, *command = entry.split()
     text = way(*command, "--help", home=home).text(f"{entry} --help")
     assert_entry("help", entry, text, names=HELP_ENTRIES)
-
-
-def test_stored_help_is_that_of_these_commands():
-    assert list(stored_entries("help")) == HELP_ENTRIES
 
 
 @pytest.mark.parametrize("command", ["", "profile"])

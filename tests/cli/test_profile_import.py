@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
+from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
@@ -78,7 +78,6 @@ def test_profile_passes_the_check_or_says_what_is_missing(tmp_path, file, name):
 
 
 def test_entries_are_those_of_the_files():
-    assert list(stored_entries("imported")) == ENTRIES
     assert {path.name for path in FILES.iterdir()} == ALL.keys()
 
 

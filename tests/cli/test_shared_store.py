@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from shared.storage_rig import make_run, opened
-from terminal import ROOT, Kvbm, Outcome, assert_entry, assert_snapshot, environment, kvbm_here, stored_entries, ways
+from terminal import ROOT, Kvbm, Outcome, assert_entry, assert_snapshot, environment, kvbm_here, ways
 
 from kvbm.hashing import tenant
 from kvbm.shared.protection import AesProtection, HmacProtection
@@ -95,10 +95,6 @@ def test_mistake(home, name, way):
     assert "secret" not in outcome.stderr
     assert_entry("mistakes/store", name, shown(outcome, MISTAKES[name], home), names=MISTAKES)
     assert listed(home) == {"Qwen3-8B": 2, "Llama-3.1-8B": 4}
-
-
-def test_stored_mistakes_are_these():
-    assert list(stored_entries("mistakes/store")) == list(MISTAKES)
 
 
 @pytest.mark.parametrize(

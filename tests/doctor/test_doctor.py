@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from recorded_runs import facts
-from terminal import Outcome, assert_entry, assert_snapshot, stored_entries, ways
+from terminal import Outcome, assert_entry, assert_snapshot, ways
 
 from kvbm.config.load import load
 from kvbm_cli.doctor import command
@@ -401,10 +401,6 @@ def test_mistake_on_the_command_line(name, way, tmp_path, profile):
     outcome = way(*MISTAKES[name].split(), home=tmp_path)
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert_entry("mistakes/doctor", name, outcome.text(f"kvbm {MISTAKES[name]}"), names=MISTAKES)
-
-
-def test_stored_mistakes_are_these():
-    assert list(stored_entries("mistakes/doctor")) == list(MISTAKES)
 
 
 def test_profile_without_a_disk_tier(tmp_path, capsys):

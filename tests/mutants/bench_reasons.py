@@ -14,7 +14,7 @@ MUTANTS = (
         file=LOST,
         old="    if not runs:\n        return None\n    failed",
         new="    if True:\n        return None\n    failed",
-        fails=f"{TESTS} -k shared_tier_that_was_turned_off",
+        fails=f"{TESTS} -k shared",
     ),
     Mutant(
         name="reasons-blame-g2-without-churn",
@@ -22,7 +22,7 @@ MUTANTS = (
         file=LOST,
         old="    if evicted < CHURN * received:\n",
         new="    if evicted < 0 * received:\n",
-        fails=f"{TESTS} -k not_blamed",
+        fails=f"{TESTS} -k blamed",
     ),
     Mutant(
         name="reasons-blame-tiers-that-paid",
@@ -30,7 +30,7 @@ MUTANTS = (
         file=LOST,
         old="facts.saved_share >= FEW",
         new="facts.saved_share > 1",
-        fails=f"{TESTS} -k not_blamed",
+        fails=f"{TESTS} -k blamed",
     ),
     Mutant(
         name="reasons-against-the-reference",
@@ -38,7 +38,7 @@ MUTANTS = (
         file="kvbm_cli/bench/why/facts.py",
         old='self.reachable_share, self.measured.share_from("g1")',
         new='self.reachable_share, self.reference.share_from("g1", *LOADED)',
-        fails=f"{TESTS} -k another_arm",
+        fails=f"{TESTS} -k another",
     ),
     Mutant(
         name="reasons-count-partial-blocks",
