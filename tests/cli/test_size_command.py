@@ -1,19 +1,20 @@
 """Inputs and outputs of `kvbm size`, and the order of the tiers in `size`, `profile check` and `serve`."""
 
 import json
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_configs import write_model
-from terminal import FAKE_ENGINE, Outcome, kvbm_here
+from terminal import FAKE_ENGINE, Outcome, assert_entry, kvbm_here
 from test_serve import serving
 
 from kvbm.identity import machine
 from kvbm_cli.serve.reported_sizes import ReportedSizes, difference_text
 
-LLAMA_3_8B: dict[str, Any] = {
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "num_hidden_layers": 32,
@@ -22,6 +23,123 @@ LLAMA_3_8B: dict[str, Any] = {
     "hidden_size": 4096,
     "max_position_embeddings": 65536,
 }
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+RATES = [
+    {"name": "allocation rate", "facts": {"bytes_per_s": 2e9}},
+    {"name": "sequential", "facts": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 3e9}},
+]
+# Text, bytes, or what becomes JSON.
+FILES: dict[str, object] = {
+    "llama/config.json": LLAMA,
+    "llama.json": LLAMA,
+    "list.json": [],
+    "modelopt/config.json": LLAMA,
+    "modelopt/hf_quant_config.json": MODELOPT,
+    "both/config.json": {**LLAMA, **FP8},
+    "both/hf_quant_config.json": MODELOPT,
+    "float32/config.json": {**LLAMA, "dtype": "float32"},
+    "fp8/config.json": {**LLAMA, **FP8},
+    "fp8-inside/config.json": {"text_config": FP8, **LLAMA},
+    "weights/config.json": LLAMA,
+    "weights/model.safetensors": bytes(1000),
+    "index/config.json": LLAMA,
+    "index/model.safetensors": bytes(1000),
+    "index/model.safetensors.index.json": {"metadata": {"total_size": 16 * 2**30}},
+    "doctor.json": {"checks": RATES},
+    "doctor-without-rates.json": {"checks": []},
+    "doctor-without-checks.json": {},
+    "doctor-of-nothing.json": "x",
+    "doctor-of-numbers.json": {"checks": [1]},
+    "disk.yaml": "engine: {model: 'synthetic:tiny', arguments: {num_blocks: 8192}}\n"
+    "tiers: {disk: {directory: /tmp, blocks: 16384}}\n",
+}
+MIMO, QWEN, NEXT = "XiaomiMiMo/MiMo-V2-Flash", "Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"
+SET = "--set engine.arguments"
+SMALL = "--set tiers.host.blocks=4096 --set engine.arguments.num_blocks=8192"
+EQUAL = SMALL.replace("4096", "8192")
+CASES = {
+    "a block of Llama 3 8B is 2 MiB": "./llama --block-size 16",
+    "a block of the model in this file": "./llama/config.json --block-size 16",
+    "a block of the model of this name": "meta-llama/Meta-Llama-3-8B --block-size 16",
+    "a configuration in a file of another name": "./llama.json",
+    "a file that is no configuration": "./list.json",
+    "quantization in a file of its own": "./modelopt",
+    "quantization in the configuration too": "./both",
+    "a block of vLLM": "./llama --engine vllm",
+    "a block of SGLang": "./llama --engine sglang --tp 4",
+    "a page of SGLang with 8 bits": "./llama --engine sglang --block-size 64 --kv-cache-dtype fp8_e4m3",
+    "a block of TensorRT-LLM": "./llama --engine tensorrt-llm --tp 2",
+    "a larger block of TensorRT-LLM with 8 bits": (
+        "./llama --engine tensorrt-llm --block-size 64 --kv-cache-dtype fp8"
+    ),
+    "a block of no engine": "./llama --engine llama.cpp",
+    "TensorRT-LLM has no layouts": "./llama --engine tensorrt-llm --layout BLHNC",
+    "TensorRT-LLM and 32 bits": "./float32 --engine tensorrt-llm",
+    "SGLang and a quantized checkpoint": "./fp8 --engine sglang",
+    "TensorRT-LLM and a quantized checkpoint": "./fp8 --engine tensorrt-llm",
+    "SGLang and a checkpoint with quantized text": "./fp8-inside --engine sglang",
+    "TensorRT-LLM and a checkpoint with quantized text": "./fp8-inside --engine tensorrt-llm",
+    "only SGLang knows sliding windows": "google/gemma-3-27b-it --engine sglang",
+    "only SGLang knows states": f"{NEXT} --engine sglang",
+    "only SGLang knows a quantized checkpoint": "nvidia/Kimi-K2.6-NVFP4 --engine sglang",
+    "only SGLang knows pipeline stages": f"{QWEN} --engine sglang --pp 2",
+    "only SGLang knows its arguments": f"{QWEN} --engine sglang {SET}.swap_space=4",
+    "only SGLang knows its types": f"{QWEN} --engine sglang --kv-cache-dtype int8",
+    "sequences of a given and of the maximum length": "./llama --host 100GB --length 1000",
+    "lengths in JSON": "./llama --length 1000 --json",
+    "groups of layers": MIMO,
+    "groups of layers in another layout": f"{MIMO} --layout blhnc",
+    "an unknown layout": f"{QWEN} --layout NHD",
+    "an estimate of G1": f"{QWEN} --gpu-memory 80GiB --weights 16GiB --tp 2 --json",
+    "weights that are not there": "./llama --gpu h100",
+    "weights in a file": "./weights --gpu h100",
+    "weights in an index": "./index --gpu h100",
+    "weights that fill the GPU": "./llama --gpu l4 --weights 30GB",
+    "an unknown GPU": "./llama --gpu rtx",
+    "a GPU for SGLang": "./llama --gpu h100 --engine sglang",
+    "a set number of blocks is no estimate": (
+        f"./llama --gpu h100 --weights 16GB {SET}.num_gpu_blocks_override=100 --json"
+    ),
+    "a GPU that changes the cache": "zai-org/GLM-5 --gpu b200 --weights 90GB",
+    "a GPU that does not change the cache": "zai-org/GLM-5 --gpu h200 --weights 90GB",
+    "times from the measurements of doctor": f"{QWEN} --disk 1TB --doctor doctor.json",
+    "times in JSON": f"{QWEN} --disk 1TB --doctor doctor.json --json",
+    "doctor without rates": f"{QWEN} --doctor doctor-without-rates.json --json",
+    "doctor without checks": f"{QWEN} --doctor doctor-without-checks.json",
+    "doctor of nothing": f"{QWEN} --doctor doctor-of-nothing.json",
+    "doctor of numbers": f"{QWEN} --doctor doctor-of-numbers.json",
+    "doctor that is missing": f"{QWEN} --doctor none",
+    "the cost of a snapshot": NEXT,
+    "the cost of a snapshot in JSON": f"{NEXT} --host 100GB --length 32768 --json",
+    "a snapshot on two ranks": f"{NEXT} --tp 2 --json",
+    "G1 keeps two snapshots of a running sequence and G2 one": (
+        f"{NEXT} {SET}.num_gpu_blocks_override=67 --host 900MB --json"
+    ),
+    "host memory below one sequence with a snapshot": f"{NEXT} --host 840MB {SET}.block_size=544",
+    "host memory below one sequence with a snapshot is refused if strict": (
+        f"{NEXT} --host 840MB {SET}.block_size=544 --strict"
+    ),
+    "host memory for a part of a sequence without snapshots": f"{QWEN} --host 840MB",
+    "host memory for a snapshot of a short length only": f"{NEXT} --host 840MB --length 2000 {SET}.block_size=544",
+    "host memory below one snapshot": f"{NEXT} --host 14MB --length 32768",
+    "a length that has no snapshot": f"{NEXT} --length 544",
+    "a length that has a snapshot": f"{NEXT} --length 545",
+    "an interval that stores more snapshots": f"{NEXT} {SET}.prefix_cache_retention_interval=4352",
+    "an interval that stores no more snapshots": f"{NEXT} {SET}.prefix_cache_retention_interval=0",
+    "blocks of another hybrid": "Qwen/Qwen3.5-35B-A3B",
+    "fewer sequences with a snapshot than asked for": (
+        f"{NEXT} --host 2GB --users 10 --turns 8 --turn-tokens 1000 --json"
+    ),
+    "as many sequences with a snapshot as asked for": f"{NEXT} --host 3GB --users 10 --turns 8 --turn-tokens 1000",
+    "kvbm is disabled without prefix caching": f"{NEXT} {SET}.enable_prefix_caching=false",
+    "kvbm is disabled with speculation": f'{NEXT} --set \'engine.arguments.speculative_config={{"method": "mtp"}}\'',
+    "kvbm is disabled with all states": f"{NEXT} {SET}.mamba_cache_mode=all",
+    "kvbm is disabled for other states": "moonshotai/Kimi-K3",
+    "a tier smaller than the one above": f"-p demo {SMALL}",
+    "a tier smaller than the one above is refused if strict": f"-p demo {SMALL} --strict",
+    "the buffer of a disk tier without a host tier is no tier": "-p disk.yaml",
+}
 
 
 @pytest.fixture
@@ -29,234 +147,20 @@ def home(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def model(home):
-    directory = home / "llama"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    return directory
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    home = tmp_path_factory.mktemp("models")
+    for name, content in FILES.items():
+        (home / name).parent.mkdir(exist_ok=True)
+        data = content if isinstance(content, str | bytes) else json.dumps(content)
+        (home / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    return home
 
 
-def size(home: Path, *arguments: object) -> Any:
-    outcome = kvbm_here("size", *map(str, arguments), "--json", home=home)
-    assert outcome.exit_code == 0, outcome.stderr
-    return json.loads(outcome.stdout)
-
-
-def refused(home: Path, *arguments: object) -> Outcome:
-    outcome = kvbm_here("size", *map(str, arguments), home=home)
-    assert outcome.exit_code in (1, 2)
-    return outcome
-
-
-def test_a_block_of_llama_3_8b_is_2_mib(home, model):
-    for name in (model, model / "config.json", "meta-llama/Meta-Llama-3-8B"):
-        assert size(home, name, "--block-size", 16)["block"] == {"tokens": 16, "bytes": 2 * 2**20, "ranks": 1}
-
-
-def test_a_configuration_in_a_file_of_another_name(home):
-    file = home / "llama.json"
-    file.write_text(json.dumps(LLAMA_3_8B))
-    assert size(home, file)["token_bytes"] == 131_072
-    file.write_text("[]")
-    assert "is not a model configuration" in refused(home, file).stderr
-
-
-def test_quantization_in_a_file_of_its_own(home, model):
-    quantization = {
-        "producer": {"name": "modelopt"},
-        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
-    }
-    (model / "hf_quant_config.json").write_text(json.dumps(quantization))
-    assert size(home, model)["token_bytes"] == 65_536
-    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "quantization_config": {"quant_method": "fp8"}}))
-    assert size(home, model)["token_bytes"] == 131_072
-
-
-def test_each_engine_has_its_own_block(home, model):
-    assert size(home, model, "--engine", "vllm")["block"]["tokens"] == 16
-    assert size(home, model, "--engine", "sglang", "--tp", 4)["block"] == {"tokens": 1, "bytes": 32_768, "ranks": 4}
-    page = size(home, model, "--engine", "sglang", "--block-size", 64, "--kv-cache-dtype", "fp8_e4m3")
-    assert page["block"] == {"tokens": 64, "bytes": 64 * 65_536, "ranks": 1}
-    assert "`--engine` must be one of" in refused(home, model, "--engine", "llama.cpp").stderr
-
-
-def test_a_block_of_tensorrt_llm_has_32_tokens(home, model):
-    command = (model, "--engine", "tensorrt-llm")
-    assert size(home, *command, "--tp", 2)["block"] == {"tokens": 32, "bytes": 2 * 2**20, "ranks": 2}
-    given = size(home, *command, "--block-size", 64, "--kv-cache-dtype", "fp8")
-    assert given["block"] == {"tokens": 64, "bytes": 4 * 2**20, "ranks": 1}
-    assert "only with vLLM" in refused(home, *command, "--layout", "BLHNC").stderr
-    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "dtype": "float32"}))
-    assert "the model is in 32 bits" in refused(home, *command).stderr
-
-
-@pytest.mark.parametrize("engine", ["sglang", "tensorrt-llm"])
-def test_a_quantized_checkpoint_of_another_engine_is_refused(home, model, engine):
-    quantized = {"quantization_config": {"quant_method": "fp8"}}
-    for facts in ({**LLAMA_3_8B, **quantized}, {"text_config": quantized, **LLAMA_3_8B}):
-        (model / "config.json").write_text(json.dumps(facts))
-        assert "is quanti" in refused(home, model, "--engine", engine).stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "reason"),
-    [
-        ("google/gemma-3-27b-it", [], "layers that do not keep every token"),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", [], "layers that do not keep every token"),
-        ("nvidia/Kimi-K2.6-NVFP4", [], "the checkpoint is quantized"),
-        ("Qwen/Qwen3-8B", ["--pp", "2"], "pipeline stages"),
-        ("Qwen/Qwen3-8B", ["--set", "engine.arguments.swap_space=4"], "`swap_space` of vLLM"),
-        ("Qwen/Qwen3-8B", ["--kv-cache-dtype", "int8"], "kv_cache_dtype: int8"),
-    ],
-)
-def test_what_only_sglang_knows_is_refused(home, name, options, reason):
-    assert reason in refused(home, name, "--engine", "sglang", *options).stderr
-
-
-def test_sequences_of_a_given_and_of_the_maximum_length(home, model):
-    text = kvbm_here("size", str(model), "--host", "100GB", "--length", "1000", home=home).stdout
-    assert "a sequence of 32,768 tokens is 2,048 blocks, 4.0 GiB\nsequences that fit: G2 23\n" in text
-    assert "a sequence of 1,000 tokens is 63 blocks, 126.0 MiB\nsequences that fit: G2 756\n" in text
-    found = size(home, model, "--length", 1000)
-    assert found["sequence"] == {"tokens": 1000, "blocks": 63}
-    assert found["longest_sequence"] == {"tokens": 32768, "blocks": 2048}
-
-
-def test_the_layout_changes_the_groups(home):
-    assert size(home, "XiaomiMiMo/MiMo-V2-Flash")["block"]["bytes"] == 737_280
-    assert size(home, "XiaomiMiMo/MiMo-V2-Flash", "--layout", "blhnc")["block"]["bytes"] == 368_640
-    assert "`--layout` must be one of" in refused(home, "Qwen/Qwen3-8B", "--layout", "NHD").stderr
-
-
-def test_the_estimate_of_g1_is_said_to_be_one(home):
-    found = size(home, "Qwen/Qwen3-8B", "--gpu-memory", "80GiB", "--weights", "16GiB", "--tp", 2)
-    left = int(80 * 2**30 * 0.92) - 8 * 2**30 - 2 * 2**30
-    rank_block = 16 * 147_456 // 2
-    assert found["tiers"]["G1"]["blocks"] == left // rank_block
-    assert found["tiers"]["G1"]["is_estimate"]
-    assert found["tiers"]["G1"]["rank_bytes"] == left // rank_block * rank_block
-    assert found["tiers"]["G1"]["bytes"] == 2 * found["tiers"]["G1"]["rank_bytes"]
-    assert found["notes"] == [
-        "G1 is an estimate: 0.92 x 80.0 GiB of GPU memory - 16.0 GiB of weights / 2 ranks - 2.0 GiB for activations "
-        "= 63.6 GiB on each rank"
-    ]
-
-
-def test_weights_are_read_from_the_files_of_the_model(home, model):
-    assert "`--gpu` requires the size of the weights" in refused(home, model, "--gpu", "h100").stderr
-    (model / "model.safetensors").write_bytes(bytes(1000))
-    assert "1000 B of weights" in size(home, model, "--gpu", "h100")["notes"][0]
-    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 16 * 2**30}}))
-    assert "16.0 GiB of weights" in size(home, model, "--gpu", "h100")["notes"][0]
-    assert "no GPU memory for blocks" in refused(home, model, "--gpu", "l4", "--weights", "30GB").stderr
-    assert "`--gpu` must be one of" in refused(home, model, "--gpu", "rtx").stderr
-    assert "only with vLLM" in refused(home, model, "--gpu", "h100", "--engine", "sglang").stderr
-
-
-def test_a_set_number_of_blocks_is_no_estimate(home, model):
-    options = ("--gpu", "h100", "--weights", "16GB", "--set", "engine.arguments.num_gpu_blocks_override=100")
-    found = size(home, model, *options)
-    assert (found["tiers"]["G1"]["blocks"], found["tiers"]["G1"]["is_estimate"]) == (100, False)
-
-
-def test_a_gpu_that_changes_the_cache(home):
-    assert "8 bits by default" in refused(home, "zai-org/GLM-5", "--gpu", "b200", "--weights", "90GB").stderr
-    assert len(size(home, "zai-org/GLM-5", "--gpu", "h200", "--weights", "90GB")["notes"]) == 2
-
-
-def test_times_come_from_the_measurements_of_doctor(home):
-    checks = [
-        {"name": "allocation rate", "facts": {"bytes_per_s": 2e9}},
-        {"name": "sequential", "facts": {"write_bytes_per_s": 1e9, "read_bytes_per_s": 3e9}},
-    ]
-    file = home / "doctor.json"
-    file.write_text(json.dumps({"checks": checks}))
-    found = size(home, "Qwen/Qwen3-8B", "--disk", "1TB", "--doctor", file)
-    assert found["times"]["start_s"] == pytest.approx(50, rel=0.01)
-    assert found["times"]["disk_fill_s"] == pytest.approx(1000, rel=0.01)
-    text = kvbm_here("size", "Qwen/Qwen3-8B", "--disk", "1TB", "--doctor", str(file), home=home).stdout
-    assert "filling G3 once takes 17 min, at 1.00 GB/s" in text
-    file.write_text(json.dumps({"checks": []}))
-    assert size(home, "Qwen/Qwen3-8B", "--doctor", file)["times"] == {"start_s": None, "disk_fill_s": None}
-    for broken in ("{}", "x", '{"checks": [1]}'):
-        file.write_text(broken)
-        assert "is not a result of doctor" in refused(home, "Qwen/Qwen3-8B", "--doctor", file).stderr
-    assert "cannot read" in refused(home, "Qwen/Qwen3-8B", "--doctor", home / "none").stderr
-
-
-QWEN3_NEXT = "Qwen/Qwen3-Next-80B-A3B-Instruct"
-
-
-def test_the_cost_of_a_snapshot_and_sequences_with_one_each(home):
-    found = size(home, QWEN3_NEXT, "--host", "100GB", "--length", 32_768)
-    slot = 13_369_344  # bytes of a block: 12 layers with 544 tokens of 2 KiB
-    assert found["snapshot"] == {"state_bytes": 39_518_208, "as_tokens": 1608, "blocks": 3, "bytes": 3 * slot}
-    assert found["sequence"] == {"tokens": 32_768, "blocks": 61 + 3}
-    assert found["tiers"]["G2"]["blocks"] == 10**11 // slot
-    assert found["tiers"]["G2"]["sequences"] == 10**11 // slot // 64
-    assert not any("disables" in note for note in found["notes"])
-    on_two = size(home, QWEN3_NEXT, "--tp", 2)
-    assert on_two["snapshot"] == found["snapshot"]
-    text = kvbm_here("size", QWEN3_NEXT, home=home).stdout
-    assert "a snapshot is 37.7 MiB of states, as much as 1,608 tokens; it takes 3 blocks, 38.2 MiB\n" in text
-    assert "a sequence of 32,768 tokens is 64 blocks (61 of attention, 3 of a snapshot), 816.0 MiB\n" in text
-    assert size(home, "Qwen/Qwen3-8B")["snapshot"] is None
-
-
-def test_g1_keeps_two_states_of_a_running_sequence_and_g2_one(home):
-    found = size(home, QWEN3_NEXT, "--set", "engine.arguments.num_gpu_blocks_override=67", "--host", "900MB")
-    assert found["tiers"]["G1"]["sequences"] == 1  # 61 + 2 x 3
-    assert found["tiers"]["G1"]["tokens"] == 32_768
-    assert found["tiers"]["G2"] == {**found["tiers"]["G2"], "blocks": 67, "sequences": 1, "tokens": 34_304}
-    assert found["warnings"] == []
-
-
-def test_host_memory_below_one_sequence_with_states_is_a_warning(home):
-    options = ("--host", "840MB", "--set", "engine.arguments.block_size=544")
-    [warning] = size(home, QWEN3_NEXT, *options)["warnings"]
-    assert warning == (
-        "G2 holds 62 blocks, fewer than the 64 blocks (61 of attention, 3 of a snapshot) of a sequence of 32,768 "
-        "tokens, so no prompt of this length has a hit; raise `tiers.host.capacity`"
-    )
-    strict = kvbm_here("size", QWEN3_NEXT, *options, "--strict", home=home)
-    assert (strict.exit_code, warning in strict.stderr) == (1, True)
-    assert size(home, "Qwen/Qwen3-8B", "--host", "840MB")["warnings"] == []  # a part of a sequence is of use
-
-
-def test_host_memory_for_a_short_length_only_is_a_warning_too(home):
-    found = size(home, QWEN3_NEXT, "--host", "840MB", "--length", 2000, "--set", "engine.arguments.block_size=544")
-    [warning] = found["warnings"]
-    assert "of a sequence of 32,768 tokens, so no prompt of this length has a hit" in warning
-    longest = size(home, QWEN3_NEXT, "--host", "14MB", "--length", 32_768)["warnings"]
-    assert [one[:27] for one in longest] == ["G2 holds 1 block, fewer tha"]
-
-
-def test_notes_about_snapshots(home):
-    none = "a sequence of at most one block (544 tokens) has no snapshot and is never cached"
-    assert none in size(home, QWEN3_NEXT, "--length", 544)["notes"]
-    assert none not in size(home, QWEN3_NEXT, "--length", 545)["notes"]
-    key = "prefix_cache_retention_interval"
-    more = f"sizes assume one snapshot per sequence; `{key}` stores more"
-    assert more in size(home, QWEN3_NEXT, "--set", f"engine.arguments.{key}=4352")["notes"]
-    assert more not in size(home, QWEN3_NEXT, "--set", f"engine.arguments.{key}=0")["notes"]
-    assert "a block is 1,056 tokens" in kvbm_here("size", "Qwen/Qwen3.5-35B-A3B", home=home).stdout
-
-
-def test_fewer_sequences_with_states_than_asked_for_is_a_warning(home):
-    users = ("--users", 10, "--turns", 8, "--turn-tokens", 1000)
-    found = size(home, QWEN3_NEXT, "--host", "2GB", *users)
-    assert found["needed"] == {"sequences": 10, "tokens": 80_000, "blocks": 10 * (15 + 3), "bytes": 180 * 13_369_344}
-    assert found["warnings"] == ["G2 holds 8 of the 10 sequences, with one snapshot each"]
-    assert size(home, QWEN3_NEXT, "--host", "3GB", *users)["warnings"] == []
-
-
-def test_sizes_with_a_setting_that_disables_kvbm_are_refused_with_that_reason(home):
-    for setting in ("enable_prefix_caching=false", 'speculative_config={"method": "mtp"}', "mamba_cache_mode=all"):
-        stderr = refused(home, QWEN3_NEXT, "--set", f"engine.arguments.{setting}").stderr
-        assert "error: kvbm is disabled with these settings, so there is no size: " in stderr
-        assert f" (`{setting.partition('=')[0]}`)" in stderr
-    assert "kvbm is disabled for models with KDA states" in size(home, "moonshotai/Kimi-K3")["notes"][0]
+@pytest.mark.parametrize("name", CASES)
+def test_size(models, name):
+    text = kvbm_here("size", *shlex.split(CASES[name]), home=models).text(f"kvbm size {CASES[name]}")
+    assert_entry("size_cases", name, text, names=CASES)
 
 
 def test_settings_of_states_in_check_and_serve(home):
@@ -294,37 +198,23 @@ def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(ho
     assert f"\n  --set {setting}\n" in outcome.stderr
 
 
-SMALL = ("--set", "tiers.host.blocks=4096", "--set", "engine.arguments.num_blocks=8192")
 WARNING = "G2 holds 65,536 tokens, fewer than the 131,072 of G1, so it adds little"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("size", "-p", "demo"), ("profile", "check", "demo"), ("serve", "-p", "demo", "--dry-run")],
-    ids=["size", "check", "serve"],
-)
+@pytest.mark.parametrize("command", ["size -p demo", "profile check demo", "serve -p demo --dry-run"])
 def test_a_tier_smaller_than_the_one_above_it_is_a_warning_and_an_error_if_strict(home, command):
-    warned = kvbm_here(*command, *SMALL, home=home)
-    assert (warned.exit_code, WARNING in warned.stderr) == (0, True)
-    strict = kvbm_here(*command, *SMALL, "--strict", home=home)
-    assert (strict.exit_code, WARNING in strict.stderr) == (1, True)
-    enough = kvbm_here(*command, "--set", "tiers.host.blocks=8192", *SMALL[2:], "--strict", home=home)
-    assert (enough.exit_code, "adds little" in enough.stderr) == (0, False)
+    for options, exit_code, is_warned in (
+        (SMALL, 0, True),
+        (f"{SMALL} --strict", 1, True),
+        (f"{EQUAL} --strict", 0, False),
+    ):
+        outcome = kvbm_here(*command.split(), *options.split(), home=home)
+        assert (outcome.exit_code, WARNING in outcome.stderr) == (exit_code, is_warned)
 
 
 def test_serve_refuses_with_strict_before_it_starts_anything(home):
-    refusal = kvbm_here("serve", "-p", "demo", *SMALL, "--strict", home=home)
-    assert refusal.exit_code == 1
-    assert refusal.stderr.startswith(f"error: {WARNING}")
-
-
-def test_the_buffer_of_a_disk_tier_without_a_host_tier_is_no_tier(home):
-    profile = home / "disk.yaml"
-    profile.write_text(
-        "engine: {model: 'synthetic:tiny', arguments: {num_blocks: 8192}}\n"
-        "tiers: {disk: {directory: /tmp, blocks: 16384}}\n"
-    )
-    assert size(home, "-p", profile)["warnings"] == []
+    refusal = kvbm_here("serve", "-p", "demo", *SMALL.split(), "--strict", home=home)
+    assert (refusal.exit_code, refusal.stderr.startswith(f"error: {WARNING}")) == (1, True)
 
 
 SERVED_PROFILE = f"""\
