@@ -1,11 +1,13 @@
-"""The verdict from made-up evidence, so that every threshold is known exactly."""
+"""The verdict from made-up evidence, so that every threshold is known exactly: `snapshots/bench/verdicts.txt`."""
 
 import math
 import random
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
+from terminal import assert_entry
 
 from kvbm_cli.bench.judge.correctness import (
     AnswerDifference,
@@ -65,156 +67,71 @@ GOOD = Evidence(
 )
 
 
-def test_hint_of_an_overloaded_trace_is_its_time_scale_alone():
-    judgement = judge(replace(GOOD, utilisation=1.0, is_trace=True))
-    assert judgement.verdict is Verdict.INVALID
-    assert judgement.hint == (
-        "repeat the run on an idle machine; if that does not help, use a larger `time_scale` in the workload"
-    )
+ONE_RUN = replace(GOOD.ratio, run_count=1, run_deviation=None)
+BUSY = {"utilisation": 1.0, "queue_share": 0.9}
+LATE = {"reference_ttft_ms": 100.0, "clients": (client(26.0),)}
+STALLED = ClientLoad("small.1.floor", [1.0] * 22 + [150.0, 400.0], 0.01)
+# What differs from GOOD. `limits` are those of the verdict.
+CASES: dict[str, dict[str, Any]] = {
+    "an interval above one is faster": {},
+    "an interval below one is slower": {"ratio": ratio(0.4, 0.5, 0.8), "measured_ttft_ms": 2000.0},
+    "an interval that holds one from above is the same": {"ratio": ratio(0.9, 1.3, 1.6)},
+    "an interval that holds one from below is the same": {"ratio": ratio(0.6, 0.8, 1.01)},
+    "an interval that is too little above one is the same": {"ratio": ratio(1.01, 1.04, 1.07)},
+    "an interval that is too little below one is the same": {"ratio": ratio(0.94, 0.96, 0.99)},
+    "one answer that differs with kvbm alone is wrong": {"outputs": {"kvbm": outputs(1)}},
+    "fewer differences than without kvbm are no error of kvbm": {"outputs": {"kvbm": outputs(1, without=2)}},
+    "as many differences as without kvbm are no error of kvbm": {"outputs": {"kvbm": outputs(2, without=2)}},
+    "other probabilities are wrong although answers differ without kvbm too": {
+        "outputs": {"kvbm": outputs(2, without=2, logprob=0.9)}
+    },
+    "wrong outputs outrank an invalid run": {
+        "outputs": {"kvbm": outputs(2)},
+        "errors": {"kvbm": 3},
+        "has_loads": False,
+    },
+    "a wrong reference with kvbm counts too and is named": {
+        "reference": "demo-disk",
+        "outputs": {"kvbm": outputs(), "demo-disk": outputs(1)},
+    },
+    "a cache that was not empty is invalid": {
+        "warm_starts": ("the cache was not empty at the start of small.1.baseline",)
+    },
+    "failed requests of the reference are invalid": {"errors": {"baseline": 2}},
+    "failed requests of the floor are invalid": {"errors": {"floor": 1}},
+    "no request that both arms answered is invalid": {"ratio": None},
+    "a late client is invalid": {"clients": (client(), client(101.0))},
+    "a busy client is invalid": {"clients": (client(cpu_share=0.71),)},
+    "an engine without pauses is invalid": {"utilisation": 0.96},
+    "an engine whose requests queue is invalid": {"queue_share": 0.51},
+    "the hint of an overloaded trace is its time scale alone": {"utilisation": 1.0, "is_trace": True},
+    "a gain without a loaded block is invalid": {"has_loads": False},
+    "an arm that loaded nothing may be the same": {"ratio": ratio(0.97, 1.0, 1.03), "has_loads": False},
+    "an arm that loaded nothing may be slower": {"ratio": ratio(0.7, 0.8, 0.9), "has_loads": False},
+    "a closed loop may be busy all the time": {**BUSY, "is_closed_loop": True},
+    "an open loop may not be busy all the time": BUSY,
+    "lateness up to a share of the reference is allowed": {**LATE, "clients": (client(24.0),)},
+    "lateness above this share is invalid": LATE,
+    "lateness up to a limit is allowed": {**LATE, "limits": VerdictLimits(lateness_ms=30.0)},
+    # The interval includes them. More than a tenth of late requests make a run invalid.
+    "single late requests are pointed out": {"clients": (client(), STALLED)},
+    "more late requests are invalid": {"clients": (replace(STALLED, lateness_ms=[1.0] * 20 + [150.0] * 4),)},
+    "a busy reference is pointed out": {"utilisation": 0.75, "queue_share": 0.25},
+    "outputs that were not tested are pointed out": {"outputs": {"kvbm": outputs(transfers=0)}},
+    "outputs that were tested weakly are pointed out": {"outputs": {"kvbm": outputs(logprob=None)}},
+    "one run does not cover differences between runs": {"ratio": ONE_RUN},
+}
 
 
-def test_an_interval_above_one_is_faster():
-    judgement = judge(GOOD)
-    assert judgement.verdict is Verdict.FASTER
-    assert judgement.sentence == (
-        "from turn 2 on, the first token comes 20.0 times faster with kvbm than with baseline, same outputs (95% "
-        "interval 18.0 to 22.0, 18 pairs of equal requests, 2 runs); the medians are 50.0 ms and 1000 ms"
-    )
-    assert judgement.reasons == ()
-    assert judgement.caveats == ()
-
-
-def test_an_interval_below_one_is_slower():
-    judgement = judge(replace(GOOD, ratio=ratio(0.4, 0.5, 0.8), measured_ttft_ms=2000.0))
-    assert judgement.verdict is Verdict.SLOWER
-    assert "2.00 times slower with kvbm than with baseline" in judgement.sentence
-    assert "1.25 to 2.50" in judgement.sentence
-
-
-@pytest.mark.parametrize(
-    "interval",
-    [(0.9, 1.3, 1.6), (0.6, 0.8, 1.01), (1.01, 1.04, 1.07), (0.94, 0.96, 0.99)],
-    ids=["holds one from above", "holds one from below", "too little above", "too little below"],
-)
-def test_an_interval_around_one_or_close_to_it_is_the_same(interval):
-    judgement = judge(replace(GOOD, ratio=ratio(*interval)))
-    assert judgement.verdict is Verdict.SAME
-    assert "times as fast with kvbm as with baseline" in judgement.sentence
-
-
-def test_one_answer_that_differs_with_kvbm_alone_is_wrong():
-    judgement = judge(replace(GOOD, outputs={"kvbm": outputs(1)}))
-    assert judgement.verdict is Verdict.WRONG
-    assert "arm kvbm: 1 of 24 answers differ, and 0 of 24 without kvbm (small.1.baseline)" in judgement.sentence
-
-
-@pytest.mark.parametrize("with_kvbm", [1, 2])
-def test_an_engine_that_does_not_repeat_its_answers_without_kvbm_is_no_error_of_kvbm(with_kvbm):
-    judgement = judge(replace(GOOD, outputs={"kvbm": outputs(with_kvbm, without=2)}))
-    assert judgement.verdict is Verdict.FASTER
-    assert "same outputs" not in judgement.sentence
-    expected = f"not distinguishable: {with_kvbm} of 24 answers differ, and 2 of 24 without kvbm (small.1.baseline)"
-    assert [caveat for caveat in judgement.caveats if expected in caveat]
-
-
-def test_an_engine_that_does_not_repeat_its_answers_is_still_wrong_where_probabilities_are():
-    judgement = judge(replace(GOOD, outputs={"kvbm": outputs(2, without=2, logprob=0.9)}))
-    assert judgement.verdict is Verdict.WRONG
-    assert "log-probabilities of equal tokens differ by up to 0.9" in judgement.sentence
-
-
-def test_a_cache_that_was_not_empty_at_the_start_is_invalid():
-    judgement = judge(replace(GOOD, warm_starts=("the cache was not empty at the start of small.1.baseline",)))
-    assert judgement.verdict is Verdict.INVALID
-    assert judgement.reasons == ("the cache was not empty at the start of small.1.baseline",)
-
-
-def test_wrong_outputs_outrank_an_invalid_run():
-    judgement = judge(replace(GOOD, outputs={"kvbm": outputs(2)}, errors={"kvbm": 3}, has_loads=False))
-    assert judgement.verdict is Verdict.WRONG
-
-
-def test_a_wrong_reference_with_kvbm_counts_too_and_is_named():
-    judgement = judge(replace(GOOD, reference="demo-disk", outputs={"kvbm": outputs(), "demo-disk": outputs(1)}))
-    assert judgement.verdict is Verdict.WRONG
-    assert [one.partition(":")[0] for one in judgement.reasons] == ["arm demo-disk"]
-
-
-INVALID = [
-    ({"errors": {"baseline": 2}}, "2 of 24 requests of arm baseline failed", False),
-    ({"errors": {"floor": 1}}, "1 of 24 requests of arm floor failed", False),
-    ({"ratio": None}, "no request was answered in both arms", False),
-    (
-        {"clients": (client(), client(101.0))},
-        "the client launched requests late in small.1.kvbm: 101 ms at p90, the limit is 100 ms",
-        True,
-    ),
-    ({"clients": (client(cpu_share=0.71),)}, "the client used 71% of a core in small.1.kvbm, the limit is 70%", True),
-    ({"utilisation": 0.96}, "arm baseline was overloaded: busy 96% of the time", True),
-    ({"queue_share": 0.51}, "arm baseline was overloaded: 51% of its TTFT was spent in its queue", True),
-    ({"has_loads": False}, "kvbm was faster although it loaded no block", True),
-]
-
-
-@pytest.mark.parametrize(("change", "reason", "is_of_load"), INVALID)
-def test_a_run_that_measured_something_else_is_invalid(change, reason, is_of_load):
-    judgement = judge(replace(GOOD, **change))
-    assert judgement.verdict is Verdict.INVALID
-    assert judgement.sentence.startswith("the result cannot be used: ")
-    assert any(reason in one for one in judgement.reasons)
-    assert (judgement.hint or "").startswith("repeat the run on an idle machine") == is_of_load
-
-
-def test_an_arm_that_loaded_nothing_may_be_the_same_or_slower():
-    for found, verdict in ((ratio(0.97, 1.0, 1.03), Verdict.SAME), (ratio(0.7, 0.8, 0.9), Verdict.SLOWER)):
-        assert judge(replace(GOOD, ratio=found, has_loads=False)).verdict is verdict
-
-
-def test_a_closed_loop_may_be_busy_all_the_time():
-    busy = replace(GOOD, utilisation=1.0, queue_share=0.9, is_closed_loop=True)
-    assert judge(busy).verdict is Verdict.FASTER
-    assert judge(replace(busy, is_closed_loop=False)).verdict is Verdict.INVALID
-
-
-def test_lateness_is_allowed_up_to_a_share_of_the_reference_or_a_fixed_time():
-    late = replace(GOOD, reference_ttft_ms=100.0, clients=(client(24.0),))
-    assert judge(late).verdict is Verdict.FASTER
-    later = replace(late, clients=(client(26.0),))
-    assert judge(later).verdict is Verdict.INVALID
-    assert judge(later, VerdictLimits(lateness_ms=30.0)).verdict is Verdict.FASTER
-
-
-def test_single_late_requests_are_pointed_out_because_the_interval_includes_them():
-    """More than a tenth of late requests make a run invalid."""
-    stalled = ClientLoad("small.1.floor", [1.0] * 22 + [150.0, 400.0], 0.01)
-    judgement = judge(replace(GOOD, clients=(client(), stalled)))
-    assert judgement.verdict is Verdict.FASTER
-    (caveat,) = (one for one in judgement.caveats if "late" in one)
-    words = "launched 2 of 24 requests more than 100 ms late in small.1.floor, by up to 400 ms"
-    assert caveat == f"the client {words}; their times include it"
-    often = replace(stalled, lateness_ms=[1.0] * 20 + [150.0] * 4)
-    assert judge(replace(GOOD, clients=(often,))).verdict is Verdict.INVALID
-
-
-def test_a_busy_reference_is_pointed_out():
-    judgement = judge(replace(GOOD, utilisation=0.75, queue_share=0.25))
-    assert judgement.verdict is Verdict.FASTER
-    assert len(judgement.caveats) == 2
-
-
-def test_outputs_that_were_not_tested_or_tested_weakly_are_pointed_out():
-    untested = judge(replace(GOOD, outputs={"kvbm": outputs(transfers=0)}))
-    assert any("not tested: no block came from G2, G3 or G4" in caveat for caveat in untested.caveats)
-    assert "same outputs" not in untested.sentence
-    weak = judge(replace(GOOD, outputs={"kvbm": outputs(logprob=None)}))
-    assert any("sends no logprobs" in caveat for caveat in weak.caveats)
-    assert "same outputs" in weak.sentence
-
-
-def test_one_run_does_not_cover_differences_between_runs():
-    judgement = judge(replace(GOOD, ratio=replace(GOOD.ratio, run_count=1, run_deviation=None)))
-    assert any("`--pairs 3` repeats" in caveat for caveat in judgement.caveats)
-    assert "1 run)" in judgement.sentence
+@pytest.mark.parametrize("name", CASES)
+def test_verdict(name):
+    changes = dict(CASES[name])
+    limits = changes.pop("limits", VerdictLimits())
+    found = judge(replace(GOOD, **changes), limits)
+    lines = [f"{found.verdict.value}: {found.sentence}"]
+    lines += [f"reason: {one}" for one in found.reasons] + [f"caveat: {one}" for one in found.caveats]
+    lines += [f"hint: {found.hint}"] if found.hint else []
+    assert_entry("bench/verdicts", name, "".join(f"{line}\n" for line in lines), names=CASES)
 
 
 def test_the_verdict_of_several_comparisons_is_the_worst():
