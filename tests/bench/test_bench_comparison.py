@@ -71,38 +71,6 @@ def test_without_a_profile_the_first_server_is_measured(compare, names):
 
 
 @pytest.mark.parametrize(
-    ("reference", "overrides", "compare", "message"),
-    [
-        (None, (), (), "without `--profile`, `--compare` takes URLs of running servers"),
-        (None, (), ("baseline",), "without `--profile`, `--compare` takes URLs of running servers"),
-        (None, ("a=1",), (ONE,), "`--set` requires `--profile`"),
-        (None, (), ("http://user:secret@host:1",), "a URL must not contain a password"),
-        ("demo", (), ("http://user:secret@host:1",), "a URL must not contain a password"),
-        (None, (), ("https://user:secret@host:1",), "a URL must not contain a password"),
-        (None, (), ("http://host:1/?api_key=secret",), "a URL must not contain a password or a query"),
-        (None, (), ("http://host:1#secret",), "a URL must not contain a password or a query"),
-        (None, (), (ONE, f"{ONE}/v1/"), "`url-1` and `url-2` are the same server"),
-        ("demo", (), (f"a={ONE}", f"b={ONE}/"), "`a` and `b` are the same server"),
-        (None, (), ("http://host:0",), "must be a URL such as"),
-        (None, (), ("http://host:70000",), "must be a URL such as"),
-        (None, (), ("http://",), "must be a URL such as"),
-        (None, (), (f"a={ONE}", f"a={OTHER}"), "`a` is the name of another arm"),
-        ("demo", (), ("baseline", "baseline"), "`--compare baseline` is given twice"),
-        ("demo", (), (f"baseline={ONE}", "baseline"), "`--compare baseline` is given twice"),
-        ("demo", (), (f"kvbm={ONE}",), "`kvbm` is the name of another arm"),
-        (None, (), (f"recording={ONE}",), "`recording` is the name of another arm"),
-        ("demo", (), (f"floor={ONE}",), "`floor` is the name of another arm"),
-        ("demo", (), ("baseline:vllm-cpu-demo",), "cannot be compared: `engine.kind` is `embedded` and `vllm`"),
-        ("vllm-pd-cpu-demo", (), (), "`vllm-pd-cpu-demo` starts several engines"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(reference, overrides, compare, message):
-    with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        comparison_of(() if reference is None else (reference,), overrides, compare)
-    assert "secret" not in f"{caught.value.message} {caught.value.hint}"
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("engine: {model: 'synthetic:small'}", "`engine.model` is `synthetic:tiny` and `synthetic:small`"),

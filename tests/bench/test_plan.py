@@ -214,13 +214,6 @@ def test_an_engine_that_measures_nothing_is_named_with_the_key(kvbm):
     assert "`metrics.capacities: true`" in err
 
 
-@pytest.mark.parametrize("option", [["--exact"], ["--capacity-blocks", "5"], ["--prefill-rate", "5"]])
-def test_what_only_a_trace_can_have_is_refused_for_an_engine(kvbm, option):
-    code, _, err = kvbm("plan", "--url", "http://127.0.0.1:9", *option)
-    assert code == 2
-    assert f"`{option[0]}` is for a trace" in err
-
-
 def test_a_page_shows_the_curves_of_an_engine_and_of_a_trace(kvbm, tmp_path):
     live, trace = tmp_path / "live.html", tmp_path / "trace.html"
     with serving(live_leader()) as port:
@@ -235,13 +228,6 @@ def test_a_page_shows_the_curves_of_an_engine_and_of_a_trace(kvbm, tmp_path):
     code, _, err = kvbm("plan", "--trace", HEAD, "--capacity-blocks", "600", "--html", tmp_path / "none" / "page.html")
     assert code == 1
     assert "no such file or directory" in err
-
-
-@pytest.mark.parametrize("given", [["--trace", HEAD], ["demo-1"]])
-def test_a_run_a_url_and_a_trace_exclude_each_other(kvbm, given):
-    code, _, err = kvbm("plan", "--url", "http://127.0.0.1:9", *given)
-    assert code == 2
-    assert "exclude each other" in err
 
 
 def part_of(name, count, seed):

@@ -358,7 +358,6 @@ HOSTILE: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no lines": (("logs", "demo-1", "-n", "0", "-f"), 0, ""),
     "log that is no file": (("logs", "zero-1"), 1, "the log of `zero-1` was removed: `/dev/zero`"),
     "log of a process": (("logs", "demo-1"), 0, ""),
-    "bench nothing": (("bench",), 2, "without `--profile`, `--compare` takes URLs"),
     "bench a device": (("bench", "-p", "mine.yaml", "--workload", "/dev/null"), 2, "`/dev/null`"),
     "bench into a file": (("bench", "-p", "mine.yaml", "--output", "mine.yaml"), 1, "mine.yaml"),
     "bench into proc": (("bench", "-p", "mine.yaml", "--output", "/proc/x"), 1, "cannot write to /proc/x"),

@@ -76,23 +76,3 @@ def test_an_operator_pins_brings_and_releases_a_prompt(home, tmp_path):  # noqa:
         assert limited.stdout.startswith("hints of each tenant may retain ")
         program.terminate()
         program.wait(60)
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("ls nothing", "no run is named `nothing`"),
-        ("ls demo-1 --dir .", "`--dir` cannot be used with the run `demo-1`"),
-        ("clear --tier G2", "`--tier` requires a running engine"),
-        ("clear --tenant-digest 00", "`--tenant-digest` requires a running engine"),
-        ("pin demo-1", "one of `--text`, `--tokens` and `--file` is required"),
-        ("pin demo-1 --text a --tokens 1", "one of `--text`, `--tokens` and `--file` is required"),
-        ("pin demo-1 --text a --for ever", "`--for` must be a time up to 30d"),
-        ("release demo-1 all", "`all` is no pin"),
-        ("limit demo-1 200%", "`200%` must be a part of host memory"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, command, error):
-    outcome = cache(tmp_path, command)
-    assert outcome.exit_code == 2
-    assert outcome.stderr.startswith(f"error: {error}")

@@ -88,22 +88,6 @@ def test_baseline_takes_no_memory_and_is_named_so(home):
         assert program.wait(timeout=HANGS_S) == 0
 
 
-WRONG = {
-    "--baseline --set tiers.host.capacity=1GiB": "so `--set tiers.host.capacity` has no effect",
-    "--baseline --set offload.to_disk=always": "so `--set offload.to_disk` has no effect",
-    "--baseline --set disaggregated.prefill=1 --set disaggregated.decode=1": "and `vllm` starts several",
-}
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_options_that_contradict_a_baseline_are_usage_errors(both, options):
-    for dry in ([], ["--dry-run"]):
-        outcome = kvbm_here("serve", "-p", "./vllm.yaml", *options.split(), *dry, home=both)
-        assert outcome.exit_code == 2
-        assert outcome.stderr.startswith("error: `--baseline` starts ")
-        assert WRONG[options] in outcome.stderr
-
-
 def test_limit_of_the_start_applies_to_a_baseline_too(home):
     failing = ("--set", "engine.environment.FAKE=hang", "--set", "transfer.init_timeout_s=0.5")
     outcome = kvbm("serve", "-p", "./mine.yaml", "--baseline", *failing, home=home)

@@ -256,13 +256,6 @@ def test_an_empty_store_is_no_mistake(tmp_path, command):
     assert list((tmp_path / "kv").iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "verify --delete-bad", "purge --yes", "purge --dry-run"])
-def test_no_command_works_on_the_objects_of_mooncake(tmp_path, command):
-    outcome = run(tmp_path, f"{command} --url mooncake://127.0.0.1:50051/team-a")
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert "the objects of Mooncake Store cannot be listed" in outcome.stderr
-
-
 def test_a_missing_library_is_named_with_what_brings_it(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
     outcome = run(home, "ls --url s3://kv-cache/team-a")
