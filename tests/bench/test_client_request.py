@@ -2,11 +2,13 @@ import asyncio
 import json
 import socket
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
 from fake_server import FakeServer
 from openai_mock import Answer, OpenAIMock, answer_tokens
+from terminal import assert_entry
 
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
@@ -231,16 +233,18 @@ def test_an_error_that_repeats_the_key_is_kept_without_it(answer, monkeypatch):
         assert "sk-" not in found
 
 
-def read_answer(*events: object, end: bytes = b"data: [DONE]\n\n", asks_tiers: bool = False) -> RequestRecord:
-    """The record of an answer of which event number i arrives after i + 1 ms."""
+def read_answer(*events: Any, end: bytes = b"data: [DONE]\n\n", asks_tiers: bool = False) -> RequestRecord:
+    """The record of an answer of which event number i arrives after i + 1 ms. One that begins with events of
+    `/v1/responses` ends with the last of them."""
     record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
     answer = StreamedAnswer(record, start_ns=0, asks_tiers=asks_tiers)
     for number, event in enumerate(events):
-        answer.take((number + 1) * 1_000_000, b"data: " + json.dumps(event).encode() + b"\n\n")
-    if end:
+        kind = f"event: {event['type']}\n" if "type" in event else ""
+        answer.take((number + 1) * 1_000_000, f"{kind}data: {json.dumps(event)}\n\n".encode())
+    if "type" not in events[0]:
         answer.take((len(events) + 1) * 1_000_000, end)
     answer.finish()
-    assert answer.is_done == bool(end)
+    assert answer.is_done
     return record
 
 
@@ -259,31 +263,76 @@ RESPONSE = [
     {"type": "response.output_text.delta", "delta": "b"},
     {"type": "response.output_text.done", "text": "ab"},
 ]
-USAGE = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
 
 
-def read_response(status: str, **fields: object) -> RequestRecord:
-    record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
-    answer = StreamedAnswer(record, start_ns=0)
-    end = {"type": f"response.{status}", "response": {"status": status, "usage": USAGE, **fields}}
-    for number, event in enumerate([*RESPONSE, end]):
-        data = f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
-        answer.take((number + 1) * 1_000_000, data.encode())
-    answer.finish()
-    assert answer.is_done
-    return record
+def ended(status: str, **fields: object) -> dict[str, object]:
+    usage = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
+    return {"type": f"response.{status}", "response": {"status": status, "usage": usage, **fields}}
 
 
-@pytest.mark.parametrize("status", ["completed", "incomplete"])
-def test_a_response_has_its_text_its_counts_and_its_end(status):
-    record = read_response(status)
-    assert (record.text, record.finish_reason, record.error) == ("ab", status, None)
-    assert (record.first_token_ms, record.first_text_ms, record.last_token_ms, record.end_ms) == (2.0, 3.0, 4.0, 6.0)
-    assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (20, 16, 3)
+def usage(prompt: int, answer: int, cached: int | None = None, **tiers: object) -> dict[str, object]:
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached, **tiers}}
+    return {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": answer, **details}}
 
 
-def test_a_failed_response_is_an_error():
-    assert "no room" in read_response("failed", error={"message": "no room"}).error
+def with_logprobs(*values: float) -> dict[str, object]:
+    return completion("ab", logprobs={"token_logprobs": values})
+
+
+OF_A_CHAT = {"choices": [{"delta": {"content": "ab"}, "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -2}]}}]}
+BY_TIER = {"cached_tokens_by_tier": {"device": 16, "host": 20, "disk": 8, "shared": 4}}
+TIERS = {"device": 16, "host": 20, "storage": 12, "storage_backend": "KvbmHiCacheStorage"}
+OF_SGLANG = {"choices": [], "sglext": {"routed_experts": None, "cached_tokens_details": TIERS}}
+
+
+def of(*events: Any, **options: Any) -> tuple[Any, Any]:
+    """The events of an answer, and the options of `read_answer`."""
+    return events, options
+
+
+ANSWERS = {
+    "a completed response": of(*RESPONSE, ended("completed")),
+    "an incomplete response": of(*RESPONSE, ended("incomplete")),
+    "a failed response": of(*RESPONSE, ended("failed", error={"message": "no room"})),
+    "an end mark without a line end": of(completion("a"), end=b"data: [DONE]"),
+    "an end mark without an empty line": of(completion("a"), end=b"data: [DONE]\n"),
+    "an end mark without a space": of(completion("a"), end=b"data:[DONE]\r\n"),
+    "an end mark with line ends of HTTP": of(completion("a"), end=b"data: [DONE]\r\n\r\n"),
+    "roles and empty deltas are no tokens": of(
+        chat(role="assistant", content=""), chat(content="a"), chat(content=""), chat(content="b")
+    ),
+    "reasoning is a first token but no first text": of(chat(reasoning="hm"), chat(reasoning="so"), chat(content="yes")),
+    "reasoning_content too": of(chat(reasoning_content="hm"), chat(reasoning_content="so"), chat(content="yes")),
+    "an answer that only reasons has no first text": of(chat(reasoning="hm")),
+    "a tool call is a token": of(chat(tool_calls=[{"index": 0}])),
+    "ids count tokens whose text is not complete": of(
+        completion("", token_ids=[7]), completion("€", token_ids=[8, 9]), completion("!", token_ids=[])
+    ),
+    "logprobs count tokens where there are no ids": of(with_logprobs(-0.5, -0.5), with_logprobs(*[-0.5] * 4)),
+    "logprobs count tokens of a chat": of(OF_A_CHAT),
+    "without both the usage corrects the total": of(
+        completion("ab"), completion("cde", finish_reason="stop"), usage(9, 5)
+    ),
+    "counts stay unknown without usage": of(completion("ab")),
+    "cached tokens are split by tier where the engine says so": of(completion("a"), usage(64, 1, 48, **BY_TIER)),
+    "cached tokens are not split where the engine does not": of(completion("a"), usage(64, 1, 48)),
+    # SGLang 0.5.23 sends them in an event of its own, if the request asks for it, and only if there are any.
+    "cached tokens of SGLang are split by tier": of(completion("a"), OF_SGLANG, usage(64, 1, 48), asks_tiers=True),
+    "no cached tokens of SGLang are none of each tier": of(completion("a"), usage(64, 1, 0), asks_tiers=True),
+    "cached tokens of SGLang without the event": of(completion("a"), usage(64, 1, 48), asks_tiers=True),
+    "the first error is kept": of(*(completion("a"), {"error": {"message": "out of memory"}}, {"error": "then this"})),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answer(name):
+    events, options = ANSWERS[name]
+    record, blank = read_answer(*events, **options), RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold").to_json()
+    found = {**record.to_json(), "tpot_ms": record.tpot_ms, "computed_tokens": record.computed_tokens}
+    lines = [
+        f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in found.items() if value != blank.get(key)
+    ]
+    assert_entry("bench/answers", name, "".join(lines), names=ANSWERS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -294,109 +343,6 @@ def test_splitting_does_not_depend_on_where_reads_end(size):
     splitter = EventSplitter()
     payloads = [one for start in range(0, len(stream), size) for one in splitter.feed(stream[start : start + size])]
     assert payloads == ['{"text": "€"}'.encode(), b"a\nb", b"c", b"[DONE]"]
-
-
-@pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n", b"data:[DONE]\r\n", b"data: [DONE]\r\n\r\n"])
-def test_an_end_mark_counts_without_the_empty_line_after_it(end):
-    assert read_answer(completion("a"), end=end).end_ms == 2.0
-
-
-def test_roles_and_empty_deltas_are_no_tokens():
-    record = read_answer(chat(role="assistant", content=""), chat(content="a"), chat(content=""), chat(content="b"))
-    assert (record.first_token_ms, record.first_text_ms, record.last_token_ms) == (2.0, 2.0, 4.0)
-    assert record.token_gaps_ms == [2.0]
-    assert record.text == "ab"
-
-
-@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_reasoning_is_a_first_token_but_no_first_text(key):
-    record = read_answer(chat(**{key: "hm"}), chat(**{key: "so"}), chat(content="yes"))
-    assert (record.first_token_ms, record.first_text_ms) == (1.0, 3.0)
-    assert record.token_gaps_ms == [1.0, 1.0]
-    assert record.text == "yes"
-
-
-def test_an_answer_that_only_reasons_has_no_first_text():
-    record = read_answer(chat(reasoning="hm"))
-    assert (record.first_token_ms, record.first_text_ms) == (1.0, None)
-
-
-def test_a_tool_call_is_a_token():
-    assert read_answer(chat(tool_calls=[{"index": 0}])).first_token_ms == 1.0
-
-
-def test_token_ids_count_tokens_whose_text_is_not_complete():
-    record = read_answer(
-        completion("", token_ids=[7]), completion("€", token_ids=[8, 9]), completion("!", token_ids=[])
-    )
-    assert record.token_ids == [7, 8, 9]
-    assert (record.first_token_ms, record.first_text_ms, record.last_token_ms) == (1.0, 2.0, 2.0)
-    assert (record.first_chunk_tokens, record.token_gaps_ms) == (1, [0.5, 0.5])
-    assert (record.output_tokens, record.text) == (3, "")
-
-
-def test_logprobs_count_tokens_where_there_are_no_ids():
-    def of_completion(count: int) -> dict[str, object]:
-        return completion("ab", logprobs={"token_logprobs": [-0.5] * count})
-
-    record = read_answer(of_completion(2), of_completion(4))
-    assert (record.first_chunk_tokens, record.token_gaps_ms) == (2, [0.25] * 4)
-    assert record.logprobs == [-0.5] * 6
-    of_chat = {"choices": [{"delta": {"content": "ab"}, "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -2}]}}]}
-    record = read_answer(of_chat)
-    assert (record.logprobs, record.first_chunk_tokens) == ([-0.1, -2], 2)
-
-
-def test_without_ids_and_logprobs_the_usage_corrects_the_total():
-    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 5}}
-    record = read_answer(completion("ab"), completion("cde", finish_reason="stop"), usage)
-    assert (record.output_tokens, record.first_chunk_tokens, record.token_gaps_ms) == (5, 1, [1.0])
-    assert record.tpot_ms == 0.25
-    assert (record.text, record.finish_reason, record.prompt_tokens) == ("abcde", "stop", 9)
-
-
-def test_counts_stay_unknown_without_usage():
-    record = read_answer(completion("ab"))
-    counts = (
-        record.prompt_tokens,
-        record.output_tokens,
-        record.cached_tokens,
-        record.g1_tokens,
-        record.computed_tokens,
-    )
-    assert counts == (None,) * 5
-
-
-def test_cached_tokens_are_split_by_tier_where_the_engine_says_so():
-    details = {"cached_tokens": 48, "cached_tokens_by_tier": {"device": 16, "host": 20, "disk": 8, "shared": 4}}
-    usage = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": details}
-    record = read_answer(completion("a"), {"choices": [], "usage": usage})
-    by_tier = (record.g1_tokens, record.g2_tokens, record.g3_tokens, record.g4_tokens)
-    assert (record.cached_tokens, by_tier) == (48, (16, 20, 8, 4))
-    assert record.computed_tokens == 16
-    del details["cached_tokens_by_tier"]
-    record = read_answer(completion("a"), {"choices": [], "usage": usage})
-    assert (record.cached_tokens, record.g1_tokens, record.g2_tokens, record.g3_tokens) == (48, None, None, None)
-
-
-def test_cached_tokens_of_sglang_are_split_by_tier_if_the_request_asks_for_it():
-    """SGLang 0.5.23 sends them in an event of its own, and only if there are any."""
-
-    def read(cached, *events):
-        details = {"prompt_tokens": 64, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": cached}}
-        record = read_answer(completion("a"), *events, {"choices": [], "usage": details}, asks_tiers=True)
-        return (record.g1_tokens, record.g2_tokens, record.g3_tokens, record.g4_tokens)
-
-    tiers = {"device": 16, "host": 20, "storage": 12, "storage_backend": "KvbmHiCacheStorage"}
-    event = {"choices": [], "sglext": {"routed_experts": None, "cached_tokens_details": tiers}}
-    assert read(48, event) == (16, 20, 12, 0)
-    assert read(0) == (0, 0, 0, 0)
-    assert read(48) == (None,) * 4
-
-
-def test_the_first_error_of_a_stream_is_kept():
-    record = read_answer(completion("a"), {"error": {"message": "out of memory"}}, {"error": "then this"})
-    assert record.error == "error in the stream: {'message': 'out of memory'}"
 
 
 def test_an_event_that_is_not_json_is_found_among_others():
