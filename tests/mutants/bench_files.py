@@ -15,7 +15,7 @@ MUTANTS = (
         file=DIFF,
         old="if any(theirs.get(file, digest) != digest for",
         new="if any(theirs.get(file, digest) is None for",
-        fails="tests/bench/test_bench_diff.py -k different_requests",
+        fails="tests/bench/test_bench_diff.py -k different",
     ),
     Mutant(
         name="bench-diff-judges-the-machine",
@@ -23,7 +23,7 @@ MUTANTS = (
         file=DIFF,
         old="    return measured or common\n",
         new="    return common\n",
-        fails="tests/bench/test_bench_diff.py -k verdict",
+        fails="tests/bench/test_bench_diff.py -k measured",
     ),
     Mutant(
         name="bench-diff-forgets-wrong-outputs",
@@ -31,7 +31,7 @@ MUTANTS = (
         file=DIFF,
         old="    if Verdict.WRONG in (one.summary",
         new="    if Verdict.INVALID in (one.summary",
-        fails="tests/bench/test_bench_diff.py -k wrong_outputs",
+        fails="tests/bench/test_bench_diff.py -k wrong",
     ),
     Mutant(
         name="bench-diff-mixes-pairs",
@@ -39,7 +39,7 @@ MUTANTS = (
         file=DIFF,
         old="others.get(run.pair, {})) for run",
         new="list(others.values())[-1]) for run",
-        fails="tests/bench/test_bench_diff.py -k more_pairs",
+        fails="tests/bench/test_bench_diff.py -k pairs",
     ),
     Mutant(
         name="bench-answers-of-another-engine-are-judged",
