@@ -4,7 +4,7 @@ import copy
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from experiments import FASTER, Experiment, Turns, rewrite_lines, summary_in
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from terminal import assert_entry
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench import command
@@ -21,7 +22,7 @@ from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, BenchDirectory
-from kvbm_cli.bench.result.results import RequestRecord, Results
+from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
@@ -32,164 +33,102 @@ def faster(**changes: Turns) -> Experiment:
     return Experiment({**FASTER, **changes})
 
 
-def records_of(made: Experiment, arm: str) -> tuple[RequestRecord, ...]:
-    return made.runs[f"small.1.{arm}"].records
+def changed(arm: str, *, number: int | None = None, **values: Any) -> Experiment:
+    """With other values in the records of an arm, or in one of them. A function gets the value that was there."""
+    made = faster()
+    records = made.runs[f"small.1.{arm}"].records
+    for record in records if number is None else records[number : number + 1]:
+        for name, value in values.items():
+            setattr(record, name, value(record) if callable(value) else value)
+    return made
 
 
-def of_arm(summary: dict[str, Any], name: str) -> dict[str, Any]:
-    found: dict[str, Any] = summary["cells"][0]["arms"][name]
-    return found
+def with_tiers_of_the_engine() -> Experiment:
+    made = changed("kvbm", g1_tokens=None, g2_tokens=None, g3_tokens=None)
+    made.runs["small.1.kvbm"].facts["server"]["prompt_tokens"] = {"g1": 192, "g2": 2400, "g3": 0, "computed": 2916}
+    return made
 
 
-def compared(summary: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = summary["cells"][0]["comparisons"][0]
-    return found
+def without_answers() -> Experiment:
+    made = changed("kvbm", error="the engine ended", token_ids=[], first_token_ms=None)
+    made.runs["small.1.kvbm"].facts["engine_ended"] = True
+    return made
 
 
-def test_every_number_of_a_known_run(tmp_path):
-    summary = faster().summary(surroundings={"machine": {"cpu_count": 2}}, caveats=["busy"])
-    assert (summary["format"], summary["complete"], summary["verdict"]) == (2, True, "faster")
-    assert summary["compared"] == {"measured": "kvbm", "reference": "baseline"}
-    assert summary["ttft_speedup"] == 20.0
-    assert summary["ttft_speedup_paired"] == {
-        "geometric_mean": 20.0,
-        "interval_95": [20.0, 20.0],
-        "covers_runs": False,
-        "pairs": 6,
-        "sessions": 6,
-        "runs": 1,
-    }
-    assert summary["outputs_equal"] is True
-    assert summary["share_of_possible_gain"]["value"] == pytest.approx(380 / 384, abs=1e-3)
-    assert summary["machine"] == {"cpu_count": 2}
-    assert summary["caveats"] == ["busy"]
+def with_other_probabilities(**differences: tuple[int, int, float]) -> Experiment:
+    """By arm: the number of a request, the number of a token, and what is added."""
+    made = faster()
+    for arm, (number, token, difference) in differences.items():
+        made.runs[f"small.1.{arm}"].records[number].logprobs[token] += difference
+    return made
+
+
+def kvbm_takes(later_ms: float, tokens: tuple[int, int] = (32, 400)) -> Experiment:
+    return faster(kvbm=Turns(later_ms, tokens, first_ms=500.0))
+
+
+CASES: dict[str, Callable[[], Experiment]] = {
+    "a known run": faster,
+    "less than the possible gain": lambda: kvbm_takes(20.0),
+    "more than the possible gain is noise": lambda: kvbm_takes(14.0),
+    "less than nothing of the possible gain": lambda: kvbm_takes(415.0),
+    "equal times are the same": lambda: kvbm_takes(400.0),
+    "longer times are slower": lambda: kvbm_takes(800.0),
+    "shorter times are faster": lambda: kvbm_takes(200.0),
+    "a gain without a loaded block is invalid": lambda: kvbm_takes(20.0, (432, 0)),
+    "one other token is wrong and named": lambda: changed("kvbm", number=7, token_ids=[1, 2, 3, 4, 5, 7]),
+    "the same tokens with other probabilities are wrong": lambda: with_other_probabilities(
+        kvbm=(7, 3, 0.02), floor=(7, 3, -1e-5)
+    ),
+    "probabilities that also differ without kvbm are no error of kvbm": lambda: with_other_probabilities(
+        kvbm=(7, 3, 0.02), baseline=(2, 0, 0.01)
+    ),
+    "an error is counted in its turn and leaves its pair out": lambda: changed("baseline", number=6, error="HTTP 503"),
+    "a late client is invalid": lambda: changed("kvbm", launched_ms=lambda record: record.intended_ms + 60.0),
+    "tiers that only the counters of the engine have are known for the whole arm": with_tiers_of_the_engine,
+    "a summary of an arm without answers is still whole": without_answers,
+}
+FIXED = ("cells", "arms", "digest", "seed", "workload", "order", "plan")
+
+
+def lines_of(summary: dict[str, Any]) -> list[str]:
+    """A line for each number."""
+    (cell,) = summary["cells"]
+    arms = {f"{arm}, {key}": value for arm, found in cell["arms"].items() for key, value in found.items()}
+    shown = {key: value for found in (summary, cell) for key, value in found.items() if key not in FIXED}
+    return [f"{key}: {json.dumps(value, allow_nan=False)}\n" for key, value in {**shown, **arms}.items()]
+
+
+@pytest.fixture(scope="module")
+def known() -> list[str]:
+    return lines_of(faster().summary())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_summary(name, known):
+    """All numbers of the known run, and the other ones of other runs."""
+    lines = lines_of(CASES[name]().summary())
+    text = "".join(lines if name == "a known run" else [line for line in lines if line not in known])
+    assert_entry("bench/summaries", name, text, names=CASES)
+
+
+def test_a_summary_has_its_plan_its_machine_and_its_caveats():
+    made = faster()
+    summary = made.summary(surroundings={"machine": {"cpu_count": 2}}, caveats=["busy"])
+    assert (summary["machine"], summary["caveats"]) == ({"cpu_count": 2}, ["busy"])
     assert summary["arms"]["kvbm"]["kind"] == "kvbm"
-    cell = summary["cells"][0]
-    assert cell["plan"] == {
-        "digest": faster().results().cells[0].digest,
+    plan = summary["cells"][0]["plan"]
+    assert plan.pop("digest") == made.results().cells[0].digest
+    assert plan == {
         "requests": 12,
         "sessions": 6,
         "turns": 2,
         "duration_s": 12.0,
         "interval_s": 1.0,
+        "primary": "steady",
         "burstiness": None,
         "concurrency": None,
-        "primary": "steady",
     }
-    assert (cell["pairs_done"], cell["stopped_early"]) == (1, False)
-    kvbm, baseline = of_arm(summary, "kvbm"), of_arm(summary, "baseline")
-    assert (kvbm["ttft_ms"]["p50"], kvbm["ttft_ms"]["mean"], kvbm["ttft_ms"]["count"]) == (20.0, 20.0, 6)
-    assert kvbm["ttft_ms"]["p90"] is None  # 6 requests do not carry it
-    assert kvbm["ttft_from_launch_ms"]["mean"] == 19.0
-    assert kvbm["phases"]["cold"]["ttft_ms"]["mean"] == 520.0
-    assert kvbm["itl_ms"]["p50"] == 10.0
-    assert kvbm["tpot_ms"]["mean"] == 10.0
-    assert kvbm["end_to_end_ms"]["mean"] == 71.0
-    assert kvbm["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "g4": 0, "computed": 6 * 448 + 6 * 470 - 2592}
-    assert [turn["ttft_ms"]["mean"] for turn in kvbm["turns"]] == [520.0, 20.0]
-    assert kvbm["turns"][1]["prompt_tokens"] == {"g1": 192, "g2": 2400, "g3": 0, "g4": 0, "computed": 228}
-    assert kvbm["turns"][0]["errors"] == 0
-    assert baseline["utilisation"] == pytest.approx((6 * 550 + 6 * 450) / 11450, abs=1e-3)
-    assert baseline["queue_wait_ms"] == 1.0
-    assert baseline["client"]["lateness_ms"]["mean"] == 1.0
-    assert baseline["startup_s"] == 2.0
-    assert baseline["throughput"]["requests_per_s"] == pytest.approx(12 / 11.45, abs=1e-3)
-    json.dumps(summary, allow_nan=False)
-
-
-@pytest.mark.parametrize(
-    ("later_ms", "share", "is_noise"), [(20.0, 380 / 384, False), (14.0, 1.0, True), (415.0, -15 / 384, False)]
-)
-def test_more_than_the_possible_gain_is_noise(tmp_path, later_ms, share, is_noise):
-    summary = faster(kvbm=Turns(later_ms, (32, 400), first_ms=520.0)).summary()
-    assert summary["share_of_possible_gain"]["value"] == pytest.approx(share, abs=1e-3)
-    assert summary["share_of_possible_gain"]["is_noise"] is is_noise
-
-
-@pytest.mark.parametrize(("later_ms", "verdict"), [(400.0, "same"), (800.0, "slower"), (200.0, "faster")])
-def test_the_verdict_follows_the_times(tmp_path, later_ms, verdict):
-    summary = faster(kvbm=Turns(later_ms, (32, 400), first_ms=500.0)).summary()
-    assert (summary["verdict"], summary["ttft_speedup"]) == (verdict, 400.0 / later_ms)
-
-
-def test_a_gain_without_a_loaded_block_is_invalid(tmp_path):
-    summary = faster(kvbm=Turns(20.0, (432, 0))).summary()
-    assert summary["verdict"] == "invalid"
-    assert "loaded no block" in summary["explanation"]
-    assert summary["outputs_equal"] is None
-    assert summary["share_of_possible_gain"] is None
-
-
-def test_one_other_token_is_wrong_and_named(tmp_path):
-    made = faster()
-    records_of(made, "kvbm")[7].token_ids[5] += 1
-    summary = made.summary()
-    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert compared(summary)["outputs"]["requests_that_differ"] == [[1, 2]]
-    assert summary["share_of_possible_gain"] is None
-    assert summary["cells"][0]["answers"]["baseline"]["different"] == 0
-
-
-def test_the_same_tokens_with_other_probabilities_are_wrong(tmp_path):
-    made = faster()
-    records_of(made, "kvbm")[7].logprobs[3] += 0.02
-    records_of(made, "floor")[7].logprobs[3] -= 1e-5
-    summary = made.summary()
-    assert (summary["verdict"], summary["outputs_equal"]) == ("wrong", False)
-    assert compared(summary)["outputs"]["largest_logprob_difference"] == 0.02
-    assert "differ by up to 0.02, without kvbm by 1e-05" in summary["explanation"]
-
-
-def test_probabilities_that_also_differ_without_kvbm_are_no_error_of_kvbm(tmp_path):
-    made = faster()
-    records_of(made, "kvbm")[7].logprobs[3] += 0.02
-    records_of(made, "baseline")[2].logprobs[0] += 0.01
-    assert made.summary()["verdict"] == "faster"
-
-
-def test_an_error_is_counted_in_its_turn_and_leaves_its_pair_out(tmp_path):
-    made = faster()
-    records_of(made, "baseline")[6].error = "HTTP 503"
-    summary = made.summary()
-    assert summary["verdict"] == "invalid"
-    assert of_arm(summary, "baseline")["errors"] == 1
-    assert [turn["errors"] for turn in of_arm(summary, "baseline")["turns"]] == [0, 1]
-    assert compared(summary)["ttft_speedup_paired"]["pairs"] == 5
-    assert summary["outputs_equal"] is True
-
-
-def test_a_late_client_is_invalid_in_a_compared_arm(tmp_path):
-    made = faster()
-    for record in records_of(made, "kvbm"):
-        record.launched_ms = record.intended_ms + 60.0
-    summary = made.summary()
-    assert summary["verdict"] == "invalid"
-    assert "launched requests late in small.1.kvbm: 60 ms at p90, the limit is 40 ms" in summary["explanation"]
-
-
-def test_tiers_that_only_the_counters_of_the_engine_have_are_known_for_the_whole_arm(tmp_path):
-    made = faster()
-    for record in records_of(made, "kvbm"):
-        record.g1_tokens = record.g2_tokens = record.g3_tokens = None
-    made.runs["small.1.kvbm"].facts["server"]["prompt_tokens"] = {"g1": 192, "g2": 2400, "g3": 0, "computed": 2916}
-    summary = made.summary()
-    assert of_arm(summary, "kvbm")["prompt_tokens"]["g2"] == 2400
-    assert of_arm(summary, "kvbm")["prompt_tokens_by_usage"]["g2"] is None
-    assert of_arm(summary, "kvbm")["turns"][1]["prompt_tokens"]["g2"] is None
-    assert summary["verdict"] == "faster"
-
-
-def test_a_summary_of_an_arm_without_answers_is_still_whole(tmp_path):
-    made = faster()
-    for record in records_of(made, "kvbm"):
-        record.error, record.token_ids, record.first_token_ms = "the engine ended", [], None
-    made.runs["small.1.kvbm"].facts["engine_ended"] = True
-    summary = made.summary()
-    assert (summary["verdict"], summary["outputs_equal"]) == ("invalid", None)
-    assert summary["ttft_speedup"] is None
-    assert of_arm(summary, "kvbm")["ttft_ms"]["p50"] is None
-    assert of_arm(summary, "kvbm")["engine_ended"] is True
-    json.dumps(summary, allow_nan=False)
 
 
 def test_a_run_that_never_ended_does_not_count(tmp_path):
@@ -246,8 +185,7 @@ def test_an_interrupted_summary_has_the_keys_of_a_whole_one(tmp_path):
 
 
 def test_the_page_shows_any_result(tmp_path):
-    made = faster()
-    records_of(made, "baseline")[6].error = "HTTP 503 [/bold] \x1b[31m"
+    made = changed("baseline", number=6, error="HTTP 503 [/bold] \x1b[31m")
     console = Console(file=io.StringIO(), width=80, markup=False)
     show(made.summary(), console, directory=tmp_path)
     shown = console.file.getvalue()
