@@ -71,7 +71,7 @@ MUTANTS = (
         file="kvbm_cli/disaggregated/client_request.py",
         old="{name: _limit(name, given[name]) for",
         new="{name: given[name] for",
-        fails="tests/cli/test_pd_proxy.py -k no_number_of_tokens",
+        fails="tests/cli/test_pd_proxy.py -k with_its_beginning",
     ),
     Mutant(
         name="proxy-has-one-process-for-all-bodies",
