@@ -1,5 +1,6 @@
 """Which answers are compared with which: sources, controls, the arms that are judged, what differs."""
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from terminal import assert_entry
 
-from kvbm_cli.bench.judge.answers import ArmAnswers, answers_of, has_counters, judged_arms, transfers_of
+from kvbm_cli.bench.judge.answers import answers_of, has_counters, judged_arms, transfers_of
 from kvbm_cli.bench.judge.correctness import (
     Answer,
     AnswerDifference,
@@ -76,155 +78,116 @@ def made(
     return Results(plan, (cell,))
 
 
-def found(results: Results) -> dict[str, ArmAnswers]:
-    return answers_of(results, results.cells[0])
-
-
-def judged(results: Results, arm: str = "kvbm") -> dict[str, Any]:
-    return found(results)[arm].to_json()
-
-
 SAME, OTHER = (7, 8), (7, 9)
+WITH_FLOOR = ("baseline", "kvbm", "floor")
 
 
-@pytest.mark.parametrize(
-    ("references", "arms", "judged"),
-    [
-        (["baseline"], ["kvbm", "baseline", "floor"], ["kvbm"]),
-        (["small"], ["kvbm", "small", "floor"], ["kvbm", "small"]),
-        (["newer"], ["kvbm", "newer"], ["kvbm"]),
-        (["base-newer"], ["kvbm", "base-newer"], ["kvbm"]),
-        (["small", "url-1", "newer"], ["kvbm", "small", "url-1", "newer"], ["kvbm", "small"]),
-        (["url-2"], ["url-1", "url-2"], ["url-1"]),
-    ],
-)
-def test_the_measured_arm_and_profiles_with_the_same_engine_are_judged(references, arms, judged):
-    results = made([made_run(arm, 1, SAME) for arm in arms], references)
-    assert judged_arms(results) == judged
-    assert [arm for arm, one in found(results).items() if one.judgement is not None] == judged
+def once(*arms: str, other: str = "", **changes: int) -> list[Measurement]:
+    """A run of each arm. One has other answers, and `changes` are how many requests of an arm differ."""
+    return [made_run(arm, 1, OTHER if arm == other else SAME, differing=changes.get(arm, 0)) for arm in arms]
 
 
-@pytest.mark.parametrize(
-    ("references", "arms", "source"),
-    [
-        (["baseline"], ["baseline", "kvbm", "floor"], "baseline"),
-        (["small", "baseline"], ["small", "kvbm", "baseline", "floor"], "baseline"),
-        (["small"], ["small", "kvbm", "floor"], "floor"),
-        (["small"], ["small", "kvbm"], "small"),
-        (["newer", "small"], ["newer", "kvbm", "small"], "small"),
-        (["base-newer"], ["base-newer", "kvbm", "floor"], "floor"),
-        (["base-small"], ["base-small", "kvbm", "floor"], "base-small"),
-        (["url-1"], ["url-1", "kvbm", "floor"], "floor"),
-        (["url-2"], ["url-2", "url-1"], "url-2"),
-    ],
-)
-def test_without_a_recording_the_first_arm_without_kvbm_is_the_source(references, arms, source):
-    """Only the source itself has the answers that differ from all others."""
-    runs = [made_run(arm, 1, OTHER if arm == source else SAME) for arm in arms]
-    different = {arm: one.difference.different_count for arm, one in found(made(runs, references)).items()}
-    assert different == {arm: 0 if arm == source else COUNT for arm in arms}
+def repeated(*arms: str, other: str = "", pairs: int = 2) -> list[Measurement]:
+    return [made_run(arm, pair, OTHER if arm == other else SAME) for pair in range(1, pairs + 1) for arm in arms]
 
 
-def test_a_recording_is_the_source_of_every_arm():
-    runs = [made_run(arm, 1, SAME if arm == "kvbm" else OTHER) for arm in ("baseline", "kvbm", "floor")]
-    results = made(runs, ["baseline"], is_recorded=True)
-    different = {arm: one.difference.different_count for arm, one in found(results).items()}
-    assert different == {"baseline": COUNT, "kvbm": 0, "floor": COUNT}
+def one_differs_in_the_second_run(arm: str) -> list[Measurement]:
+    return [*once(arm, "kvbm"), made_run(arm, 2, SAME, differing=1), made_run("kvbm", 2, SAME)]
 
 
-def test_each_pair_is_compared_with_the_source_of_its_pair_if_that_ran():
-    runs = [
-        made_run("baseline", 1, SAME),
-        made_run("kvbm", 1, SAME),
-        made_run("baseline", 2, OTHER),
-        made_run("kvbm", 2, OTHER),
-        made_run("kvbm", 3, SAME),  # there is no baseline of pair 3: the first counts
-    ]
-    assert found(made(runs, ["baseline"]))["kvbm"].difference.different_count == 0
+def pair_2_with_others() -> list[Measurement]:
+    return [made_run("baseline", 2, OTHER), made_run("kvbm", 2, OTHER)]
 
 
-@pytest.mark.parametrize(
-    ("references", "arms", "is_recorded", "control"),
-    [
-        (["baseline"], ["baseline", "kvbm", "floor"], True, "baseline against the recording"),
-        (["small"], ["small", "kvbm", "floor"], True, "floor against the recording"),
-        (["small"], ["small", "kvbm"], True, None),
-        (["base-newer"], ["base-newer", "kvbm"], True, None),
-        (["base-newer"], ["base-newer", "kvbm", "floor"], True, "floor against the recording"),
-        (["base-small"], ["base-small", "kvbm"], True, "base-small against the recording"),
-        (["url-1"], ["url-1", "kvbm"], True, None),
-        (["baseline"], ["baseline", "kvbm", "floor"], False, "baseline against floor"),
-        (["baseline", "base-small"], ["baseline", "kvbm", "base-small"], False, "baseline against base-small"),
-        (["baseline"], ["baseline", "kvbm"], False, None),
-        (["small"], ["small", "kvbm", "floor"], False, None),
-        (["base-newer"], ["base-newer", "kvbm", "floor"], False, None),
-    ],
-)
-def test_the_controls_are_runs_of_the_same_engine_without_kvbm(references, arms, is_recorded, control):
-    results = made([made_run(arm, 1, SAME) for arm in arms], references, is_recorded=is_recorded)
-    assert judged(results)["control"] == control
+def one_failed() -> list[Measurement]:
+    runs = once("baseline", "kvbm", kvbm=1)
+    runs[1].records[0].error = "HTTP 503"
+    return runs
 
 
-@pytest.mark.parametrize(
-    ("arm", "references", "control"),
-    [
-        ("baseline", ["baseline"], "two runs of baseline"),
-        ("small", ["small"], "two runs of small"),
-        ("url-1", ["url-1"], "two runs of url-1"),
-    ],
-)
-def test_two_runs_of_the_reference_are_a_control(arm, references, control):
-    runs = [made_run(name, pair, SAME) for pair in (1, 2) for name in (arm, "kvbm")]
-    runs[2] = made_run(arm, 2, SAME, differing=1)
-    found = judged(made(runs, references))
-    assert (found["control"], found["control_compared"], found["control_different"]) == (control, COUNT, 1)
+# Runs, references, and what the results are made with.
+CASES: dict[str, tuple[list[Measurement], list[str], dict[str, bool]]] = {
+    # The measured arm and profiles with the same engine are judged.
+    "kvbm against the baseline is judged": (once("kvbm", "baseline", "floor"), ["baseline"], {}),
+    "a profile with other tiers is judged too": (once("kvbm", "small", "floor"), ["small"], {}),
+    "a profile with another engine is not judged": (once("kvbm", "newer"), ["newer"], {}),
+    "the baseline of another engine is not judged": (once("kvbm", "base-newer"), ["base-newer"], {}),
+    "of several references the one with the same engine is judged": (
+        *(once("kvbm", "small", "url-1", "newer"), ["small", "url-1", "newer"], {}),
+    ),
+    "the first of two servers is judged": (once("url-1", "url-2"), ["url-2"], {}),
+    # Without a recording, the first arm without kvbm is the source: only its answers differ from all others.
+    "the baseline is the source": (once(*WITH_FLOOR, other="baseline"), ["baseline"], {}),
+    "a later baseline is the source": (
+        *(once("small", "kvbm", "baseline", "floor", other="baseline"), ["small", "baseline"], {}),
+    ),
+    "the floor is the source without a baseline": (once("small", "kvbm", "floor", other="floor"), ["small"], {}),
+    "a reference with kvbm is the source without both": (once("small", "kvbm", other="small"), ["small"], {}),
+    "another engine is no source": (once("newer", "kvbm", "small", other="small"), ["newer", "small"], {}),
+    "the baseline of another engine is no source": (
+        *(once("base-newer", "kvbm", "floor", other="floor"), ["base-newer"], {}),
+    ),
+    "the baseline of other tiers is the source": (
+        *(once("base-small", "kvbm", "floor", other="base-small"), ["base-small"], {}),
+    ),
+    "the floor is the source against a server": (once("url-1", "kvbm", "floor", other="floor"), ["url-1"], {}),
+    "the reference server is the source": (once("url-2", "url-1", other="url-2"), ["url-2"], {}),
+    "a recording is the source of every arm": (once(*WITH_FLOOR, other="floor"), ["baseline"], {"is_recorded": True}),
+    "each pair has its own source if that ran, else the first": (
+        [
+            *once("baseline", "kvbm"),
+            made_run("baseline", 2, OTHER),
+            made_run("kvbm", 2, OTHER),
+            made_run("kvbm", 3, SAME),
+        ],
+        ["baseline"],
+        {},
+    ),
+    # Controls are runs of the same engine without kvbm.
+    "the baseline against the recording": (once(*WITH_FLOOR), ["baseline"], {"is_recorded": True}),
+    "the floor against the recording": (once("small", "kvbm", "floor"), ["small"], {"is_recorded": True}),
+    "no arm against the recording": (once("small", "kvbm"), ["small"], {"is_recorded": True}),
+    "no arm of this engine against the recording": (once("base-newer", "kvbm"), ["base-newer"], {"is_recorded": True}),
+    "the floor of this engine against the recording": (
+        *(once("base-newer", "kvbm", "floor"), ["base-newer"], {"is_recorded": True}),
+    ),
+    "the baseline of other tiers against the recording": (
+        *(once("base-small", "kvbm"), ["base-small"], {"is_recorded": True}),
+    ),
+    "no server against the recording": (once("url-1", "kvbm"), ["url-1"], {"is_recorded": True}),
+    "two baselines": (once("baseline", "kvbm", "base-small"), ["baseline", "base-small"], {}),
+    "one baseline alone is no control": (once("baseline", "kvbm"), ["baseline"], {}),
+    "two runs of the baseline": (one_differs_in_the_second_run("baseline"), ["baseline"], {}),
+    "two runs of a profile": (one_differs_in_the_second_run("small"), ["small"], {}),
+    "two runs of a server": (one_differs_in_the_second_run("url-1"), ["url-1"], {}),
+    "two runs of another engine are no control": (repeated("newer", "kvbm", other="newer"), ["newer"], {}),
+    "two runs of the baseline of another engine": (
+        *(repeated("base-newer", "kvbm", other="base-newer"), ["base-newer"], {}),
+    ),
+    "pairs with other prompts are no control": (repeated("url-2", "url-1"), ["url-2"], {"are_pairs_equal": False}),
+    "three runs are three comparisons": (repeated("baseline", "kvbm", pairs=3), ["baseline"], {}),
+    # More differences than the control are wrong.
+    "one difference with kvbm alone": (once("baseline", "kvbm", kvbm=1), ["baseline"], {"is_recorded": True}),
+    "one difference with and without kvbm": (
+        *(once("baseline", "kvbm", baseline=1, kvbm=1), ["baseline"], {"is_recorded": True}),
+    ),
+    "differences without kvbm alone": (once("baseline", "kvbm", baseline=2), ["baseline"], {"is_recorded": True}),
+    "failed requests have no answer": (one_failed(), ["baseline"], {}),
+    "without a transfer the block manager was not tested": (
+        *([made_run(arm, 1, SAME, g2=0) for arm in WITH_FLOOR], ["baseline"], {}),
+    ),
+}
 
 
-@pytest.mark.parametrize("other", ["base-newer", "newer"])
-def test_another_engine_alone_is_neither_source_nor_control(other):
-    """As in an experiment that was interrupted before its floor ran."""
-    runs = [made_run(name, pair, OTHER if name == other else SAME) for pair in (1, 2) for name in (other, "kvbm")]
-    found = judged(made(runs, [other]))
-    assert (found["compared"], found["control"], found["verdict"]) == (0, None, "not tested")
-
-
-def test_pairs_with_other_prompts_are_no_control_of_each_other():
-    runs = [made_run(name, pair, SAME) for pair in (1, 2) for name in ("url-2", "url-1")]
-    results = made(runs, ["url-2"], are_pairs_equal=False)
-    assert judged(results, "url-1")["control"] is None
-
-
-def test_three_runs_are_three_comparisons_of_one_control():
-    runs = [made_run(name, pair, SAME) for pair in (1, 2, 3) for name in ("baseline", "kvbm")]
-    assert judged(made(runs, ["baseline"]))["control_compared"] == 3 * COUNT
-
-
-@pytest.mark.parametrize(
-    ("kvbm", "baseline", "verdict"), [(0, 0, "equal"), (1, 0, "wrong"), (1, 1, "not distinguishable"), (0, 2, "equal")]
-)
-def test_more_differences_than_the_control_are_wrong(kvbm, baseline, verdict):
-    runs = [made_run("baseline", 1, SAME, differing=baseline), made_run("kvbm", 1, SAME, differing=kvbm)]
-    results = made(runs, ["baseline"], is_recorded=True)
-    assert judged(results)["verdict"] == verdict
-    assert judged(results)["requests_that_differ"] == [[session, 1] for session in range(kvbm)]
-
-
-def test_an_arm_that_is_not_judged_has_counts_only():
-    results = made([made_run("baseline", 1, OTHER), made_run("kvbm", 1, SAME)], ["baseline"], is_recorded=True)
-    found = judged(results, "baseline")
-    assert found == {
-        "compared": COUNT,
-        "different": COUNT,
-        "largest_logprob_difference": None,
-        "requests_that_differ": [[session, 1] for session in range(COUNT)],
-    }
-
-
-def test_failed_requests_have_no_answer():
-    run = made_run("kvbm", 1, SAME, differing=1)
-    run.records[0].error = "HTTP 503"
-    results = made([made_run("baseline", 1, SAME), run], ["baseline"])
-    assert (judged(results)["compared"], judged(results)["different"]) == (COUNT - 1, 0)
+@pytest.mark.parametrize("name", CASES)
+def test_answers(name):
+    """The judged arms, and what is said of the answers of every arm."""
+    runs, references, options = CASES[name]
+    results = made(runs, references, **options)
+    arms = answers_of(results, results.cells[0])
+    assert set(judged_arms(results)) == {arm for arm, one in arms.items() if one.judgement is not None}
+    text = "".join(f"{arm}: {json.dumps(one.to_json())}\n" for arm, one in arms.items())
+    assert_entry("bench/judged_answers", name, f"judged: {judged_arms(results)}\n{text}", names=CASES)
 
 
 @pytest.mark.parametrize(
@@ -248,12 +211,6 @@ def test_transfers_are_proven_by_usage_metrics_or_counters(server, g2, tokens, b
     assert (transfers.g2_tokens, transfers.g3_tokens, transfers.onboarded_blocks) == (tokens, 0, blocks)
     assert transfers.are_proven is bool(tokens or blocks)
     assert has_counters(runs) is known
-
-
-def test_without_a_transfer_the_block_manager_was_not_tested():
-    runs = [made_run(arm, 1, SAME, g2=0) for arm in ("baseline", "kvbm", "floor")]
-    judgement = found(made(runs, ["baseline"]))["kvbm"].judgement
-    assert judgement.verdict is OutputVerdict.NOT_TESTED
 
 
 MOVED = Transfers(g2_tokens=4096)
