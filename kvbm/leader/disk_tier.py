@@ -99,7 +99,7 @@ class DiskTier(LowerTier):
         self._rates_due_s = clock()
         self._copy_counters()
 
-    def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
+    def registered(self, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
         self.adopt(hashes)
         if self._policy.writes == "always":
             self._enqueue(hashes)

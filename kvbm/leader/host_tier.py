@@ -53,8 +53,8 @@ class Reservation:
 class HostListener(Protocol):
     """A tier that follows what happens in host memory."""
 
-    def registered(self, hashes: Sequence[bytes], slots: Sequence[int], tenant: bytes) -> None:
-        """Note that blocks of a tenant were registered in these slots of host memory."""
+    def registered(self, hashes: Sequence[bytes], slots: Sequence[int]) -> None:
+        """Note that blocks were registered in these slots of host memory; its labels say of which tenants."""
         return
 
     def evicting(self, count: int, *, keeps_unwritten: bool) -> None:

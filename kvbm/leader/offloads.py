@@ -393,8 +393,8 @@ class Offloads:
         of_blocks = list(compress(tenants, is_ready))
         for begin, end in _runs(of_blocks):
             self._host.labels.own(blocks.slots[begin:end], of_blocks[begin])
-            for listener in self._host.listeners:
-                listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])
+        for listener in self._host.listeners if registered else ():
+            listener.registered(blocks.hashes, blocks.slots)
         blocks.release()
 
     def _release(self, flight: _OffloadInFlight) -> None:

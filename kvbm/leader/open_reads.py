@@ -176,7 +176,7 @@ class OpenReads:
         self._host.labels.own(blocks.slots, fetch.tenant or b"")
         for other in self._host.listeners:
             if other is not self._tier:
-                other.registered(blocks.hashes, blocks.slots, fetch.tenant or b"")
+                other.registered(blocks.hashes, blocks.slots)
         if count < len(fetch.hashes) or fetch.is_abandoned:
             blocks.release()
         else:

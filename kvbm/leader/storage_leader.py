@@ -314,6 +314,6 @@ class StorageLeader(EngineTiers):
         self._host.prove(target, all_good)
         with self._host.register(target, hashes, all_good) as blocks:
             for tier in self.lower_tiers:
-                tier.registered(blocks.hashes, blocks.slots, b"")
+                tier.registered(blocks.hashes, blocks.slots)
         self.counters.offload_blocks += len(hashes)
         self.counters.offload_bytes += len(hashes) * self._settings.block_bytes

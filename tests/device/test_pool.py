@@ -169,6 +169,22 @@ def test_an_order_has_a_limited_number_of_threads_and_leaves_the_others_to_the_n
     hands.close()
 
 
+def test_a_free_thread_takes_the_next_order_before_more_of_one_at_its_limit():
+    hands, gates = ThreadHands(3, parts_at_once=2), [Gate() for _ in range(3)]
+    for gate in gates:
+        hands.pool.submit(gate, 7)
+    assert gates[0].entered.wait(LIMIT_S)
+    assert gates[1].entered.wait(LIMIT_S)
+    for _ in range(2):  # turns alternate: in their place, or between them, the third thread would take the third gate
+        hands.pool.submit(lambda: None, 8)
+    assert [end.error for end in hands.ended(2)] == [None] * 2
+    assert not gates[2].entered.is_set()
+    for gate in gates:
+        gate.opened.set()
+    hands.ended(3)
+    hands.close()
+
+
 def test_a_turn_that_waits_for_its_limit_runs_when_its_copy_has_ended():
     hands, gates = ThreadHands(2, parts_at_once=1), [Gate() for _ in range(3)]
     hands.pool.submit(gates[0], 7)

@@ -114,11 +114,14 @@ def test_what_is_in_flight_for_a_tenant_is_not_registered_afterwards(rig):
     rig.finish("s@bob", bobs, held[1])
 
 
-def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig):
+@pytest.mark.parametrize("has_read", [False, True], ids=["not read", "read"])
+def test_a_read_from_disk_in_flight_brings_back_nothing_of_a_cleared_tenant(rig, has_read):
     hashes = kept(rig, "alice", 3)
     rig.leader._host.store.forget(hashes)
     rig.load("again@alice", hashes)
     rig.order()
+    if has_read:
+        assert rig.disk.run("read"), "its bytes are in host memory"
     answer = rig.leader.control.submit("clear", {"tenant": b"alice".hex()})
     rig.leader.control.advance()
     for _ in range(20):

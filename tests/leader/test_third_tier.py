@@ -45,7 +45,7 @@ class DictTier(LowerTier):
                     shard[slot] = kept
         return fetch
 
-    def registered(self, hashes, slots, tenant):
+    def registered(self, hashes, slots):
         for one, slot in zip(hashes, slots, strict=True):
             self.kept[one] = [shard[slot].copy() for shard in self._host.region.shards]
 

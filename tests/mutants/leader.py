@@ -25,8 +25,8 @@ MUTANTS = (
         name="leader-forgets-the-order-of-merged-blocks",
         bug="blocks of a merged order get the tenant of its first request",
         file="kvbm/leader/offloads.py",
-        old="listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[begin])",
-        new="listener.registered(blocks.hashes[begin:end], blocks.slots[begin:end], of_blocks[0])",
+        old="self._host.labels.own(blocks.slots[begin:end], of_blocks[begin])",
+        new="self._host.labels.own(blocks.slots[begin:end], of_blocks[0])",
         fails="tests/leader/test_long_chains.py",
     ),
     Mutant(
