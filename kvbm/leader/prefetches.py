@@ -47,8 +47,8 @@ class Prefetches:
         self._clock = context.callbacks.clock
         self._size = max(1, min(context.settings.batch_blocks, self._host.capacity_blocks // SHARES_OF_G2))
         self._wanted: defaultdict[LowerTier, deque[_Wanted]] = defaultdict(deque)  # oldest first
-        self._queued: set[bytes] = set()  # hashes, or names of extents
-        self._open: dict[Fetch, LowerTier] = {}
+        self._queued: set[bytes] = set()  # hashes, or names of extents, until their read has ended
+        self._open: dict[Fetch, tuple[LowerTier, Sequence[bytes]]] = {}  # with what it takes from `_queued`
 
     def want(
         self, tier: LowerTier, hashes: Sequence[bytes], tenant: bytes | None, extents: Sequence[Extent] = ()
@@ -81,7 +81,7 @@ class Prefetches:
 
     def has_work(self) -> bool:
         """Whether a read is due or in flight, in a tier that is on."""
-        return any(tier.is_on for tier in self._open.values()) or any(
+        return any(tier.is_on for tier, _ in self._open.values()) or any(
             wanted and tier.is_on for tier, wanted in self._wanted.items()
         )
 
@@ -89,16 +89,19 @@ class Prefetches:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
         if not self._open and not self._wanted:
             return
-        self._open = {fetch: tier for fetch, tier in self._open.items() if not fetch.has_ended}
+        for fetch in [fetch for fetch in self._open if fetch.has_ended]:
+            self._queued.difference_update(self._open.pop(fetch)[1])
         for tier, wanted in self._wanted.items():
             while wanted and len(self._open) < READS_AT_A_TIME and tier.reads.has_room(len(wanted[0].hashes)):
                 hashes, tenant, extent = wanted.popleft()
-                self._queued.difference_update(hashes if extent is None else (extent.name,))
+                names = hashes if extent is None else (extent.name,)
                 due = [hashes[index] for index in self._host.store.missing(hashes)]
                 if extent is None:
                     due = [one for one in due if tier.contains(one)]
                 if due and not tier.has_lost(due, extent) and (fetch := tier.fetch(due, tenant, extent)) is not None:
-                    self._open[fetch] = tier
+                    self._open[fetch] = tier, names
+                else:
+                    self._queued.difference_update(names)
 
     def reset(self) -> None:
         self._wanted.clear()

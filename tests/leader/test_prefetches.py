@@ -93,6 +93,22 @@ def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):
     assert len(reads._queued) == rig.leader._host.capacity_blocks == 8
 
 
+def test_a_block_that_is_being_read_is_not_read_again():
+    rig = make(slots=32)
+    hashes = rig.fill("a", 4)
+    settled(rig)
+    rig.leader._host.store.forget(hashes)
+    for request in range(5):
+        looked_up(rig, hashes, f"r{request}")
+        rig.order()
+    assert sorted(name for order in rig.disk.waiting for name in order.hashes) == sorted(hashes)
+    rig.disk.run_all()
+    rig.settle()
+    rig.order()
+    assert not rig.leader._prefetches._queued
+    rig.close()
+
+
 def test_a_disk_that_is_off_is_not_read(rig):
     hashes = only_on_disk(rig)
     looked_up(rig, hashes)
