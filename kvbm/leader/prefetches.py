@@ -89,8 +89,8 @@ class Prefetches:
         """Start the next reads. Blocks that have arrived meanwhile, or have left their tier, are not read."""
         if not self._open and not self._wanted:
             return
-        for fetch in [fetch for fetch in self._open if fetch.has_ended]:
-            self._queued.difference_update(self._open.pop(fetch)[1])
+        for ended in [one for one in self._open if one.has_ended]:
+            self._queued.difference_update(self._open.pop(ended)[1])
         for tier, wanted in self._wanted.items():
             while wanted and len(self._open) < READS_AT_A_TIME and tier.reads.has_room(len(wanted[0].hashes)):
                 hashes, tenant, extent = wanted.popleft()
