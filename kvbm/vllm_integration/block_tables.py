@@ -184,11 +184,9 @@ class PlainTables(GroupedTables):
         size, completed, chains = self._size, [], self.chains
         for tracked, computed_tokens in due:
             request = tracked.request
-            chain = request.block_hashes if tracked.media is None else chains(tracked)[0]
             blocks = _tokens_after(tracked, computed_tokens, output) // size
-            completed.append(
-                (request.request_id, chain, tracked.block_ids[0], blocks, request.num_prompt_tokens // size)
-            )
+            prompt_blocks = request.num_prompt_tokens // size
+            completed.append((request.request_id, chains(tracked)[0], tracked.block_ids[0], blocks, prompt_blocks))
         due_tokens = self.due_tokens
         ends = leader.offload_all(completed)
         for entry, considered in zip(completed, ends, strict=False):
@@ -208,5 +206,4 @@ def _tokens_after(tracked: VllmRequest, computed_tokens: int, output: SchedulerO
     tokens: int = computed_tokens + output.num_scheduled_tokens[request_id]
     if output.scheduled_spec_decode_tokens:
         tokens -= len(output.scheduled_spec_decode_tokens.get(request_id, ()))
-    tokens = min(tokens, tracked.max_offload_tokens)
-    return tokens if tracked.media is None else tracked.named_tokens(tokens)
+    return tracked.named_tokens(min(tokens, tracked.max_offload_tokens))
