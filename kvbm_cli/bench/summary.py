@@ -18,7 +18,15 @@ from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits,
 from kvbm_cli.bench.result.arm_result import RequestTimes, Slo, goodput
 from kvbm_cli.bench.result.cost import cost_of, output_tokens, span_s
 from kvbm_cli.bench.result.directory import FORMAT
-from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results, rounded
+from kvbm_cli.bench.result.results import (
+    TIERS,
+    CellResult,
+    Measurement,
+    RequestRecord,
+    Results,
+    rounded,
+    sum_if_known,
+)
 from kvbm_cli.bench.why.facts import CellFacts, Why, facts_of
 from kvbm_cli.bench.why.tiers import small_g2
 from kvbm_cli.bench.why.why_not import why_not
@@ -267,11 +275,11 @@ def _known(values: Iterable[float | None]) -> list[float]:
 def _tokens(records: Sequence[RequestRecord]) -> dict[str, int | None]:
     """Prompt tokens by source, from the usage of the answers; `None` if an answer does not report one."""
     return {
-        "g1": _sum_if_known(record.g1_tokens for record in records),
-        "g2": _sum_if_known(record.g2_tokens for record in records),
-        "g3": _sum_if_known(record.g3_tokens for record in records),
-        "g4": _sum_if_known(_g4_tokens(record) for record in records),
-        "computed": _sum_if_known(record.computed_tokens for record in records),
+        "g1": sum_if_known(record.g1_tokens for record in records),
+        "g2": sum_if_known(record.g2_tokens for record in records),
+        "g3": sum_if_known(record.g3_tokens for record in records),
+        "g4": sum_if_known(_g4_tokens(record) for record in records),
+        "computed": sum_if_known(record.computed_tokens for record in records),
     }
 
 
@@ -285,12 +293,7 @@ def _server_tokens(runs: Sequence[Measurement]) -> dict[str, int | None] | None:
     found = [run.server.get("prompt_tokens") for run in runs]
     if not all(found):
         return None
-    return {tier: _sum_if_known(tokens.get(tier) for tokens in found if tokens) for tier in TIERS}
-
-
-def _sum_if_known(counts: Iterable[int | None]) -> int | None:
-    known = list(counts)
-    return sum(count for count in known if count is not None) if known and None not in known else None
+    return {tier: sum_if_known(tokens.get(tier) for tokens in found if tokens) for tier in TIERS}
 
 
 def _throughput(run: Measurement) -> dict[str, float | None]:

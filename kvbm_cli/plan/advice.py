@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
+from kvbm_cli.bench.result.cost import GB, HOURS_PER_MONTH
 
 NOTABLE_GAIN = 0.005  # of the hit rate
-HOURS_PER_MONTH = 730
-GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ the rate. What is not measured is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError
 
@@ -19,9 +18,9 @@ from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.values import Section
 from kvbm.errors import UsageError
-from kvbm_cli.bench.result.results import Measurement, RequestRecord
+from kvbm_cli.bench.result.results import Measurement, RequestRecord, sum_if_known
 
-HOURS_PER_MONTH = 730  # as in `kvbm plan`
+HOURS_PER_MONTH = 730
 GB = 1e9
 EXAMPLE = "a price list has two keys: `engine_price: 2.5` per hour, and `memory_price: 3` per gigabyte and month"
 
@@ -55,11 +54,11 @@ def cost_of(runs: Sequence[Measurement], prices: Mapping[str, float] | None) -> 
     """Return the cost of all runs of an arm. `prices` is what `read_prices` returns."""
     answered = [record for run in runs for record in run.records if record.is_ok]
     tokens = sum((one.prompt_tokens or 0) + output_tokens(one) for one in answered)
-    cpu_s = _sum(run.server.get("cpu_s") for run in runs)
+    cpu_s = sum_if_known(run.server.get("cpu_s") for run in runs)
     used = {
         "cpu_s": cpu_s,
-        "written_bytes": _sum((run.server.get("disk") or {}).get("written_bytes") for run in runs),
-        "energy_j": _sum(run.server.get("energy_j") for run in runs),
+        "written_bytes": sum_if_known((run.server.get("disk") or {}).get("written_bytes") for run in runs),
+        "energy_j": sum_if_known(run.server.get("energy_j") for run in runs),
     }
     peaks = [(run.server.get("peaks") or {}).get("rss_bytes") for run in runs]
     memory = None if None in peaks else max((float(peak) for peak in peaks if peak is not None), default=None)
@@ -94,8 +93,3 @@ def span_s(run: Measurement) -> float:
     starts = [record.launched_ms for record in answered if record.launched_ms is not None]
     ends = [record.end_ms for record in answered if record.end_ms is not None]
     return (max(ends) - min(starts)) / 1e3 if starts and ends else 0.0
-
-
-def _sum(values: Iterable[Any]) -> float | None:
-    known = list(values)
-    return None if not known or None in known else float(sum(known))

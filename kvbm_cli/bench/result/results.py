@@ -6,16 +6,17 @@ All that is printed follows from them. A failed request has a record too, with `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbm.errors import UsageError
 from kvbm_cli.bench.result.directory import FORMAT, PLAN, REQUESTS, BenchDirectory, cell_plan
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.bench.workload.script import Phase
 
+_Number = TypeVar("_Number", int, float)
 _TYPES_OF_ANNOTATION: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -277,6 +278,12 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [rounded(item) for item in value]
     return value
+
+
+def sum_if_known(values: Iterable[_Number | None]) -> _Number | None:
+    """Return the sum of at least one value, None if a value is unknown or there is none."""
+    known = list(values)
+    return sum(value for value in known if value is not None) if known and None not in known else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
