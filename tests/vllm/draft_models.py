@@ -1,11 +1,12 @@
-"""Models that draft for TARGET, with random weights, and vLLM's `speculative_config` for them.
+"""Models that draft, with random weights, and vLLM's `speculative_config` for them.
 
     drafter("draft_model")    a second model with KV of its own: the target with a little noise, so that most of its
                               guesses are right and some are wrong
     drafter("eagle")          one layer that reads the target's last hidden state; nearly all guesses are wrong
     drafter("eagle3")         the same, of three hidden states
+    drafter("mtp")            a layer of the target's own files, in the form of MiMo; it reads the last hidden state
 
-They are made in the user's cache, next to the target.
+They are made in the user's cache, next to TARGET, for which all but the last draft: it has a target of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from kvbm_cli.make_model import MODELS, materialise
 
 TARGET = "vllm-25m"
 GUESSED_TOKENS = 3
+MTP_LAYER = "model.mtp_layers.0"
 NOISE = 0.02  # of the standard deviation of each weight
 Tensors = dict[str, torch.Tensor]
 
 
+def target(method: str) -> Path:
+    """Return the directory of the model for which it drafts."""
+    return _materialise(method) if method == "mtp" else materialise(TARGET)
+
+
 def drafter(method: str) -> dict[str, Any]:
+    if method == "mtp":  # vLLM reads the target's files; MiMo's layer guesses one token
+        return {"method": method, "num_speculative_tokens": 1}
     return {"method": method, "model": str(_materialise(method)), "num_speculative_tokens": GUESSED_TOKENS}
 
 
@@ -74,10 +83,31 @@ def _write_eagle3(target: Path, directory: Path) -> None:
     _write(directory, tensors | _ones("norm"))
 
 
+def _write_mtp(target: Path, directory: Path) -> None:
+    """Write a whole model: layers of Qwen2, which MiMo uses, and the layer that drafts."""
+    hidden, vocabulary = MODELS[TARGET]["hidden_size"], MODELS[TARGET]["vocab_size"]
+    layers = [f"model.layers.{index}" for index in range(MODELS[TARGET]["num_hidden_layers"])]
+    tensors = _random({"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden)})
+    for layer in (*layers, MTP_LAYER):
+        tensors |= _layer(layer, inputs=hidden) | _ones(f"{layer}.input_layernorm") | _biases(layer)
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    tensors |= _random({f"{MTP_LAYER}.input_proj": (hidden, 2 * hidden)})
+    tensors |= _ones("model.norm", *(f"{MTP_LAYER}.{norm}" for norm in norms))
+    _write(
+        directory,
+        tensors,
+        architectures=["MiMoForCausalLM"],
+        model_type="qwen2",  # `mimo` needs code that comes with the model's files
+        num_nextn_predict_layers=1,
+        tie_word_embeddings=False,
+    )
+
+
 _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "draft_model": _write_noisy_target,
     "eagle": _write_eagle,
     "eagle3": _write_eagle3,
+    "mtp": _write_mtp,
 }
 
 
@@ -99,6 +129,14 @@ def _layer(name: str, *, inputs: int) -> Tensors:
     return tensors | _ones(f"{name}.post_attention_layernorm")
 
 
+def _biases(layer: str) -> Tensors:
+    head = MODELS[TARGET]["head_dim"]
+    sizes = {"q": MODELS[TARGET]["num_attention_heads"] * head} | dict.fromkeys(
+        "kv", MODELS[TARGET]["num_key_value_heads"] * head
+    )
+    return {f"{layer}.self_attn.{part}_proj.bias": torch.zeros(size) for part, size in sizes.items()}
+
+
 def _random(shapes: dict[str, tuple[int, int]]) -> Tensors:
     scale = MODELS[TARGET]["initializer_range"]
     return {
@@ -111,8 +149,8 @@ def _ones(*names: str) -> Tensors:
     return {f"{name}.weight": torch.ones(MODELS[TARGET]["hidden_size"]) for name in names}
 
 
-def _write(directory: Path, tensors: Tensors) -> None:
+def _write(directory: Path, tensors: Tensors, **form: object) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     facts: dict[str, Any] = {name: value for name, value in MODELS[TARGET].items() if name != "initializer_range"}
-    facts |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    facts |= form or {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
     (directory / "config.json").write_text(json.dumps(facts | {"torch_dtype": "float32"}))

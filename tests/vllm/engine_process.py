@@ -156,7 +156,7 @@ class SteppedEngine:
                 tier.settle()
 
     def model(self, preset: str) -> Path:
-        return materialise(preset)
+        return Path(preset) if os.path.isabs(preset) else materialise(preset)
 
     def prompt(self, request: Request) -> dict[str, Any]:
         return {"prompt_token_ids": list(request.prompt)}

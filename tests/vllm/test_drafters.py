@@ -1,4 +1,4 @@
-"""Speculative decoding with drafters that have KV of their own: draft models, EAGLE and EAGLE3.
+"""Speculative decoding with drafters that have KV of their own: draft models, EAGLE, EAGLE3 and MTP.
 
 Their layers are part of vLLM's KV cache, so kvbm keeps them with those of the target. vLLM calls the connector after
 the drafter has run. Answers are those of vLLM with the same drafter, without connector and without cache.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from draft_models import TARGET, drafter
+from draft_models import drafter, target
 from traffic import Request, assert_equal, conversations, take_turns, tokens
 from vllm_server import CONNECTOR
 
@@ -19,14 +19,16 @@ BLOCKS = 6
 CACHE = {"tiers": {"host": {"blocks": 1200}}, "onboard": {"policy": "always"}}
 ENGINE = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 2048, "max_num_seqs": 8, "async_scheduling": False}
 TALKS = conversations(17, turns=3, seed=5, block_tokens=BLOCK)
-BLOCKS_DROPPED_IN_G1 = {"draft_model": 0, "eagle": 1, "eagle3": 1}
+BLOCKS_DROPPED_IN_G1 = {"draft_model": 0, "eagle": 1, "eagle3": 1, "mtp": 1}
 """Of a hit in G1, vLLM drops the last block if the drafter reads hidden states (`use_eagle_block_drop`): its KV of a
 block's last token depends on the next token, which the block's hash does not cover. kvbm loads this block: the target's
 KV is right, and a wrong guess changes no token of the answer."""
 
 
 def start(engine, method, *, blocks, **more):
-    engine.start(TARGET, num_gpu_blocks_override=blocks, speculative_config=drafter(method), **ENGINE, **more)
+    engine.start(
+        str(target(method)), num_gpu_blocks_override=blocks, speculative_config=drafter(method), **ENGINE, **more
+    )
 
 
 @pytest.fixture(params=BLOCKS_DROPPED_IN_G1)
