@@ -123,6 +123,10 @@ def bench(
         float | None,
         option("--rate", "N", "Requests per second and arm; at fixed times without --burstiness.", min=1e-6, max=1e6),
     ] = None,
+    ramp_to: Annotated[
+        float | None,
+        option("--ramp-to", "N", "Change the rate linearly from --rate to this one.", min=1e-6, max=1e6),
+    ] = None,
     burstiness: Annotated[
         float | None,
         option(
@@ -184,7 +188,7 @@ def bench(
         find_limit=find_limit,
         sweep=sweep,
         price=price,
-        schedule=Overrides(rate, concurrency, duration, pairs, burstiness, endpoint),
+        schedule=Overrides(rate, concurrency, duration, pairs, burstiness, endpoint, ramp_to),
         output=output,
         resume=resume,
         is_dry_run=dry_run,

@@ -32,19 +32,23 @@ class Overrides:
     pairs: int | None = None
     burstiness: float | None = None
     endpoint: str | None = None
+    ramp_to: float | None = None
 
     def applied(self, workload: Workload) -> Workload:
         changes: dict[str, Any] = {}
         if self.rate is not None:
-            changes |= {"interval_s": 1 / self.rate, "concurrency": None}
+            ramp_to_s = None if self.ramp_to is None else 1 / self.ramp_to
+            changes |= {"interval_s": 1 / self.rate, "ramp_to_s": ramp_to_s, "concurrency": None}
         if self.concurrency is not None:
-            changes |= {"interval_s": None, "concurrency": self.concurrency}
+            changes |= {"interval_s": None, "ramp_to_s": None, "concurrency": self.concurrency}
         if self.duration_s is not None:
             changes["duration_s"] = self.duration_s
         if self.pairs is not None:
             changes["pairs"] = self.pairs
         if self.burstiness is not None:
             changes["burstiness"] = self.burstiness
+        if self.ramp_to is not None and isinstance(workload, Lmbenchmark):
+            raise UsageError(f"`--ramp-to` does not apply to `{workload.name}`: LMBenchmark has one rate")
         schedule = workload.schedule.model_copy(update=changes)
         update: dict[str, Any] = {"schedule": schedule}
         if self.endpoint is not None:

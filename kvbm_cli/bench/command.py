@@ -83,6 +83,7 @@ class BenchRequest:
             ("--sweep", [self.sweep]),
             ("--price", [self.price]),
             ("--rate", [schedule.rate]),
+            ("--ramp-to", [schedule.ramp_to]),
             ("--burstiness", [schedule.burstiness]),
             ("--concurrency", [schedule.concurrency]),
             ("--endpoint", [schedule.endpoint]),
@@ -97,6 +98,8 @@ def bench(request: BenchRequest) -> int:
     """Resolve the arms and the workloads, then measure. Returns the exit code of the verdict."""
     if request.schedule.rate is not None and request.schedule.concurrency is not None:
         raise UsageError("`--rate` sends at fixed times and `--concurrency` waits for answers: give one of them")
+    if request.schedule.ramp_to is not None and request.schedule.rate is None:
+        raise UsageError("`--ramp-to` is the rate at the end of a run, and requires `--rate`, the one at its start")
     if request.sweep is not None and (request.schedule.rate or request.schedule.concurrency):
         raise UsageError("`--sweep` sets the rate or the concurrency: leave out `--rate` and `--concurrency`")
     if request.schedule.endpoint not in (None, *PATHS):

@@ -203,6 +203,7 @@ class Preparation:
             duration_s=schedule.duration_s,
             burstiness=schedule.burstiness,
             seed=cell.workload.seed,
+            ramp_to_s=schedule.ramp_to_s,
         )
 
     def _interval_s(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> float:

@@ -162,6 +162,7 @@ def _cell(
             "turns": plan.turns if plan else None,
             "duration_s": plan.duration_s if plan else None,
             "interval_s": plan.launches.interval_s if plan else None,
+            "ramp_to_s": plan.launches.ramp_to_s if plan else None,
             "burstiness": plan.launches.burstiness if plan else None,
             "concurrency": plan.launches.concurrency if plan else None,
             "primary": cell.primary,

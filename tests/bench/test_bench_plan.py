@@ -172,7 +172,7 @@ def test_the_same_seed_gives_the_same_digest_and_another_seed_another():
 
 
 @pytest.mark.parametrize(
-    "launches", [Launches(interval_s=0.5), Launches(concurrency=2, think_s=0.1), Launches(interval_s=1, duration_s=3)]
+    "launches", [Launches(interval_s=0.5), Launches(concurrency=2, think_s=0.1), Launches(interval_s=1, ramp_to_s=2)]
 )
 def test_the_written_plan_is_enough_to_send_the_same_again(launches):
     plan = make_plan(launches=launches)
@@ -220,6 +220,24 @@ def test_random_times_have_the_mean_of_the_fixed_ones_and_follow_the_seed():
     assert 0.85 < spread[0] < 1.15  # of a Poisson process it is 1, of this gamma distribution 10 ** 0.5
     assert 2.4 < spread[1] < 4.0
     assert [one.intended_s for one in make_plan(launches=poisson).requests] == poisson.times_s(6)
+
+
+@pytest.mark.parametrize(("first_s", "final_s"), [(1.0, 0.25), (0.1, 2.0)])
+def test_the_rate_of_a_ramp_changes_linearly_in_time(first_s, final_s):
+    ramp, count = Launches(interval_s=first_s, ramp_to_s=final_s, seed=7), 2001
+    times = ramp.times_s(count)
+    whole_s = 2 * (count - 1) / (1 / first_s + 1 / final_s)
+    assert (times[0], times[-1]) == (0.0, pytest.approx(whole_s, abs=1e-5))
+    for share in (0.1, 0.5, 0.9):
+        start_s, end_s = (share - 0.05) * whole_s, (share + 0.05) * whole_s
+        expected = (1 / first_s + (1 / final_s - 1 / first_s) * share) * 0.1 * whole_s
+        assert sum(start_s <= one < end_s for one in times) == pytest.approx(expected, abs=1)
+    random_times = replace(ramp, burstiness=1.0).times_s(count)
+    assert random_times == sorted(random_times) != times
+    assert random_times[-1] == times[-1]
+    assert sum(one < whole_s / 2 for one in random_times) == pytest.approx(sum(one < whole_s / 2 for one in times), 0.1)
+    assert make_plan(launches=ramp).duration_s == pytest.approx(ramp.times_s(6)[-1] + final_s)
+    assert Launches(interval_s=first_s, ramp_to_s=final_s).times_s(1) == [0.0]
 
 
 def test_a_part_that_many_prompts_have_is_written_once():

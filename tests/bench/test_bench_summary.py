@@ -126,6 +126,7 @@ def test_a_summary_has_its_plan_its_machine_and_its_caveats():
         "duration_s": 12.0,
         "interval_s": 1.0,
         "primary": "steady",
+        "ramp_to_s": None,
         "burstiness": None,
         "concurrency": None,
     }

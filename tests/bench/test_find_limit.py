@@ -272,6 +272,7 @@ def test_an_engine_that_fails_without_load_ends_the_search(tmp_path, simulated):
     [
         ((MANY, MANY.model_copy(update={"name": "other"})), "one workload at one pressure"),
         ((MANY.model_copy(update={"schedule": Schedule(concurrency=2)}),), "has no rate"),
+        ((MANY.model_copy(update={"schedule": Schedule(interval_s=1, ramp_to_s=2)}),), "has no rate"),
     ],
 )
 def test_what_has_no_rate_is_refused(workloads, message):

@@ -54,6 +54,14 @@ MUTANTS = (
         fails="tests/bench/test_bench_resume.py -k changed_option",
     ),
     Mutant(
+        name="bench-ramp-with-linear-launches",
+        bug="The rate of a ramp is linear in the launches, not in time.",
+        file="kvbm_cli/bench/workload/plan.py",
+        old="math.sqrt(first**2 + (final**2 - first**2) * min(place / last, 1.0))",
+        new="first + (final - first) * min(place / last, 1.0)",
+        fails="tests/bench/test_bench_plan.py -k ramp",
+    ),
+    Mutant(
         name="bench-open-loop-waits",
         bug="A slow engine slows down its own load.",
         file="kvbm_cli/bench/workload/plan.py",

@@ -329,6 +329,7 @@ def _plan(cell: dict[str, Any]) -> Markup | None:
         ("Sessions", count(at(cell, "plan", "sessions"))),
         ("Turns", count(at(cell, "plan", "turns"))),
         ("Seconds between launches", decimal(at(cell, "plan", "interval_s"))),
+        ("Seconds between launches at the end", decimal(at(cell, "plan", "ramp_to_s"))),
         ("Burstiness of launches", decimal(at(cell, "plan", "burstiness"))),
         ("Sessions at a time", count(at(cell, "plan", "concurrency"))),
         ("Result is about", PHASES.get(str(at(cell, "plan", "primary")))),

@@ -134,7 +134,8 @@ def _workload_line(cell: Mapping[str, Any]) -> str:
     if plan["interval_s"]:
         burstiness = plan.get("burstiness")
         about = "" if burstiness is None else f" on average, burstiness {burstiness:g}"
-        parts.append(f"one every {plan['interval_s']:g} s{about}")
+        ramp = f", in the end every {plan['ramp_to_s']:g} s" if plan.get("ramp_to_s") else ""
+        parts.append(f"one every {plan['interval_s']:g} s{ramp}{about}")
     if plan["concurrency"]:
         parts.append(f"{plan['concurrency']} sessions at a time")
     if cell["pressure"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,8 @@ class PlannedRequest:
 class Launches:
     """When requests are launched: at `interval_s`, or `concurrency` sessions in flight with `think_s` between turns.
 
-    `burstiness` and `seed` make the interval random. They are not in the digest of a plan, which has every time.
+    With `ramp_to_s`, the rate changes linearly to one request per `ramp_to_s` at the last launch. `burstiness` and
+    `seed` make the interval random. These three are not in the digest of a plan, which has every time.
     """
 
     interval_s: float | None = None
@@ -161,17 +163,28 @@ class Launches:
     duration_s: float | None = None
     burstiness: float | None = field(default=None, repr=False)
     seed: int = field(default=0, repr=False)
+    ramp_to_s: float | None = field(default=None, repr=False)
 
     def times_s(self, count: int) -> list[float]:
         """Return the launch times of `count` requests. Random ones take as long in total as equal ones."""
-        assert self.interval_s is not None
-        equal = [index * self.interval_s for index in range(count)]
         if self.burstiness is None or count < 2:
-            return [round(time_s, 6) for time_s in equal]
+            return [self._time_s(index, count - 1) for index in range(count)]
         generator = random.Random(self.seed)
         gaps = [generator.gammavariate(self.burstiness, 1.0) for _ in range(count - 1)]
-        scale = equal[-1] / (sum(gaps) or 1.0)
-        return [round(time_s * scale, 6) for time_s in accumulate(gaps, initial=0.0)]
+        scale = (count - 1) / (sum(gaps) or 1.0)
+        return [self._time_s(place * scale, count - 1) for place in accumulate(gaps, initial=0.0)]
+
+    def _time_s(self, place: float, last: int) -> float:
+        """Return the time of a place between launch 0 and launch `last`.
+
+        A rate that is linear in time, from `first` to `final`, has its square linear in the launches so far.
+        """
+        assert self.interval_s is not None
+        if self.ramp_to_s is None or not last:
+            return round(place * self.interval_s, 6)
+        first, final = 1 / self.interval_s, 1 / self.ramp_to_s
+        rate = math.sqrt(first**2 + (final**2 - first**2) * min(place / last, 1.0))
+        return round(2 * place / (first + rate), 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +228,7 @@ class Plan:
         times = [request.intended_s for request in self.requests]
         if any(time is None for time in times):
             return self.launches.duration_s
-        return max(time or 0.0 for time in times) + (self.launches.interval_s or 0.0)
+        return max(time or 0.0 for time in times) + (self.launches.ramp_to_s or self.launches.interval_s or 0.0)
 
     @property
     def session_count(self) -> int:

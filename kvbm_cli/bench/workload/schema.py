@@ -53,6 +53,14 @@ class Schedule(Section):
         allow_inf_nan=False,
         description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
+    ramp_to_s: float | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="A ramp: the rate changes linearly, from one launch per `interval_s` at the start of a run to one "
+        "per `ramp_to_s` at its end. With `burstiness`, the times around it are random.",
+    )
     burstiness: float | None = Field(
         default=None,
         ge=0.01,
@@ -90,6 +98,12 @@ class Schedule(Section):
         allow_inf_nan=False,
         description="No request is launched after this many seconds of a run; by default all are.",
     )
+
+    @model_validator(mode="after")
+    def _has_a_rate_to_change(self) -> Self:
+        if self.ramp_to_s is not None and (self.interval_s is None or self.concurrency is not None):
+            raise WrongKey("ramp_to_s", "requires `interval_s`, and no `concurrency`")
+        return self
 
 
 class Workload(Section):
@@ -402,6 +416,8 @@ class Lmbenchmark(Workload):
             raise WrongKey(key, f"does not exist in the scenario `{self.scenario}`")
         if self.file is None and self.scenario in ("sharegpt", "agentic"):
             raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
+        if self.schedule.ramp_to_s is not None:
+            raise WrongKey("schedule", "must not have `ramp_to_s`: LMBenchmark has one rate, `qps`")
         if self.mode == "faithful" and self.endpoint != "completions":
             raise WrongKey("endpoint", "is for `mode: strict`; `faithful` has the key `chat`")
         if self.mode == "faithful" and self.schedule.arms == "interleaved":
