@@ -53,6 +53,9 @@ TurnsOption = Annotated[
     str, option("--turns", "added|whole", "Whether a line of a session holds what its turn adds, or the whole prompt.")
 ]
 
+PolicyOption = Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`, `adaptive`.")]
+BOTH_EVICTIONS = "lru,adaptive"
+
 
 def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
     """Return what `kvbm bench --compare` takes."""
@@ -208,13 +211,15 @@ def bench_trace(
     turns: TurnsOption = "added",
     limit: LimitOption = None,
     sessions: SessionsOption = None,
+    policy: PolicyOption = BOTH_EVICTIONS,
     json: JsonOption = False,
 ) -> int:
     """Show the lengths, the sharing and the hit rates of a trace."""
-    from kvbm_cli.bench.trace.command import trace, trace_format
+    from kvbm_cli.bench.trace.command import parse_policies, trace, trace_format
 
     form = trace_format(block_tokens, time_scale, column or [], turns, limit, sessions)
-    return trace(file, form, bytes_per_token=bytes_per_token, model=model, as_json=json)
+    policies = parse_policies(policy)
+    return trace(file, form, bytes_per_token=bytes_per_token, model=model, policies=policies, as_json=json)
 
 
 @bench_app.command("report", cls=Command)

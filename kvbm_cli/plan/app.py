@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 from kvbm_cli.bench.app import (
+    BOTH_EVICTIONS,
     BlockTokensOption,
     BytesPerTokenOption,
     ColumnsOption,
     LimitOption,
     ModelOption,
+    PolicyOption,
     SessionsOption,
     TimeScaleOption,
     TurnsOption,
@@ -31,7 +33,7 @@ def plan(
         str | None,
         option("--capacity-blocks", "N,N", "Capacities in blocks [default: shares of the trace's blocks]."),
     ] = None,
-    policy: Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`, `adaptive`.")] = "lru,adaptive",
+    policy: PolicyOption = BOTH_EVICTIONS,
     exact: Annotated[bool, flag("--exact", "Simulate every block, not a sample of 32,768.")] = False,
     model: ModelOption = None,
     bytes_per_token: BytesPerTokenOption = None,
@@ -62,7 +64,7 @@ def plan(
 
     For a running engine with `metrics.capacities`, or for a trace.
     """
-    from kvbm_cli.bench.trace.command import token_bytes, trace_format
+    from kvbm_cli.bench.trace.command import parse_policies, token_bytes, trace_format
     from kvbm_cli.plan import command as body
 
     prices = body.prices_of(memory_price, engine_price)
@@ -82,7 +84,7 @@ def plan(
         file=trace,
         form=trace_format(block_tokens, time_scale, column or [], turns, limit, sessions),
         capacities=body.parse_capacities(capacity_blocks),
-        policies=body.parse_policies(policy),
+        policies=parse_policies(policy),
         is_exact=exact,
         bytes_per_token=token_bytes(bytes_per_token, model),
         prefill_tokens_per_s=prefill_rate,

@@ -12,20 +12,19 @@ from statistics import fmean
 from typing import Any
 
 from kvbm.config.sizes import format_size
-from kvbm.core.shadow_caches import EVICTIONS, TRACKED_BLOCKS
+from kvbm.core.shadow_caches import TRACKED_BLOCKS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Report, collect
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
+from kvbm_cli.bench.trace.simulator import Simulation
 from kvbm_cli.plan import advice
 from kvbm_cli.plan.advice import Curve, Prices, Prompts
-from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate
 from kvbm_cli.terminal.console import print_data, print_json, table
 from kvbm_cli.terminal.progress import ProgressDisplay
 
 PROGRESS_AFTER_S = 2.0
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the blocks of the trace
 MAX_CAPACITIES, MAX_CAPACITY = 100, 2**31
 
 
@@ -79,15 +78,6 @@ def parse_capacities(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def parse_policies(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in EVICTIONS:
-            known = " or ".join(f"`{one}`" for one in EVICTIONS)
-            raise UsageError(f"`--policy` must be {known}, not `{one_line(name[:40])}`")
-    return names
-
-
 def prices_of(memory_gb_month: float | None, engine_hour: float | None) -> Prices | None:
     if memory_gb_month is None and engine_hour is None:
         return None
@@ -126,21 +116,15 @@ def show_plan(request: PlanRequest, *, html: Path | None, as_json: bool) -> int:
 
 def make_plan(request: PlanRequest, report: Report = lambda phase: None) -> CapacityPlan:
     trace = collect(TraceReader(request.file, request.form), report=report)
-    uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
+    uses = trace.timed_uses()
     tree = trace.tree
     unique = len(tree) - 1
-    sample = Sample(tree, unique if request.is_exact else TRACKED_BLOCKS)
-    capacities = request.capacities or tuple(sorted({max(1, round(share * unique)) for share in SHARES}))
-
-    def rate(policy: str, capacity: int) -> float:
-        def report_requests(done: int) -> None:
-            report(f"simulating {policy} with {capacity:,} blocks, {done} of {len(uses)} requests")
-
-        return hit_rate(tree, uses, sample, capacity, policy, report=report_requests)
-
-    rates = {policy: [rate(policy, capacity) for capacity in capacities] for policy in request.policies}
+    tracked = unique if request.is_exact else TRACKED_BLOCKS
+    simulation = Simulation(tree, uses, tracked=tracked, report=report)
+    capacities = request.capacities or simulation.capacities()
+    rates = simulation.rates(request.policies, capacities)
     prompt_tokens = fmean(tree.depth_tokens[one.use.prompt] for one in uses)
-    return CapacityPlan(capacities, rates, len(uses), unique, sum(sample.is_in), prompt_tokens)
+    return CapacityPlan(capacities, rates, len(uses), unique, simulation.simulated_blocks, prompt_tokens)
 
 
 def as_data(plan: CapacityPlan, request: PlanRequest) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from kvbm_cli.bench.trace.analysis import collect
 from kvbm_cli.bench.trace.hit_curve import hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
+from kvbm_cli.bench.trace.simulator import Sample, TimedUse, hit_rate
 from kvbm_cli.plan import advice, command
-from kvbm_cli.plan.simulator import Sample, TimedUse, hit_rate
 
 PAGE = (ROOT / "docs/guide/plan.md").read_text()
 EXAMPLES = examples_in(PAGE)

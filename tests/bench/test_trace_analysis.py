@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from trace_pages import HEAD, ROOT, examples_in, stripped
 
 from kvbm_cli.bench.trace import command
-from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, notes
+from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, collect, notes
 from kvbm_cli.bench.trace.command import plot_lines
 from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
+from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
+from kvbm_cli.bench.trace.simulator import Simulation
 
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
 
@@ -247,7 +249,8 @@ def test_the_page_has_examples():
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_of_the_page_print_what_it_shows(kvbm, number):
+def test_examples_of_the_page_print_what_it_shows(kvbm, monkeypatch, number):
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600)
     line, shown = EXAMPLES[number]
     _, out, err = kvbm(*shlex.split(line))
     assert stripped(out + err) == stripped(shown)
@@ -281,7 +284,7 @@ def test_plausible_traces_are_not_doubted(kvbm, tmp_path):
 
 def test_page_is_at_most_80_wide(kvbm):
     for more in ((), ("--model", "Qwen/Qwen3-8B"), ("--bytes-per-token", "1")):
-        _, out, _ = kvbm("bench", "trace", HEAD, *more)
+        _, out, _ = kvbm("bench", "trace", HEAD, "--limit", "60", *more)
         assert max(map(len, out.splitlines())) <= 80
 
 
@@ -297,10 +300,17 @@ def test_json_has_the_numbers_of_the_page(kvbm):
     assert data["curve"][-1]["hit_rate"] == data["ideal_hit_rate"]
     rates = [one["hit_rate"] for one in data["curve"]]
     assert rates == sorted(rates)
+    trace = collect(TraceReader(HEAD, TraceFormat()))
+    simulation = Simulation(trace.tree, trace.timed_uses())
+    assert [one["policy"] for one in data["evictions"]] == ["lru", "adaptive"]
+    for one in data["evictions"]:
+        wanted, blocks = 0.9 * one["curve"][-1]["hit_rate"], one["capacity_for_share_of_hits"]["blocks"]
+        assert simulation.rate(one["policy"], blocks) >= wanted > simulation.rate(one["policy"], round(0.97 * blocks))
+        assert one["curve"][2]["hit_rate"] == simulation.rate(one["policy"], one["curve"][2]["blocks"])
 
 
 def test_model_sets_the_bytes_of_a_token(kvbm):
-    _, out, _ = kvbm("bench", "trace", HEAD, "--model", "Qwen/Qwen3-8B", "--json")
+    _, out, _ = kvbm("bench", "trace", HEAD, "--policy", "lru", "--model", "Qwen/Qwen3-8B", "--json")
     assert json.loads(out)["bytes_per_token"] == 2 * 36 * 8 * 128 * 2
 
 
@@ -367,6 +377,7 @@ def test_an_unknown_model_gets_the_error_of_kvbm_size(kvbm):
 
 
 def test_progress_appears_on_stderr_after_a_while(kvbm, monkeypatch):
-    assert kvbm("bench", "trace", HEAD)[2] == ""
+    arguments = ("bench", "trace", HEAD, "--limit", "60")
+    assert kvbm(*arguments)[2] == ""
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 0)
-    assert re.search(r"trace +0\.\d s  reading, 0\.0 of 0\.0 MiB", kvbm("bench", "trace", HEAD)[2])
+    assert re.search(r"trace +0\.\d s  reading, 0\.0 of 0\.0 MiB", kvbm(*arguments)[2])

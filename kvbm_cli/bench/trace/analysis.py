@@ -28,9 +28,11 @@ from kvbm_cli.bench.trace.request import (
     Turns,
     estimated_tokens,
 )
+from kvbm_cli.bench.trace.simulator import Simulation, TimedUse
 
 LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000
+NEARLY_ALL = 0.9
 PLAUSIBLE_PER_S = 100  # public traces have 0.01 to 30 requests per second
 Report = Callable[[str], None]
 
@@ -82,13 +84,29 @@ class TraceAnalysis:
     curve: HitCurve
     ignored: Mapping[str, int]
     skips: Sequence[str] = ()
+    evictions: EvictionCurves | None = None
 
 
-def analyse(path: Path, form: TraceFormat, *, report: Report = lambda phase: None) -> TraceAnalysis:
-    """Read the file once, then compute. `report` is called with what is being done."""
+@dataclass(frozen=True, slots=True)
+class EvictionCurves:
+    """Simulated hit rates, of blocks: `rates[policy][i]` with `capacities[i]` blocks.
+
+    `nearly_all[policy]` is the least capacity with NEARLY_ALL of the hits of an unlimited cache.
+    """
+
+    capacities: tuple[int, ...]
+    rates: Mapping[str, Sequence[float]]
+    nearly_all: Mapping[str, int]
+
+
+def analyse(
+    path: Path, form: TraceFormat, *, policies: Sequence[str] = (), report: Report = lambda phase: None
+) -> TraceAnalysis:
+    """Read the file once, then compute. `policies` are simulated. `report` is called with what is being done."""
     reader = TraceReader(path, form)
     trace = collect(reader, report=report)
-    return replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
+    found = replace(trace.analysis(reader.ignored, report), skips=tuple(reader.skips()))
+    return replace(found, evictions=trace.evictions(policies, report)) if policies and found.curve.ideal else found
 
 
 def collect(reader: TraceReader, *, report: Report = lambda phase: None) -> CollectedTrace:
@@ -157,6 +175,20 @@ class CollectedTrace:
         """Return when each request is launched, in milliseconds, and what it uses."""
         order = sorted(range(len(self.uses)), key=self.use_launches.__getitem__)
         return [(self.use_launches[index], self.uses[index]) for index in order]
+
+    def timed_uses(self) -> list[TimedUse]:
+        return [TimedUse(launch_ms / 1000, use) for launch_ms, use in self.in_order()]
+
+    def evictions(self, policies: Sequence[str], report: Report) -> EvictionCurves:
+        """Simulate caches with these evictions. The trace has hits."""
+        simulation = Simulation(self.tree, self.timed_uses(), report=report)
+        capacities = simulation.capacities()
+        rates = simulation.rates(policies, capacities)
+        nearly_all = {
+            policy: simulation.capacity_for(NEARLY_ALL * found[-1], policy, capacities, found)
+            for policy, found in rates.items()
+        }
+        return EvictionCurves(capacities, rates, nearly_all)
 
     def analysis(self, ignored: Counter[str], report: Report) -> TraceAnalysis:
         tree = self.tree

@@ -6,15 +6,24 @@ The result is JSON data, or a page of at most 80 columns with a plot of the hit-
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import MAX_BYTES, UNITS, format_size, parse_size
+from kvbm.core.shadow_caches import EVICTIONS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
-from kvbm_cli.bench.trace.analysis import Lengths, TraceAnalysis, analyse, has_sessions, notes
+from kvbm_cli.bench.trace.analysis import (
+    NEARLY_ALL,
+    EvictionCurves,
+    Lengths,
+    TraceAnalysis,
+    analyse,
+    has_sessions,
+    notes,
+)
 from kvbm_cli.bench.trace.hit_curve import HitCurve
 from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
@@ -40,12 +49,15 @@ def trace(
     *,
     bytes_per_token: str | None = None,
     model: str | None = None,
+    policies: Sequence[str] = EVICTIONS,
     as_json: bool = False,
 ) -> int:
-    """Print the analysis. `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
+    """Print the analysis, with simulations of `policies`.
+
+    `bytes_per_token` is a number or a size such as `128KiB`; `model` is as for `kvbm size`."""
     per_token = token_bytes(bytes_per_token, model)
     with ProgressDisplay("trace", delay_s=PROGRESS_AFTER_S) as progress:
-        analysis = analyse(file, form, report=progress.report)
+        analysis = analyse(file, form, policies=policies, report=progress.report)
     if as_json:
         print_json(as_trace_data(analysis, file.name, bytes_per_token=per_token))
     else:
@@ -75,6 +87,15 @@ def _turns(text: str) -> Turns:
     except ValueError:
         names = " or ".join(f"`{one}`" for one in Turns)
         raise UsageError(f"`--turns` must be {names}, not `{text}`") from None
+
+
+def parse_policies(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in EVICTIONS:
+            known = " or ".join(f"`{one}`" for one in EVICTIONS)
+            raise UsageError(f"`--policy` must be {known}, not `{one_line(name[:40])}`")
+    return names
 
 
 def token_bytes(given: str | None, model: str | None) -> int | None:
@@ -124,6 +145,7 @@ def as_trace_data(analysis: TraceAnalysis, name: str, *, bytes_per_token: int | 
         "curve": [
             {"hit_rate": rate, **_capacity(analysis, tokens, bytes_per_token)} for rate, tokens in _points(analysis)
         ],
+        "evictions": _evictions_data(analysis, bytes_per_token),
         "notes": notes(analysis),
     }
 
@@ -141,7 +163,11 @@ def show_trace(analysis: TraceAnalysis, name: str, console: Console, *, bytes_pe
         console.print("Hit rate of an LRU cache, by its capacity", highlight=False)
         for line in plot_lines(analysis.curve, bytes_per_token=bytes_per_token):
             console.print(line, highlight=False, no_wrap=True)
-        console.print("`kvbm plan --trace` simulates adaptive eviction, too.", highlight=False)
+    if analysis.evictions is not None:
+        console.print("Simulated hit rates of blocks, by eviction", highlight=False)
+        console.print(_evictions_table(analysis, analysis.evictions, bytes_per_token))
+        for line in _enough(analysis, analysis.evictions, bytes_per_token):
+            console.print(line, highlight=False)
     for note in notes(analysis):
         console.print(f"note: {one_line(note)}", highlight=False)
 
@@ -195,6 +221,44 @@ def _capacity_table(analysis: TraceAnalysis, bytes_per_token: int | None) -> Tab
         sizes = [format_size(tokens * bytes_per_token)] if bytes_per_token else []
         table.add_row(f"{share:.0%}", f"{rate:.1%}", f"{tokens:,}", f"{_blocks(analysis, tokens):,}", *sizes)
     return table
+
+
+def _evictions_table(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> Table:
+    table = _table("blocks", *(["size"] if bytes_per_token else []), *curves.rates)
+    for capacity, rates in zip(curves.capacities, zip(*curves.rates.values(), strict=True), strict=True):
+        size = [format_size(capacity * analysis.form.block_tokens * bytes_per_token)] if bytes_per_token else []
+        table.add_row(f"{capacity:,}", *size, *(f"{rate:.1%}" for rate in rates))
+    return table
+
+
+def _enough(analysis: TraceAnalysis, curves: EvictionCurves, bytes_per_token: int | None) -> Iterator[str]:
+    """Yield lines with the capacity at which each eviction has nearly all hits."""
+    yield f"{NEARLY_ALL:.0%} of the hits of an unlimited cache require"
+    for policy, blocks in curves.nearly_all.items():
+        size = f", {format_size(blocks * analysis.form.block_tokens * bytes_per_token)}," if bytes_per_token else ""
+        yield f"  {blocks:,} blocks{size} with `{policy}`"
+
+
+def _evictions_data(analysis: TraceAnalysis, bytes_per_token: int | None) -> list[dict[str, Any]]:
+    """Return one entry per simulated eviction; none for a trace in which nothing repeats."""
+    curves = analysis.evictions
+    if curves is None:
+        return []
+
+    def capacity(blocks: int) -> dict[str, int | None]:
+        return _capacity(analysis, blocks * analysis.form.block_tokens, bytes_per_token)
+
+    return [
+        {
+            "policy": policy,
+            "share_of_hits": NEARLY_ALL,
+            "capacity_for_share_of_hits": capacity(curves.nearly_all[policy]),
+            "curve": [
+                {"hit_rate": rate, **capacity(blocks)} for blocks, rate in zip(curves.capacities, rates, strict=True)
+            ],
+        }
+        for policy, rates in curves.rates.items()
+    ]
 
 
 def _table(label: str, *columns: str) -> Table:

@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from kvbm.core.shadow_caches import NAME_BYTES, SimulatedCache
+from kvbm.core.shadow_caches import NAME_BYTES, TRACKED_BLOCKS, SimulatedCache
 from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use
 
 REPORT_EVERY = 1000
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of the blocks of a trace
+PRECISION = 0.02
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,46 @@ def hit_rate(
             report(number)
     misses = cache.asked_blocks - cache.hit_blocks
     return max(0.0, 1 - misses / (sample.share * all_blocks)) if sample.share and all_blocks else 0.0
+
+
+class Simulation:
+    """Caches of other capacities, all with the same requests and one sample of `tracked` blocks."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        uses: Sequence[TimedUse],
+        *,
+        tracked: int = TRACKED_BLOCKS,
+        report: Report = lambda phase: None,
+    ) -> None:
+        self._tree, self._uses, self._report = tree, uses, report
+        self._sample = Sample(tree, tracked)
+        self.simulated_blocks = sum(self._sample.is_in)
+
+    def capacities(self) -> tuple[int, ...]:
+        """Return SHARES of the blocks of the trace."""
+        unique = len(self._tree) - 1
+        return tuple(sorted({max(1, round(share * unique)) for share in SHARES}))
+
+    def rate(self, policy: str, capacity: int) -> float:
+        def report(done: int) -> None:
+            self._report(f"simulating {policy} with {capacity:,} blocks, {done} of {len(self._uses)} requests")
+
+        return hit_rate(self._tree, self._uses, self._sample, capacity, policy, report=report)
+
+    def rates(self, policies: Iterable[str], capacities: Sequence[int]) -> dict[str, list[float]]:
+        return {policy: [self.rate(policy, one) for one in capacities] for policy in policies}
+
+    def capacity_for(self, wanted: float, policy: str, capacities: Sequence[int], rates: Sequence[float]) -> int:
+        """Return the least capacity with this hit rate, at most PRECISION too large, by bisection between two of
+        `capacities`. The last of their `rates` is high enough."""
+        index = next(index for index, found in enumerate(rates) if found >= wanted)
+        low, high = capacities[index - 1] if index else 0, capacities[index]
+        while high - low > max(1, PRECISION * high):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.rate(policy, middle) >= wanted else (middle, high)
+        return high
 
 
 def _request(tree: PrefixTree, use: Use, sample: Sample) -> tuple[list[bytes], int]:
