@@ -3,6 +3,8 @@
 `kvbm` starts the real program, `kvbm_here` runs the command in this process. A stored text is a file of its own, or an
 entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli tests/bench tests/doctor`
 writes the stored texts anew; the difference is then reviewed as code.
+
+A transcript is an entry that says what to do, too: lines `$ ...` with a command, each followed by what it shows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import io
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import termios
@@ -36,6 +39,7 @@ FILTERS = (
     (re.escape(version("kvbm-cli")), "[VERSION]"),
     (r"( has only )[\d.]+ \w+( free)", r"\1[FREE]\2"),
     (r"only [\d.]+ \w+ are available \([^)]*\)", "only [FREE] are available ([LIMIT])"),
+    (r"(kvbm/models/[\w-]+-)[0-9a-f]{12}\b", r"\1[DIGEST]"),
     (r"\(starting, pid \d+\)", "(starting, pid [PID])"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
@@ -164,3 +168,42 @@ def assert_entry(file: str, name: str, text: str, *, names: Iterable[str]) -> No
         path.write_text("".join(f"=== {one}\n{content}" for one, content in entries.items()))
     assert entries.get(name) == text, f"{name} in {file}.txt differs; KVBM_UPDATE_SNAPSHOTS=1 accepts it"
     assert list(entries) == names, f"{file}.txt has other entries; KVBM_UPDATE_SNAPSHOTS=1 removes them"
+
+
+def steps_of(text: str) -> list[tuple[str, str]]:
+    """The commands of a transcript, each with what it shows."""
+    before, *parts = re.split(r"^\$ (.+)\n", text, flags=re.MULTILINE)
+    assert before == "", "a transcript begins with a command"
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def words_of(line: str) -> tuple[dict[str, str], list[str]]:
+    """The variables and the words behind the program of such as `PORT=1 kvbm serve --profile demo`."""
+    words = shlex.split(line)
+    program = words.index("kvbm")
+    return dict(word.split("=", 1) for word in words[:program]), words[program + 1 :]
+
+
+def transcript(text: str, home: Path, *, way: Kvbm = kvbm_here) -> str:
+    """Do what a transcript says and return what it should be. `$ cat FILE` makes the file unless a command has made it.
+    `[ROOT]` is that of the repository."""
+    shown = ""
+    for line, said in steps_of(text):
+        if line.startswith("cat "):
+            (name,) = shlex.split(line.removeprefix("cat "))
+            if not (home / name).exists():
+                (home / name).parent.mkdir(parents=True, exist_ok=True)
+                (home / name).write_text(said.replace("[ROOT]", str(ROOT)))
+            shown += f"$ {line}\n{filtered((home / name).read_text())}"
+        else:
+            variables, words = words_of(line.replace("[ROOT]", str(ROOT)))
+            shown += way(*words, home=home, **variables).text(line)
+    assert len(steps_of(shown)) == len(steps_of(text)), "a line of the output looks like a command"
+    return shown
+
+
+def assert_transcript(file: str, name: str, home: Path, *, way: Kvbm = kvbm_here) -> None:
+    """Follows one transcript of a file. The entry `files`, if there is one, makes the files of all of them."""
+    entries = stored_entries(file)
+    transcript(entries.get("files", ""), home)
+    assert_entry(file, name, transcript(entries[name], home, way=way), names=entries)

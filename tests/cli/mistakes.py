@@ -12,7 +12,6 @@ links, ports, engines. Their entry is in `snapshots/mistakes/<area>.txt`.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from terminal import SNAPSHOTS, stored_entries
+from terminal import SNAPSHOTS, steps_of, stored_entries, words_of
 
 COMMANDS = "commands"
 WRONG = 2  # the profile, an override, a variable or the command line
@@ -224,21 +223,17 @@ SERVING = {
 }
 
 AREAS = {"serve": SERVING, "profile": PROFILE, "file": FILES, "machine": MACHINE_STATE}
-SHOWN_FILE = re.compile(r"\$ cat (.+)\n((?:(?!\$ ).*\n)*)")
 
 
 def commands_in(file: str) -> dict[str, Row]:
-    """The rows of a file of commands. An entry begins with its files, then such as `$ PORT=1 kvbm serve -p demo`."""
+    """The rows of a file of transcripts with one command each."""
     rows = {}
     for name, text in stored_entries(file).items():
-        files = {}
-        while shown := SHOWN_FILE.match(text):
-            (name_of_file,), text = shlex.split(shown[1]), text[shown.end() :]
-            files[name_of_file] = shown[2]
-        line, _, result = text.removeprefix("$ ").partition("\n")
-        variables, _, command = line.partition("kvbm ")
+        *files, (line, result) = steps_of(text)
+        variables, _ = words_of(line)
         exit_code = int(result.partition("\n")[0].removeprefix("exit code: ") or WRONG)
-        rows[name] = Row(command, files, dict(word.split("=", 1) for word in shlex.split(variables)), exit_code)
+        contents = {shlex.split(shown)[1]: content for shown, content in files}
+        rows[name] = Row(line.partition("kvbm ")[2], contents, variables, exit_code)
     return rows
 
 

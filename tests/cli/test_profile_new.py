@@ -1,6 +1,5 @@
 """`kvbm profile new`: what it writes is right whatever was asked for, and it never writes anything else."""
 
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal import PROGRAM, Kvbm, assert_snapshot, environment, kvbm_here, typed, ways
+from terminal import PROGRAM, assert_snapshot, environment, kvbm_here, typed
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import parse_document, plain_values
@@ -19,41 +18,6 @@ from kvbm_cli.profile.import_env import profile_text
 from kvbm_cli.profile.text import scalar
 
 NEEDED = ("--engine", "embedded", "--model", "synthetic:tiny", "--host", "1GiB")
-WRITTEN = {
-    "whole": (*NEEDED, "--port", "auto"),
-    "vllm": (
-        *("--engine", "vllm", "--model", "org/model", "--disk", "1TB", "--dir", "~/kv"),
-        *("--set", "engine.arguments.max-model-len=32k", "--set", "engine.arguments.enforce_eager=true"),
-        *("--set", "engine.environment.A=1", "--set", "engine.environment.B='yes: no'"),
-    ),
-    "extending": ("--extends", "demo", "--host", "64MiB", "--set", "bench.workload=null"),
-}
-
-
-@pytest.mark.parametrize(("name", "way"), ways(WRITTEN))
-def test_profile_is_written_and_right(tmp_path: Path, name: str, way: Kvbm) -> None:
-    outcome = way("profile", "new", "mine.yaml", *WRITTEN[name], home=tmp_path)
-    assert (outcome.exit_code, outcome.stdout) == (0, "mine.yaml\n"), outcome.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
-    assert_snapshot(f"profile_new_{name}", (tmp_path / "mine.yaml").read_text())
-    checked = way("profile", "check", "mine.yaml", home=tmp_path)
-    assert checked.exit_code == 0, checked.stderr
-
-
-@pytest.mark.parametrize(
-    "command", ["profile new below/mine.yaml --host 1GiB", "profile import-env --output below/mine.yaml"]
-)
-def test_model_given_on_the_command_line_is_relative_to_the_working_directory(tmp_path: Path, command: str) -> None:
-    (tmp_path / "below").mkdir()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(
-        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2, '
-        '"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'
-    )
-    options = ("--model", "./model", *(("--engine", "vllm") if "new" in command else ()))
-    outcome = kvbm_here(*command.split(), *options, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="1")
-    assert outcome.exit_code == 0, outcome.stderr
-    assert load(str(tmp_path / "below" / "mine.yaml"), directories=[]).profile.engine.model == f"{tmp_path}/model"
 
 
 def test_what_a_comment_offers_is_the_default(tmp_path: Path) -> None:
@@ -70,42 +34,6 @@ def _uncommented(line: str) -> str:
     stripped = line.lstrip(" ")
     offers = stripped.startswith("#") and not stripped.startswith("# ") and "  #" not in stripped
     return line.replace("#", "", 1) if offers else line
-
-
-def test_a_path_that_is_extended_is_named_from_the_new_file(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "parent.yaml").write_text("extends: demo\n")
-    outcome = kvbm_here("profile", "new", "b/child.yaml", "--extends", "a/parent.yaml", home=tmp_path)
-    assert outcome.exit_code == 0, outcome.stderr
-    assert "extends: ../a/parent.yaml\n" in (tmp_path / "b" / "child.yaml").read_text()
-
-
-def test_new_profile_extends_several(tmp_path: Path) -> None:
-    (tmp_path / "own.yaml").write_text("engine: {model: synthetic:tiny}\ntiers: {disk: {capacity: 1GiB}}\n")
-    kvbm_here("profile", "new", "both.yaml", "--extends", "storage/s3", "--extends", "./own.yaml", home=tmp_path)
-    assert "extends: [storage/s3, ./own.yaml]\n" in (tmp_path / "both.yaml").read_text()
-
-
-def test_variable_stays_a_variable(tmp_path: Path) -> None:
-    arguments = ("--engine", "vllm", "--model", "org/${WHICH}", "--host", "1GiB")
-    outcome = kvbm_here("profile", "new", "mine.yaml", *arguments, home=tmp_path, WHICH="small")
-    assert outcome.exit_code == 0, outcome.stderr
-    assert '  model: "org/${WHICH}"\n' in (tmp_path / "mine.yaml").read_text()
-
-
-def test_variables_of_kvbm_are_not_written(tmp_path: Path) -> None:
-    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, home=tmp_path, DYN_KVBM_CPU_CACHE_GB="7")
-    assert outcome.exit_code == 0, outcome.stderr
-    assert "capacity: 1GiB" in (tmp_path / "mine.yaml").read_text()
-
-
-def test_nothing_is_overwritten_without_being_asked_to(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("mine\n")
-    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, home=tmp_path)
-    assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, "mine\n")
-    outcome = kvbm_here("profile", "new", "mine.yaml", *NEEDED, "--force", home=tmp_path)
-    assert (outcome.exit_code, (tmp_path / "mine.yaml").read_text().count("synthetic:tiny")) == (0, 2)
 
 
 ANSWERS = "embedded\nsynthetic:tinny\nsynthetic:tiny\n\n\n\n12\n1GiB\nrelative\n\n99999\n\n"
@@ -240,40 +168,6 @@ ENVIRONMENT = {
 }
 
 
-@pytest.mark.parametrize(("command", "way"), ways(["profile import-env"]))
-def test_output(tmp_path, command, way):
-    outcome = way(*command.split(), home=tmp_path, **ENVIRONMENT)
-    assert_snapshot("import_env", outcome.text(f"kvbm {command}"))
-    assert outcome.exit_code == 0
-
-
-def test_file_is_new_and_can_be_checked(tmp_path):
-    outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
-    assert (outcome.exit_code, outcome.stdout) == (0, "")
-    written = (tmp_path / "mine.yaml").read_text()
-    assert written == kvbm_here("profile", "import-env", home=tmp_path, **ENVIRONMENT).stdout
-    assert not (tmp_path / "mine.yaml").stat().st_mode & stat.S_IXUSR
-    shown = kvbm_here("profile", "show", "./mine.yaml", home=tmp_path)
-    assert shown.exit_code == 0
-    assert "/mnt/my cache/$USER" in shown.stdout
-    again = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **ENVIRONMENT)
-    assert (again.exit_code, (tmp_path / "mine.yaml").read_text()) == (2, written)
-
-
-def test_file_says_which_variables_would_win_over_it(tmp_path):
-    variables = {"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_DISK_CACHE_GB": "2"}
-    outcome = kvbm_here("profile", "import-env", "--output", "mine.yaml", home=tmp_path, **variables)
-    assert "`unset DYN_KVBM_CPU_CACHE_GB DYN_KVBM_DISK_CACHE_GB`" in outcome.stderr
-    checked = kvbm_here(
-        "serve", "--dry-run", "-p", "mine.yaml", home=tmp_path, **variables | {"DYN_KVBM_CPU_CACHE_GB": "3"}
-    )
-    (line, *_) = checked.stderr.splitlines()
-    assert line == (
-        "warning: `DYN_KVBM_CPU_CACHE_GB=3` overrides `tiers.host.capacity: 1GB` (mine.yaml:11); "
-        "`unset DYN_KVBM_CPU_CACHE_GB` to use the value of the file"
-    )
-
-
 @pytest.mark.parametrize(("model", "kind"), [("synthetic:tiny", "embedded"), ("synthetic:vllm-25m", "vllm")])
 def test_synthetic_model_is_given_to_the_engine_that_has_it(model, kind):
     assert f"kind: {kind}\n" in profile_text({"DYN_KVBM_CPU_CACHE_GB": "1"}, model=model)
@@ -303,31 +197,3 @@ def test_file_that_cannot_be_written_whole_is_not_there(tmp_path):
     exit_code, _ = on_a_full_disk(sys.executable, "-c", script, directory=tmp_path)
     assert exit_code == 1
     assert list(tmp_path.iterdir()) == []
-
-
-TRTLLM = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_TRTLLM_ZMQ_PORT": "20081"}
-
-
-def test_variables_of_tensorrt_llm_give_a_profile_for_it(tmp_path):
-    """NVIDIA documents them for TensorRT-LLM. The port has no effect, which the profile says."""
-    text = profile_text(TRTLLM)
-    assert "  kind: tensorrt-llm  # DYN_KVBM_TRTLLM_ZMQ_PORT is a variable for TensorRT-LLM\n" in text
-    assert "`DYN_KVBM_TRTLLM_ZMQ_PORT`: there is no consolidator: TensorRT-LLM's own events are not" in text
-    (tmp_path / "made.yaml").write_text(text)
-    assert load(str(tmp_path / "made.yaml"), directories=[]).profile.engine.kind == "tensorrt-llm"
-
-
-def test_priorities_require_the_engine_that_sends_them(tmp_path):
-    variables = {"DYN_KVBM_CPU_CACHE_GB": "4", "DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY": "35"}
-    refused = kvbm_here("profile", "import-env", home=tmp_path, **variables)
-    assert (refused.exit_code, "but `vllm` sends none" in refused.stderr) == (2, True)
-    made = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
-    assert "  min_priority: 35  # DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY=35\n" in made.stdout
-
-
-def test_disk_without_host_memory_is_refused_for_tensorrt_llm(tmp_path):
-    variables = {"DYN_KVBM_DISK_CACHE_GB": "4"}
-    assert kvbm_here("profile", "import-env", home=tmp_path, **variables).exit_code == 0
-    refused = kvbm_here("profile", "import-env", "--engine", "tensorrt-llm", home=tmp_path, **variables)
-    assert refused.exit_code == 2
-    assert "only from host memory, but the variables set only a disk tier" in refused.stderr

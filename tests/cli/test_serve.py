@@ -92,37 +92,6 @@ def serving(home: Path, *arguments: str, **options: Any) -> Iterator[Serving]:
         yield program
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(home):
-    command = "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1"
-    assert_snapshot("serve_dry_run", kvbm(*command.split(), home=home).text(f"kvbm {command}"))
-    assert not (home / ".local").exists()
-
-
-@pytest.mark.parametrize("form", [[], ["--json"]])
-@pytest.mark.parametrize("command", [["serve", "--dry-run", "--profile"], ["profile", "show"]], ids=["serve", "show"])
-def test_what_is_shown_of_a_profile_has_no_secret(home, command, form):
-    outcome = kvbm_here(*command, "./mine.yaml", "--set", "engine.environment.HF_TOKEN=hf_abc", *form, home=home)
-    assert "hf_abc" not in outcome.stdout + outcome.stderr
-    assert "HF_TOKEN" in outcome.stdout
-
-
-def test_dry_run_as_json_has_everything(home):
-    outcome = kvbm_here("serve", "-p", "./mine.yaml", "--dry-run", "--json", home=home)
-    plan = json.loads(outcome.stdout)
-    assert outcome.stderr == ""
-    assert plan["profile"] == {"name": "mine", "path": "mine.yaml"}
-    assert plan["block"] == {"tokens": 16, "bytes": 4 * 2 * 2 * 64 * 4 * 16, "ranks": 1}
-    assert plan["tiers"]["G2"] == {
-        "blocks": 1024,
-        "tokens": 16384,
-        "sequences": None,
-        "bytes": 64 * 2**20,
-        "rank_bytes": 64 * 2**20,
-        "is_estimate": False,
-    }
-    assert plan["argv"][1:3] == ["-m", "kvbm.embedded"]
-
-
 def test_healthy_engine_is_announced_with_a_line_to_try(home):
     with serving(home) as program:
         assert urllib.request.urlopen(f"{program.url}/health").status == 200

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from model_configs import write_model
-from terminal import HANGS_S, assert_snapshot, kvbm, kvbm_here
+from terminal import HANGS_S, kvbm, kvbm_here
 from test_manage import status
 from test_serve import home as home  # the fixture
 from test_serve import serving
@@ -67,11 +67,6 @@ def test_bench_starts_its_baseline_with_the_same_command(both, profile, monkeypa
     with pytest.raises(_Started), engines("baseline", both, arms.NeededRoom(1000, 1)):
         pass
     assert list(started[0].argv) == dry_run(both, profile, "--baseline")["argv"]
-
-
-def test_plan_of_a_baseline_says_that_there_is_no_cache(home):
-    command = "serve --profile ./mine.yaml --dry-run --port 8123 --baseline"
-    assert_snapshot("serve_baseline_dry_run", kvbm_here(*command.split(), home=home).text(f"kvbm {command}"))
 
 
 def test_baseline_takes_no_memory_and_is_named_so(home):

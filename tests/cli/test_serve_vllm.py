@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from model_configs import QWEN3, write_model
-from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_entry, assert_snapshot, environment, kvbm, kvbm_here, ways
+from model_configs import write_model
+from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_entry, environment, kvbm, kvbm_here
 
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
@@ -47,79 +47,6 @@ def home(tmp_path):
     return tmp_path
 
 
-OUTPUTS = {
-    "vllm_dry_run": "serve --profile ./mine.yaml --dry-run --port 8123 --set engine.environment.A=1",
-    "vllm_size": "size --profile ./mine.yaml",
-    "vllm_size_decided_by_the_engine": "size -p ./engine.yaml --set engine.arguments.tensor_parallel_size=2",
-    "vllm_size_json": "size --profile ./engine.yaml --json",
-    "vllm_profile_show": (
-        "profile show ./mine.yaml --set engine.python=python3 --set engine.arguments.gpu-memory-utilization=0.8"
-    ),
-    "vllm_hub_name": "serve -p ./mine.yaml --dry-run --set engine.model=acme/llm-9b",
-    "vllm_size_of_a_hub_name": "size -p ./mine.yaml --set engine.model=acme/llm-9b",
-    "vllm_mistake_model": "size -p ./mine.yaml --set engine.model=./no-model",
-    "vllm_mistake_preset": "size -p ./mine.yaml --set engine.model=synthetic:vllm-80m",
-    "vllm_mistake_length": "profile check ./mine.yaml --set engine.arguments.max_model_len=5k",
-}
-
-
-@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home, name, way):
-    command = OUTPUTS[name]
-    without = PROFILE.replace("    num_gpu_blocks_override: 40\n", "")
-    (home / "engine.yaml").write_text(without)
-    assert_snapshot(name, way(*command.split(), home=home).text(f"kvbm {command}"))
-
-
-def test_model_of_a_profile_is_next_to_it_and_that_of_the_command_line_is_here(home):
-    (home / "below").mkdir()
-    (home / "below" / "mine.yaml").write_text(PROFILE)
-    (home / "model").rename(home / "below" / "model")
-    serve = ("serve", "-p", "below/mine.yaml", "--dry-run")
-    plan = kvbm_here(*serve, home=home)
-    assert f"engine   vllm, {home}/below/model; " in plan.stdout
-    assert f" --model {home}/below/model " in plan.stdout
-    overridden = kvbm_here(*serve, "--set", "engine.model=./below/model", home=home)
-    assert f" --model {home}/below/model " in overridden.stdout
-    wrong = kvbm_here(*serve, "--set", "engine.model=./model", home=home)
-    assert (wrong.exit_code, wrong.stderr.splitlines()[0]) == (
-        2,
-        f"error: `engine.model`: there is no directory `{home}/model`",
-    )
-
-
-def test_dry_run_as_json_says_why_sizes_are_unknown(home):
-    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=acme/llm-9b"
-    plan = json.loads(kvbm_here(*command.split(), home=home).stdout)
-    assert plan["sizes"] == "`acme/llm-9b` is not on this machine yet, so the size of its blocks is unknown"
-    assert plan["argv"][1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "acme/llm-9b"]
-
-
-def test_space_of_a_cpu_counts_from_the_profile_and_from_the_caller(home):
-    (home / "mine.yaml").write_text(PROFILE.replace("    num_gpu_blocks_override: 40\n", ""))
-    lines = kvbm_here("size", "-p", "./mine.yaml", home=home, VLLM_CPU_KVCACHE_SPACE="1").stdout
-    assert "G1 device      56   7,168  1008.0 MiB" in lines
-    assert "(environment)" in lines
-    from_profile = kvbm_here(
-        "size", "-p", "./mine.yaml", "--set", "engine.environment.VLLM_CPU_KVCACHE_SPACE=2", home=home
-    )
-    assert "engine.environment.VLLM_CPU_KVCACHE_SPACE" in from_profile.stdout
-    assert "(--set)" in from_profile.stdout
-
-
-def test_model_that_was_downloaded_before_has_a_size(home):
-    repository = home / "hub" / "models--acme--llm-9b"
-    snapshot = repository / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text(json.dumps(QWEN3))
-    command = "size -p ./mine.yaml --set engine.model=acme/llm-9b"
-    downloaded = kvbm_here(*command.split(), home=home, HF_HUB_CACHE=str(home / "hub"))
-    assert downloaded.exit_code == 0
-    assert downloaded.stdout.startswith("a token is 144.0 KiB, a block is 128 tokens, 18.0 MiB")
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("held", HELD)
 def test_serve_says_what_the_interpreter_lacks(home, held):
@@ -144,15 +71,6 @@ def test_serve_starts_it_and_force_starts_another_version(home, arguments):
     assert json.loads(done.stdout)["model"] == f"{home}/model"
     assert done.returncode == 9
     assert done.stderr.startswith("warning: ") == bool(arguments)
-
-
-def test_synthetic_model_is_served_from_the_cache_under_its_own_name(home):
-    command = "serve -p ./mine.yaml --dry-run --json --set engine.model=synthetic:vllm-25m"
-    plan = json.loads(kvbm_here(*command.split(), home=home, XDG_CACHE_HOME=str(home / "cache")).stdout)
-    model = plan["argv"][plan["argv"].index("--model") + 1]
-    assert model.startswith(str(home / "cache" / "kvbm" / "models" / "vllm-25m-"))
-    assert plan["argv"][plan["argv"].index("--served-model-name") + 1] == "synthetic:vllm-25m"
-    assert not (home / "cache").exists(), "a dry run makes nothing"
 
 
 def profile_of(model: str, python: str) -> Profile:
@@ -285,20 +203,6 @@ def test_interpreter_without_vllm():
 def test_what_is_no_interpreter_is_an_error(python):
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
         find_vllm(python)
-
-
-def test_debug_endpoints_are_not_served_on_a_network(home):
-    """In this mode vLLM lets every client run methods of the engine."""
-    command = ["serve", "-p", "./mine.yaml", "--dry-run"]
-    refused = kvbm_here(*command[:3], "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
-    assert refused.exit_code == 1
-    assert "`server.host: 0.0.0.0` is not a loopback address" in refused.stderr
-    warned = kvbm_here(*command, "--set", "server.host=0.0.0.0", home=home, VLLM_SERVER_DEV_MODE="1")
-    assert warned.exit_code == 0
-    assert "VLLM_SERVER_DEV_MODE serves" in warned.stderr
-    for overrides, mode in ((["--set", "server.host=0.0.0.0"], "0"), ([], "1")):
-        silent = kvbm_here(*command, *overrides, home=home, VLLM_SERVER_DEV_MODE=mode)
-        assert (silent.exit_code, "DEV_MODE" in silent.stderr) == (0, False)
 
 
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'

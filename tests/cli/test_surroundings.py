@@ -248,22 +248,6 @@ def test_a_narrow_terminal_is_no_bug(command, home):
     assert on_a_terminal(*command.split(), home=home, columns=20)
 
 
-@pytest.mark.parametrize("value", ["", "here", "."])
-@pytest.mark.parametrize("command", ["cache ls", "doctor --quick", "status", "serve --dry-run -p demo-disk"])
-def test_a_home_that_is_no_absolute_path_is_refused(home, command, value):
-    outcome = kvbm_here(*command.split(), home=home, HOME=value)
-    expected = f"error: no home directory: `HOME` is `{value}`\n\nhint: set `HOME` to an absolute path\n"
-    assert (outcome.exit_code, outcome.stderr.endswith(expected)) == (1, True), outcome.stderr
-    assert not (home / "here").exists()
-
-
-def test_a_directory_of_an_unknown_user_is_named(home):
-    outcome = kvbm_here(
-        "serve", "--dry-run", "-p", "demo-disk", "--set", "tiers.disk.directory=~nobody-here/x", home=home
-    )
-    assert (outcome.exit_code, outcome.stderr) == (1, "error: cannot use `~nobody-here/x`: no user `nobody-here`\n")
-
-
 def test_a_profile_that_is_half_written_holds_nobody_up(tmp_path, capsys):
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)

@@ -75,7 +75,7 @@ MUTANTS = (
         file="kvbm_cli/profile/machine_problems.py",
         old=" or (self.is_order and not is_strict)",
         new=" or self.is_order",
-        fails="tests/cli/test_size_command.py -k strict",
+        fails="tests/cli/test_transcripts.py -k 'size and small and not program'",
     ),
     Mutant(
         name="sizing-compares-nothing",
@@ -91,7 +91,7 @@ MUTANTS = (
         file="kvbm/sizing/gpu.py",
         old=" - self.weight_bytes // ranks - ACTIVATION_BYTES",
         new=" - self.weight_bytes // ranks",
-        fails="tests/cli/test_size_command.py -k estimate",
+        fails="tests/cli/test_transcripts.py -k 'size and estimate and not program'",
     ),
     Mutant(
         name="sizing-stores-a-running-state",
@@ -99,7 +99,7 @@ MUTANTS = (
         file="kvbm/sizing/vllm_groups.py",
         old="return 1 if self.kind is LayerKind.STATE else self.blocks(tokens, in_flight=0)",
         new="return self.blocks(tokens, in_flight=0)",
-        fails="tests/cli/test_size_command.py -k snapshot",
+        fails="tests/cli/test_transcripts.py -k 'size and snapshot and not program'",
     ),
     Mutant(
         name="sizing-takes-any-interval",
