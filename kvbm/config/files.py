@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvbm.errors import reason_of
+from kvbm.errors import UsageError, reason_of
 
 
 def real_path(path: Path) -> Path:
@@ -39,3 +39,11 @@ def reason_not_readable(path: Path) -> str | None:
     if not stat.S_ISREG(mode):
         return "is not a regular file"
     return None if os.access(path, os.R_OK) else "permission denied"
+
+
+def require_file(path: Path, noun: str, *, hint: str | None = None) -> None:
+    """Raise UsageError unless this is a regular file that can be read. `noun` says what it holds."""
+    if is_missing(path):
+        raise UsageError(f"the {noun} `{path}` does not exist", hint=hint)
+    if (reason := reason_not_readable(path)) is not None:
+        raise UsageError(f"cannot read the {noun} `{path}`: {reason}", hint=hint)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from kvbm.config.files import require_file
 from kvbm.config.layers import find
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import without_secret_value
@@ -151,6 +152,7 @@ def comparison_of(
         return comparison
     if not any(arm.url is not None and is_https(arm.url) for arm in comparison.arms):
         raise UsageError("`--ca-file` is for servers by `https://`, and no arm is one")
+    require_file(ca_file, "file of certificates")
     tls_context(str(ca_file))
     return replace(comparison, ca_file=str(ca_file))
 

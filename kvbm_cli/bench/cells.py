@@ -11,6 +11,7 @@ from typing import Any
 from kvbm.errors import UsageError
 from kvbm.text.outside import shown
 from kvbm_cli.bench.lmbenchmark.of_workload import (
+    check_files,
     strict_script,
     strict_workload,
 )
@@ -18,8 +19,9 @@ from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.build import build_script, with_hints
+from kvbm_cli.bench.workload.plan import Launches
 from kvbm_cli.bench.workload.schema import AgenticCoding, Lmbenchmark, Schedule, Trace, Workload, as_definition
-from kvbm_cli.bench.workload.script import Script, Writer
+from kvbm_cli.bench.workload.script import LengthWriter, Script, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +180,18 @@ def _under_pressure(workloads: Sequence[Workload], pressures: Sequence[float], g
 
 
 def warnings_of(workload: Workload) -> list[str]:
-    """Return what the files of the workload make doubtful, read before an engine starts. Errors as in `script_of`."""
-    if not isinstance(workload, Trace):
-        return []
-    return findings_of(Path(workload.file), _form(workload))
+    """Return what the files of the workload make doubtful, read before an engine starts.
+
+    Errors as in `script_of`, which is called, too: lines that are right may not fit to each other.
+    """
+    found: list[str] = []
+    if isinstance(workload, Trace):
+        found = findings_of(Path(workload.file), _form(workload))
+    elif isinstance(workload, Lmbenchmark):
+        check_files(workload)
+    if isinstance(workload, Trace) or (isinstance(workload, Lmbenchmark) and workload.mode == "strict"):
+        script_of(workload, LengthWriter(), seed=workload.seed)
+    return found
 
 
 def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
@@ -199,6 +209,27 @@ def script_of(workload: Workload, writer: Writer, *, seed: int) -> Script:
     if isinstance(workload, Lmbenchmark):
         return strict_script(workload, writer, seed=seed)
     return build_script(workload, writer, seed=seed)
+
+
+def known_launches(cell: Cell, script: Script) -> Launches | None:
+    """Return the launches of a cell; None if the interval must be measured."""
+    schedule = cell.schedule
+    if schedule.concurrency is not None:
+        return Launches(None, schedule.concurrency, schedule.think_s, schedule.duration_s)
+    if all(request.has_launch_time for request in script.requests):
+        return Launches(duration_s=schedule.duration_s)  # the workload fixes its own times
+    return None if schedule.interval_s is None else timed_launches(cell, schedule.interval_s)
+
+
+def timed_launches(cell: Cell, interval_s: float) -> Launches:
+    schedule = cell.schedule
+    return Launches(
+        interval_s=interval_s,
+        duration_s=schedule.duration_s,
+        burstiness=schedule.burstiness,
+        seed=cell.workload.seed,
+        ramp_to_s=schedule.ramp_to_s,
+    )
 
 
 def _form(workload: Trace) -> TraceFormat:

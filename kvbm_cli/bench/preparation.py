@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.arms import RECORDING
-from kvbm_cli.bench.cells import Cell, script_of
+from kvbm_cli.bench.cells import Cell, known_launches, script_of, timed_launches
 from kvbm_cli.bench.engines import RunningEngine
 from kvbm_cli.bench.load.control import Control
 from kvbm_cli.bench.load.request import open_session, send
@@ -192,19 +192,9 @@ class Preparation:
         return with_canned_answers(found, lambda tokens: writer.content(generator, tokens))
 
     def _launches(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> Launches:
-        schedule = cell.schedule
-        if schedule.concurrency is not None:
-            return Launches(None, schedule.concurrency, schedule.think_s, schedule.duration_s)
-        if all(request.at_s is not None or request.after for request in script.requests):
-            return Launches(duration_s=schedule.duration_s)  # the workload fixes its own times
-        interval_s = schedule.interval_s or self._interval_s(cell, script, cold or self._calibrate(script, cell))
-        return Launches(
-            interval_s=interval_s,
-            duration_s=schedule.duration_s,
-            burstiness=schedule.burstiness,
-            seed=cell.workload.seed,
-            ramp_to_s=schedule.ramp_to_s,
-        )
+        if (known := known_launches(cell, script)) is not None:
+            return known
+        return timed_launches(cell, self._interval_s(cell, script, cold or self._calibrate(script, cell)))
 
     def _interval_s(self, cell: Cell, script: Script, cold: Sequence[RequestRecord]) -> float:
         """Return the interval at which computing every prompt takes `target_utilisation` of the time."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbm.config.sizes import format_size
 from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, ArmGroup, Comparison, groups
-from kvbm_cli.bench.cells import Cell
+from kvbm_cli.bench.cells import Cell, known_launches, script_of
 from kvbm_cli.bench.engines import HEADROOM
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
+from kvbm_cli.bench.workload.plan import Dialect, Plan
+from kvbm_cli.bench.workload.script import LengthWriter, with_canned_answers
 from kvbm_cli.engine.engine_kind import ServerTraits
 from kvbm_cli.engine.engines import caveats, engine_version, has_prefix_caching, traits_of
 from kvbm_cli.profile.size import size_if_known
@@ -40,6 +43,7 @@ def show_plan(setup: Setup, *, as_json: bool) -> int:
     for cell in plan["cells"]:
         pressure = "" if cell["pressure"] is None else f", pressure {cell['pressure']:g}"
         print(f"\n{cell['name']}: {cell['workload']['kind']}{pressure}")
+        print(f"  requests       {_requests(cell)}")
         print(f"  working set    {_tokens(cell['working_set_tokens'])}; G1 holds {_tokens(cell['g1_tokens'])}")
         print(f"  order          {'  '.join('+'.join(group['arms']) for group in cell['order'])}")
         print(f"  duration       {_duration(cell['duration_s'])}")
@@ -59,10 +63,12 @@ def plan_of(setup: Setup) -> dict[str, Any]:
         runs = [name for group in setup.groups(cell) for name in group.arms]
         cell_starts = len([name for name in runs if name not in running])
         starts += cell_starts
-        described["working_set_tokens"] = cell.workload.working_set_tokens
-        described["duration_s"] = _cell_duration_s(described, cell_starts)
+        outline = CellOutline.of(cell)
+        described |= asdict(outline)
+        if outline.duration_s is not None:
+            described["duration_s"] = outline.duration_s * len(described["order"]) + TYPICAL_START_S * cell_starts
     durations = [cell["duration_s"] for cell in content["cells"]]
-    working_set = max((cell.workload.working_set_tokens or 0 for cell in setup.cells), default=0)
+    working_set = max((cell["working_set_tokens"] or 0 for cell in content["cells"]), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
     at_once = max((sum(memory[one] or 0 for one in arms) for arms in groups), default=0)
@@ -75,23 +81,30 @@ def plan_of(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _cell_duration_s(cell: dict[str, Any], starts: int) -> float | None:
-    schedule = cell["workload"]["schedule"]
-    group_s: float | None = schedule["duration_s"]
-    requests = _request_count(cell["workload"])
-    if group_s is None and schedule["interval_s"] is not None and requests is not None:
-        group_s = schedule["interval_s"] * requests
-    if group_s is None:
-        return None
-    return group_s * len(cell["order"]) + TYPICAL_START_S * starts
+@dataclass(frozen=True, slots=True)
+class CellOutline:
+    """What a run of a cell sends, without an engine; `None` if it is not known. `most_requests` includes requests that
+    the end of the duration leaves out."""
 
+    requests: int | None = None
+    most_requests: int | None = None
+    duration_s: float | None = None
+    working_set_tokens: int | None = None
 
-def _request_count(workload: dict[str, Any]) -> int | None:
-    if workload["kind"] == "conversations":
-        return int(workload["users"] * workload["turns"] * workload["rounds_of_users"])
-    if workload["kind"] == "shared-prefix":
-        return int(workload["groups"] * workload["requests_per_group"])
-    return workload.get("requests")
+    @classmethod
+    def of(cls, cell: Cell) -> CellOutline:
+        if cell.is_faithful:
+            return cls(duration_s=cell.schedule.duration_s)
+        writer = LengthWriter()
+        script = script_of(cell.workload, writer, seed=cell.workload.seed)
+        whole = with_canned_answers(script, lambda tokens: writer.content(random.Random(0), tokens))
+        launches = known_launches(cell, script)
+        duration_s, count, tokens = cell.schedule.duration_s, len(script.requests), script.working_set_tokens
+        if launches is None:
+            return cls(None if duration_s else count, count, duration_s, tokens)
+        plan = Plan.make(whole, launches, Dialect(""), request_timeout_s=cell.workload.request_timeout_s)
+        most = len(plan.requests)
+        return cls(None if plan.is_closed_loop and duration_s else most, most, plan.duration_s, tokens)
 
 
 def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
@@ -111,6 +124,12 @@ def _memory_bytes(arm: Arm, working_set_tokens: int) -> int | None:
 
 def _memory(byte_count: int | None) -> str:
     return "memory unknown" if byte_count is None else f"{format_size(byte_count)} for the KV cache"
+
+
+def _requests(cell: dict[str, Any]) -> str:
+    if cell["most_requests"] is None:
+        return "as many as LMBenchmark sends"
+    return f"{'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run"
 
 
 def _tokens(count: int | None) -> str:

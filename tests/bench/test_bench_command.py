@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from bench_rig import (
     MOCK,
     SLOW_G2_TOKEN_MS,
@@ -28,7 +29,7 @@ from bench_rig import (
 )
 from waiting import eventually
 
-from kvbm.errors import EngineError
+from kvbm.errors import EngineError, ProfileError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.cells import Overrides
 from kvbm_cli.bench.command import BenchRequest
@@ -197,7 +198,7 @@ def nothing_starts(monkeypatch, tmp_path):
     monkeypatch.setattr("kvbm_cli.bench.command.make_model", refuse)
     monkeypatch.setattr("kvbm_cli.bench.command.measure", refuse)
     yield
-    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml", "w.yaml", "t.jsonl", "f", "g"}
 
 
 def dry_run(tmp_path, capsys, *, workload=WORKLOAD, as_json=True, **options):
@@ -257,6 +258,91 @@ def test_the_text_names_every_arm_and_cell(tmp_path, capsys):
 def test_the_duration_follows_from_the_options(tmp_path, capsys, options, duration_s):
     workload = in_turn(pairs=1, interval_s=None)
     assert dry_run(tmp_path, capsys, workload=workload, **options)["duration_s"] == duration_s
+
+
+AGENTS = {"name": "w", "kind": "agentic-coding", "agents": 2, "steps": 4, "subagent_every": 2, "subagent_steps": 3}
+AGENTS |= {"system_tokens": 9, "task_tokens": 9, "tool_result_tokens": 9, "answer_tokens": 9, "context_tokens": 999}
+LINE = {"timestamp": 0, "input_length": 300, "output_length": 7, "hash_ids": [1]}
+TRACE = [LINE, {**LINE, "timestamp": 9000}, {**LINE, "timestamp": 60_000, "hash_ids": [2]}]
+TURN = {"input_length": 300, "output_length": 7, "session_id": "a"}
+TURNS = [TURN, *[{**TURN, "delay": 5}] * 2]
+START_S = 3 * 20.0
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("content", "lines", "schedule", "expected"),
+    [
+        (AGENTS, (), {}, (14, 14, None, 171)),  # per agent 4 steps and one subagent of 3
+        (AGENTS, (), {"concurrency": 2, "duration_s": 30.0}, (None, 14, 3 * 30.0 + START_S, 171)),
+        (AGENTS, (), {"rate": 2.0, "duration_s": 3.0}, (6, 6, 3 * 3.0 + START_S, 171)),
+        (AGENTS, (), {"rate": 1.0, "ramp_to": 3.0}, (14, 14, pytest.approx(3 * (13 / 2 + 1 / 3) + START_S), 171)),
+        ({}, TRACE, {}, (3, 3, 3 * 60.0 + START_S, 600)),
+        ({"time_scale": 2}, TRACE, {"duration_s": 100.0}, (2, 2, 3 * 18.0 + START_S, 600)),
+        ({}, TURNS, {"concurrency": 1}, (3, 3, None, 914)),
+    ],
+)
+def test_a_dry_run_has_the_requests_the_duration_and_the_working_set(
+    tmp_path, capsys, content, lines, schedule, expected
+):
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = tmp_path / "w.yaml"
+    path.write_text(yaml.safe_dump({**({"name": "w", "kind": "trace", "file": "t.jsonl"} if lines else {}), **content}))
+    options = {"workloads": [str(path)], "schedule": Overrides(pairs=1, **schedule)}
+    (cell,) = dry_run(tmp_path, capsys, **options)["cells"]
+    assert tuple(cell[key] for key in ("requests", "most_requests", "duration_s", "working_set_tokens")) == expected
+    count = f"{'' if expected[0] else 'at most '}{expected[1]} per run"
+    assert f"  requests       {count}\n  working set    {expected[3]} tokens; " in dry_run(
+        tmp_path, capsys, as_json=False, **options
+    )
+
+
+TRANSCRIPTS = {"kind": "lmbenchmark", "scenario": "sharegpt", "file": "f", "warm_up_file": "g"}
+FILES = {
+    "price": ({"f": "x: 1"}, {"price": "f"}, "unknown key `x`\n  f:1:1"),
+    "no certificates": (
+        {},
+        {"ca_file": "f", "compare": ["https://h:1"], "profiles": ()},
+        "file of certificates `f` does not",
+    ),
+    "no trace": ({}, {"workload": {"kind": "trace", "file": "f"}}, "the trace `.*f` does not exist"),
+    "a trace of two kinds": (
+        {"f": f"{json.dumps({**LINE, 'extra': {'model': 1}})}\n"},
+        {"workload": {"kind": "trace", "file": "f"}},
+        "f:1: `extra` must not set `model`",
+    ),
+    "no warm-up": (
+        {"f": '[{"input": "a"}]'},
+        {"workload": {**TRANSCRIPTS, "mode": "faithful"}},
+        "the transcripts `.*g` does not exist",
+    ),
+    "half of a file": (
+        {"f": '[\n{"input": "a"},', "g": '[{"input": "a"}]'},
+        {"workload": TRANSCRIPTS},
+        "f:2: not JSON",
+    ),
+    "agents": (
+        {"f": '{"agent_id": [0], "output_tokens": [1], "input_from": [[[0, 1, "both"]]]}'},
+        {"workload": {"kind": "lmbenchmark", "scenario": "agentic", "file": "f"}},
+        "names agent 1 of round 0, which has no turn before",
+    ),
+}
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_missing_or_wrong_is_refused_before_anything_starts(tmp_path, monkeypatch, name):
+    files, options, message = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    for file, text in files.items():
+        Path(file).write_text(text)
+    given = {"profiles": ("demo",), **options}
+    if workload := given.pop("workload", None):
+        Path("w.yaml").write_text(yaml.safe_dump({"name": "w", **workload}))
+        given["workloads"] = ["w.yaml"]
+    given |= {key: Path(given[key]) for key in ("price", "ca_file") if key in given}
+    with pytest.raises((UsageError, ProfileError), match=message):
+        command.bench(BenchRequest(**given))
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -161,7 +161,7 @@ def test_a_file_without_certificates_is_refused(tmp_path):
     (tmp_path / "empty").write_text("no certificate")
     for urls, name, message in (
         (["https://host"], "empty", "has no certificates in PEM format"),
-        (["https://host"], "absent", "no such file"),
+        (["https://host"], "absent", "does not exist"),
         (["http://host"], "empty", "no arm is one"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -259,8 +259,8 @@ def test_agentic_run_ends_although_requests_fail(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "run.json: the prepared transcripts cannot be read: No such file"),
-        ("{", "run.json: this is not JSON"),
+        (None, "the transcripts `.*run.json` does not exist"),
+        ("\n{", "run.json:2: not JSON: Expecting property name.* in column 2"),
         ("[]", "run.json: expected a list"),
         ('[{"input": "a"}, {"output_length": 3}]', "run.json: entry 1: `input` is None; it must be a text"),
         ('[{"input": "a", "output_length": 0}]', "entry 0: `output_length` is 0; it must be an integer above 0"),
@@ -278,8 +278,8 @@ def test_unreadable_transcripts_are_refused(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "trace.jsonl, line 2: Expecting property name"),
-        ('{"agent_id": [0], "output_tokens": [1]}', "line 2: the key 'input_from' is missing"),
+        ("{", "trace.jsonl:2: Expecting property name"),
+        ('{"agent_id": [0], "output_tokens": [1]}', "trace.jsonl:2: the key 'input_from' is missing"),
         ('{"agent_id": [0], "output_tokens": [1, 2], "input_from": [[]]}', "must be lists of the same length"),
         ('{"agent_id": [], "output_tokens": [], "input_from": []}', "a round requires at least one agent"),
         (

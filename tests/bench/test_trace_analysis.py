@@ -351,7 +351,7 @@ def test_a_trace_of_texts_is_reported_with_estimated_lengths(kvbm, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["missing.jsonl"], "there is no file `missing.jsonl`"),
+        (["missing.jsonl"], "the trace `missing.jsonl` does not exist"),
         ([ROOT / "README.md"], "README.md:1: not JSON"),
         ([HEAD, "--block-tokens", "16"], "requires 423 blocks of 16 tokens"),
         ([HEAD, "--block-tokens", "0"], "from 1 to 65536"),

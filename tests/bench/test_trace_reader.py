@@ -191,7 +191,7 @@ def test_files_that_are_no_traces_are_refused(tmp_path):
 
     assert "the file holds no request" in message(written(tmp_path))
     assert "the file holds no request" in message(written(tmp_path, "", "  "))
-    assert "there is no file" in message(tmp_path / "missing.jsonl", UsageError)
+    assert "does not exist" in message(tmp_path / "missing.jsonl", UsageError)
     assert "is a directory" in message(tmp_path, UsageError)
     assert "is not a regular file" in message(Path("/dev/zero"), UsageError)
     assert "not compressed with gzip" in message(written(tmp_path, {"input_length": 1}, name="t.jsonl.gz"))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvbm.config.files import require_file
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.exchange import (
     AgentAnswer,
@@ -201,19 +202,16 @@ def _name(agent: int, round: int) -> str:
 
 def read_agent_trace(path: Path) -> AgentTrace:
     """Read one trace file. Raises UsageError; LMBenchmark skips lines that are not JSON."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the trace cannot be read: {error}") from error
+    require_file(path, "trace")
     rounds: list[tuple[AgentTask, ...]] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
             rounds.append(_tasks(json.loads(line), this_round=len(rounds)))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{path}, line {number}: {reason}") from error
+            raise UsageError(f"{path}:{number}: {reason}") from error
     if not rounds:
         raise UsageError(f"{path}: the trace has no rounds")
     return tuple(rounds)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace, run_agentic
 from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult, OnRecord, connect
 from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
@@ -98,6 +99,14 @@ def _at(workload: Lmbenchmark, interval_s: float | None, duration_s: float | Non
     return workload.schedule.model_copy(update={"interval_s": interval_s, "duration_s": duration_s})
 
 
+def check_files(workload: Lmbenchmark) -> None:
+    """Read the files of the workload. UsageError, with the line, for one that is missing or wrong."""
+    if workload.file is not None and workload.scenario == "sharegpt":
+        read_transcripts(workload.warm_up_file, workload.file)
+    elif workload.file is not None:
+        read_agent_trace(Path(workload.file))
+
+
 def strict_script(workload: Lmbenchmark, writer: Writer, *, seed: int) -> Script:
     """Transcripts or agents as a script. UsageError for an unreadable file."""
     assert workload.file is not None
@@ -161,6 +170,11 @@ def _agents_of_user(
 def _history(
     asked: dict[tuple[int, int], Part], answered: dict[tuple[int, int], Part], source: tuple[int, int], which: str
 ) -> Iterator[Part]:
+    """UsageError for an agent that was not asked before."""
+    if source not in asked:
+        raise UsageError(
+            f"`input_from` of the trace names agent {source[1]} of round {source[0]}, which has no turn before"
+        )
     if which in ("input", "both"):
         yield asked[source]
     if which in ("output", "both"):

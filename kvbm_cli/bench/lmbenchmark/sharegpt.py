@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kvbm.config.files import require_file
 from kvbm.errors import UsageError
 from kvbm_cli.bench.lmbenchmark.exchange import (
     FaithfulResult,
@@ -148,15 +149,20 @@ def read_transcripts(
 
 
 def _read(path: Path) -> list[tuple[str, int]]:
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: the prepared transcripts cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path}: this is not JSON: {error}") from error
+    entries = _json_in(path, "transcripts")
     if not isinstance(entries, list) or not entries:
         raise UsageError(f'{path}: expected a list of {{"input": text, "output_length": tokens}}, at least one')
     return [_entry(path, position, entry) for position, entry in enumerate(entries)]
+
+
+def _json_in(path: Path, noun: str) -> Any:
+    require_file(path, noun)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg} in column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start + 1})") from None
 
 
 def _entry(path: Path, position: int, entry: object) -> tuple[str, int]:
@@ -183,14 +189,12 @@ def prepare_sharegpt(
         raise UsageError(
             f"start_round is {start_round}; it must be at least 2, because the warm-up sends the one before"
         )
+    entries = _json_in(data_set, "data set")
     try:
-        entries = json.loads(data_set.read_text(encoding="utf-8"))
         conversations = [entry["conversations"] for entry in entries]
         warm_up, main = transcripts_of(
             conversations, count_tokens, limit=limit, min_rounds=min_rounds, start_round=start_round
         )
-    except OSError as error:
-        raise UsageError(f"{data_set}: the data set cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{data_set}: this is not a ShareGPT data set: {type(error).__name__}: {error}") from error
     if not main:

@@ -13,11 +13,10 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from kvbm.config.document import plain_values, read_file, together
-from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.files import require_file
 from kvbm.config.key_list import keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.config.values import Section
-from kvbm.errors import UsageError
 from kvbm_cli.bench.result.results import Measurement, RequestRecord, sum_if_known
 
 HOURS_PER_MONTH = 730
@@ -38,10 +37,7 @@ class PriceList(Section):
 
 def read_prices(path: Path) -> dict[str, float]:
     """Raise UsageError if there is no such file, ProfileError if it is wrong."""
-    if is_missing(path):
-        raise UsageError(f"there is no file `{path}`", hint=EXAMPLE)
-    if (reason := reason_not_readable(path)) is not None:
-        raise UsageError(f"cannot read the price list `{path}`: {reason}")
+    require_file(path, "price list", hint=EXAMPLE)
     document = read_file(path, noun="price list")
     try:
         return PriceList.model_validate(plain_values(document)).model_dump()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.files import require_file
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm_cli.bench.workload.files import other_format
 from kvbm_cli.system.filesystem import LFS_POINTER
@@ -148,10 +148,7 @@ class TraceLines:
     """Iterates over (number, line) for lines that are not empty. `bytes_read` of `byte_count` is the progress."""
 
     def __init__(self, path: Path) -> None:
-        if is_missing(path):
-            raise UsageError(f"there is no file `{path}`", hint="a trace is a `.jsonl` or `.jsonl.gz` file")
-        if (reason := reason_not_readable(path)) is not None:
-            raise UsageError(f"cannot read the trace `{path}`: {reason}")
+        require_file(path, "trace", hint="a trace is a `.jsonl` or `.jsonl.gz` file")
         self.path = path
         self.byte_count = 0
         self._raw: io.BufferedReader | None = None

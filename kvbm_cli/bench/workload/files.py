@@ -15,7 +15,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Mistake, entry_at, plain_values, read_file, together
-from kvbm.config.files import is_missing, reason_not_readable
+from kvbm.config.files import is_missing, require_file
 from kvbm.config.foreign import OWN, foreign_file
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
@@ -75,8 +75,7 @@ def load_workload(name_or_path: str) -> Workload:
             f"no workload and no file is named `{name_or_path}`",
             hint=f"shipped workloads: {names}; docs/reference/workload.md describes the file format",
         )
-    if (reason := reason_not_readable(path)) is not None:
-        raise UsageError(f"cannot read the workload `{name_or_path}`: {reason}", hint=f"shipped workloads: {names}")
+    require_file(path, "workload", hint=f"shipped workloads: {names}")
     if path.suffix not in WORKLOAD_SUFFIXES and (other := other_format(_head(path))) is not None:
         raise UsageError(f"`{name_or_path}` {other.what}", hint=other.hint)
     if _is_trace(path):

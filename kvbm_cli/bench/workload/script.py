@@ -20,7 +20,7 @@ import random
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvbm.errors import EngineError
 
@@ -69,6 +69,11 @@ class ScriptedRequest:
     phase: Phase = Phase.COLD
     extra: tuple[tuple[str, object], ...] = ()
     has_system: bool = True
+
+    @property
+    def has_launch_time(self) -> bool:
+        """Whether the workload fixes when it is launched, or what must have ended before."""
+        return self.at_s is not None or bool(self.after)
 
     @property
     def prompt_token_count(self) -> int:
@@ -166,6 +171,16 @@ class Writer(Protocol):
     def content(self, generator: random.Random, count: int) -> Content: ...
 
     def encoded(self, text: str) -> Content: ...
+
+
+class LengthWriter:
+    """Writes content with a length and without tokens, for a script that is counted and not sent."""
+
+    def content(self, generator: random.Random, count: int) -> Content:
+        return cast(Content, range(count))  # each is an object of its own, as Script requires
+
+    def encoded(self, text: str) -> Content:
+        return text
 
 
 def random_text(generator: random.Random, characters: int) -> str:
