@@ -11,8 +11,14 @@ from openai_mock import Answer, OpenAIMock, answer_tokens
 from terminal import assert_entry
 
 from kvbm_cli.bench.load.control import error_text
-from kvbm_cli.bench.load.events import LARGEST_EVENT_BYTES, LARGEST_UNPARSED_BYTES, EventSplitter, StreamedAnswer
-from kvbm_cli.bench.load.request import open_session, send
+from kvbm_cli.bench.load.request import (
+    LARGEST_EVENT_BYTES,
+    LARGEST_UNPARSED_BYTES,
+    EventSplitter,
+    StreamedAnswer,
+    open_session,
+    send,
+)
 from kvbm_cli.bench.result.results import RequestRecord
 
 CHAT = [{"role": "user", "content": "five words of a user"}]

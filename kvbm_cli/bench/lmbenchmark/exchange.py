@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.bench.load.control import error_text
-from kvbm_cli.bench.load.events import StreamedAnswer
-from kvbm_cli.bench.load.request import UNREADABLE, Target, open_session
+from kvbm_cli.bench.load.request import UNREADABLE, StreamedAnswer, Target, open_session
 from kvbm_cli.bench.result.arm_result import ArmResult, launch_ms, output_tokens
 from kvbm_cli.bench.result.results import Measurement, RequestRecord
 from kvbm_cli.bench.workload.script import Phase

@@ -1,21 +1,42 @@
 """Formats of public traces, recognised by the beginning of the file and read as if they were Mooncake's.
 
 docs/reference/trace.md has a table: what each format has, what it lacks, and where blocks come from.
+
+Data sets of texts are ShareGPT's, and the files that aiperf reads beside Mooncake's. A line of a conversation holds
+what the turn adds. The answers in the files of ShareGPT only decide how long an answer is: the engine's own answers are
+in later prompts.
+
+Spans are exports of OpenTelemetry: a line is an OTLP export in JSON (`resourceSpans`), as the collector's file exporter
+writes it. The semantic conventions for generative AI define the names; token counts may also have their older names.
+Texts in the spans are not read. A span has no blocks. In a conversation, a prompt that has room for the previous prompt
+and its answer is assumed to begin with both. A shorter one shares nothing, as after a summary. Calls that overlap in
+time are sessions of their own, as subagents are.
 """
 
 from __future__ import annotations
 
 import csv
+import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from kvbm.errors import ProfileError
 from kvbm.text.outside import shown, shown_json
-from kvbm_cli.bench.trace import spans, texts
-from kvbm_cli.bench.trace.request import INPUTS, SESSION_BITS, Fields, TraceLines, Turns, json_object
+from kvbm_cli.bench.trace.request import (
+    INPUTS,
+    MAX_LINE_BYTES,
+    SESSION_BITS,
+    Fields,
+    TraceLines,
+    Turns,
+    estimated_tokens,
+    json_object,
+)
 from kvbm_cli.bench.workload.files import AZURE, BURSTGPT, SESSION_LISTS, SHAREGPT
 
 OWN_BLOCK = 1 << (SESSION_BITS - 1)
@@ -26,6 +47,14 @@ _TURNS, _TEXT = (re.compile(rb'[{,]\s*"%s"\s*:' % name) for name in (b"turns", b
 _INPUTS = re.compile(rb'[{,]\s*"(%s)"\s*:' % "|".join(INPUTS).encode())
 TEXT_BLOCK_TOKENS = 16
 _BLOCK_SIZE = re.compile(rb'"block_size"\s*:\s*(\d{1,5})\b')
+_SEPARATORS = re.compile(r"[\s,\[\]]*")
+_ANSWERING = ("gpt", "chatgpt", "assistant", "bing", "bard")  # values of `from`
+_OWN_FIELDS = ("text", "texts", "role", "type", "session_id")
+SPAN_BLOCK_TOKENS = 16
+_PROMPT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+_ANSWER = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+_OPERATIONS = (None, "chat", "text_completion", "generate_content")  # others repeat the counts of these
+_VALUES = ("stringValue", "intValue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +87,9 @@ def dialect_of(head: bytes, *, has_text_column: bool = False) -> TraceDialect | 
     if first.startswith(b"{") and _BAILIAN in first:
         return TraceDialect("Alibaba's Bailian traces", 16, _bailian)
     if first.startswith(b"{") and _SPANS in first:
-        return TraceDialect("OpenTelemetry's spans", spans.BLOCK_TOKENS, spans.model_calls)
+        return TraceDialect("OpenTelemetry's spans", SPAN_BLOCK_TOKENS, _model_calls)
     if (text[:1] == b"[" or first.startswith(b"{")) and SHAREGPT.search(text):
-        return TraceDialect("ShareGPT", TEXT_BLOCK_TOKENS, texts.sharegpt, Turns.ADDED)
+        return TraceDialect("ShareGPT", TEXT_BLOCK_TOKENS, _sharegpt, Turns.ADDED)
     if first.startswith(b"{") and not _INPUTS.search(first) and not has_text_column:
         return _of_aiperf(first)
     return None
@@ -68,9 +97,9 @@ def dialect_of(head: bytes, *, has_text_column: bool = False) -> TraceDialect | 
 
 def _of_aiperf(first: bytes) -> TraceDialect | None:
     if _TURNS.search(first):
-        return TraceDialect("aiperf's multi_turn", TEXT_BLOCK_TOKENS, texts.multi_turns, Turns.ADDED)
+        return TraceDialect("aiperf's multi_turn", TEXT_BLOCK_TOKENS, _multi_turns, Turns.ADDED)
     if _TEXT.search(first):
-        return TraceDialect("aiperf's single_turn", TEXT_BLOCK_TOKENS, texts.single_turns)
+        return TraceDialect("aiperf's single_turn", TEXT_BLOCK_TOKENS, _single_turns)
     return None
 
 
@@ -169,3 +198,214 @@ def _number(number: int, values: Mapping[str, Any], name: str) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1e12:
         raise ProfileError(f"{number}: `{name}` must be a number of seconds, not `{shown_json(value, 60)}`")
     return float(value)
+
+
+def _sharegpt(lines: TraceLines) -> Fields:
+    """Yield one request per question and its answer. Its number is the position of the conversation."""
+    for number, conversation in _objects(lines):
+        messages = conversation.get("conversations", conversation.get("items"))
+        if not isinstance(messages, list):
+            raise ProfileError(f"{number}: a conversation must have a list `conversations` or `items`")
+        question = ""
+        for message in messages:
+            sender, text = _message(number, message)
+            if sender.lower() not in _ANSWERING:
+                question += text
+            elif question:  # an answer without a question is left out
+                fields = {"session_id": number, "text_input": question, "output_length": estimated_tokens(text)}
+                yield number, fields
+                question = ""
+
+
+def _message(number: int, message: object) -> tuple[str, str]:
+    if isinstance(message, dict):
+        sender, text = message.get("from"), message.get("value")
+        if isinstance(sender, str) and isinstance(text, str):
+            return sender, text
+    raise ProfileError(f"{number}: a message must have the texts `from` and `value`, not `{shown_json(message, 60)}`")
+
+
+def _objects(lines: TraceLines) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of one JSON list, or of a file with one per line. The list may be larger than the memory."""
+    decoder = json.JSONDecoder()
+    text, number, enough = "", 0, 0
+    for chunk in chain(lines.chunks(), [""]):
+        text += chunk
+        if chunk and len(text) < enough:
+            continue
+        start = _after_separators(text, 0)
+        while start < len(text):
+            try:
+                found, end = decoder.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                break  # it may continue in the next chunk
+            number += 1
+            if not isinstance(found, dict):
+                raise ProfileError(f"{number}: a conversation must be an object, not `{shown_json(found, 60)}`")
+            yield number, found
+            start = _after_separators(text, end)
+        text = text[start:]
+        enough = 2 * len(text)
+        if len(text) > MAX_LINE_BYTES:
+            break
+    if text:
+        raise ProfileError(
+            f"{number + 1}: this conversation is not JSON, or longer than {MAX_LINE_BYTES >> 20} MiB",
+            hint="the file may be cut: copy it again",
+        )
+
+
+def _after_separators(text: str, start: int) -> int:
+    found = _SEPARATORS.match(text, start)
+    assert found is not None, "the pattern matches nothing, too"
+    return found.end()
+
+
+def _single_turns(lines: TraceLines) -> Fields:
+    """Yield the lines of aiperf's `single_turn` and `random_pool`. Lines of one session hold whole prompts."""
+    for number, line in lines:
+        values = json_object(number, line)
+        session = {"session_id": values["session_id"]} if "session_id" in values else {}
+        yield number, {**session, **_turn(number, values)}
+
+
+def _multi_turns(lines: TraceLines) -> Fields:
+    """Yield the turns of aiperf's `multi_turn`. A system prompt in front is the beginning of the first turn."""
+    for number, line in lines:
+        values = json_object(number, line)
+        turns = values.get("turns")
+        if not isinstance(turns, list) or not turns or not all(isinstance(one, dict) for one in turns):
+            raise ProfileError(f"{number}: `turns` must be a list of objects, not `{shown_json(turns, 60)}`")
+        system = ""
+        if turns[0].get("role") == "system" and len(turns) > 1:
+            system = _text(number, turns[0])
+            turns = turns[1:]
+        for index, turn in enumerate(turns):
+            fields = _turn(number, turn)
+            if index == 0:
+                fields["text_input"] = system + fields["text_input"]
+            yield number, {"session_id": values.get("session_id", f"line {number}"), **fields}
+
+
+def _turn(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    others = {name: value for name, value in values.items() if name not in _OWN_FIELDS}
+    return {**others, "text_input": _text(number, values)}
+
+
+def _text(number: int, values: Mapping[str, Any]) -> str:
+    texts = values.get("texts", [values.get("text")])
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts) or not "".join(texts):
+        raise ProfileError(f"{number}: a turn must have `text`, or a list of texts `texts`: `{shown_json(values, 60)}`")
+    return "".join(texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    line: int
+    conversation: str | None
+    start_ns: int
+    end_ns: int
+    prompt_tokens: int
+    answer_tokens: int
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Calls of one conversation that follow each other. `first_block` names the blocks of its context."""
+
+    name: str
+    first_block: int
+    latest: _Call
+
+
+@dataclass(slots=True)
+class _Conversations:
+    lanes: dict[str, list[_Lane]] = field(default_factory=dict)
+    contexts: int = 0
+
+    def fields(self, call: _Call, name: str) -> dict[str, Any]:
+        lanes = self.lanes.setdefault(name, [])
+        lane = next((one for one in lanes if one.latest.end_ns <= call.start_ns), None)
+        delay = {}
+        if lane is None:
+            lane = _Lane(f"{name}/{len(lanes)}" if lanes else name, self._new_context(), call)
+            lanes.append(lane)
+        else:
+            delay = {"delay": (call.start_ns - lane.latest.end_ns) / 1e6}
+            if call.prompt_tokens < lane.latest.prompt_tokens + lane.latest.answer_tokens:
+                lane.first_block = self._new_context()
+            lane.latest = call
+        blocks = range(lane.first_block, lane.first_block + math.ceil(call.prompt_tokens / SPAN_BLOCK_TOKENS))
+        return {"session_id": lane.name, "hash_ids": list(blocks), **delay}
+
+    def _new_context(self) -> int:
+        self.contexts += 1
+        return self.contexts << SESSION_BITS
+
+
+def _model_calls(lines: TraceLines) -> Fields:
+    """Yield the calls in the order of their starts. Reads the whole file first: a span is exported when it ends."""
+    calls = sorted(_calls(lines), key=lambda call: call.start_ns)
+    conversations = _Conversations()
+    for call in calls:
+        fields: dict[str, Any] = {
+            "timestamp": (call.start_ns - calls[0].start_ns) / 1e6,
+            "input_length": call.prompt_tokens,
+            "output_length": call.answer_tokens,
+        }
+        if call.conversation and call.prompt_tokens > 0 and call.answer_tokens > 0:  # others failed, and are skipped
+            fields |= conversations.fields(call, call.conversation)
+        yield call.line, fields
+
+
+def _calls(lines: TraceLines) -> Iterator[_Call]:
+    for number, line in lines:
+        for group in _objects_in(number, json_object(number, line), "resourceSpans"):
+            for scope in _objects_in(number, group, "scopeSpans"):
+                for span in _objects_in(number, scope, "spans"):
+                    if (call := _call(number, span)) is not None:
+                        yield call
+
+
+def _call(number: int, span: Mapping[str, Any]) -> _Call | None:
+    """Return None for a span that is not the call of a model, or has no counts, as after an error."""
+    attributes = _attributes(number, span)
+    prompt, answer = (
+        next((attributes[name] for name in names if name in attributes), None) for names in (_PROMPT, _ANSWER)
+    )
+    if attributes.get("gen_ai.operation.name") not in _OPERATIONS or prompt is None or answer is None:
+        return None
+    conversation = attributes.get("gen_ai.conversation.id")
+    return _Call(
+        number,
+        None if conversation is None else str(conversation),
+        _whole(number, "startTimeUnixNano", span.get("startTimeUnixNano")),
+        _whole(number, "endTimeUnixNano", span.get("endTimeUnixNano")),
+        _whole(number, _PROMPT[0], prompt),
+        _whole(number, _ANSWER[0], answer),
+    )
+
+
+def _attributes(number: int, span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return texts and whole numbers by their names. JSON of OTLP writes 64-bit numbers as text."""
+    found: dict[str, Any] = {}
+    for one in _objects_in(number, span, "attributes"):
+        value = one.get("value")
+        if isinstance(value, dict):
+            found |= {str(one.get("key")): value[kind] for kind in _VALUES if kind in value}
+    return found
+
+
+def _objects_in(number: int, values: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    found = values.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ProfileError(f"{number}: `{name}` must be a list of objects, not `{shown_json(found, 60)}`")
+    return found
+
+
+def _whole(number: int, name: str, value: object) -> int:
+    if type(value) is int or (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20):
+        whole = int(value)
+        if 0 <= whole < 1 << 63:
+            return whole
+    raise ProfileError(f"{number}: `{name}` must be a whole number, not `{shown_json(value, 60)}`")
