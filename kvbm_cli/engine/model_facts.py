@@ -102,7 +102,7 @@ def config_file(model: str) -> Path | None:
     """Return the file of a model's configuration: in its directory, or `model` itself; None without a local file."""
     directory = model_directory(model)
     path = Path(os.path.expanduser(model)) if directory is None else directory / "config.json"
-    return path if path.is_file() else None
+    return path if os.path.isfile(path) else None  # `Path.is_file` raises if a directory above denies access
 
 
 def _with_quantization(directory: Path, facts: Mapping[str, object]) -> Mapping[str, object]:
@@ -140,7 +140,7 @@ def _downloaded(model: str) -> Path | None:
         snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
     except (OSError, ValueError):  # no such file, not UTF-8, or a null byte in the name
         return None
-    return snapshot if (snapshot / "config.json").is_file() else None
+    return snapshot if os.path.isfile(snapshot / "config.json") else None
 
 
 def read_config(path: Path) -> Mapping[str, object]:
