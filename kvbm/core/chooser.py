@@ -4,17 +4,21 @@
 used before, it derives an ChainUse: the marks of all blocks of the chain.
 
 Each table has a shadow cache: a small cache of its own, without bytes, of every n-th block, n being such that it has
-about SHADOW_BLOCKS places. A table's gain is the sum of the hits that its shadow cache has more than that of LRU, in
-the same requests. The store uses a table other than LRU only while its gain is significant. Without requests, or
-without a difference, the table stays LRU.
+about SHADOW_BLOCKS places. Whether a block is one of them depends on its hash alone. A table's gain is the sum of the
+hits that its shadow cache has more than that of LRU, in the same requests. The store uses a table other than LRU only
+while its gain is significant. Without requests, or without a difference, the table stays LRU.
 
-Memory: 8 bytes per block for the History, and a constant for the shadow caches. The owner of the store calls this.
+The arrival of a long chain costs little per block. Blocks are chosen by the first byte of their hash, which every hash
+function distributes evenly, with operations on all of these bytes at once. Python code runs only for the chosen ones.
+
+Memory: 16 bytes per block for the History, and a constant for the shadow caches. The owner of the store calls this.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -48,7 +52,8 @@ STANDARD_ERRORS = 0.5  # that a gain must exceed, so that it counts as significa
 LEAST_GAIN = 0.005  # of the hits of LRU
 LONGEST_CHAIN = 16_384  # blocks that are examined when a request arrives
 LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing competed for the cache
-HISTORY_SHARE_BITS = 2  # one block of four is kept in the history
+RECENT_BLOCKS = 128  # at the end of a chain, of which one of four is kept in the history; before, one of 128
+RECENT_LIMIT, EARLIER_LIMIT = 64, 2  # of the first byte of such a hash
 
 _IS_SHARED = bytes(mark & SHARED for mark in range(256))
 _IS_RETAINED = bytes(mark & CLASS_MASK >= RETAINED for mark in range(256))
@@ -61,6 +66,28 @@ def _with_hint(its_class: int | None, *, is_owned: bool) -> bytes:
         mark & ~(CLASS_MASK | OWNED) | (mark & CLASS_MASK if its_class is None else its_class) | OWNED * is_owned
         for mark in range(256)
     )
+
+
+def _is_below(limit: int) -> bytes:
+    return bytes(byte < limit for byte in range(256))
+
+
+_IS_RECENT, _IS_EARLIER = _is_below(RECENT_LIMIT), _is_below(EARLIER_LIMIT)
+
+
+def first_bytes(hashes: Sequence[bytes]) -> bytes:
+    """Return the first byte of each hash. All have the same length."""
+    return b"".join(hashes)[:: len(hashes[0])] if hashes else b""
+
+
+def _chosen(firsts: bytes, is_chosen: bytes, begin: int, end: int) -> list[int]:
+    """Return the positions from `begin` to `end` of the bytes that the table `is_chosen` has a 1 for."""
+    flags = firsts.translate(is_chosen)
+    found, position = [], flags.find(1, begin, end)
+    while position >= 0:
+        found.append(position)
+        position = flags.find(1, position + 1, end)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +155,18 @@ class ChainUse:
         return ARRIVING + self.pause if self.continues or self._has_resident_tail else NEW
 
     @property
+    def fresh_from(self) -> int:
+        """Where the blocks begin whose mark is `fresh`. What a hint says may be anything."""
+        return self.reused_end if self.hint is None else sys.maxsize
+
+    @property
     def _has_resident_tail(self) -> bool:
         return self.shared_end < self.hit
 
     def marks(self, begin: int, end: int) -> bytes:
         """Return the marks of the blocks from `begin` to `end`."""
-        if self.hint is None and begin >= self.reused_end:
-            return bytes((self.fresh,)) * (end - begin)  # a decode step asks for one block of each request
+        if begin >= self.fresh_from:
+            return bytes((self.fresh,)) * (end - begin)
         shortest = PAUSES - 1
         spans = (
             (min(self.hit, self.shared_end), RESIDENT + shortest | REUSED | SHARED),
@@ -175,7 +207,8 @@ def _pause_class(pause_s: float) -> int:
 
 
 class History:
-    """When blocks were last used and what was known of them, for one block of four, in or out of the cache.
+    """When blocks were last used and what was known of them, in or out of the cache. It has one of four of the last
+    RECENT_BLOCKS of a chain, and one of 128 of the blocks before.
 
     A direct-mapped table: a later block overwrites an earlier one in its place. Blocks are named by their crc. An entry
     has the crc (32 bits), the time of the last use in quarters of a second (30 bits), and the bits of a mark (2).
@@ -184,28 +217,35 @@ class History:
     def __init__(self, places: int) -> None:
         self._entries = array("Q", bytes(8 * max(1, places)))
 
-    def find_last(self, crcs: Sequence[int], start: int) -> tuple[int, int, float] | None:
-        """Return the last position from `start` on that is known, with its mark and the time of its last use."""
+    def positions(self, firsts: bytes) -> list[int]:
+        """Return the positions of the blocks of a chain that it has, from the first bytes of all hashes."""
+        end = len(firsts)
+        recent = max(0, end - RECENT_BLOCKS)
+        return _chosen(firsts, _IS_EARLIER, 0, recent) + _chosen(firsts, _IS_RECENT, recent, end)
+
+    def find_last(self, positions: Sequence[int], crcs: Sequence[int], start: int) -> tuple[int, int, float] | None:
+        """Return the last of these positions, from `start` on, that is known, with its mark and the time of its last
+        use. `crcs[i]` names the block at `positions[i]`."""
         entries, places = self._entries, len(self._entries)
-        for position in range(len(crcs) - 1, start - 1, -1):
-            crc = crcs[position]
-            if crc < 1 << 32 - HISTORY_SHARE_BITS:
-                entry = entries[crc % places]
-                if entry and entry >> 32 == crc:
-                    return position, (entry & 3) << 4, (entry >> 2 & (1 << 30) - 1) / 4
+        for index in range(len(positions) - 1, bisect_left(positions, start) - 1, -1):
+            crc = crcs[index]
+            entry = entries[crc % places]
+            if entry and entry >> 32 == crc:
+                return positions[index], (entry & 3) << 4, (entry >> 2 & (1 << 30) - 1) / 4
         return None
 
-    def note(self, crcs: Sequence[int], arrival: ChainUse, now_s: float) -> None:
-        """Note that these blocks, a chain, are used now."""
+    def note(self, positions: Sequence[int], crcs: Sequence[int], arrival: ChainUse, now_s: float) -> None:
+        """Note that these blocks of a chain are used now."""
         entries, places = self._entries, len(self._entries)
         when = (int(now_s * 4) & (1 << 30) - 1) << 2
-        marks = ((arrival.shared_end, (REUSED | SHARED) >> 4), (arrival.reused_end, REUSED >> 4), (len(crcs), 0))
+        shared_end = bisect_left(positions, arrival.shared_end)
+        reused_end = max(shared_end, bisect_left(positions, arrival.reused_end))
+        marks = ((shared_end, (REUSED | SHARED) >> 4), (reused_end, REUSED >> 4), (len(crcs), 0))
         at = 0
         for end, bits in marks:
-            for crc in crcs[at : max(at, end)]:
-                if crc < 1 << 32 - HISTORY_SHARE_BITS:
-                    entries[crc % places] = crc << 32 | when | bits
-            at = max(at, end)
+            for crc in crcs[at:end]:
+                entries[crc % places] = crc << 32 | when | bits
+            at = end
 
     def clear(self) -> None:
         self._entries = array("Q", bytes(8 * len(self._entries)))
@@ -291,8 +331,11 @@ class Adaptive:
     def __init__(self, capacity_blocks: int) -> None:
         self.order = Ranked(capacity_blocks)
         self._history = History(2 * capacity_blocks)
-        self._every = max(1, capacity_blocks // SHADOW_BLOCKS)
-        places = -(-capacity_blocks // self._every)
+        every = max(1, capacity_blocks // SHADOW_BLOCKS)
+        limit = max(1, round(256 / every))  # of the first byte of sampled hashes; of these, one of `_every`
+        self._is_sampled = _is_below(limit)
+        self._every = max(1, every // 256)
+        places = -(-capacity_blocks * limit // (256 * self._every))
         self._shadows = [ShadowCache(places, table) for table in TABLES]
         self._hinted: list[ShadowCache] = []  # the same tables, with hints; from the first hint on
         self._current = self._shadows[0]
@@ -308,23 +351,20 @@ class Adaptive:
         if hint is not None and not self._hinted:
             self._begin_hints()
         time_s = self._pass_time(now_s)
-        crcs = list(map(crc32, hashes))
-        arrival = self._examine(crcs, slots, time_s)
-        self._history.note(crcs, arrival, time_s)
-        every = self._every
-        sampled: dict[int, int] = {}
-        for position, crc in enumerate(crcs):
-            if crc % every == 0:
-                sampled.setdefault(crc, position)
-        if sampled:
+        firsts = first_bytes(hashes)
+        kept = self._history.positions(firsts)
+        crcs = [crc32(hashes[position]) for position in kept]
+        arrival = self._examine(kept, crcs, slots, len(hashes), time_s)
+        self._history.note(kept, crcs, arrival, time_s)
+        if sampled := self._sample(hashes, firsts):
             self._compare(list(sampled), list(sampled.values()), arrival, time_s, hint)
         if not self._hinted or not self.follows_hints:
             return arrival
-        return replace(arrival.beside(bytes(map(self.order.marks.__getitem__, slots))), hint=hint)
+        return replace(arrival.beside(self.order.marks_of(slots)), hint=hint)
 
     def let_go(self, hashes: Sequence[bytes], listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
         """Note that the session that owns these blocks of the chain `hashes` needs them no more, see Ranked.let_go."""
-        names = list(dict.fromkeys(crc for crc in map(crc32, hashes) if crc % self._every == 0))
+        names = list(self._sample(hashes, first_bytes(hashes)))
         for shadow in self._hinted:
             shadow.let_go(names, demotes=demotes)
         if self.follows_hints:
@@ -352,11 +392,22 @@ class Adaptive:
         self.order.advance_to(self._time_s)
         return self._time_s
 
-    def _examine(self, crcs: Sequence[int], slots: Sequence[int], time_s: float) -> ChainUse:
-        order, hit, end = self.order, len(slots), len(crcs)
-        marks = bytes(map(order.marks.__getitem__, slots))
+    def _sample(self, hashes: Sequence[bytes], firsts: bytes) -> dict[int, int]:
+        """Return the names of those blocks that the shadow caches have, and their positions."""
+        every = self._every
+        sampled: dict[int, int] = {}
+        for position in _chosen(firsts, self._is_sampled, 0, len(firsts)):
+            if (crc := crc32(hashes[position])) % every == 0:
+                sampled.setdefault(crc, position)
+        return sampled
+
+    def _examine(
+        self, kept: Sequence[int], crcs: Sequence[int], slots: Sequence[int], end: int, time_s: float
+    ) -> ChainUse:
+        order, hit = self.order, len(slots)
+        marks = order.marks_of(slots)
         shared_end = 1 + marks.translate(_IS_SHARED).rfind(SHARED)
-        if (known := self._history.find_last(crcs, hit)) is not None:
+        if (known := self._history.find_last(kept, crcs, hit)) is not None:
             last, mark, used_s = known
             if mark & SHARED:
                 shared_end = last + 1

@@ -53,12 +53,15 @@ class HashIndex:
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots of `hashes` up to the first that is not registered."""
         end = len(hashes)
-        if sum(map(len, hashes)) != end * self._hash_bytes:
-            self.require_length(hashes)
         slots: list[int] = []
         joined, allowed = b"", 0
         if end >= _WORTHWHILE_LENGTH:
+            if hashes[0] not in self:
+                self.require_length(hashes[:1])
+                return slots
             joined, allowed = b"".join(hashes), 4 * _WORTHWHILE_RUN
+        if (len(joined) if joined else sum(map(len, hashes))) != end * self._hash_bytes:
+            self.require_length(hashes)
         while len(slots) < end and allowed > 0:
             position = len(slots)
             slot = self._dict_of(hashes[position]).get(hashes[position])
@@ -156,7 +159,7 @@ class HashIndex:
         return map(self._dicts.__getitem__, map(mod, map(hash, hashes), repeat(self._dict_count)))
 
 
-def picked(values: bytearray, slots: Sequence[int]) -> tuple[int, ...]:
+def picked(values: bytes | bytearray, slots: Sequence[int]) -> tuple[int, ...]:
     """Return the values of these slots; a quarter of the time of a loop in Python."""
     return itemgetter(*slots)(values) if len(slots) > 1 else tuple(values[slot] for slot in slots)
 

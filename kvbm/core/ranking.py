@@ -104,6 +104,13 @@ def known_blocks(marks: bytes) -> int:
     return len(marks.translate(None, delete=_OF_NEW_BLOCKS))
 
 
+def picked_marks(marks: bytes, positions: Sequence[int]) -> bytes:
+    """Return the marks at these positions, which are different; empty without marks."""
+    if not marks or marks.count(marks[0]) == len(marks):
+        return marks[: len(positions)]
+    return bytes(picked(marks, positions))
+
+
 class Ranked(Order):
     """Evicts the block that `table` ranks lowest. `marks` has a byte per slot; `now_s` is the time of the next use."""
 
@@ -139,6 +146,12 @@ class Ranked(Order):
     def advance_to(self, now_s: float) -> None:
         """Set the time of the next use. Time never goes back."""
         self.now_s = max(self.now_s, now_s)
+
+    def marks_of(self, slots: Sequence[int]) -> bytes:
+        """Return the mark of the block in each slot."""
+        if is_consecutive(slots):
+            return bytes(self.marks[slots[0] : slots[-1] + 1])
+        return bytes(picked(self.marks, slots))
 
     def mark(self, slots: Sequence[int], marks: bytes) -> None:
         """Set the marks of slots that are in no list of inactive ones, and the time of their last use."""

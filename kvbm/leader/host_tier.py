@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
-from kvbm.core.index import is_consecutive
+from kvbm.core.index import is_consecutive, picked
 from kvbm.core.ranking import PLAIN_MARK
 from kvbm.core.store import BlockStore
 from kvbm.leader.slot_labels import SlotLabels
@@ -173,7 +173,7 @@ class HostTier:
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
         """Return the mark of the block in each slot; empty if no tier evicts adaptively."""
-        return bytes(map(self._marks.__getitem__, slots)) if self.has_marks else b""
+        return bytes(picked(self._marks, slots)) if self.has_marks else b""
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Return the generation that the control word of each registered slot must carry."""

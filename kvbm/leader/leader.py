@@ -102,7 +102,7 @@ class Leader(EngineTiers):
         request = self._live(request_id)
         request.asked_blocks = end
         if self._is_one_chain and not request.has_probed:
-            request.offloads[0].arrival = self._arrive(request, hashes, began_s)
+            request.offloads[0].arrive(self._arrive(request, hashes, began_s))
         blocks = self._matching.match(request, hashes, start, end)
         self._note_lookup(request_id, began_s, blocks)
         if self._trace is not None:

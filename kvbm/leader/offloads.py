@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import PLAIN_MARK, known_blocks
+from kvbm.core.ranking import PLAIN_MARK, known_blocks, picked_marks
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -125,11 +125,16 @@ class Offloads:
             if end <= begin:
                 return
         if progress.can_wait and end - begin > self._slices.size:
-            present = store.match(hashes[begin : min(end, begin + PRESENT_SLICES * self._slices.size)])
-            if progress.arrival is not None:
+            has_marks = progress.arrival is not None
+            size = self._slices.size
+            examined = size if has_marks else PRESENT_SLICES * size  # marks take several times as long
+            present = store.match(hashes[begin : min(end, begin + examined)])
+            if has_marks:
                 store.touch(hashes[begin : begin + present], progress.marks(begin, begin + present))
             begin = progress.considered = begin + present
-            end = min(end, begin + self._slices.size)
+            if has_marks and present == examined:
+                return
+            end = min(end, begin + size)
         fresh, marks = hashes[begin:end], progress.marks(begin, end)
         missing = store.missing_of_chain(fresh) if progress.can_wait else store.missing(fresh)
         if (begin == 0 or marks) and len(missing) < len(fresh):
@@ -143,14 +148,14 @@ class Offloads:
                     self._slices.run(store.touch, hashes[:end])
                 progress.fresh_until = evicted + self._host.capacity_blocks // FRESH_SHARE
         if marks and absent and self._settings.may_decline:
-            absent = self._worthwhile(progress, absent, bytes(map(marks.__getitem__, absent)), collected)
+            absent = self._worthwhile(progress, absent, picked_marks(marks, absent), collected)
         chosen = absent
         if absent:
             room = self._room(self._settings.max_in_flight_blocks, unwritten)
             if room < len(absent) or not progress.can_wait:
                 chosen = (absent if progress.can_wait else absent[::-1])[:room]
             sources = [block_ids[begin + i] for i in chosen]
-            of_chosen = bytes(map(marks.__getitem__, chosen)) if marks else b""
+            of_chosen = picked_marks(marks, chosen)
             names = [fresh[i] for i in chosen]
             self._collect(self._collected, names, sources, progress.tenant, unwritten, of_chosen)
         left_out = len(absent) - len(chosen)
@@ -241,8 +246,7 @@ class Offloads:
             names, sources = [name for name, _ in chosen], [block_id for _, (_, block_id) in chosen]
             marks = b""
             if self._host.has_marks:
-                ends = [(progress, progress.considered) for _, (progress, _) in chosen]
-                marks = b"".join(progress.marks(end, end + 1) or PLAIN_MARK for progress, end in ends)
+                marks = b"".join([progress.next_mark() for _, (progress, _) in chosen])
             self._collect(self._collected, names, sources, tenant, None, marks)
         for progress, _, _ in blocks:
             progress.considered += 1

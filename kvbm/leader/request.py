@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvbm.core.ranking import PLAIN_MARK
 from kvbm.leader.settings import SpanNote
 
 if TYPE_CHECKING:
@@ -43,6 +44,19 @@ class OffloadProgress:
     fresh_until: int = 0
     arrival: ChainUse | None = None
     is_declined: bool = False
+    _fresh_from: int = 0  # blocks from there on have the same mark, which a decode step asks for often
+    _fresh_mark: bytes = PLAIN_MARK
+
+    def arrive(self, use: ChainUse | None) -> None:
+        self.arrival = use
+        if use is not None:
+            self._fresh_from, self._fresh_mark = use.fresh_from, bytes((use.fresh,))
+
+    def next_mark(self) -> bytes:
+        """Return the mark of the next block of the chain; that of an unknown block if nothing is known."""
+        if self.considered >= self._fresh_from:
+            return self._fresh_mark
+        return self.marks(self.considered, self.considered + 1)
 
     def marks(self, begin: int, end: int) -> bytes:
         """Return the marks of these blocks of the chain; empty if they are not known."""

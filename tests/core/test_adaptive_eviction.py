@@ -1,13 +1,15 @@
 """Adaptive eviction: classes along a chain, what each table keeps, and when the chooser leaves LRU."""
 
 import random
+from hashlib import sha256
+from zlib import crc32
 
 import pytest
 from bookkeeping import check_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.chooser import ChainHint, ChainUse, History, grace_class
+from kvbm.core.chooser import RECENT_BLOCKS, ChainHint, ChainUse, History, first_bytes, grace_class
 from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
 from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
 from kvbm.core.shadow_caches import LRU as LRU_POLICY
@@ -242,13 +244,29 @@ def test_new_blocks_have_their_own_class_only_without_a_known_chain():
 
 def test_history_knows_blocks_that_have_left_the_cache():
     history = History(64)
-    crcs = list(range(1, 9))
-    history.note(crcs, ChainUse(0, 2, 4, 0, 0, False), now_s=12.5)
-    assert history.find_last(crcs, 0) == (7, 0, 12.5)
-    assert history.find_last(crcs[:2], 0)[1:] == (0x30, 12.5)
-    assert history.find_last(crcs, 8) is None
+    positions, crcs = list(range(0, 16, 2)), list(range(1, 9))
+    history.note(positions, crcs, ChainUse(0, 4, 8, 0, 0, False), now_s=12.5)
+    assert history.find_last(positions, crcs, 0) == (14, 0, 12.5)
+    assert history.find_last(positions[:2], crcs[:2], 0)[1:] == (0x30, 12.5)
+    assert history.find_last(positions, crcs, 15) is None
     history.clear()
-    assert history.find_last(crcs, 0) is None
+    assert history.find_last(positions, crcs, 0) is None
+
+
+def test_history_has_a_quarter_of_the_end_of_a_long_chain_and_little_of_its_beginning():
+    """A chain that grew by less than what it was is still found near its former end."""
+    history, hashes = History(1 << 16), [sha256(b"%d" % number).digest() for number in range(10_000)]
+
+    def kept(end):
+        positions = history.positions(first_bytes(hashes[:end]))
+        return positions, [crc32(hashes[position]) for position in positions]
+
+    short, long = kept(5000), kept(10_000)
+    assert len(short[0]) < 5000 / 50
+    assert sum(position >= 5000 - RECENT_BLOCKS for position in short[0]) == pytest.approx(RECENT_BLOCKS / 4, abs=16)
+    history.note(*short, ChainUse(0, 0, 0, 0, 0, False), now_s=1.0)
+    assert 4500 < history.find_last(*long, 0)[0] < 5000
+    assert history.find_last(*kept(5010), 0)[0] > 5000 - RECENT_BLOCKS
 
 
 # Hints

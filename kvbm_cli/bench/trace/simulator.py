@@ -40,7 +40,7 @@ class Sample:
         key = seed.to_bytes(8, "big")
         digests = array("Q", [0])
         for node in range(1, len(tree)):
-            digest = blake2b(name_of(node), digest_size=8, key=key).digest()
+            digest = blake2b(node.to_bytes(8, "big"), digest_size=8, key=key).digest()
             digests.append(int.from_bytes(digest, "big"))
         count = len(digests) - 1
         limit = 1 << 64 if count <= tracked else sorted(digests[1:])[tracked]
@@ -55,7 +55,8 @@ class Sample:
 
 
 def name_of(node: int) -> bytes:
-    return node.to_bytes(NAME_BYTES, "big")
+    """Return a name whose bytes are distributed as those of a block's hash: stores choose samples by them."""
+    return blake2b(node.to_bytes(8, "big"), digest_size=NAME_BYTES).digest()
 
 
 def hit_rate(
