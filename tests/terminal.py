@@ -170,6 +170,17 @@ def assert_entry(file: str, name: str, text: str, *, names: Iterable[str]) -> No
     assert list(entries) == names, f"{file}.txt has other entries; KVBM_UPDATE_SNAPSHOTS=1 removes them"
 
 
+def given_in(file: str) -> dict[str, str]:
+    """The entries of a file that say what is given, up to a line `-----`. Behind it stands what is said of it."""
+    return {name: text.partition("-----\n")[0] for name, text in stored_entries(file).items()}
+
+
+def assert_said(file: str, name: str, said: str) -> None:
+    """Compares what is said of what is given in an entry."""
+    given = given_in(file)
+    assert_entry(file, name, f"{given[name]}-----\n{said}\n", names=given)
+
+
 def steps_of(text: str) -> list[tuple[str, str]]:
     """The commands of a transcript, each with what it shows."""
     before, *parts = re.split(r"^\$ (.+)\n", text, flags=re.MULTILINE)

@@ -2,13 +2,12 @@ import asyncio
 import json
 import socket
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
 from fake_server import FakeServer
 from openai_mock import Answer, OpenAIMock, answer_tokens
-from terminal import assert_entry
+from terminal import assert_said, given_in
 
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.load.request import (
@@ -239,106 +238,38 @@ def test_an_error_that_repeats_the_key_is_kept_without_it(answer, monkeypatch):
         assert "sk-" not in found
 
 
-def read_answer(*events: Any, end: bytes = b"data: [DONE]\n\n", asks_tiers: bool = False) -> RequestRecord:
-    """The record of an answer of which event number i arrives after i + 1 ms. One that begins with events of
-    `/v1/responses` ends with the last of them."""
-    record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
-    answer = StreamedAnswer(record, start_ns=0, asks_tiers=asks_tiers)
-    for number, event in enumerate(events):
-        kind = f"event: {event['type']}\n" if "type" in event else ""
-        answer.take((number + 1) * 1_000_000, f"{kind}data: {json.dumps(event)}\n\n".encode())
-    if "type" not in events[0]:
-        answer.take((len(events) + 1) * 1_000_000, end)
+def record_without_answer() -> RequestRecord:
+    return RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
+
+
+def read_answer(stream: bytes) -> RequestRecord:
+    """The record of an answer of which event number i arrives after i + 1 ms. The comment `: asks for tiers` in front
+    is what the request has asked for."""
+    record = record_without_answer()
+    answer = StreamedAnswer(record, start_ns=0, asks_tiers=stream.startswith(b": asks for tiers\n"))
+    events = stream.removeprefix(b": asks for tiers\n\n").split(b"\n\n")
+    for number, event in enumerate(events, start=1):
+        answer.take(number * 1_000_000, event + b"\n\n" if number < len(events) else event)
     answer.finish()
     assert answer.is_done
     return record
 
 
-def completion(text: str = "", **fields: object) -> dict[str, object]:
-    return {"choices": [{"index": 0, "text": text, **fields}]}
-
-
-def chat(**delta: object) -> dict[str, object]:
-    return {"choices": [{"index": 0, "delta": delta}]}
-
-
-RESPONSE = [
-    {"type": "response.created", "response": {"status": "in_progress"}},
-    {"type": "response.reasoning_text.delta", "delta": "hm"},
-    {"type": "response.output_text.delta", "delta": "a"},
-    {"type": "response.output_text.delta", "delta": "b"},
-    {"type": "response.output_text.done", "text": "ab"},
-]
-
-
-def ended(status: str, **fields: object) -> dict[str, object]:
-    usage = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
-    return {"type": f"response.{status}", "response": {"status": status, "usage": usage, **fields}}
-
-
-def usage(prompt: int, answer: int, cached: int | None = None, **tiers: object) -> dict[str, object]:
-    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached, **tiers}}
-    return {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": answer, **details}}
-
-
-def with_logprobs(*values: float) -> dict[str, object]:
-    return completion("ab", logprobs={"token_logprobs": values})
-
-
-OF_A_CHAT = {"choices": [{"delta": {"content": "ab"}, "logprobs": {"content": [{"logprob": -0.1}, {"logprob": -2}]}}]}
-BY_TIER = {"cached_tokens_by_tier": {"device": 16, "host": 20, "disk": 8, "shared": 4}}
-TIERS = {"device": 16, "host": 20, "storage": 12, "storage_backend": "KvbmHiCacheStorage"}
-OF_SGLANG = {"choices": [], "sglext": {"routed_experts": None, "cached_tokens_details": TIERS}}
-
-
-def of(*events: Any, **options: Any) -> tuple[Any, Any]:
-    """The events of an answer, and the options of `read_answer`."""
-    return events, options
-
-
-ANSWERS = {
-    "a completed response": of(*RESPONSE, ended("completed")),
-    "an incomplete response": of(*RESPONSE, ended("incomplete")),
-    "a failed response": of(*RESPONSE, ended("failed", error={"message": "no room"})),
-    "an end mark without a line end": of(completion("a"), end=b"data: [DONE]"),
-    "an end mark without an empty line": of(completion("a"), end=b"data: [DONE]\n"),
-    "an end mark without a space": of(completion("a"), end=b"data:[DONE]\r\n"),
-    "an end mark with line ends of HTTP": of(completion("a"), end=b"data: [DONE]\r\n\r\n"),
-    "roles and empty deltas are no tokens": of(
-        chat(role="assistant", content=""), chat(content="a"), chat(content=""), chat(content="b")
-    ),
-    "reasoning is a first token but no first text": of(chat(reasoning="hm"), chat(reasoning="so"), chat(content="yes")),
-    "reasoning_content too": of(chat(reasoning_content="hm"), chat(reasoning_content="so"), chat(content="yes")),
-    "an answer that only reasons has no first text": of(chat(reasoning="hm")),
-    "a tool call is a token": of(chat(tool_calls=[{"index": 0}])),
-    "ids count tokens whose text is not complete": of(
-        completion("", token_ids=[7]), completion("€", token_ids=[8, 9]), completion("!", token_ids=[])
-    ),
-    "logprobs count tokens where there are no ids": of(with_logprobs(-0.5, -0.5), with_logprobs(*[-0.5] * 4)),
-    "logprobs count tokens of a chat": of(OF_A_CHAT),
-    "without both the usage corrects the total": of(
-        completion("ab"), completion("cde", finish_reason="stop"), usage(9, 5)
-    ),
-    "counts stay unknown without usage": of(completion("ab")),
-    "cached tokens are split by tier where the engine says so": of(completion("a"), usage(64, 1, 48, **BY_TIER)),
-    "cached tokens are not split where the engine does not": of(completion("a"), usage(64, 1, 48)),
-    # SGLang 0.5.23 sends them in an event of its own, if the request asks for it, and only if there are any.
-    "cached tokens of SGLang are split by tier": of(completion("a"), OF_SGLANG, usage(64, 1, 48), asks_tiers=True),
-    "no cached tokens of SGLang are none of each tier": of(completion("a"), usage(64, 1, 0), asks_tiers=True),
-    "cached tokens of SGLang without the event": of(completion("a"), usage(64, 1, 48), asks_tiers=True),
-    "the first error is kept": of(*(completion("a"), {"error": {"message": "out of memory"}}, {"error": "then this"})),
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("name", given_in("bench/answers"))
 def test_answer(name):
-    events, options = ANSWERS[name]
-    record, blank = read_answer(*events, **options), RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold").to_json()
+    """Streams as engines send them. SGLang 0.5.23 sends cached tokens by tier in an event of its own, if the request
+    asks for it, and only if there are any."""
+    record, blank = read_answer(given_in("bench/answers")[name].encode()), record_without_answer().to_json()
     found = {**record.to_json(), "tpot_ms": record.tpot_ms, "computed_tokens": record.computed_tokens}
     lines = [
-        f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in found.items() if value != blank.get(key)
+        f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in found.items() if value != blank.get(key)
     ]
-    assert_entry("bench/answers", name, "".join(lines), names=ANSWERS)
+    assert_said("bench/answers", name, "\n".join(lines))
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]", b"data: [DONE]\n", b"data:[DONE]\r\n", b"data: [DONE]\r\n\r\n"])
+def test_an_end_mark_may_have_any_line_end(end):
+    assert read_answer(b'data: {"choices": [{"text": "a"}]}\n\n' + end).text == "a"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -352,7 +283,7 @@ def test_splitting_does_not_depend_on_where_reads_end(size):
 
 
 def test_an_event_that_is_not_json_is_found_among_others():
-    record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
+    record = record_without_answer()
     answer = StreamedAnswer(record, start_ns=0)
     answer.take(1_000_000, b'data: {"choices": [{"text": "a"}]}\n\ndata: {"choi\n\ndata: [DONE]\n\n')
     with pytest.raises(ValueError):
@@ -361,7 +292,7 @@ def test_an_event_that_is_not_json_is_found_among_others():
 
 
 def test_a_long_answer_is_parsed_in_parts():
-    record = RequestRecord("run", "arm", "cell", 1, 0, 0, 1, "cold")
+    record = record_without_answer()
     answer = StreamedAnswer(record, start_ns=0)
     event = b'data: {"choices": [{"text": "a", "token_ids": [1]}]}\n\n'
     for number in range(1000):
@@ -384,8 +315,10 @@ def test_a_long_answer_is_parsed_in_parts():
     ],
 )
 def test_what_is_no_number_makes_an_answer_unreadable(choice, usage, message):
+    events = {"choices": [{"text": "a", **choice}]}, {"choices": [], "usage": usage}
+    stream = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]"
     with pytest.raises(ValueError, match=message):
-        read_answer(completion("a", **choice), {"choices": [], "usage": usage})
+        read_answer(stream.encode())
 
 
 def test_an_event_without_an_end_is_a_failure_and_takes_no_memory_without_limit():

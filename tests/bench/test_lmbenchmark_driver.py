@@ -4,13 +4,17 @@ import asyncio
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recording_server import Behaviour, RecordingServer, answer_texts, user_of
+from terminal import assert_said, given_in
 
 from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm_cli.bench.lmbenchmark.agentic import read_agent_trace
 from kvbm_cli.bench.lmbenchmark.of_workload import run_faithful
 from kvbm_cli.bench.lmbenchmark.presets import AgenticParameters, ShareGptParameters, preset
+from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.load.request import Target
 
 START_UP_REQUESTS = 10
@@ -256,48 +260,23 @@ def test_agentic_run_ends_although_requests_fail(tmp_path):
     assert len(rows_of(result)) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "the transcripts `.*run.json` does not exist"),
-        ("\n{", "run.json:2: not JSON: Expecting property name.* in column 2"),
-        ("[]", "run.json: expected a list"),
-        ('[{"input": "a"}, {"output_length": 3}]', "run.json: entry 1: `input` is None; it must be a text"),
-        ('[{"input": "a", "output_length": 0}]', "entry 0: `output_length` is 0; it must be an integer above 0"),
-    ],
-)
-def test_unreadable_transcripts_are_refused(tmp_path, text, message):
-    file = tmp_path / "run.json"
-    if text is not None:
-        file.write_text(text)
-    with RecordingServer() as server, pytest.raises(UsageError, match=message):
-        run(ShareGptParameters(str(file)), server)
-    assert server.requests == []
+def test_a_run_without_its_file_sends_nothing(tmp_path):
+    for parameters in (ShareGptParameters(f"{tmp_path}/none"), AgenticParameters((f"{tmp_path}/none",))):
+        with RecordingServer() as server, pytest.raises(UsageError, match="none` does not exist"):
+            run(parameters, server)
+        assert server.requests == []
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "trace.jsonl:2: Expecting property name"),
-        ('{"agent_id": [0], "output_tokens": [1]}', "trace.jsonl:2: the key 'input_from' is missing"),
-        ('{"agent_id": [0], "output_tokens": [1, 2], "input_from": [[]]}', "must be lists of the same length"),
-        ('{"agent_id": [], "output_tokens": [], "input_from": []}', "a round requires at least one agent"),
-        (
-            '{"agent_id": [-2], "output_tokens": [1], "input_from": [[]]}',
-            "`agent_id` has -2; it must be an integer, 0 or more",
-        ),
-        ('{"agent_id": [0], "output_tokens": [0], "input_from": [[]]}', "`output_tokens` has 0"),
-        (
-            '{"agent_id": [0], "output_tokens": [1], "input_from": [[[2, 0, "both"]]]}',
-            "has \\[2, 0, 'both'\\]; the part must be one of input, output, both, the round at most 1",
-        ),
-        ('{"agent_id": [0], "output_tokens": [1], "input_from": [[[0, 0, "all"]]]}', "has \\[0, 0, 'all'\\]; the part"),
-        ('{"agent_id": [0], "output_tokens": [1], "input_from": [["a"]]}', "it must be \\[round, agent, input"),
-    ],
-)
-def test_unreadable_agentic_traces_are_refused(tmp_path, line, message):
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"agent_id": [0], "output_tokens": [1], "input_from": [[]]}\n' + line)
-    with RecordingServer() as server, pytest.raises(UsageError, match=message):
-        run(AgenticParameters((str(trace),)), server)
-    assert server.requests == []
+READERS = {
+    "bench/transcripts": lambda name: read_transcripts(None, name),
+    "bench/agentic_traces": lambda name: read_agent_trace(Path(name)),
+}
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file in READERS for name in given_in(file)])
+def test_unreadable_files_are_refused(tmp_path, monkeypatch, file, name):
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(given_in(file)[name])
+    with pytest.raises(UsageError) as caught:
+        READERS[file]("run.json")
+    assert_said(file, name, caught.value.message)

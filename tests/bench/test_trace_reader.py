@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from terminal import assert_said, given_in
 from test_bench_scripts import common
 from trace_pages import HEAD
 
@@ -105,59 +106,30 @@ def test_unknown_fields_are_counted(tmp_path):
     assert reader.ignored == {"group": 1}
 
 
+@pytest.mark.parametrize("name", given_in("bench/trace_lines"))
+def test_a_wrong_line_is_refused(tmp_path, name):
+    """Each line is that of another file."""
+    messages = [refused(tmp_path, line) for line in given_in("bench/trace_lines")[name].splitlines()]
+    assert_said("bench/trace_lines", name, "\n".join(messages))
+    assert all(len(message) < 300 and message.isprintable() for message in messages)
+
+
+@pytest.mark.parametrize("name", given_in("bench/traces"))
+def test_a_wrong_file_is_refused(tmp_path, name):
+    assert_said("bench/traces", name, refused(tmp_path, given_in("bench/traces")[name].rstrip("\n")))
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ({"input_length": -5}, "t.jsonl:1: `input_length` must be a whole number of tokens from 1 to 10,000,000, not"),
-        ({"input_length": 0}, "the file holds no request; 1 line is skipped: `input_length` is 0"),
-        ({"prompt_tokens": 5}, "t.jsonl:1: the line has no field of a trace; its first fields are `\"prompt_tokens\"`"),
-        ({"input_length": 1.5}, "not `1.5`"),
-        ({"input_length": True}, "not `true`"),
-        ({"input_length": "12"}, 'not `"12"`'),
-        ({"input_length": 10**40}, "not `1000000000"),
-        ({"input_length": 10**90}, "a number of about 90 digits"),
-        ({"input_length": 4, "output_length": -1}, "`output_length` must be a whole number of tokens"),
-        ({"input_length": 4, "timestamp": -1}, "`timestamp` must be a number of milliseconds from 0 to 1e+13, not `-1"),
-        ({"input_length": 4, "timestamp": "0"}, 'a number of milliseconds from 0 to 1e+13, not `"0"`'),
-        ('{"input_length": 4, "delay": 1e999}', "`delay` must be a number of milliseconds from 0 to 1e+13, not `Inf"),
-        ('{"input_length": 4, "delay": NaN}', "t.jsonl:1: `NaN` is not a number in JSON"),
         ('{"input_length": ' + "9" * 5000 + "}", "t.jsonl:1: a number has more than 4300 digits"),
-        ({"input_length": 4, "session_id": ""}, "`session_id` must be text or a whole number"),
-        ({"input_length": 4, "session_id": [1]}, "`session_id` must be text or a whole number, not `[1]`"),
-        ({"input_length": 4, "hash_ids": 1}, "`hash_ids` must be a list of whole numbers, not `1`"),
-        ({"input_length": 4, "hash_ids": ["a"]}, "`hash_ids` must be a list of whole numbers from 0 to 2^64 - 1"),
-        ({"input_length": 4, "hash_ids": [-1]}, "2^64 - 1, not `-1`"),
-        ({"input_length": 4, "hash_ids": []}, "`hash_ids` has 0 ids, and `input_length` 4 requires 1 blocks"),
-        (
-            {"input_length": 513, "hash_ids": [1]},
-            "t.jsonl:1: `hash_ids` has 1 ids, and `input_length` 513 requires 2 blocks of 512 tokens",
-        ),
-        ({"text_input": "x", "hash_ids": [1]}, "`hash_ids` requires `input_length`"),
-        ({}, "exactly one of `input_length`, `text_input`, `messages` and `payload` is required, and there is none"),
-        ({"input_length": 1, "text_input": "x"}, "and `input_length` and `text_input` are given"),
-        ({"text_input": ""}, "`text_input` must be text"),
-        ({"text_input": 5}, "`text_input` must be text, not `5`"),
-        ('{"text_input": "a\\ud800"}', "`text_input` has half of a surrogate pair, U+D800"),
-        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "`messages` has half of a surrogate pair, U+DFFF"),
-        ({"messages": []}, "`messages` must be a list of at least one object, not `[]`"),
-        ({"messages": [{"content": "x"}]}, "`messages` must be a list of objects with a text `role`"),
-        ({"text_input": "x", "tools": [{}]}, "`tools` requires `messages`"),
-        ({"payload": {"x": 1}}, "`payload` must be the body of a request with either `prompt` or `messages`"),
-        ({"payload": []}, "`payload` must be an object with at least one key, not `[]`"),
-        ({"input_length": 1, "extra": 3}, "`extra` must be an object with at least one key, not `3`"),
-        ([1, 2], "t.jsonl:1: a line must be a JSON object, not `[1, 2]`"),
-        ("7", "a line must be a JSON object, not `7`"),
-        ("timestamp,input_length", "t.jsonl seems to be CSV, and this format is not read yet"),
-        ("timestamp", "t.jsonl:1: not JSON: expecting value in column 1, near `\"timestamp"),
-        ('{"input_length": 1,', "t.jsonl:1: not JSON"),
-        ('{"input_length": 1, "input_length": 2}', '`"input_length"` appears 2 times'),
         ('{"input_length": 1, "extra": ' + "[" * 100_000, "t.jsonl:1: the values are nested too deeply"),
         (b'{"input_length": 1, "x": "\xff"}', "t.jsonl:1: not UTF-8 text (byte 27 of the line is 0xff)"),
         (b"\x00\x01\x02", "t.jsonl:1: not JSON"),
         ("[" + "1," * 1000 + "1]", "..."),
     ],
-)  # fmt: skip
-def test_a_wrong_line_is_refused(tmp_path, line, expected):
+)
+def test_a_line_that_no_text_can_show_is_refused(tmp_path, line, expected):
     message = refused(tmp_path, line)
     assert expected in message
     assert len(message) < 300
@@ -287,25 +259,6 @@ def test_turns_follow_each_other_and_times_are_estimated(tmp_path):
     ]
     found = [(one.session, one.turn, one.previous, one.launch_ms) for one in placed(tmp_path, *lines)]
     assert found == [(0, 1, None, 1000), (1, 1, None, 1200), (0, 2, 0, 1500), (0, 3, 2, 9000)]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        ({"timestamp": 0}, {"session_id": "b"}, "the first turn of a session has no `timestamp` here"),
-        ({}, {"session_id": "b", "timestamp": 0}, "has `timestamp` here, and no `timestamp` in line 1"),
-        ({}, {"timestamp": 0}, "the session has `timestamp` here, and none in line 1"),
-        ({}, {"session_id": "b", "delay": 3}, "`delay` is 3 ms in the first turn of a session"),
-        ({"timestamp": 9}, {"timestamp": 8}, "`timestamp` is 8 ms, and the previous turn of the session is launched"),
-        ({}, {"input_length": None, "text_input": "x"}, "has `text_input` here, and `input_length` in line 1"),
-        ({"hash_ids": [3]}, {"hash_ids": [3]}, "turn 2 of the session begins with block 3, as line 1 does"),
-    ],
-)
-def test_a_line_that_contradicts_another_is_refused(tmp_path, first, second, expected):
-    base = {"session_id": "a", "input_length": 1}
-    message = refused(tmp_path, {**base, **first}, {**base, **second})
-    assert message.startswith("t.jsonl:2: ")
-    assert expected in message
 
 
 def test_whole_prompts_may_repeat_the_first_block(tmp_path):

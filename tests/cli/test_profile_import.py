@@ -16,44 +16,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here
+from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
 from kvbm_cli.profile.import_profile import imported, kind_of
 
 FILES = Path(__file__).parent / "imported"
-# Each file, and the other engines that it starts.
-ALL = {
-    "agg_kvbm.sh": (),
-    "disagg_kvbm.sh": ("line-9",),
-    "vllm_serve.sh": (),
-    "api_server.sh": (),
-    "docker_run.sh": (),
-    "trtllm_serve.sh": (),
-    "sglang_server.sh": (),
-    "sglang_kvbm.sh": (),
-    "agg_kvbm.yaml": (),
-    "agg_kvbm_v1beta1.yaml": (),
-    "disagg_kvbm.yaml": ("pair/DecodeWorker",),
-    "trtllm_manifest.yaml": (),
-    "deployment.yaml": (),
-    "leader_worker_set.yaml": (),
-    "llm_inference_service.yaml": (),
-    "inference_service.yaml": (),
-    "production_stack.yaml": ("llama",),
-    "llm_d_values.yaml": (),
-    "compose.yaml": ("chat",),
-    "kvbm.env": (),
-    "trtllm_latency.yaml": (),
-    "trtllm_throughput.yaml": (),
-    "trtllm_dense.yaml": (),
-    "trtllm_thinking.yaml": (),
-    "trtllm_prefill.yaml": (),
-    "vllm_config.yaml": (),
-}
-CASES = [(file, name) for file, others in ALL.items() for name in (None, *others)]
-ENTRIES = [" ".join(filter(None, case)) for case in CASES]
+ENTRIES = list(stored_entries("imported"))  # a file, and the name of an engine unless it is the first
+CASES = [(*entry.split(), None)[:2] for entry in ENTRIES]
 SECRETS = ("hf_0123456789abcdefghij", "hunter2", "sk-very-secret", "wJalrXUtnFEMI", "user:password")
 
 
@@ -78,7 +49,7 @@ def test_profile_passes_the_check_or_says_what_is_missing(tmp_path, file, name):
 
 
 def test_entries_are_those_of_the_files():
-    assert {path.name for path in FILES.iterdir()} == ALL.keys()
+    assert {path.name for path in FILES.iterdir()} == {file for file, _ in CASES}
 
 
 def test_program_reads_the_standard_input(tmp_path):

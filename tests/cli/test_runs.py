@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from recorded_runs import NOBODY, facts, own
-from terminal import assert_entry, stored_entries
+from terminal import assert_said, given_in
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.engine import failure_reason
@@ -247,18 +247,14 @@ def test_an_engine_without_metrics_is_no_target(runs: Runs) -> None:
     assert not (run.path / TARGETS).exists()
 
 
-# Last lines of an engine, as vLLM 0.32 and TensorRT-LLM write them, a line `-----`, and the reason with its hint.
-LAST_WORDS = stored_entries("last_words")
-
-
-@pytest.mark.parametrize("name", LAST_WORDS)
+# Last lines of an engine, as vLLM 0.32 and TensorRT-LLM write them, and the reason with its hint.
+@pytest.mark.parametrize("name", given_in("last_words"))
 def test_last_words_tell(name, tmp_path):
-    said = LAST_WORDS[name].partition("-----\n")[0]
+    said = given_in("last_words")[name]
     log = tmp_path / "engine.log"
     log.write_text(said)
     found = failure_reason_of(EngineLog(log, 0).lines(), 2)
-    text = f"{said}-----\nreason: {found.text}\nhint: {found.hint}\n"
-    assert_entry("last_words", name, text, names=LAST_WORDS)
+    assert_said("last_words", name, f"reason: {found.text}\nhint: {found.hint}")
     tail = EngineLog(log, 0).tail()
     assert said.splitlines()[-1] in tail
     assert "usage" not in tail.lower()
