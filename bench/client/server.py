@@ -2,7 +2,8 @@
 
 It costs little, so that the client is the limit: a raw asyncio protocol that writes prepared bytes. /stamps returns and
 forgets, per request, its X-Request-Id, when the request was complete, and when its first event was written, in seconds
-of `time.perf_counter()`, which is one clock for all processes of a machine.
+of `time.perf_counter()`, which is one clock for all processes of a machine. With --bodies, it also returns when the
+first bytes of the request arrived, and its body.
 
     python bench/client/server.py --first-ms 50 --token-ms 20      # prints its port
 """
@@ -37,15 +38,17 @@ END = chunk(json.dumps({**FRAME, "choices": [], "usage": USAGE}).encode()) + chu
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, first_s: float, token_s: float, stamps: list[list[object]]) -> None:
+    def __init__(self, first_s: float, token_s: float, stamps: list[list[object]], *, keeps_bodies: bool) -> None:
         self._first_s, self._token_s, self._stamps = first_s, token_s, stamps
-        self._buffer = b""
+        self._keeps_bodies = keeps_bodies
+        self._buffer, self._arrived = b"", 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        self._arrived = self._arrived if self._buffer else now
         self._buffer += data
         head, separator, body = self._buffer.partition(b"\r\n\r\n")
         if not separator:
@@ -56,7 +59,8 @@ class Connection(asyncio.Protocol):
             return
         self._buffer = b""
         if lines[0].startswith(b"post"):
-            stamp = [headers.get(b"x-request-id", b"").decode(), now, None]
+            stamp: list[object] = [headers.get(b"x-request-id", b"").decode(), now, None]
+            stamp += [self._arrived, body.decode()] if self._keeps_bodies else []
             self._stamps.append(stamp)
             self._answer(stamp)
         else:
@@ -92,10 +96,14 @@ class Connection(asyncio.Protocol):
         self._transport.write(head.encode() + data)
 
 
-async def serve(first_s: float, token_s: float) -> None:
+async def serve(first_s: float, token_s: float, *, keeps_bodies: bool) -> None:
     stamps: list[list[object]] = []
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(first_s, token_s, stamps), "127.0.0.1", 0, backlog=1024)
+
+    def connection() -> Connection:
+        return Connection(first_s, token_s, stamps, keeps_bodies=keeps_bodies)
+
+    server = await loop.create_server(connection, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -104,8 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first-ms", type=float, default=0.0)
     parser.add_argument("--token-ms", type=float, default=0.0)
+    parser.add_argument("--bodies", action="store_true")
     given = parser.parse_args()
-    asyncio.run(serve(given.first_ms / 1e3, given.token_ms / 1e3))
+    asyncio.run(serve(given.first_ms / 1e3, given.token_ms / 1e3, keeps_bodies=given.bodies))
 
 
 if __name__ == "__main__":

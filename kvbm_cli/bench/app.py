@@ -223,11 +223,18 @@ def bench_trace(
 
 
 @bench_app.command("report", cls=Command)
-def bench_report(directory: DirectoryArgument, json: JsonOption = False) -> int:
+def bench_report(
+    directory: DirectoryArgument,
+    replay: Annotated[
+        Path | None,
+        path_option("--replay", "FILE", "Also write the requests to this new file, as a trace with times and bodies."),
+    ] = None,
+    json: JsonOption = False,
+) -> int:
     """Compute the summary, report and exports again."""
     from kvbm_cli.bench import command as body
 
-    return body.report(directory, as_json=json)
+    return body.report(directory, replay=replay, as_json=json)
 
 
 @bench_app.command("diff", cls=Command)

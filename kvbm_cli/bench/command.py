@@ -20,6 +20,7 @@ from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, par
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
+from kvbm_cli.bench.exports.replay import replay_lines
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
@@ -38,7 +39,7 @@ from kvbm_cli.bench.workload.plan import PATHS
 from kvbm_cli.bench.workload.schema import Workload
 from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
-from kvbm_cli.system.filesystem import write_atomically
+from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.system.machine import machine, versions
 from kvbm_cli.terminal.console import print_note
 from kvbm_cli.terminal.show_error import show_warning
@@ -256,13 +257,17 @@ def write_results(directory: BenchDirectory, results: Results, summary: dict[str
         raise cannot_write(directory.path, error) from None
 
 
-def report(path: Path, *, as_json: bool) -> int:
+def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
     """`kvbm bench report DIR`: compute the summary of the runs that have ended again, and everything that follows.
+
+    `replay` is a new file for a trace of the requests.
 
     The surroundings and their caveats are only in summary.json. A process that was killed leaves none.
     """
     directory = BenchDirectory.open(path)
     results = Results.read(directory)
+    if replay is not None:
+        write_replay(replay, results)
     old = directory.read_json(SUMMARY) if (path / SUMMARY).exists() else {"caveats": [UNKNOWN_SURROUNDINGS]}
     kept = {name: old.get(name) for name in SURROUNDINGS}
     summary = summarise(results, surroundings=kept, caveats=old.get("caveats", ()))
@@ -273,6 +278,16 @@ def report(path: Path, *, as_json: bool) -> int:
     finally:
         print_summary(summary, path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code
+
+
+def write_replay(file: Path, results: Results) -> None:
+    """Write the requests of the only cell as a trace. UsageError if there are several, or the file exists."""
+    plans = [cell.plan for cell in results.cells if cell.plan is not None]
+    if len(plans) != 1 or len(results.cells) != 1:
+        raise UsageError(
+            "`--replay` writes the requests of one workload at one load and pressure, and there are others"
+        )
+    write_new(file, "".join(replay_lines(plans[0])))
 
 
 def print_summary(summary: dict[str, Any], path: Path, *, as_json: bool) -> None:

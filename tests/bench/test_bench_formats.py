@@ -30,7 +30,14 @@ CELL = {"name": "chat-x1.2", "pressure": 1.2, "g1_tokens": 1024, "workload": {"n
 
 
 def plan(concurrency: int | None = None, model: str = "mock") -> Plan:
-    return Plan((planned(fields={"model": model}),), Launches(concurrency=concurrency), 60.0, 100, 100, planned())
+    return Plan(
+        (planned(fields={"model": model}),),
+        Launches(concurrency=concurrency, burstiness=0.5),
+        60.0,
+        100,
+        100,
+        planned(),
+    )
 
 
 def record(**changes: Any) -> RequestRecord:
@@ -68,7 +75,7 @@ def from_vllm(file: dict[str, Any]) -> ArmResult:
     return measured(records, file["duration"], file["max_concurrency"])
 
 
-# The configuration of vLLM's client, not a result. Our launches are not random: no burstiness.
+# The configuration of vLLM's client, not a result.
 VLLM_CONFIGURATION = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id"),
     *("request_rate", "burstiness", "workload", "pressure"),
@@ -81,8 +88,8 @@ def test_every_key_of_vllm_is_in_our_file_in_the_same_type():
     assert [key for key in theirs if key not in ours] == sorted(metadata, reverse=True)
     assert [key for key in ours if key not in theirs and not key.startswith("kvbm_")] == []
     different = {key for key in theirs.keys() - metadata if type(theirs[key]) is not type(ours[key])}
-    assert different == {"label", "burstiness", "request_rate"}
-    assert (theirs["label"], ours["burstiness"], ours["request_rate"]) == (None, None, "inf")
+    assert different == {"label", "request_rate"}
+    assert (theirs["label"], ours["burstiness"], ours["request_rate"]) == (None, 0.5, "inf")
     assert all(not isinstance(ours[key], dict) for key in ours)  # vLLM's plots make a table of the keys
 
 

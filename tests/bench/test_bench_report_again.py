@@ -12,6 +12,10 @@ from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import missing_runs, planned_runs
 from kvbm_cli.bench.summary import interrupted_summary
+from kvbm_cli.bench.trace.request import TraceFormat
+from kvbm_cli.bench.trace.script import trace_script
+from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan
+from kvbm_cli.bench.workload.script import TokenWriter
 
 FILES = ("report.html", "exports/kvbm/small/vllm-bench.json", "exports/baseline/small/profile_export.jsonl")
 
@@ -55,6 +59,20 @@ def test_the_records_decide_and_not_the_old_summary(tmp_path, capsys):
     assert summary_in(path)["verdict"] == "wrong"
     assert summary_in(path)["caveats"] == ["a caveat"]
     assert summary_in(path)["machine"] == SURROUNDINGS["machine"]
+
+
+@pytest.mark.parametrize("launches", [Launches(interval_s=0.5, burstiness=1), Launches(concurrency=2, think_s=1.5)])
+def test_a_trace_of_the_requests_replays_the_same_bodies_at_the_same_times(tmp_path, capsys, launches):
+    path, file = made(tmp_path / "a", launches=launches), tmp_path / "t.jsonl"
+    command.report(path, replay=file, as_json=True)
+    plan = Results.read(BenchDirectory.open(path)).cells[0].plan
+    script = trace_script(file, TraceFormat(), TokenWriter(lambda text: list(text.encode()), seed=0), seed=0)
+    again = Plan.make(script, Launches(concurrency=launches.concurrency), Dialect("m"), request_timeout_s=1.0)
+    for one, other in zip(again.requests, plan.requests, strict=True):
+        assert json.loads(one.encode()) == {**json.loads(other.encode()), "model": "m"}
+        assert (one.intended_s, one.after, one.delay_s) == (other.intended_s, other.after, other.delay_s)
+    with pytest.raises(UsageError, match="already exists"):
+        command.report(path, replay=file, as_json=True)
 
 
 @pytest.mark.parametrize("pairs", [1, 2])

@@ -55,7 +55,7 @@ def _head(result: ArmResult) -> dict[str, Any]:
         "tokenizer_id": result.model,
         "num_prompts": len(result.requests),
         "request_rate": "inf" if concurrency else result.offered_rate or "inf",
-        "burstiness": None,  # of vLLM's random arrivals; ours have fixed times
+        "burstiness": result.burstiness,
         "max_concurrency": concurrency,
     }
 

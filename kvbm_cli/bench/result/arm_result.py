@@ -61,6 +61,11 @@ class ArmResult:
         return self.cell.plan.launches.concurrency if self.cell.plan else None
 
     @property
+    def burstiness(self) -> float | None:
+        """Of random launches; `None` for fixed times."""
+        return self.cell.plan.launches.burstiness if self.cell.plan else None
+
+    @property
     def model(self) -> str:
         """The name that the server uses; of a path its last part, because exports name no directory of this machine."""
         body = dict(self.cell.plan.requests[0].fields) if self.cell.plan else {}
