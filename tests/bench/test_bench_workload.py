@@ -24,44 +24,8 @@ history_tokens: 100
 question_tokens: 5
 answer_tokens: 7
 """
-SMALLEST = {
-    "conversations": {
-        "users": 1,
-        "turns": 2,
-        "system_tokens": 0,
-        "history_tokens": 1,
-        "question_tokens": 1,
-        "answer_tokens": 1,
-    },
-    "shared-prefix": {
-        "groups": 1,
-        "requests_per_group": 1,
-        "prefix_tokens": 1,
-        "question_tokens": 0,
-        "answer_tokens": 1,
-    },
-    "unique": {"requests": 1, "prompt_tokens": 1, "answer_tokens": 1},
-    "rag": {
-        "documents": 1,
-        "document_tokens": 1,
-        "documents_per_request": 1,
-        "system_tokens": 0,
-        "question_tokens": 1,
-        "answer_tokens": 1,
-        "requests": 1,
-    },
-    "agentic-coding": {
-        "agents": 1,
-        "steps": 2,
-        "system_tokens": 1,
-        "task_tokens": 1,
-        "tool_result_tokens": 1,
-        "answer_tokens": 1,
-        "context_tokens": 8,
-    },
-    "trace": {"file": "trace.jsonl"},
-    "lmbenchmark": {"scenario": "short"},
-}
+DATA = Path(__file__).with_name("data")
+SMALLEST, LARGE = (yaml.safe_load((DATA / f"{name}-workloads.yaml").read_text()) for name in ("smallest", "large"))
 
 
 def document(kind: str, **changes: object) -> str:
@@ -155,21 +119,6 @@ def test_limits_of_a_good_request_are_accepted(slo):
 
 def test_a_file_without_a_kind_is_of_conversations():
     assert isinstance(parse_workload(TEXT, source="here"), Conversations)
-
-
-LARGE = {
-    "conversations": {"system_tokens": 100, "history_tokens": 900, "turns": 4, "question_tokens": 30, "users": 5},
-    "shared-prefix": {"prefix_tokens": 700, "question_tokens": 20, "groups": 9},
-    "rag": {"document_tokens": 300, "documents": 9, "documents_per_request": 3, "system_tokens": 50},
-    "agentic-coding": {
-        "system_tokens": 200,
-        "task_tokens": 300,
-        "tool_result_tokens": 40,
-        "steps": 6,
-        "agents": 4,
-        "context_tokens": 1000,
-    },
-}
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 3.7, 40.0])

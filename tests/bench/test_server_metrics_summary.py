@@ -2,7 +2,8 @@
 
 The pages in data/ were saved from a vLLM 0.32 with kvbm (profile vllm-cpu-demo with a disk tier) and from the embedded
 engine (profile demo-disk) before and after requests; most buckets of histograms are removed. vllm-tiering.txt was
-written by the metrics classes of vLLM 0.32 for its own offloading, which refuses to run on a CPU.
+written by the metrics classes of vLLM 0.32 for its own offloading, which refuses to run on a CPU. sglang.txt and
+vllm-lmcache.txt have their names and made-up values.
 """
 
 from __future__ import annotations
@@ -47,31 +48,6 @@ def saved(name: str) -> str:
     return (DATA / f"{name}.txt").read_text()
 
 
-SGLANG = """\
-sglang:prompt_tokens_total{model_name="m",is_streaming="True"} 1000
-sglang:cached_tokens_total{model_name="m",cache_source="device"} 300
-sglang:cached_tokens_total{model_name="m",cache_source="host"} 200
-sglang:cached_tokens_total{model_name="m",cache_source="storage"} 100
-sglang:cached_tokens_total{model_name="m",cache_source="total"} 600
-sglang:num_running_reqs{model_name="m"} 2
-sglang:num_queue_reqs{model_name="m"} 5
-sglang:token_usage{model_name="m"} 0.25
-sglang:page_size{model_name="m"} 64
-sglang:max_total_num_tokens{model_name="m"} 6400
-sglang:load_back_bytes_total{model_name="m"} 3e9
-sglang:load_back_duration_seconds_sum{model_name="m"} 1.5
-"""
-LMCACHE = """\
-vllm:prompt_tokens_by_source_total{source="local_cache_hit"} 10
-vllm:prompt_tokens_by_source_total{source="external_kv_transfer"} 20
-vllm:prompt_tokens_by_source_total{source="local_compute"} 30
-vllm:prompt_tokens_cached_by_source_total{source="disk"} 0
-vllm:prompt_tokens_cached_by_source_total{source="external_unspecified"} 20
-lmcache:num_requested_tokens_total 50
-lmcache:num_hit_tokens_total 20
-lmcache:time_to_retrieve_sum 0.5
-lmcache:local_cpu_evict_keys_count_total 4
-"""
 PARALLEL = "".join(
     f'vllm:num_requests_running{{engine="{engine}"}} 2\nvllm:kv_cache_usage_perc{{engine="{engine}"}} 0.{engine}\n'
     f'vllm:cache_config_info{{engine="{engine}",block_size="16",num_gpu_blocks="100"}} 1\n'
@@ -90,8 +66,11 @@ SAMPLES = {
     "vLLM with kvbm": [sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"), 60_000)],
     "the embedded engine": [sample(saved("embedded-start")), sample(saved("embedded-end"), 60_000)],
     "tiers of vLLM itself": [sample("vllm:prompt_tokens_total 0\n"), sample(saved("vllm-tiering"))],
-    "SGLang": [sample("sglang:prompt_tokens_total 0\n"), sample(SGLANG)],
-    "LMCache does not say where tokens came from": [sample("vllm:num_preemptions_total 0\n"), sample(LMCACHE)],
+    "SGLang": [sample("sglang:prompt_tokens_total 0\n"), sample(saved("sglang"))],
+    "LMCache does not say where tokens came from": [
+        sample("vllm:num_preemptions_total 0\n"),
+        sample(saved("vllm-lmcache")),
+    ],
     "data parallel engines are summed up": [sample(PARALLEL)],
     "a restart makes differences unknown": [
         *(sample(ENDED.format(100)), sample(ENDED.format(5), 1000), sample(ENDED.format(400), 2000)),

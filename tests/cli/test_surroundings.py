@@ -1,8 +1,9 @@
 """Commands where the machine refuses: no space, read-only, no home, no streams, no files.
 
-A row is what a shell does before the command, the command, its exit code, and what is said. Never a traceback, never a
-"bug", nothing half-written, nothing left behind. `full` and `frozen` make a directory so in a mount namespace of the
-command's own; where this user may not have one, their rows are skipped.
+An entry of `snapshots/surroundings.txt` is what a shell does before each of the commands below it. They have an exit
+code, and a part of what is said. Never a traceback, never a "bug", nothing half-written, nothing left behind. `full`
+and `frozen` make a directory so in a mount namespace of the command's own; where this user may not have one, their rows
+are skipped.
 """
 
 import functools
@@ -19,7 +20,17 @@ from pathlib import Path
 import pytest
 from mistakes import what_lies_in
 from recorded_runs import facts
-from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, environment, kvbm, kvbm_here, on_a_terminal
+from terminal import (
+    FAKE_ENGINE,
+    HANGS_S,
+    PROGRAM,
+    environment,
+    kvbm,
+    kvbm_here,
+    on_a_terminal,
+    steps_of,
+    stored_entries,
+)
 from test_cache import make_cache
 from test_serve import MODEL
 
@@ -55,76 +66,12 @@ class Row:
         return self.surroundings.startswith(("full", "frozen"))
 
 
-NEW = "profile new work/new.yaml --extends demo"
 SERVE = "serve -p mine.yaml"
-NO_SPACE, READ_ONLY, DENIED = "no space left on device", "read-only file system", "permission denied\n"
-NO_OUTPUT = f"error: cannot write to standard output: {NO_SPACE}\n"
-NO_CURRENT = "error: the current directory has been removed\n\nhint: `cd` to an existing directory"
-TOO_MANY = "too many open files\n\nhint: check the limit of open files with `ulimit -n`"
-IN_NONE = "mkdir gone; cd gone; rmdir ../gone"
-ROWS = (
-    Row("full work", NEW, 1, f"error: cannot write `work/new.yaml`: {NO_SPACE}\n"),
-    Row("full work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {NO_SPACE}\n"),
-    Row("full work", "profile import-env --output work/new.yaml", 1, f"`work/new.yaml`: {NO_SPACE}\n"),
-    Row("full work", "cache export-stats --dir caches --output work/x.json", 1, f"`work/x.json`: {NO_SPACE}\n"),
-    Row("full work", "bench -p mine.yaml --output work/run", 1, f"error: cannot write to work/run: {NO_SPACE}"),
-    Row("full work", f"{SERVE} --log work/log", 1, "the engine exited before it was healthy"),
-    Row("full .local", SERVE, 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check free space with `df -h "),
-    Row("full .local", f"{SERVE} --detach", 1, f"mine-1/run.json`: {NO_SPACE}\n\nhint: check free space with `df -h "),
-    Row("full .local", "stop", 0, "no engine is running"),
-    Row("full .local", "profile check mine.yaml", 0, "no mistakes found"),
-    Row("full caches", "cache ls --dir caches", 0, "1 cache,"),
-    Row("full caches", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
-    Row("full caches", "cache clear --yes --dir caches", 0, "removed 1 cache"),
-    Row("full temporary", "cache ls --dir caches", 0, "1 cache,"),
-    Row("frozen work", NEW, 1, f"error: cannot write `work/new.yaml`: {READ_ONLY}\n"),
-    Row("frozen work", "profile new work/old.yaml --force --extends demo", 1, f"`work/old.yaml`: {READ_ONLY}\n"),
-    Row("frozen work", "bench -p mine.yaml --output work/run", 1, READ_ONLY),
-    Row("frozen .local", f"{SERVE} --detach", 1, "cannot create a run directory in ~/.local/state/kvbm"),
-    Row("frozen caches", "cache ls --dir caches", 0, "1 cache,"),
-    Row("frozen caches", "cache verify --dir caches", 1, "Read-only file system"),
-    Row("frozen caches", "cache clear --yes --dir caches", 1, "Read-only file system"),
-    Row("full .local", "profile show mine.yaml", 0, "engine.model"),
-    Row("full .local", "cache ls --dir caches", 0, "1 cache,"),
-    Row("full .local", "size -p mine.yaml", 0, "G2 host"),
-    Row("full .local", "doctor --quick --dir .local/cache", 0, "warning  free space"),
-    Row("frozen .", "doctor --quick --dir caches", 1, "not writable: read-only file system"),
-    Row("frozen .", "cache ls", 0, "no caches in"),
-    Row("frozen .", "profile check mine.yaml", 0, "no mistakes found"),
-    Row("frozen .", "profile new new.yaml --extends demo", 1, f"`new.yaml`: {READ_ONLY}"),
-    Row("frozen .", "profile import-env --output new.yaml", 1, f"`new.yaml`: {READ_ONLY}"),
-    Row("frozen .", f"{SERVE} --dry-run", 0, "profile  mine"),
-    Row("ulimit -f 0", NEW, 1, "error: cannot write `work/new.yaml`: file too large\n"),
-    Row("ulimit -f 0", SERVE, 1, "run.json`: file too large\n\nhint: check the maximum file size with `ulimit -f`"),
-    Row("ulimit -f 0", "cache ls --dir caches", 1, "error: cannot write a temporary file: "),
-    Row("ulimit -n 8", SERVE, 1, TOO_MANY),
-    Row("ulimit -n 8", "cache verify --dir caches", 0, "2 blocks read, 0 damaged"),
-    Row(IN_NONE, "profile check demo", 0, "no mistakes found"),
-    Row(IN_NONE, "serve -p ../mine.yaml", 1, NO_CURRENT),
-    Row(IN_NONE, "bench -p ../mine.yaml", 1, NO_CURRENT),
-    Row("exec >/dev/full", "--help", 1, NO_OUTPUT),
-    Row("exec >/dev/full", "profile list", 1, NO_OUTPUT),
-    Row("exec >/dev/full", "cache ls --dir caches", 1, NO_OUTPUT),
-    Row("exec >/dev/full", "size -p demo --json", 1, NO_OUTPUT),
-    Row("exec >/dev/full 2>&1", "profile list", 1, ""),
-    Row("exec 2>/dev/full", "profile check none.yaml", 2, ""),
-    Row("exec 2>/dev/full", "status", 0, ""),
-    Row("exec <&- >&- 2>&-", "profile check demo", 0, ""),
-    Row("exec <&- >&- 2>&-", f"{SERVE} --detach", 1, ""),
-    Row("exec <&-", "cache clear --dir caches", 2, "error: cannot ask for confirmation"),
-    Row("exec <&- >&- 2>&-", "profile check none.yaml", 2, ""),
-    Row("closed", "profile check closed/mine.yaml", 2, f"cannot read the profile `closed/mine.yaml`: {DENIED}"),
-    Row("closed", "profile check mine.yaml --set engine.model=./closed/m", 2, f"/closed/m`: {DENIED}"),
-    Row("closed", "profile check below.yaml", 2, f"`extends`: cannot read `closed/mine.yaml`: {DENIED}"),
-    Row("closed", "profile check mine.yaml --set bench.workload=./closed/w.yaml", 2, f"/closed/w.yaml`: {DENIED}"),
-    Row("closed", "profile check demo-disk --set tiers.disk.directory=~/closed/d", 2, "/closed is not writable\n"),
-    Row("closed", "cache ls --dir closed", 1, "/closed: Permission denied (EACCES)\n"),
-    Row("closed", "cache ls --dir closed/d", 2, f"`--dir closed/d`: {DENIED}"),
-    Row("closed", "doctor --quick --dir closed", 1, f"not writable: {DENIED}"),
-    Row("closed", "doctor --quick --dir closed/d", 1, f"not writable: {DENIED}"),
-    Row("closed", "profile new closed/new.yaml --extends demo", 1, f"cannot write `closed/new.yaml`: {DENIED}"),
-    Row("closed", f"{SERVE} --dry-run --log closed/log", 1, f"log `closed/log`: {DENIED}"),
-)
+ROWS = [
+    Row(surroundings, line.removeprefix("kvbm "), int(code.removeprefix("exit code: ")), said.rstrip())
+    for surroundings, text in stored_entries("surroundings").items()
+    for line, (code, _, said) in ((line, shown.partition("\n")) for line, shown in steps_of(text))
+]
 
 
 @functools.cache
