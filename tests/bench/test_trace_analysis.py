@@ -288,7 +288,8 @@ def test_page_is_at_most_80_wide(kvbm):
         assert max(map(len, out.splitlines())) <= 80
 
 
-def test_json_has_the_numbers_of_the_page(kvbm):
+def test_json_has_the_numbers_of_the_page(kvbm, monkeypatch):
+    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600)
     code, out, err = kvbm("bench", "trace", HEAD, "--bytes-per-token", "128KiB", "--json")
     data = json.loads(out)
     assert (code, err) == (0, "")
