@@ -11,7 +11,7 @@ Three servers run at the same time: two with everything off (`off`, `off2`) and 
 - `metrics.spans_endpoint`, with a receiver on the loopback
 - `metrics.nvtx`, with the package and without a profiler
 - the control socket, without messages
-- KV events, with a subscriber
+- with `--events`, KV events too, with a subscriber: vLLM's interface for routers (`bench/micro/events_step.py`)
 - with `--capacities`, the shadow caches of `metrics.capacities`
 
 One server works at a time. In a round each of them gets the same requests: conversations that return after G1 has lost
@@ -75,6 +75,7 @@ class Watchers:
     """What receives all that the server `on` shows. Counts it, to prove that it was on."""
 
     directory: Path
+    has_events: bool
     has_capacities: bool
     spans_port: int = 0
     metrics_port: int = field(default_factory=free_port)
@@ -93,6 +94,8 @@ class Watchers:
         return {**shown, "capacities": self.has_capacities}
 
     def flags(self) -> tuple[str, ...]:
+        if not self.has_events:
+            return ()
         events = {"enable_kv_cache_events": True, "endpoint": self.events_address}
         return ("--kv-events-config", json.dumps(events))
 
@@ -120,7 +123,7 @@ class Watchers:
         return {
             "spans_bytes": self.spans_bytes,
             "scrapes": self.scrapes,
-            "event_batches": self.event_batches,
+            **({"event_batches": self.event_batches} if self.has_events else {}),
             "control_sockets": sockets,
         }
 
@@ -213,6 +216,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="directory of the model `vllm-25m`")
     parser.add_argument("--rounds", type=int, default=42, help="rounds of requests for each server")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no round after this time")
+    parser.add_argument("--events", action="store_true", help="with KV events too")
     parser.add_argument("--capacities", action="store_true", help="with `metrics.capacities` too")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
@@ -220,7 +224,7 @@ def main() -> int:
     deadline_s = time.monotonic() + options.minutes * 60
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="sight-") as directory:
-        watchers = Watchers(Path(directory), options.capacities)
+        watchers = Watchers(Path(directory), options.events, options.capacities)
         with receiver(watchers):
             servers = start(options.model, watchers)
             with running([one.server for one in servers.values()]), watching(watchers, servers["on"]):
