@@ -19,8 +19,17 @@ from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.build import build_script, with_hints
+from kvbm_cli.bench.workload.images import image_of
 from kvbm_cli.bench.workload.plan import Launches
-from kvbm_cli.bench.workload.schema import AgenticCoding, Lmbenchmark, Schedule, Trace, Workload, as_definition
+from kvbm_cli.bench.workload.schema import (
+    AgenticCoding,
+    Conversations,
+    Lmbenchmark,
+    Schedule,
+    Trace,
+    Workload,
+    as_definition,
+)
 from kvbm_cli.bench.workload.script import LengthWriter, Script, Writer
 
 
@@ -189,6 +198,13 @@ def warnings_of(workload: Workload) -> list[str]:
         found = findings_of(Path(workload.file), _form(workload))
     elif isinstance(workload, Lmbenchmark):
         check_files(workload)
+    elif isinstance(workload, Conversations) and workload.images:
+        if workload.endpoint == "completions":
+            raise UsageError(
+                f"the images of `{workload.name}` require an endpoint for messages", hint="`--endpoint chat`"
+            )
+        for one in workload.images:
+            image_of(one)
     if isinstance(workload, Trace) or (isinstance(workload, Lmbenchmark) and workload.mode == "strict"):
         script_of(workload, LengthWriter(), seed=workload.seed)
     return found

@@ -198,7 +198,7 @@ def nothing_starts(monkeypatch, tmp_path):
     monkeypatch.setattr("kvbm_cli.bench.command.make_model", refuse)
     monkeypatch.setattr("kvbm_cli.bench.command.measure", refuse)
     yield
-    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml", "w.yaml", "t.jsonl", "f", "g"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"small.yaml", "w.yaml", "t.jsonl", "f", "f.txt", "g"}
 
 
 def dry_run(tmp_path, capsys, *, workload=WORKLOAD, as_json=True, **options):
@@ -298,7 +298,11 @@ def test_a_dry_run_has_the_requests_the_duration_and_the_working_set(
 
 
 TRANSCRIPTS = {"kind": "lmbenchmark", "scenario": "sharegpt", "file": "f", "warm_up_file": "g"}
+IMAGES = {**WORKLOAD.model_dump(mode="json"), "images": ["f.txt", "https://host/x"]}
 FILES = {
+    "no image": ({}, {"workload": {**IMAGES, "endpoint": "chat"}}, "the image `.*f.txt` does not exist"),
+    "a text": ({"f.txt": "a"}, {"workload": {**IMAGES, "endpoint": "chat"}}, "does not end like that of an image"),
+    "an image and tokens": ({}, {"workload": IMAGES}, "the images of `w` require an endpoint for messages"),
     "price": ({"f": "x: 1"}, {"price": "f"}, "unknown key `x`\n  f:1:1"),
     "no certificates": (
         {},
@@ -338,7 +342,7 @@ def test_a_file_that_is_missing_or_wrong_is_refused_before_anything_starts(tmp_p
         Path(file).write_text(text)
     given = {"profiles": ("demo",), **options}
     if workload := given.pop("workload", None):
-        Path("w.yaml").write_text(yaml.safe_dump({"name": "w", **workload}))
+        Path("w.yaml").write_text(yaml.safe_dump({**workload, "name": "w"}))
         given["workloads"] = ["w.yaml"]
     given |= {key: Path(given[key]) for key in ("price", "ca_file") if key in given}
     with pytest.raises((UsageError, ProfileError), match=message):

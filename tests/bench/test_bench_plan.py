@@ -206,6 +206,31 @@ def test_prompts_are_messages_of_three_roles(path, key):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_each_user_has_an_image_before_the_text_which_plans_keep_once(tmp_path, path):
+    (tmp_path / "a.png").write_bytes(b"no pixels")
+    places = (str(tmp_path / "a.png"), "https://host/b.jpg")
+    workload = WORKLOAD.model_copy(update={"images": places, "system_tokens": 0})
+    dialect = Dialect("m", has_token_ids=False, path=path)
+    script = build_script(workload, TextWriter(4.0), seed=0)
+    plan = Plan.make(script, Launches(interval_s=1), dialect, answers=TEXTS, request_timeout_s=1.0)
+    urls = ("data:image/png;base64,bm8gcGl4ZWxz", "https://host/b.jpg")
+    for request in plan.requests:
+        first, *later = json.loads(request.encode())["input" if path == RESPONSES else "messages"]
+        image, text = first["content"]
+        url = urls[request.session % 2]
+        assert (first["role"], text["text"]) == ("user", "".join(request.parts[2:4]))
+        assert image == (
+            {"type": "input_image", "image_url": url}
+            if path == RESPONSES
+            else {"type": "image_url", "image_url": {"url": url}}
+        )
+        assert [type(one["content"]) for one in later] == [str] * len(later)
+    written = json.loads(json.dumps(plan.to_json()))
+    assert [written["contents"].count(url) for url in urls] == [1, 1]
+    assert Plan.from_json(written) == plan
+
+
 def test_random_times_have_the_mean_of_the_fixed_ones_and_follow_the_seed():
     fixed, poisson, bursts = (Launches(interval_s=0.5, burstiness=one, seed=7) for one in (None, 1.0, 0.1))
     assert fixed.times_s(4) == [0.0, 0.5, 1.0, 1.5]

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from kvbm_cli.bench.workload.images import image_of
 from kvbm_cli.bench.workload.schema import AgenticCoding, Conversations, Rag, SharedPrefix, Unique, Workload
-from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer, length_of
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Image, Part, Script, ScriptedRequest, Writer, length_of
 
 SUMMARY_SHARE = 4  # a summary is a fourth of the longest context at most
 LEAST_S = 30.0
@@ -48,7 +49,8 @@ def conversations(workload: Conversations, writer: Writer, generator: random.Ran
     that a user joins about every `turns` / P launches.
     """
     system = writer.content(generator, workload.system_tokens)
-    places = [_Place(workload, writer, generator, system, number) for number in range(workload.users)]
+    images = [image_of(one) for one in workload.images]
+    places = [_Place(workload, writer, generator, system, images, number) for number in range(workload.users)]
     index = 0
     for _ in range(workload.turns * workload.rounds_of_users):
         for place in places:
@@ -60,8 +62,15 @@ class _Place:
     """One of `users` places: a user's conversation, then the next user's."""
 
     def __init__(
-        self, workload: Conversations, writer: Writer, generator: random.Random, system: Content, number: int
+        self,
+        workload: Conversations,
+        writer: Writer,
+        generator: random.Random,
+        system: Content,
+        images: Sequence[Image],
+        number: int,
     ) -> None:
+        self._images = images
         self._workload, self._writer, self._generator, self._system = workload, writer, generator, system
         self._number, self._users, self._turn, self._previous = number, 0, 0, -1
         self._left = workload.turns
@@ -72,7 +81,9 @@ class _Place:
     def next_request(self, index: int) -> ScriptedRequest:
         workload = self._workload
         if self._turn == 0:
-            self._parts = [self._system, self._content(workload.history_tokens)]
+            user = self._number + self._users * workload.users
+            image = [self._images[user % len(self._images)]] if self._images else []
+            self._parts = [self._system, *image, self._content(workload.history_tokens)]
         elif workload.history == "recorded":
             self._parts.append(AnswerOf(self._previous, workload.answer_tokens))
         else:

@@ -20,7 +20,8 @@ from kvbm.config.foreign import OWN, foreign_file
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
-from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Workload
+from kvbm_cli.bench.workload.images import is_url
+from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Conversations, Workload
 from kvbm_cli.package_data import workloads_directory
 from kvbm_cli.system.filesystem import LFS_HINT, LFS_POINTER
 
@@ -112,10 +113,12 @@ def _stem(path: Path) -> str:
 
 def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:
     """Return the same workload; files that it names are relative to its own."""
+    directory = path.resolve().parent
     named = {key: getattr(workload, key, None) for key in ("file", "warm_up_file")}
-    return workload.model_copy(
-        update={key: str(path.resolve().parent / file) for key, file in named.items() if file is not None}
-    )
+    update: dict[str, object] = {key: str(directory / file) for key, file in named.items() if file is not None}
+    if isinstance(workload, Conversations):
+        update["images"] = tuple(one if is_url(one) else str(directory / one) for one in workload.images)
+    return workload.model_copy(update=update)
 
 
 def _validated(document: Document, path: Path) -> Workload:

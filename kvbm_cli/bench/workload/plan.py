@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Phase, Script, ScriptedRequest
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Image, Part, Phase, Script, ScriptedRequest
 from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS
 
 Group = list["PlannedRequest"]
@@ -30,6 +30,7 @@ _PLAIN = (
     *("prompt_tokens", "answer_tokens", "path"),
 )
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+IMAGE = "image"  # of a part; its message is that of the user's text after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +114,28 @@ class PlannedRequest:
         prompt = {name: self.messages() if self.roles else self.prompt} if self.parts else {}
         return json.dumps({**prompt, **dict(self.fields)}, separators=(",", ":")).encode()
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """Return the parts as messages; parts in a row with one role are one message."""
-        found: list[dict[str, str]] = []
+        found: list[tuple[str, list[str], list[str]]] = []  # role, images, texts
         for role, part in zip(self.roles, self.parts, strict=True):
             assert isinstance(part, str), "messages are text"
-            if found and found[-1]["role"] == role:
-                found[-1]["content"] += part
+            if role == IMAGE:
+                found.append((USER, [part], []))
+            elif found and found[-1][0] == role:
+                found[-1][2].append(part)
             elif part:
-                found.append({"role": role, "content": part})
-        return found
+                found.append((role, [], [part]))
+        return [{"role": role, "content": self._content(images, "".join(texts))} for role, images, texts in found]
+
+    def _content(self, images: Sequence[str], text: str) -> str | list[dict[str, Any]]:
+        if not images:
+            return text
+        if self.path == RESPONSES:
+            return [
+                *({"type": "input_image", "image_url": one} for one in images),
+                {"type": "input_text", "text": text},
+            ]
+        return [*({"type": "image_url", "image_url": {"url": one}} for one in images), {"type": "text", "text": text}]
 
     def to_json(self, contents: Mapping[int, int]) -> dict[str, Any]:
         """`contents` has the number of each part by its identity."""
@@ -308,7 +321,7 @@ def unplanned(
 
 def roles_of(parts: Sequence[Part], *, has_system: bool = True) -> tuple[str, ...]:
     """Return the role of each part of a prompt: the first of several is the system's, answers are the assistant's."""
-    roles = [ASSISTANT if isinstance(part, AnswerOf) else USER for part in parts]
+    roles = [ASSISTANT if isinstance(part, AnswerOf) else IMAGE if isinstance(part, Image) else USER for part in parts]
     return tuple([SYSTEM, *roles[1:]] if has_system and len(parts) > 1 else roles)
 
 

@@ -207,6 +207,13 @@ class Conversations(Workload):
         description="Users per place: when a user has finished, the next one starts. Above 1, the first users have "
         "fewer turns, so that users join and leave all the time.",
     )
+    images: tuple[str, ...] = Field(
+        default=(),
+        strict=False,  # YAML has lists
+        max_length=10_000,
+        description="Images at the start of conversations, one per user, in turn: URLs, or files relative to this "
+        "file, which are sent as base64. Requires the endpoint `chat` or `responses`. Lengths do not include them.",
+    )
 
     def prompt_tokens(self, turn: int) -> int:
         """Prompt length of a turn, counted from 1."""

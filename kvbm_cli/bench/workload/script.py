@@ -45,6 +45,12 @@ class AnswerOf:
     tokens: int
 
 
+class Image(str):
+    """The URL of an image, as a part of a prompt. It belongs to the text after it, and has an unknown length."""
+
+    __slots__ = ()
+
+
 Part = Content | AnswerOf
 
 
@@ -118,9 +124,11 @@ def with_canned_answers(script: Script, write: Callable[[int], Content]) -> Scri
 
 
 def length_of(part: Part) -> int:
-    """Tokens of a part; of text, a quarter of its characters, which is good enough for phases."""
+    """Tokens of a part; of text, a quarter of its characters, which is good enough for phases. 0 of an image."""
     if isinstance(part, AnswerOf):
         return part.tokens
+    if isinstance(part, Image):
+        return 0
     return len(part) // 4 if isinstance(part, str) else len(part)
 
 
