@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
 from kvbm.config.engine import EmbeddedArguments, SglangArguments, TrtllmArguments, VllmArguments
 from kvbm.config.flags import invalid_name, refused_by
+from kvbm.config.spelling import NEAR
 
 STORAGE = {
     "backend_name": "kvbm",
@@ -59,6 +61,8 @@ _OF_OTHERS = (
     - SglangArguments.model_fields.keys()
     - {"device"}
 )
+# Declared names to which no other flag of SGLang is similar: one that is similar to them is misspelt.
+_DISTINCT = SglangArguments.model_fields.keys() - {"tp_size", "pp_size", "dp_size"}
 
 
 def refused_sglang_flags(document: Document) -> Iterator[Mistake]:
@@ -83,4 +87,11 @@ def _reason_against(name: str, entry: Entry) -> tuple[str, str] | None:
         return f"`{name}` is not a flag of SGLang", f"write `{SAME_FLAG[name]}`"
     if name in _OF_OTHERS:
         return f"`{name}` is not a flag of SGLang", "remove it"
+    if name not in SglangArguments.model_fields and (meant := similar_flag(name)) is not None:
+        return f"`{name}` is not a flag of SGLang", f"did you mean `{meant}`?"
     return None
+
+
+def similar_flag(name: str) -> str | None:
+    """Return the declared flag of which an undeclared one is a misspelling; None if it may be one of SGLang."""
+    return next(iter(difflib.get_close_matches(name, _DISTINCT, n=1, cutoff=NEAR)), None)

@@ -351,6 +351,13 @@ FILE_MISTAKES = {
         "    |                                              ^^^^^^^^^^",
         "write `page_size`",
     ),
+    "misspelt flag of SGLang": (
+        "engine: {kind: sglang, model: m, arguments: {page_sise: 16}}\ntiers: {disk: {blocks: 9}}\n",
+        "`page_sise` is not a flag of SGLang\n"
+        "  FILE:1:46\n    |\n  1 | engine: {kind: sglang, model: m, arguments: {page_sise: 16}}\n"
+        "    |                                              ^^^^^^^^^",
+        "did you mean `page_size`?",
+    ),
     "flag of SGLang that kvbm sets": (
         "engine: {kind: sglang, model: m, arguments: {enable-metrics: true}}\ntiers: {disk: {blocks: 9}}\n",
         "`enable_metrics` is set by kvbm\n"

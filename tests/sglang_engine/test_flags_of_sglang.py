@@ -1,4 +1,4 @@
-"""The flags that `kvbm profile import` knows of SGLang are those of its own parser. `nox -s sglang` runs it."""
+"""What `kvbm profile import` and `check` know of SGLang's flags fits its own parser. `nox -s sglang` runs it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from importlib import metadata
 
 import pytest
 
+from kvbm.config.engine import SglangArguments
+from kvbm.config.sglang_options import similar_flag
 from kvbm_cli.profile.import_profile import SGLANG_NAMES, value_count
 
 try:
@@ -36,10 +38,19 @@ def counted(nargs: int | str | None) -> int:
     return 1 if nargs in (None, argparse.OPTIONAL) else sys.maxsize
 
 
-def test_every_flag_has_the_entry_and_the_number_of_values_of_the_parser():
+@pytest.fixture(scope="module")
+def flags():
     done = subprocess.run([sys.executable, "-c", PARSER], capture_output=True, text=True, check=True)
-    flags = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_flag_has_the_entry_and_the_number_of_values_of_the_parser(flags):
     assert len(flags) > 500
     assert [(name, nargs) for name, _, nargs in flags if value_count(name, "sglang") != counted(nargs)] == []
     others = {name: entry for name, entry, _ in flags if name not in (entry, f"no_{entry}", "model")}
     assert {name: SGLANG_NAMES.get(name, name) for name in others} == others
+
+
+def test_no_flag_of_the_parser_is_taken_for_a_misspelt_one(flags):
+    declared = SglangArguments.model_fields
+    assert {name: near for name, *_ in flags if name not in declared and (near := similar_flag(name))} == {}
