@@ -17,6 +17,7 @@ SGLang starts its processes by `spawn`, which imports this module in each of the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
@@ -159,6 +160,13 @@ def _patch_common(module: types.ModuleType) -> None:
 
 def _patch_base(module: types.ModuleType) -> None:
     vars(module)["HICACHE_HOST_MEMORY_RESERVE_BYTES"] = CPU_RESERVE_BYTES
+    allocate = module.HostKVCache.__init__
+
+    @functools.wraps(allocate)
+    def __init__(self: Any, *arguments: Any, **keys: Any) -> None:
+        allocate(self, *arguments, **{**keys, "pin_memory": False})  # torch cannot, and flat pages ask for it
+
+    module.HostKVCache.__init__ = __init__
 
 
 def _patch_copies(module: types.ModuleType) -> None:

@@ -11,6 +11,7 @@ instead of the minute of a start.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -73,8 +74,8 @@ class Server:
         logprobs = [(value, token) for value, token, *_ in facts["output_token_logprobs"]]
         answer = Answer(
             tuple(token for _, token in logprobs),
-            tuple(value for value, _ in logprobs),
-            tuple(margin([value for value, *_ in best]) for best in facts["output_top_logprobs"]),
+            tuple(_number(value) for value, _ in logprobs),
+            tuple(margin([_number(value) for value, *_ in best]) for best in facts["output_top_logprobs"]),
             int(facts["cached_tokens"]),
         )
         assert len(answer.tokens) == count, found
@@ -252,6 +253,10 @@ def plain(model: Path, log: Path) -> Iterator[Server]:
     profile = profile_of(model, disk_at(log.parent / "unused"), arguments={"enable_hierarchical_cache": False})
     with serving(profile, log, has_kvbm=False) as server:
         yield server
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value  # JSON has no NaN, which wrong KV can give
 
 
 def _is_healthy(url: str) -> bool:
