@@ -19,7 +19,7 @@ from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.build import build_script, with_hints
-from kvbm_cli.bench.workload.images import image_of
+from kvbm_cli.bench.workload.files import image_of
 from kvbm_cli.bench.workload.plan import Launches
 from kvbm_cli.bench.workload.schema import (
     AgenticCoding,

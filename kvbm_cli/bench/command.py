@@ -19,8 +19,7 @@ from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
-from kvbm_cli.bench.exports.replay import replay_lines
+from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary, replay_lines
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight

@@ -5,6 +5,8 @@ lateness of the client, and `request_latency` does not. Latencies end with the l
 value per request, the time per token after the first chunk; `inter_chunk_latency` has our gaps between tokens.
 `adj_` metrics count a failed request as infinitely slow; values that are infinite are left out, as aiperf does.
 `input_config`, metrics of the HTTP connection and of load over time are not written.
+
+`replay_lines` writes the other direction: a trace of our requests, which aiperf replays.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
+from kvbm.errors import UsageError
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
 from kvbm_cli.bench.result.results import TIERS, RequestRecord
+from kvbm_cli.bench.workload.plan import RESPONSES, Plan
 
 SCHEMA_VERSION = "1.4"
 AIPERF_VERSION = "0.13.0"  # whose formulas the values follow
@@ -276,3 +280,27 @@ def _metadata(result: ArmResult, record: RequestRecord) -> dict[str, Any]:
 
 def _ns(result: ArmResult, record: RequestRecord, stamp_ms: float) -> int:
     return int(result.unix_s(record, 0.0) * 1e9) + int(stamp_ms * 1e6)
+
+
+def replay_lines(plan: Plan) -> Iterator[str]:
+    """Yield the lines of a trace with the times and whole bodies of the requests, in the order of the launches, for
+    aiperf and for `kind: trace` (docs/reference/trace.md).
+
+    A request in an open loop has a `timestamp` and is a session of its own. In a closed loop, `delay` counts from the
+    end of the previous turn; of several requests that one waits for, that is the last. UsageError for bodies that a
+    trace cannot have.
+    """
+    joined = {request.session for request in plan.requests if request.after}
+    for request in plan.requests:
+        if request.path == RESPONSES:
+            raise UsageError(f"a trace has no bodies for `{RESPONSES}`")
+        line: dict[str, Any] = {}
+        if request.intended_s is not None:
+            line["timestamp"] = round(request.intended_s * 1e3, 3)
+        if request.session in joined:
+            line["session_id"] = str(request.session)
+        if request.after and request.turn > 1:
+            line["delay"] = round(request.delay_s * 1e3, 3)
+        if request.answer_tokens is not None:
+            line["output_length"] = request.answer_tokens
+        yield json.dumps({**line, "payload": json.loads(request.encode())}, separators=(",", ":")) + "\n"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from kvbm_cli.bench.workload.images import image_of
+from kvbm_cli.bench.workload.files import image_of
 from kvbm_cli.bench.workload.schema import AgenticCoding, Conversations, Rag, SharedPrefix, Unique, Workload
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Image, Part, Script, ScriptedRequest, Writer, length_of
 

@@ -1,11 +1,13 @@
-"""Reads workloads: shipped ones by name, others from YAML files.
+"""Reads workloads: shipped ones by name, others from YAML files; and the images that they name.
 
 Files that are given as a trace and are something else are recognised by their first bytes.
 """
 
 from __future__ import annotations
 
+import base64
 import difflib
+import mimetypes
 import re
 import shlex
 from dataclasses import dataclass
@@ -20,12 +22,14 @@ from kvbm.config.foreign import OWN, foreign_file
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
-from kvbm_cli.bench.workload.images import is_url
 from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Conversations, Workload
+from kvbm_cli.bench.workload.script import Image
 from kvbm_cli.package_data import workloads_directory
 from kvbm_cli.system.filesystem import LFS_HINT, LFS_POINTER
 
 HEAD_BYTES = 1 << 20
+IMAGE_URLS = ("http://", "https://", "data:image/")
+MOST_IMAGE_BYTES = 20 << 20
 AnyWorkload = TypeVar("AnyWorkload", bound=Workload)
 WORKLOAD_SUFFIXES = (".yaml", ".yml")
 TRACE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".json.gz", ".parquet")
@@ -194,3 +198,24 @@ def other_format(head: bytes) -> ForeignFile | None:
     if b"," in first and first[:1] not in b"[{":
         return ForeignFile("seems to be CSV, and this format is not read yet", LINES_HINT)
     return None
+
+
+def is_url(place: str) -> bool:
+    return place.startswith(IMAGE_URLS)
+
+
+def image_of(place: str) -> Image:
+    """Return the image at a URL, which is sent as it is, or in a file, as base64 in a `data:` URL. UsageError for a
+    file that is none."""
+    if is_url(place):
+        return Image(place)
+    path = Path(place)
+    require_file(
+        path, "image", hint=f"an image is a file, or begins with {', '.join(f'`{one}`' for one in IMAGE_URLS)}"
+    )
+    kind, _ = mimetypes.guess_type(path.name)
+    if kind is None or not kind.startswith("image/"):
+        raise UsageError(f"the name of the image `{path}` does not end like that of an image, such as `.png`")
+    if path.stat().st_size > MOST_IMAGE_BYTES:
+        raise UsageError(f"the image `{path}` is larger than {MOST_IMAGE_BYTES >> 20} MiB")
+    return Image(f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}")
