@@ -20,7 +20,6 @@ Arrivals count from the first one. Exits with 1 if a limit is exceeded.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gzip
 import json
 import subprocess
@@ -34,12 +33,14 @@ from statistics import median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "bench" / "vllm")]
+sys.path[:0] = [str(ROOT / "bench" / name) for name in ("vllm", "client")]
 
 from facts import facts  # noqa: E402
+from overhead import server  # noqa: E402
 
 PUBLIC = ROOT / "tests/bench/data/mooncake-conversation-head.jsonl.gz"
 KVBM = (sys.executable, "-c", "import sys; from kvbm_cli.app import run; sys.exit(run(sys.argv[1:]))")
+SERVER = ("--first-ms", "50", "--token-ms", "20", "--bodies")
 ROUNDS = 3
 PUBLIC_REQUESTS = 40
 LATE_MS = 20.0
@@ -70,17 +71,6 @@ class Replayed:
     numbers: dict[str, float]
     arrivals_s: tuple[float, ...]
     bodies: tuple[dict[str, Any], ...]
-
-
-@contextlib.contextmanager
-def server() -> Iterator[str]:
-    command = [sys.executable, str(ROOT / "bench/client/server.py"), "--first-ms", "50", "--token-ms", "20", "--bodies"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{child.stdout.readline().strip()}"
-        finally:
-            child.kill()
 
 
 def stamps(url: str) -> list[list[Any]]:
@@ -197,13 +187,13 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
     found = {}
     for name, (workload, rounds) in workloads.items():
         (work / f"{name}.yaml").write_text(workload)
-        with server() as url:
+        with server(*SERVER) as url:
             bench(url, work / f"{name}.yaml", work / name)
         trace = work / f"{name}-replay.jsonl"
         run([*KVBM, "bench", "report", str(work / name), "--replay", str(trace)], work / "report.log")
         replays = []
         for number in range(rounds):
-            with server() as url:
+            with server(*SERVER) as url:
                 directory = work / f"{name}-{number}"
                 directory.mkdir()
                 replays.append(of_kvbm(url, trace, directory / "kvbm"))
