@@ -3,14 +3,14 @@
     python -m kvbm_cli.make_model vllm-25m /tmp/vllm-25m
     python bench/peers/pressure.py --model /tmp/vllm-25m --output bench/results/NAME-pressure
 
-Run it on an idle machine, with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes about nine
-minutes on two cores. `--arms` selects arms, `--minutes` ends it early. It writes NAME.json with every sample, and
-NAME.md. The arm `lmcache` requires `--lmcache DIRECTORY` (see ttft.py).
+Run it on an idle machine, with an interpreter that has vLLM 0.32 for CPUs and this repository. It takes
+twelve minutes on two cores. `--arms` selects arms, `--minutes` ends it early. It writes NAME.json with every sample,
+and NAME.md. The arm `lmcache` requires `--lmcache DIRECTORY` (see ttft.py).
 
     vllm            no connector
     lru             kvbm with `eviction: lru`
     adaptive        kvbm with `eviction: adaptive`
-    hinted          the same, and each agent says that it comes back (`retain_s`)
+    hinted          the same, and each agent says that it comes back (`retain_s`), and at last that it is over (`end`)
     native-lru      vLLM's OffloadingConnector with the tiering manager and its LRU; its copier as in native_on_cpu.py
     native-arc      the same with ARC
     lmcache         LMCacheMPConnector and its server
@@ -43,12 +43,12 @@ from facts import facts  # noqa: E402
 from server import Flags, Server  # noqa: E402
 
 BLOCK_TOKENS = 32  # the smallest of vLLM on CPUs: `adaptive` decides after 500 blocks
-AGENTS, TURNS = 2, 4
+AGENTS, TURNS = 4, 6
 FIRST_TOKENS, TURN_TOKENS, SCAN_TOKENS, ANSWER_TOKENS = 192, 64, 256, 8
 CONTEXT_TOKENS = FIRST_TOKENS + TURNS * (TURN_TOKENS + ANSWER_TOKENS)
 HOST_BLOCKS = round(2.2 * AGENTS * CONTEXT_TOKENS / BLOCK_TOKENS)
 SCANS = round(1.2 * HOST_BLOCKS * BLOCK_TOKENS / SCAN_TOKENS)
-HINT = {"kv_transfer_params": {"kvbm": {"retain_s": 480}}}
+RETAIN_S = 480
 POOL_BLOCKS = 3 * CONTEXT_TOKENS // (2 * BLOCK_TOKENS)
 
 
@@ -120,7 +120,14 @@ def requests_of(pair: int) -> Iterator[tuple[int, list[int], int | None]]:
             yield turn, random_prompt((pair, "scan", turn, number), SCAN_TOKENS), None
 
 
-def serve(server: Server, pair: int, samples: Samples, *, fields: dict[str, Any] | None) -> None:
+def hint(pair: int, agent: int, turn: int) -> dict[str, Any]:
+    """What an agent says of its session, as fields of a request."""
+    session = f"{pair}-{agent}"
+    says = {"end": [session]} if turn == TURNS - 1 else {"retain_s": RETAIN_S}
+    return {"kv_transfer_params": {"kvbm": {"session": session, **says}}}
+
+
+def serve(server: Server, pair: int, samples: Samples, *, sends_hints: bool) -> None:
     """Send all requests of a pair. The answers of an agent are part of its next prompt."""
     contexts: list[list[int]] = [[] for _ in range(AGENTS)]
     ttfts: list[float] = []
@@ -132,6 +139,7 @@ def serve(server: Server, pair: int, samples: Samples, *, fields: dict[str, Any]
             continue
         contexts[agent] += added
         before = cached_tokens(server)
+        fields = hint(pair, agent, turn) if sends_hints else None
         answer = complete(server, contexts[agent], token_count=ANSWER_TOKENS, fields=fields)
         contexts[agent] += (int(token.removeprefix("token_id:")) for token in answer.tokens)
         answers.append(answer.tokens)
@@ -208,8 +216,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True, help="path of the result without suffix")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[name for name in ARMS if name != "lmcache"])
-    parser.add_argument("--pairs", type=int, default=4, help="`adaptive` leaves LRU after the first ones")
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--pairs", type=int, default=3, help="with new agents each")
+    parser.add_argument("--minutes", type=float, default=11.0)
     parser.add_argument("--lmcache", type=Path)
     options = parser.parse_args()
     options.block_bytes = block_bytes(options.model)
@@ -233,7 +241,7 @@ def main() -> int:
                 break
             began_s = time.monotonic()
             for name in order.sample(options.arms, len(options.arms)):
-                serve(servers[name].server, pair, arms[name], fields=HINT if name == "hinted" else None)
+                serve(servers[name].server, pair, arms[name], sends_hints=name == "hinted")
                 ttft.say(f"pair {pair + 1}, {name}: {arms[name].cached_tokens[-1]} tokens from caches")
         arguments = {name: list(arm.server.argv) for name, arm in servers.items()}
     report = {
