@@ -28,7 +28,7 @@ from facts import facts  # noqa: E402
 from hit_rates import Workload, workloads  # noqa: E402
 
 from kvbm.core.shadow_caches import EVICTIONS, LRU, TRACKED_BLOCKS  # noqa: E402
-from kvbm_cli.bench.trace.simulator import Sample, hit_rate  # noqa: E402
+from kvbm_cli.bench.trace.hit_rates import Sample, hit_rate  # noqa: E402
 
 SHARES = (0.02, 0.1, 0.3)  # of the different blocks of the trace
 LIMIT = 0.03

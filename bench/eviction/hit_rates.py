@@ -32,10 +32,9 @@ from facts import facts  # noqa: E402
 
 from kvbm.core.shadow_caches import EVICTIONS  # noqa: E402
 from kvbm_cli.bench.trace.analysis import collect  # noqa: E402
-from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use  # noqa: E402
+from kvbm_cli.bench.trace.hit_rates import PrefixTree, Sample, TimedUse, Use, hit_rate  # noqa: E402  # noqa: E402
 from kvbm_cli.bench.trace.reader import TraceReader  # noqa: E402
 from kvbm_cli.bench.trace.request import TraceFormat  # noqa: E402
-from kvbm_cli.bench.trace.simulator import Sample, TimedUse, hit_rate  # noqa: E402
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the different blocks of a trace
 CAPACITIES = {"conversation": (1827, 3655, 9139, 18279, 36558), "agents": (2008, 4017, 10043)}

@@ -22,7 +22,7 @@ from facts import facts  # noqa: E402
 from hit_rates import read  # noqa: E402
 
 from kvbm.core.shadow_caches import EVICTIONS, LRU  # noqa: E402
-from kvbm_cli.bench.trace.simulator import Sample, hit_rate  # noqa: E402
+from kvbm_cli.bench.trace.hit_rates import Sample, hit_rate  # noqa: E402
 
 SHARES = (0.01, 0.05, 0.1, 0.3)  # of the different blocks of the trace
 LIMIT = 0.01

@@ -30,7 +30,7 @@ from hit_rates import Workload, read  # noqa: E402
 from kvbm.core.chooser import ChainUse  # noqa: E402
 from kvbm.core.shadow_caches import ADAPTIVE, SimulatedCache  # noqa: E402
 from kvbm.leader.hints import LONGEST_S, TOTAL_SHARE, Hint, Hints  # noqa: E402
-from kvbm_cli.bench.trace.simulator import name_of  # noqa: E402
+from kvbm_cli.bench.trace.hit_rates import name_of  # noqa: E402
 
 LEAST = 0.95
 TENANTS, SESSIONS = 10_000, 60

@@ -27,12 +27,13 @@ from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.lmbenchmark.exchange import csv_files_of
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
+from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
-from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, read_prices, summarise
+from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.plan import PATHS
 from kvbm_cli.bench.workload.schema import Workload

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
-from kvbm_cli.bench.summary import GB, HOURS_PER_MONTH
+from kvbm_cli.bench.result.cost import GB, HOURS_PER_MONTH
 
 NOTABLE_GAIN = 0.005  # of the hit rate
 

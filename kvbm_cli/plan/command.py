@@ -1,6 +1,6 @@
 """`kvbm plan --trace FILE`: the hit rate of a trace by capacity and eviction, as a table with sentences or as JSON.
 
-Starts no engine. See simulator.py for what is simulated.
+Starts no engine. See `bench/trace/hit_rates.py` for what is simulated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvbm.core.shadow_caches import TRACKED_BLOCKS
 from kvbm.errors import UsageError
 from kvbm.text.outside import one_line
 from kvbm_cli.bench.trace.analysis import Report, collect
+from kvbm_cli.bench.trace.hit_rates import Simulation
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
-from kvbm_cli.bench.trace.simulator import Simulation
 from kvbm_cli.plan import advice
 from kvbm_cli.plan.advice import Curve, Prices, Prompts
 from kvbm_cli.terminal.console import print_data, print_json, table

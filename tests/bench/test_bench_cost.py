@@ -4,8 +4,8 @@ import pytest
 from experiments import FASTER, Experiment
 
 from kvbm.errors import ProfileError
+from kvbm_cli.bench.result.cost import cost_of, read_prices, span_s
 from kvbm_cli.bench.result.results import Measurement, RequestRecord
-from kvbm_cli.bench.summary import cost_of, read_prices, span_s
 
 PRICES = {"engine_price": 3.6, "memory_price": 730.0}
 SERVER = {"cpu_s": 10.0, "energy_j": None, "disk": {"written_bytes": 4096.0}, "peaks": {"rss_bytes": 2e9}}

@@ -13,10 +13,9 @@ from trace_pages import HEAD, ROOT, examples_in, stripped
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.trace.analysis import collect
-from kvbm_cli.bench.trace.hit_curve import hit_curve
+from kvbm_cli.bench.trace.hit_rates import Sample, TimedUse, hit_curve, hit_rate
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
-from kvbm_cli.bench.trace.simulator import Sample, TimedUse, hit_rate
 from kvbm_cli.plan import advice, command
 
 PAGE = (ROOT / "docs/guide/plan.md").read_text()

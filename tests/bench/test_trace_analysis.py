@@ -20,10 +20,9 @@ from trace_pages import HEAD, ROOT, examples_in, stripped
 from kvbm_cli.bench.trace import command
 from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, collect, notes
 from kvbm_cli.bench.trace.command import plot_lines
-from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
+from kvbm_cli.bench.trace.hit_rates import HitCurve, PrefixTree, Simulation, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
-from kvbm_cli.bench.trace.simulator import Simulation
 
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
 

@@ -15,7 +15,7 @@ from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
 from kvbm.core.shadow_caches import LRU as LRU_POLICY
 from kvbm.core.store import BlockStore
 from kvbm.types import Tier
-from kvbm_cli.bench.trace.simulator import name_of
+from kvbm_cli.bench.trace.hit_rates import name_of
 
 positions = st.integers(0, 12)
 

@@ -24,8 +24,7 @@ from kvbm.leader.hints import (
     parsed,
 )
 from kvbm.types import Tier
-from kvbm_cli.bench.trace.hit_curve import PrefixTree, Use
-from kvbm_cli.bench.trace.simulator import TimedUse, name_of
+from kvbm_cli.bench.trace.hit_rates import PrefixTree, TimedUse, Use, name_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/eviction"))
 from wrong_hints import LEAST, WRONG, HintedCache, hits, requests_of

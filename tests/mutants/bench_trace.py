@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-CURVE = "kvbm_cli/bench/trace/hit_curve.py"
-TREE = "kvbm_cli/bench/trace/hit_curve.py"
+CURVE = "kvbm_cli/bench/trace/hit_rates.py"
 SCRIPT = "kvbm_cli/bench/trace/script.py"
 SESSIONS = "kvbm_cli/bench/trace/request.py"
 
@@ -37,7 +36,7 @@ MUTANTS = (
     Mutant(
         name="trace-prefix-is-ignored",
         bug="Equal ids share a block after any prefix.",
-        file=TREE,
+        file=CURVE,
         old="            child = children.get((node, one))\n",
         new="            child = children.get((node, one)) or next(\n"
         "                (found for key, found in children.items() if key[1] == one), None\n"

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvbm_cli.bench.result.results import percentile
-from kvbm_cli.bench.trace.hit_curve import HitCurve, PrefixTree, Use, hit_curve
+from kvbm_cli.bench.trace.hit_rates import HitCurve, PrefixTree, Simulation, TimedUse, Use, hit_curve
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import (
     CHARACTERS_PER_TOKEN,
@@ -28,7 +28,6 @@ from kvbm_cli.bench.trace.request import (
     Turns,
     estimated_tokens,
 )
-from kvbm_cli.bench.trace.simulator import Simulation, TimedUse
 
 LONGEST_PREFIX_TABLE = 5
 REPORT_EVERY = 1000

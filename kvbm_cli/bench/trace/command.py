@@ -24,7 +24,7 @@ from kvbm_cli.bench.trace.analysis import (
     has_sessions,
     notes,
 )
-from kvbm_cli.bench.trace.hit_curve import HitCurve
+from kvbm_cli.bench.trace.hit_rates import HitCurve
 from kvbm_cli.bench.trace.request import TraceFormat, Turns, parse_columns
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.size.request import SizeRequest
