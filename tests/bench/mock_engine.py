@@ -12,7 +12,6 @@ Used in a thread of the test, or as a program: `python mock_engine.py --port N -
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import json
 import os
@@ -24,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # as a program
+sys.path += map(str, Path(__file__).parents[:2])  # as a program
 
-from fake_server import Connection, FakeServer, Request, until
+from fake_server import Connection, Request
+from openai_mock import Answer, Arrival, OpenAIMock
 
-from kvbm_cli.bench.workload.plan import CHAT, COMPLETIONS, PATHS, RESPONSES
+from kvbm_cli.bench.workload.plan import CHAT, COMPLETIONS, RESPONSES
 
 BLOCK = 16
 VOCABULARY = 256
@@ -129,7 +129,6 @@ class Model:
         self.resets_to_refuse = options.resets_to_refuse
         self.queue_s, self.served, self.number, self.free_at = 0.0, 0, 0, 0.0
         self.resets = 0
-        self.bodies: list[dict[str, object]] = []
 
     def reset(self) -> None:
         self.g1.clear()
@@ -183,12 +182,12 @@ class Model:
         return [*lines, "# TYPE kvbm_host_blocks gauge", f'kvbm_host_blocks{{state="free"}} {self.options.g2_blocks}']
 
 
-class MockEngine(FakeServer):
+class MockEngine(OpenAIMock):
     """Serves a Model."""
 
     def __init__(self, options: Options, *, port: int = 0) -> None:
         super().__init__(port=port)
-        self.model = Model(options)
+        self.model, self.model_name = Model(options), options.model
         self._ended = False
 
     @property
@@ -198,18 +197,14 @@ class MockEngine(FakeServer):
     @property
     def bodies(self) -> list[dict[str, object]]:
         """Of all completions, the refused ones included."""
-        return self.model.bodies
+        return [one.json for one in self.arrivals]
 
     def has_ended(self) -> bool:
         return self._ended
 
-    async def answer(self, request: Request, connection: Connection) -> None:
+    def control(self, request: Request, connection: Connection) -> None:
         options, path = self.model.options, request.path
-        if path in PATHS.values():
-            await self._complete(request.json, connection, path)
-        elif path == "/v1/models":
-            connection.reply(200, {"object": "list", "data": [{"id": options.model}]})
-        elif options.is_like_trtllm and path == "/metrics":
+        if options.is_like_trtllm and path == "/metrics":
             connection.reply(200, "[]")  # statistics of its iterations
         elif options.is_like_trtllm and path != "/health":
             connection.reply(404, {"detail": "Not Found"})
@@ -232,87 +227,64 @@ class MockEngine(FakeServer):
             self.model.reset()
         return 200, '{"success": true}' if is_like_vllm else ""
 
-    async def _complete(self, request: dict[str, Any], connection: Connection, path: str) -> None:
-        model, options = self.model, self.model.options
-        model.bodies.append(request)
-        given = request["prompt"] if path == COMPLETIONS else rendered(request["messages" if path == CHAT else "input"])
-        prompt = list(given.encode()) if isinstance(given, str) else given
-        unknown_fields = options.unknown_fields(request)
+    def answer_to(self, arrival: Arrival) -> Answer:
+        model, options, body = self.model, self.model.options, arrival.json
+        unknown_fields = options.unknown_fields(body)
         if options.refuses_all or unknown_fields:
-            unknown = ", ".join(sorted(unknown_fields))
-            connection.reply(400, {"error": {"message": f"unknown fields: {unknown}"}})
-            return
+            return Answer(status=400, message=f"unknown fields: {', '.join(sorted(unknown_fields))}")
         fault = options.faults.get(model.number, "")
         model.number += 1
         if fault.startswith("http_"):
-            connection.reply(int(fault.removeprefix("http_")), {"error": {"message": "asked for"}})
-            return
+            return Answer(status=int(fault.removeprefix("http_")))
+        prompt = prompt_of(body, arrival.path)
+        tokens = answer_to(
+            prompt, body["max_output_tokens" if arrival.path == RESPONSES else "max_tokens"], options.salt
+        )
+        arrival.prompt_tokens, arrival.token_ids = len(prompt), tokens
         if fault == "end":
             self._ended = True
-            connection.close()
-            return
-        answer = answer_to(prompt, request["max_output_tokens" if path == RESPONSES else "max_tokens"], options.salt)
-        from_g1, from_g2, first_at = model.admit(prompt, answer, time.monotonic())
+            return Answer(first_ms=0.0, cut_after=0)
+        from_g1, from_g2, first_at = model.admit(prompt, tokens, time.monotonic())
         if fault == "wrong":
-            answer = [*answer[:-1], (answer[-1] + 1) % VOCABULARY]
-        await until(first_at)
-        connection.start_stream()
-        has_ids = options.has_token_ids and bool(request.get("return_token_ids"))
-        for number, token in enumerate(answer):
-            if number:
-                await asyncio.sleep(options.token_ms / 1e3)
-            choice = choice_of(token, has_ids=has_ids)
-            if options.is_like_trtllm:
-                has_text = request.get("detokenize") is not False
-                choice = trtllm_choice_of(token, has_text=has_text, is_last=number == len(answer) - 1)
-            connection.event(json.dumps(event_of(choice, path), ensure_ascii=False).encode())
-        if path == RESPONSES:
-            counts = {"input_tokens": len(prompt), "output_tokens": len(answer)}
-            usage = {**counts, "input_tokens_details": {"cached_tokens": from_g1 + from_g2}}
-            end = {"type": "response.completed", "response": {"status": "completed", "usage": usage}}
-            connection.event(json.dumps(end).encode())
-            connection.end_stream()
-            return
-        if options.has_usage:
-            tiers = {"device": from_g1, "host": from_g2}
-            details: dict[str, object] = {"cached_tokens": from_g1 + from_g2}
-            details |= {} if options.is_like_vllm or options.is_like_trtllm else {"cached_tokens_by_tier": tiers}
-            counts = {"prompt_tokens": len(prompt), "completion_tokens": len(answer)}
-            usage = {**counts, "prompt_tokens_details": details}
-            connection.event(json.dumps({"choices": [], "usage": usage}).encode())
-        connection.chunk(b": a comment\r\n\r\ndata: [DONE]\n\n")
-        connection.end_stream()
+            arrival.token_ids = [*tokens[:-1], (tokens[-1] + 1) % VOCABULARY]
+        has_tiers = not (options.is_like_vllm or options.is_like_trtllm)
+        return Answer(
+            first_ms=(first_at - arrival.complete_s) * 1e3,
+            token_ms=options.token_ms,
+            cached_tokens=from_g1 + from_g2,
+            cached_by_tier={"device": from_g1, "host": from_g2} if has_tiers else None,
+            sends_usage=options.has_usage,
+        )
+
+    @staticmethod
+    def token_text(token: int) -> str:
+        """Each token is a character of three bytes."""
+        return chr(ord("€") + token)
+
+    def choice_of(self, arrival: Arrival, tokens: list[int], *, is_last: bool) -> dict[str, Any]:
+        choice = super().choice_of(arrival, tokens, is_last=is_last)
+        if not self.model.options.has_token_ids:
+            choice = {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}
+        if not self.model.options.is_like_trtllm:
+            return choice
+        has_text = arrival.json.get("detokenize") is not False
+        return {  # with every field that TensorRT-LLM sends, also without a value
+            **choice,
+            **({"token_ids": None} if has_text else {"text": "", "token_ids": tokens}),
+            "logprobs": None,
+            "stop_reason": None,
+            "avg_decoded_tokens_per_iter": 1.0,
+        }
+
+
+def prompt_of(body: dict[str, Any], path: str) -> list[int]:
+    given = body["prompt"] if path == COMPLETIONS else rendered(body["messages" if path == CHAT else "input"])
+    return list(given.encode()) if isinstance(given, str) else given
 
 
 def rendered(messages: list[dict[str, str]]) -> str:
     """As the template of a model for chats does it."""
     return "".join(f"<{one['role']}>{one['content']}" for one in messages) + "<assistant>"
-
-
-def event_of(choice: dict[str, Any], path: str) -> dict[str, Any]:
-    if path == RESPONSES:
-        return {"type": "response.output_text.delta", "delta": choice["text"]}
-    if path == CHAT:
-        return {"choices": [{"index": 0, "delta": {"content": choice["text"]}, "finish_reason": None}]}
-    return {"choices": [choice]}
-
-
-def choice_of(token: int, *, has_ids: bool) -> dict[str, object]:
-    """Each token is a character of three bytes."""
-    choice: dict[str, object] = {"index": 0, "text": chr(ord("€") + token), "finish_reason": None}
-    return choice | ({"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}} if has_ids else {})
-
-
-def trtllm_choice_of(token: int, *, has_text: bool, is_last: bool) -> dict[str, object]:
-    """With every field that TensorRT-LLM sends, also without a value."""
-    return {
-        **choice_of(token, has_ids=False),
-        **({"token_ids": None} if has_text else {"text": "", "token_ids": [token]}),
-        "logprobs": None,
-        "finish_reason": "length" if is_last else None,
-        "stop_reason": None,
-        "avg_decoded_tokens_per_iter": 1.0,
-    }
 
 
 def main() -> None:

@@ -226,44 +226,45 @@ def outputs(compared: int, different: int, *, position: int = 30, logprob: float
     )
 
 
-def test_equal_answers_do_not_differ():
-    answers = {(1, 2): answer(5, 6, 7), (2, 2): Answer(None, text="yes")}
-    assert compare_answers(answers, answers) == OutputDifference(2)
+TEXT, OTHER_TEXT = Answer(None, text="yes"), Answer(None, text="yet")
+THREE = answer(5, 6, 7, logprobs=(-1.0, -2.0, -3.0))
+LAST_DIFFERS = answer(5, 6, 8, logprobs=(-1.0, -2.25, -9.0))
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "position"),
+    ("first", "second", "position", "logprob"),
     [
-        (answer(5, 6, 7), answer(5, 6, 8), 2),
-        (answer(5, 6, 7), answer(4, 6, 7), 0),
-        (answer(5, 6), answer(5, 6, 7), 2),
-        (answer(), answer(5), 0),
-        (Answer(None, text="yes"), Answer(None, text="yet"), 2),
-        (Answer((1,), text="yes"), Answer(None, text="no"), 0),
+        (answer(5, 6, 7), answer(5, 6, 7), None, None),
+        (TEXT, TEXT, None, None),
+        (answer(5, 6, 7), answer(5, 6, 8), 2, None),
+        (answer(5, 6, 7), answer(4, 6, 7), 0, None),
+        (answer(5, 6), answer(5, 6, 7), 2, None),
+        (answer(), answer(5), 0, None),
+        (TEXT, OTHER_TEXT, 2, None),
+        (Answer((1,), text="yes"), Answer(None, text="no"), 0, None),
+        # Log-probabilities are compared before the first different token.
+        (THREE, LAST_DIFFERS, 2, 0.25),
+        (THREE, answer(5, 6, 7), None, None),
+        (THREE, answer(4, logprobs=(-1.0,)), 0, 0.0),
     ],
 )
-def test_position_of_the_first_difference(first, second, position):
+def test_the_first_difference_of_two_answers(first, second, position, logprob):
     found = compare_answers({(1, 2): first}, {(1, 2): second})
-    assert found.differences == (AnswerDifference((1, 2), position),)
+    differences = () if position is None else (AnswerDifference((1, 2), position),)
+    assert found == OutputDifference(1, differences, logprob)
     assert found == compare_answers({(1, 2): second}, {(1, 2): first})
 
 
-def test_only_requests_that_both_answered_are_compared():
-    found = compare_answers({(1, 1): answer(1), (1, 2): answer(2)}, {(1, 2): answer(2), (1, 3): answer(3)})
-    assert found == OutputDifference(1)
-
-
-def test_ids_against_text_cannot_be_compared():
-    found = compare_answers({(1, 1): answer(1)}, {(1, 1): Answer(None, text="a")})
-    assert (found.compared_count, found.incomparable_count) == (0, 1)
-
-
-def test_logprobs_are_compared_before_the_first_different_token():
-    first = answer(5, 6, 7, logprobs=(-1.0, -2.0, -3.0))
-    second = answer(5, 6, 8, logprobs=(-1.0, -2.25, -9.0))
-    assert compare_answers({(1,): first}, {(1,): second}).logprob == pytest.approx(0.25)
-    assert compare_answers({(1,): first}, {(1,): answer(5, 6, 7)}).logprob is None
-    assert compare_answers({(1,): first}, {(1,): answer(4, logprobs=(-1.0,))}).logprob == 0.0
+@pytest.mark.parametrize(
+    ("first", "second", "counts"),
+    [
+        ({(1, 1): answer(1), (1, 2): answer(2)}, {(1, 2): answer(2), (1, 3): answer(3)}, (1, 0)),
+        ({(1, 1): answer(1)}, {(1, 1): TEXT}, (0, 1)),  # ids against text
+    ],
+)
+def test_only_requests_that_both_answered_alike_are_compared(first, second, counts):
+    found = compare_answers(first, second)
+    assert (found.compared_count, found.incomparable_count, found.different_count) == (*counts, 0)
 
 
 def test_pooled_comparisons_add_up():
@@ -316,28 +317,25 @@ def test_verdict_on_answers(measured, controls, verdict):
     assert judge_outputs(measured, controls, MOVED).verdict == verdict
 
 
-def test_differences_in_the_first_token_count_more_than_late_ones():
-    """Numerical noise changes late tokens. Wrong blocks change the first one, too."""
-    control = {"pairs": outputs(60, 20, position=40)}
-    assert judge_outputs(outputs(60, 20, position=40), control, MOVED).verdict == "not distinguishable"
-    assert judge_outputs(outputs(60, 20, position=0), control, MOVED).verdict == "wrong"
+LATE, EARLY = outputs(60, 20, position=40), outputs(60, 20, position=0)
 
 
 @pytest.mark.parametrize(
-    ("transfers", "verdict"),
+    ("measured", "control", "transfers", "verdict"),
     [
-        (Transfers(), "not tested"),
-        (Transfers(g2_tokens=16), "equal"),
-        (Transfers(g3_tokens=16), "equal"),
-        (Transfers(onboarded_blocks=1), "equal"),
+        # Numerical noise changes late tokens. Wrong blocks change the first one, too.
+        (LATE, LATE, MOVED, "not distinguishable"),
+        (EARLY, LATE, MOVED, "wrong"),
+        # Without a transfer nothing was tested, but a changed answer is wrong.
+        (outputs(60, 0), outputs(60, 0), Transfers(), "not tested"),
+        (outputs(60, 0), outputs(60, 0), Transfers(g2_tokens=16), "equal"),
+        (outputs(60, 0), outputs(60, 0), Transfers(g3_tokens=16), "equal"),
+        (outputs(60, 0), outputs(60, 0), Transfers(onboarded_blocks=1), "equal"),
+        (outputs(60, 1), outputs(60, 0), Transfers(), "wrong"),
     ],
 )
-def test_without_a_transfer_nothing_was_tested(transfers, verdict):
-    assert judge_outputs(outputs(60, 0), {"floor": outputs(60, 0)}, transfers).verdict == verdict
-
-
-def test_a_changed_answer_is_wrong_also_without_a_transfer():
-    assert judge_outputs(outputs(60, 1), {"floor": outputs(60, 0)}, Transfers()).verdict is OutputVerdict.WRONG
+def test_the_place_of_a_difference_and_transfers_count(measured, control, transfers, verdict):
+    assert judge_outputs(measured, {"floor": control}, transfers).verdict == verdict
 
 
 def test_judgement_has_all_counts():

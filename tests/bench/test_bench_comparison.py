@@ -5,11 +5,10 @@ import re
 import pytest
 from bench_rig import WORKLOAD, comparison
 
-from kvbm.errors import UsageError
 from kvbm_cli.bench.arms import ArmGroup, comparison_of, free_name, groups, profiles_of
-from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep
+from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures
 from kvbm_cli.bench.setup import Setup, caveats_of
-from kvbm_cli.bench.workload.schema import Lmbenchmark, SharedPrefix, Unique
+from kvbm_cli.bench.workload.schema import Lmbenchmark, Unique
 
 ONE, OTHER = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
 
@@ -68,19 +67,6 @@ def test_without_a_profile_the_first_server_is_measured(compare, names):
     assert compared.measured.name == names[-1]
     assert compared.floor is None
     assert compared.is_of_urls
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("engine: {model: 'synthetic:small'}", "`engine.model` is `synthetic:tiny` and `synthetic:small`"),
-        ("engine: {arguments: {served_model_name: mine}}", "`engine.arguments.served_model_name` is `synthetic:tiny`"),
-    ],
-)
-@pytest.mark.parametrize("prefix", ["", "baseline:"])
-def test_engines_that_cannot_answer_the_same_requests_are_refused(tmp_path, text, message, prefix):
-    with pytest.raises(UsageError, match=message):
-        comparison(prefix + profile_file(tmp_path, text))
 
 
 def test_only_keys_of_the_engine_make_it_another_engine(tmp_path):
@@ -152,15 +138,6 @@ def test_servers_have_no_floor():
 
 
 UNIQUE = Unique(name="alone", kind="unique", requests=3, prompt_tokens=8, answer_tokens=2)
-SHARED = SharedPrefix(
-    name="shared",
-    kind="shared-prefix",
-    groups=4,
-    requests_per_group=2,
-    prefix_tokens=100,
-    question_tokens=5,
-    answer_tokens=2,
-)
 
 
 @pytest.mark.parametrize(("text", "values"), [(None, ()), ("2", (2.0,)), ("0.8, 1.2,4", (0.8, 1.2, 4.0))])
@@ -168,50 +145,9 @@ def test_pressures_are_numbers_with_commas(text, values):
     assert parse_pressures(text) == values
 
 
-@pytest.mark.parametrize("text", ["", "x", "1,", "0", "-1", "1,1", "1,1.0", "inf", "nan", "1001", "1;2"])
-def test_other_pressures_are_refused(text):
-    with pytest.raises(UsageError, match=re.escape(f"not `{text}`")):
-        parse_pressures(text)
-
-
-def test_a_sweep_runs_every_workload_at_every_load():
-    rates = parse_sweep("rate=0.5,2").applied([WORKLOAD, UNIQUE])
-    assert [(one.name, one.schedule.interval_s) for one in rates] == [
-        ("small-rate0.5", 2.0),
-        ("small-rate2", 0.5),
-        ("alone-rate0.5", 2.0),
-        ("alone-rate2", 0.5),
-    ]
-    (closed,) = parse_sweep("concurrency=8").applied([WORKLOAD])
-    assert (closed.name, closed.schedule.concurrency, closed.schedule.interval_s) == ("small-concurrency8", 8, None)
-    assert parse_sweep(None) is None
-
-
-@pytest.mark.parametrize(
-    "text", ["", "rate", "rate=", "rate=x", "rate=1,1", "rate=0", "rate=nan", "concurrency=1.5", "users=1,2", "1,2"]
-)
-def test_other_sweeps_are_refused(text):
-    with pytest.raises(UsageError, match="--sweep takes") as caught:
-        parse_sweep(text)
-    assert caught.value.hint == "`--sweep rate=1,2,4,8`"
-
-
-def test_two_cells_with_one_name_are_refused():
-    with pytest.raises(UsageError, match=r"2 runs named `small-x0.1`"):
-        cells_of([WORKLOAD], (0.1, 0.1000001), 960)
-
-
 def test_without_pressures_there_is_a_cell_per_workload():
     cells = cells_of([WORKLOAD, UNIQUE], (), 960)
     assert cells == (Cell("small", WORKLOAD, None, 960), Cell("alone", UNIQUE, None, 960))
-
-
-def test_a_pressure_scales_the_working_set_to_multiples_of_g1():
-    cells = cells_of([WORKLOAD, SHARED], (0.5, 2.0), 20_000)
-    assert [cell.name for cell in cells] == ["small-x0.5", "small-x2", "shared-x0.5", "shared-x2"]
-    for cell in cells:
-        assert cell.workload.working_set_tokens == pytest.approx(cell.pressure * 20_000, rel=0.1)
-        assert cell.to_json()["pressure"] == cell.pressure
 
 
 def test_a_pressure_below_one_still_fits_with_few_large_sessions():
@@ -229,19 +165,6 @@ def test_sessions_that_wait_for_others_are_not_part_of_the_pressure(concurrency,
     setup = Setup(comparison_of(("demo",), (), ()), (cell,), 1, lambda cell: False)
     found = [one for one in caveats_of(setup) if "active at a time" in one]
     assert [re.search(r"so the pressure is ([0-9.]+)", one)[1] for one in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("workloads", "pressures", "g1_tokens", "message"),
-    [
-        ([WORKLOAD, WORKLOAD], (), None, "two workloads are named `small`"),
-        ([WORKLOAD], (1.0,), None, "--pressure requires the size of G1, and the engine does not report it"),
-        ([UNIQUE], (1.0,), 960, "--pressure cannot scale `alone`: its kind has a fixed working set"),
-    ],
-)
-def test_cells_that_cannot_be_made_are_refused(workloads, pressures, g1_tokens, message):
-    with pytest.raises(UsageError, match=message):
-        cells_of(workloads, pressures, g1_tokens)
 
 
 def test_options_replace_the_schedule():

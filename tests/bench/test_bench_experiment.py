@@ -1,7 +1,6 @@
 """Whole experiments against mock engines: real HTTP, real files, modelled times, and caches that were not empty."""
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
@@ -263,22 +262,39 @@ def test_an_empty_directory_is_used_and_the_default_one_is_named_after_the_time(
     assert first.path.parent.name == "kvbm-runs"
 
 
-TOKENS = TokenWriter(lambda text: [ord(character) for character in text], seed=1)
+TOKENS, TEXT = TokenWriter(lambda text: [ord(character) for character in text], seed=1), TextWriter(4.0)
 SAME = {"timestamp": 0, "input_length": 128, "output_length": 8, "hash_ids": list(range(8))}
 HALF = {**SAME, "hash_ids": [0, 1, 2, 3, 4, 15, 16, 17]}
 MESSAGES = {"timestamp": 0, "messages": [{"role": "user", "content": "a" * 400}], "output_length": 8}
-WRITERS = {"tokens": TOKENS, "text": TextWriter(4.0)}
+OTHER = {**MESSAGES, "messages": [{"role": "user", "content": "b" * 400}]}
+FOUND = "found 112 of its 128 prompt tokens there, and at most {} were sent before"
 
 
-def plan_of(tmp_path, lines, writer=TOKENS) -> Plan:
+@pytest.mark.parametrize(
+    ("lines", "writer", "cached", "launched_ms", "found"),
+    [
+        # Requests of one time may run in any order.
+        ([SAME, SAME], TOKENS, (112, 0), (0, 0), None),
+        ([SAME, SAME], TOKENS, (0, 112), (0, 0), None),
+        ([SAME, SAME], TEXT, (112, 0), (0, 0), None),
+        ([SAME, SAME], TEXT, (0, 112), (0, 0), None),
+        # So may one that was launched before another had a token, after 10 ms.
+        ([SAME, SAME], TOKENS, (112, 0), (0, 9), None),
+        ([SAME, SAME], TOKENS, (112, 0), (0, 11), FOUND.format("half")),
+        # Tokens beyond the longest common prefix were not sent, nor those of other messages.
+        ([SAME, HALF], TOKENS, (80, 0), (0, 0), None),
+        ([SAME, HALF], TOKENS, (112, 0), (0, 0), FOUND.format("62%")),
+        ([MESSAGES, {**MESSAGES, "output_length": 9}], TOKENS, (112, 0), (0, 0), None),
+        ([MESSAGES, OTHER], TOKENS, (112, 0), (0, 0), FOUND.format("half")),
+        ([SAME], TOKENS, (112,), (0,), FOUND.format("half")),
+        ([SAME], TOKENS, (70,), (0,), None),
+    ],
+)
+def test_a_cache_that_was_not_empty_is_found(tmp_path, lines, writer, cached, launched_ms, found):
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     script = trace_script(path, TraceFormat(block_tokens=16), writer, seed=0)
-    return Plan.make(script, Launches(), Dialect("m"), request_timeout_s=60)
-
-
-def found(plan: Plan, *cached: int, launched_ms: Sequence[float] = (0, 0, 0)) -> str | None:
-    """What is found of a run whose requests take 10 ms and have these cached tokens."""
+    plan = Plan.make(script, Launches(), Dialect("m"), request_timeout_s=60)
     records = tuple(
         RequestRecord(
             *("r", "kvbm", "t", 1, one.index, one.session, one.turn, one.phase.value, 0.0),
@@ -287,45 +303,10 @@ def found(plan: Plan, *cached: int, launched_ms: Sequence[float] = (0, 0, 0)) ->
             prompt_tokens=128,
             cached_tokens=count,
         )
-        for one, count, start_ms in zip(plan.requests, cached, launched_ms, strict=False)
+        for one, count, start_ms in zip(plan.requests, cached, launched_ms, strict=True)
     )
-    return warm_start(Measurement("r", "kvbm", 1, {}, records), plan)
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_requests_of_one_time_may_run_in_any_order(tmp_path, writer):
-    plan = plan_of(tmp_path, [SAME, SAME], WRITERS[writer])
-    assert found(plan, 112, 0) is None
-    assert found(plan, 0, 112) is None
-
-
-def test_request_that_was_launched_before_another_had_a_token_may_overtake_it(tmp_path):
-    plan = plan_of(tmp_path, [SAME, SAME])
-    assert found(plan, 112, 0, launched_ms=(0, 9)) is None
-    message = found(plan, 112, 0, launched_ms=(0, 11))
-    assert message == (
-        "the cache was not empty at the start of r: turn 1 of session 0 found 112 of its 128 prompt tokens there, "
-        "and at most half were sent before"
-    )
-
-
-def test_tokens_beyond_the_longest_common_prefix_were_not_sent(tmp_path):
-    plan = plan_of(tmp_path, [SAME, HALF])
-    assert found(plan, 80, 0) is None
-    message = found(plan, 112, 0)
-    assert message.endswith("found 112 of its 128 prompt tokens there, and at most 62% were sent before")
-
-
-def test_fixed_bodies_are_compared_by_their_messages(tmp_path):
-    other = {**MESSAGES, "output_length": 9}
-    assert found(plan_of(tmp_path, [MESSAGES, other]), 112, 0) is None
-    different = {**MESSAGES, "messages": [{"role": "user", "content": "b" * 400}]}
-    assert found(plan_of(tmp_path, [MESSAGES, different]), 112, 0) is not None
-
-
-def test_a_request_alone_that_finds_its_prompt_shows_a_warm_cache(tmp_path):
-    assert found(plan_of(tmp_path, [SAME]), 112) is not None
-    assert found(plan_of(tmp_path, [SAME]), 70) is None
+    message = f"the cache was not empty at the start of r: turn 1 of session 0 {found}"
+    assert warm_start(Measurement("r", "kvbm", 1, {}, records), plan) == (message if found else None)
 
 
 def test_a_burst_has_no_rate_that_an_engine_could_keep_up_with():

@@ -5,7 +5,6 @@ aggregates in that file. tests/bench/data/README.md says how the files were made
 """
 
 import json
-import math
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -270,31 +269,6 @@ def test_exports_are_written_per_arm_and_cell(tmp_path):
     assert "/data/models" not in "".join(file.read_text() for file in files)
 
 
-def test_runs_of_a_cell_are_pooled_in_the_vllm_file(tmp_path):
-    result, _, _ = exported(tmp_path)
-    assert (result["completed"], result["failed"], result["duration"]) == (8, 1, 8.0)
-    assert result["request_throughput"] == 1.0
-    assert result["total_input_tokens"] == 8 * 100
-    assert result["errors"] == ["", "", "", "", "HTTP 503", "", "", "", ""]
-    assert result["request_goodput"] == 1.0
-    assert result["mean_client_queue_time_ms"] == pytest.approx(2.0)
-    assert result["start_times"][5] == pytest.approx(100.002)
-    assert result["max_concurrent_requests"] == 1
-    assert (result["model_id"], result["kvbm_pressure"], result["kvbm_arm"]) == ("small", 1.2, "kvbm")
-    assert (result["kvbm_prompt_tokens_g2"], result["kvbm_g1_capacity_tokens"]) == (8 * 48, 1024)
-    assert result["kvbm_phases"] == ["steady"] * 9
-    assert result["request_rate"] == pytest.approx(1.0)
-
-
-def test_tokens_by_tier_are_metrics_in_the_aiperf_files(tmp_path):
-    _, summary, lines = exported(tmp_path)
-    assert summary["kvbm_g2_tokens"]["sum"] == 8 * 48
-    assert summary["good_request_fraction"]["avg"] == pytest.approx(8 / 9)
-    assert summary["metadata"]["variation_label"] == "chat-x1.2/kvbm"
-    assert lines[0]["metrics"]["kvbm_g1_tokens"] == {"value": 16, "unit": "tokens"}
-    assert lines[5]["metadata"]["request_start_ns"] - lines[0]["metadata"]["request_start_ns"] == 100_000_000_000
-
-
 def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     write_exports(run_directory(tmp_path))
     file = tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv"
@@ -313,58 +287,73 @@ def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     assert [row[5] for row in rows] == ["1", "2", "1", "2"]
 
 
-def test_unknown_token_counts_stay_unknown(tmp_path):
-    unknown = {"prompt_tokens": None, "output_tokens": None, "cached_tokens": None, "g1_tokens": None}
-    records = [our_record(RUN, index, **unknown) for index in range(2)]
-    one = measured(records, 2.0)
-    result = vllm_bench_result(one)
-    assert (result["total_input_tokens"], result["total_token_throughput"]) == (None, None)
-    assert result["total_output_tokens"] == 6  # counted by the chunks
-    assert "kvbm_prompt_tokens_g1" not in result
-    assert "total_isl" not in aiperf_summary(one)
+ONE, ANOTHER = our_record(RUN, 0), our_record(RUN, 2)
+ONE_TOKEN = our_record(RUN, 0, token_gaps_ms=[], output_tokens=1, last_token_ms=52.0)
+UNKNOWN = our_record(RUN, 0, prompt_tokens=None, output_tokens=None, cached_tokens=None, g1_tokens=None)
+# The engine ended before the requests that it waited for.
+NEVER_DUE = our_record(RUN, 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
+NO_FAILURES = {"error_request_count": None, "adj_request_latency": None, "request_error_rate": 0.0}
+COUNTED = {"total_input_tokens": None, "total_token_throughput": None, "total_output_tokens": 3}  # by the chunks
+POOLED = {
+    "completed": 8,
+    "failed": 1,
+    "duration": 8.0,
+    "request_throughput": 1.0,
+    "request_goodput": 1.0,
+    "total_input_tokens": 8 * 100,
+    "mean_client_queue_time_ms": 2.0,
+    "max_concurrent_requests": 1,
+    "model_id": "small",
+    "kvbm_pressure": 1.2,
+    "kvbm_arm": "kvbm",
+    "request_rate": 1.0,
+    "kvbm_prompt_tokens_g2": 8 * 48,
+    "kvbm_g1_capacity_tokens": 1024,
+}
+CASES: dict[str, tuple[list[RequestRecord], dict[str, Any], dict[str, Any]]] = {
+    "the pairs of the run directory are pooled": ([], POOLED, {"good_request_fraction": 8 / 9, "kvbm_g2_tokens": 48.0}),
+    "a run without failures has no metrics of failures": ([ONE, ANOTHER], {"failed": 0}, NO_FAILURES),
+    "an arm without a successful request has files": (
+        [our_record(RUN, 0, **FAILED)],
+        {"completed": 0, "failed": 1, "mean_ttft_ms": 0.0},
+        {"request_error_rate": 100.0},
+    ),
+    "a request that was never due is a failed one": (
+        [ONE, NEVER_DUE],
+        {"completed": 1, "failed": 1},
+        {"effective_latency": 63.0, "request_error_rate": 50.0},
+    ),
+    "an answer of one token meets a limit of TPOT in vLLM's file only": (
+        *([ONE_TOKEN], {"request_goodput": 1 / 8.0}, {"good_request_count": 0.0}),
+    ),
+    "unknown token counts stay unknown": ([UNKNOWN], {**COUNTED, "kvbm_prompt_tokens_g1": None}, {"total_isl": None}),
+    "answers with reasoning have no output token count": (
+        [our_record(RUN, 0, first_text_ms=56.0)],
+        {"mean_ttft_ms": 50.0},
+        {"output_token_count": None, "time_to_first_token": 50.0, "time_to_first_output_token": 54.0},
+    ),
+}
 
 
-def test_an_arm_without_a_successful_request_has_files(tmp_path):
-    result, summary, _ = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0, **FAILED))
-    assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 1, 0.0)
-    assert summary["request_error_rate"]["avg"] == 100.0
-    assert all(math.isfinite(value) for value in summary["effective_latency"].values() if isinstance(value, float))
-
-
-def test_a_request_that_was_never_due_is_a_failed_one(tmp_path):
-    """The engine ended before the requests that it waited for."""
-    lost = our_record("chat-x1.2.1.kvbm", 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
-    result, summary, lines = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0), lost)
-    assert (result["completed"], result["failed"], result["queue_times"]) == (1, 1, [0.002, 0.0])
-    assert summary["effective_latency"]["count"] == 1
-    assert "credit_issued_ns" not in lines[1]["metadata"]
-
-
-def test_an_answer_of_one_token_meets_a_limit_of_tpot_in_vllms_file_only(tmp_path):
-    one = {"token_gaps_ms": [], "output_tokens": 1, "last_token_ms": 52.0}
-    result, summary, _ = exported(tmp_path, our_record("chat-x1.2.1.kvbm", 0, **one))
-    assert result["request_goodput"] == 1 / 8.0
-    assert summary["good_request_count"]["avg"] == 0.0
-
-
-def test_answers_with_reasoning_have_no_output_token_count():
-    one = measured([our_record(RUN, 0, first_text_ms=56.0)], 1.0)
-    summary = aiperf_summary(one)
-    assert "output_token_count" not in summary
-    assert summary["time_to_first_output_token"]["avg"] - summary["time_to_first_token"]["avg"] == pytest.approx(4.0)
-
-
-def test_a_run_without_failures_has_no_metrics_of_failures():
-    summary = aiperf_summary(measured([our_record(RUN, 0)], 1.0))
-    assert "error_request_count" not in summary
-    assert [name for name in summary if name.startswith("adj_")] == []
-    assert summary["request_error_rate"]["avg"] == 0.0
-    assert summary["error_summary"] == []
-
-
-def test_turns_count_from_zero_in_aiperfs_lines():
-    lines = list(aiperf_records(measured([our_record(RUN, 0), our_record(RUN, 2)], 1.0)))
-    assert [line["metadata"]["turn_index"] for line in lines] == [0, 1]
+@pytest.mark.parametrize("name", CASES)
+def test_files(tmp_path, name):
+    """Values of vLLM's file, and averages of aiperf's. A key that is missing has None, and no records are those of the
+    run directory."""
+    records, of_vllm, of_aiperf = CASES[name]
+    vllm, aiperf, lines = exported(tmp_path, *records)
+    if not records:
+        runs = Results.read(BenchDirectory.open(tmp_path)).cells[0].of_arm("kvbm")
+        records = sorted((one for run in runs for one in run.records), key=lambda one: (one.run, one.index))
+        starts_ns = [line["metadata"]["request_start_ns"] for line in lines]
+        assert starts_ns[5] - starts_ns[0] == 100 * 10**9
+        assert vllm["start_times"][5] == pytest.approx(100.002)
+    assert {key: vllm.get(key) for key in of_vllm} == pytest.approx(of_vllm)
+    assert {key: aiperf.get(key, {}).get("avg") for key in of_aiperf} == pytest.approx(of_aiperf)
+    assert [line["metadata"]["turn_index"] for line in lines] == [record.turn - 1 for record in records]
+    assert ["credit_issued_ns" in line["metadata"] for line in lines] == [one is not NEVER_DUE for one in records]
+    assert bool(aiperf["error_summary"]) is any(record.error for record in records)
+    assert vllm["errors"] == [record.error or "" for record in records]
+    json.dumps(aiperf, allow_nan=False)
 
 
 def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path):

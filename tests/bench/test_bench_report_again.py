@@ -1,15 +1,19 @@
 """`kvbm bench report DIR`: computes the result again from the records, also of an interrupted experiment."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from bench_rig import MockEngines, in_turn, measure
 from experiments import SIX, SURROUNDINGS, made, rewrite_lines, summary_in
+from terminal import assert_entry, filtered
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.bench.result.results import Results
+from kvbm_cli.bench.result.directory import REQUESTS, RUNS, SUMMARY, BenchDirectory
+from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import missing_runs, planned_runs
 from kvbm_cli.bench.summary import interrupted_summary
 from kvbm_cli.bench.trace.request import TraceFormat
@@ -37,28 +41,71 @@ def test_the_summary_has_the_same_bytes_and_all_files_follow(tmp_path, capsys):
     assert {name: (path / name).read_bytes() for name in FILES} == written
 
 
-@pytest.mark.parametrize(("later_ms", "exit_code"), [(400.0, 0), (900.0, 10)])
-def test_the_exit_code_is_that_of_the_verdict(tmp_path, capsys, later_ms, exit_code):
-    assert command.report(made(tmp_path / "a", times={"kvbm": later_ms}), as_json=True) == exit_code
+def other_token(record: RequestRecord) -> None:
+    if record.arm == "kvbm" and record.index == 7:
+        record.token_ids[5] = 99
 
 
-def test_brackets_in_names_are_text_and_40_columns_lose_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    command.report(made(tmp_path / "a", workloads=[in_turn(SIX.model_copy(update={"name": "[x]"}))]), as_json=False)
-    page = capsys.readouterr().out
-    assert "[x]" in page
-    assert "…" not in page
-
-
-def test_the_records_decide_and_not_the_old_summary(tmp_path, capsys):
-    path = made(tmp_path / "a")
-    lines = [json.loads(line) for line in (path / "requests.jsonl").read_text().splitlines()]
+def with_another_token(path: Path) -> None:
+    lines = [json.loads(line) for line in (path / REQUESTS).read_text().splitlines()]
     number = next(row for row, line in enumerate(lines, 1) if line["arm"] == "kvbm" and line["turn"] == 2)
-    rewrite_lines(path / "requests.jsonl", number, token_ids=[9] * 6)
-    assert command.report(path, as_json=True) == 12
-    assert summary_in(path)["verdict"] == "wrong"
-    assert summary_in(path)["caveats"] == ["a caveat"]
-    assert summary_in(path)["machine"] == SURROUNDINGS["machine"]
+    rewrite_lines(path / REQUESTS, number, token_ids=[9] * 6)
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def removed(path: Path) -> None:
+        for name in names:
+            (path / name).unlink()
+
+    return removed
+
+
+def with_half_a_last_run(path: Path) -> None:
+    lines = (path / RUNS).read_text().splitlines()
+    (path / RUNS).write_text("\n".join(lines[:-1]) + '\n{"run": "small.1.')
+
+
+def as_interrupted(path: Path) -> None:
+    (path / SUMMARY).write_text(json.dumps(interrupted_summary("interrupted", SURROUNDINGS)))
+
+
+ONCE = {"workloads": [in_turn(SIX)]}
+TWO = [in_turn(SIX, pairs=pairs).model_copy(update={"name": name}) for pairs, name in ((1, "one"), (2, "two"))]
+# How an experiment is made, and what then happens to its directory.
+CASES: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
+    "a whole experiment": ({}, without()),
+    "a slower one": ({"times": {"kvbm": 900.0}}, without()),
+    "the records decide and not the old summary": ({}, with_another_token),
+    "without a summary the surroundings are unknown": ({}, without(SUMMARY)),
+    "an interruption after the first of two cells": ({"workloads": TWO, "last_run": "one.1.floor"}, as_interrupted),
+    "wrong outputs are a result of an incomplete experiment": (
+        *({"change": other_token, "last_run": "small.1.floor"}, without()),
+    ),
+    "the baseline alone has no result yet": ({"times": {"kvbm": None, "floor": None}, **ONCE}, without()),
+    "the measured arm alone has no result yet": ({"times": {"baseline": None, "floor": None}, **ONCE}, without()),
+    "no run has ended": (ONCE, without(REQUESTS, RUNS)),
+    "records of a run that has not ended do not count": (ONCE, with_half_a_last_run),
+    "brackets in names are text": ({"workloads": [in_turn(SIX.model_copy(update={"name": "[x]"}))]}, without()),
+}
+SHOWN = ("complete", "verdict", "explanation", "reasons", "hint", "ttft_speedup", "outputs_equal", "caveats")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_report(tmp_path, capsys, monkeypatch, name):
+    """The exit code, the page on a narrow terminal, and what the summary says of the whole and knows of the machine."""
+    monkeypatch.setenv("COLUMNS", "60")
+    changes, damage = CASES[name]
+    damage(path := made(tmp_path / "a", **changes))
+    exit_code = command.report(path, as_json=False)
+    page, summary = capsys.readouterr().out, summary_in(path)
+    assert "…" not in page
+    assert summary["complete"] or "incomplete" in (path / "report.html").read_text()
+    assert summary["machine"] == (None if name.startswith("without a summary") else SURROUNDINGS["machine"])
+    lines = [f"{key}: {json.dumps(summary[key], ensure_ascii=False)}\n" for key in SHOWN]
+    assert_entry("bench/reports", name, filtered(f"exit code: {exit_code}\n{page}{''.join(lines)}"), names=CASES)
+    before = (path / SUMMARY).read_bytes()
+    assert command.report(path, as_json=True) == exit_code
+    assert ((path / SUMMARY).read_bytes(), json.loads(capsys.readouterr().out)) == (before, summary)
 
 
 @pytest.mark.parametrize("launches", [Launches(interval_s=0.5, burstiness=1), Launches(concurrency=2, think_s=1.5)])
@@ -73,71 +120,6 @@ def test_a_trace_of_the_requests_replays_the_same_bodies_at_the_same_times(tmp_p
         assert (one.intended_s, one.after, one.delay_s) == (other.intended_s, other.after, other.delay_s)
     with pytest.raises(UsageError, match="already exists"):
         command.report(path, replay=file, as_json=True)
-
-
-@pytest.mark.parametrize("pairs", [1, 2])
-def test_an_interrupted_experiment_has_the_runs_that_have_ended_and_is_incomplete(tmp_path, capsys, pairs):
-    workloads = [in_turn(SIX, pairs=pairs).model_copy(update={"name": name}) for name in ("one", "two")]
-    path = made(tmp_path / "a", workloads=workloads, last_run="one.1.floor")
-    (path / "summary.json").write_text(json.dumps(interrupted_summary("interrupted", SURROUNDINGS)))
-    assert command.report(path, as_json=True) == 11
-    first = capsys.readouterr().out
-    summary = json.loads(first)
-    assert (summary["complete"], summary["verdict"]) == (False, "invalid")
-    planned, missing = (6, 3) if pairs == 1 else (10, 7)
-    reason = f"incomplete: {missing} of {planned} runs have not ended"
-    assert summary["explanation"].startswith(f"{reason}; so far faster: ")
-    assert summary["reasons"] == [reason]
-    assert "--resume" in summary["hint"]
-    assert [cell["name"] for cell in summary["cells"]] == ["one"]
-    assert summary["cells"][0]["comparisons"][0]["verdict"] == "faster"
-    assert summary["machine"] == SURROUNDINGS["machine"]
-    assert command.report(path, as_json=True) == 11
-    assert capsys.readouterr().out == first
-    assert "incomplete" in (path / "report.html").read_text()
-    command.report(path, as_json=False)
-    assert f"invalid: {reason}" in capsys.readouterr().out
-
-
-def test_wrong_outputs_are_a_result_of_an_incomplete_experiment(tmp_path, capsys):
-    def change(record):
-        if record.arm == "kvbm" and record.index == 7:
-            record.token_ids[5] = 99
-
-    assert command.report(made(tmp_path / "a", change=change, last_run="small.1.floor"), as_json=True) == 12
-    summary = summary_in(tmp_path / "a")
-    assert (summary["complete"], summary["verdict"], len(summary["reasons"])) == (False, "wrong", 2)
-
-
-@pytest.mark.parametrize("arm", ["baseline", "kvbm"])
-def test_one_arm_of_two_has_no_result_yet(tmp_path, capsys, arm):
-    times = {**dict.fromkeys(("baseline", "kvbm", "floor")), arm: 40.0}
-    path = made(tmp_path / "a", times=times, workloads=[in_turn(SIX)])
-    assert command.report(path, as_json=False) == 11
-    summary = summary_in(path)
-    assert summary["explanation"] == "incomplete: 2 of 3 runs have not ended"
-    assert list(summary["cells"][0]["arms"]) == [arm]
-    assert summary["cells"][0]["comparisons"] == []
-
-
-def test_no_run_has_ended(tmp_path, capsys):
-    path = made(tmp_path / "a", workloads=[in_turn(SIX)])
-    for name in ("requests.jsonl", "runs.jsonl"):
-        (path / name).unlink()
-    assert command.report(path, as_json=False) == 11
-    summary = summary_in(path)
-    assert summary["explanation"] == "incomplete: 3 of 3 runs have not ended"
-    assert (summary["cells"], summary["ttft_speedup"], summary["outputs_equal"]) == ([], None, None)
-    assert "incomplete" in (path / "report.html").read_text()
-
-
-def test_records_of_a_run_that_has_not_ended_do_not_count(tmp_path, capsys):
-    path = made(tmp_path / "a", workloads=[in_turn(SIX)])
-    lines = (path / "runs.jsonl").read_text().splitlines()
-    (path / "runs.jsonl").write_text("\n".join(lines[:-1]) + '\n{"run": "small.1.')
-    command.report(path, as_json=True)
-    assert summary_in(path)["complete"] is False
-    assert "floor" not in summary_in(path)["cells"][0]["arms"]
 
 
 @pytest.mark.parametrize(
@@ -168,19 +150,6 @@ def test_a_pair_that_has_begun_is_missing_its_other_arm_whatever_the_interval(tm
     lines = (path / "runs.jsonl").read_text().splitlines()
     (path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     assert missing_in(path) == [json.loads(lines[-1])["run"]]
-
-
-def test_without_a_summary_the_surroundings_are_unknown_and_a_caveat_says_so(tmp_path, capsys):
-    path = made(tmp_path / "a")
-    (path / "summary.json").unlink()
-    assert command.report(path, as_json=False) == 0
-    summary = summary_in(path)
-    assert (summary["complete"], summary["verdict"]) == (True, "faster")
-    assert (summary["machine"], summary["versions"], summary["profile"]) == (None, None, None)
-    assert summary["caveats"] == ["summary.json was missing: the profile, the machine and the versions are unknown"]
-    before = (path / "summary.json").read_bytes()
-    command.report(path, as_json=False)
-    assert (path / "summary.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from terminal import assert_entry
+import yaml
+from terminal import assert_entry, assert_said, given_in
 from test_bench_workload import SMALLEST, parsed
 
+from kvbm.errors import ProfileError
 from kvbm.leader.hints import parsed as parsed_hint
 from kvbm_cli.bench.cells import script_of
+from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.script import (
     AnswerOf,
     Phase,
@@ -123,10 +126,9 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_script(name):
+def lines_of(whole: Script) -> list[str]:
     """A line per request. Equal parts have equal names; an answer has the number of its request."""
-    whole, names = script(CASES[name][0], **CASES[name][1]), {}
+    names: dict[object, str] = {}
     lines = [f"{whole.total_tokens} tokens, working set {whole.working_set_tokens}, warm-up {len(whole.warmup)}\n"]
     for index, one in enumerate(whole.requests):
         parts = [
@@ -135,11 +137,33 @@ def test_script(name):
             else f"{names.setdefault(part, f'part-{len(names)}')}:{len(part)}"
             for part in one.parts
         ]
+        start = "" if one.at_s is None else f", at {one.at_s:g} s"
         waits = f", {one.delay_s:g} s after {', '.join(map(str, one.after))}" if one.after else ""
         hints = f"; {json.dumps(dict(one.extra))}" if one.extra else ""
-        place = f"{index}: session {one.session}, turn {one.turn}, {one.phase.value}{waits}"
-        lines.append(f"{place}; {' '.join(parts)} -> {one.answer_tokens}{hints}\n")
+        body = f"; {one.path} {json.dumps(dict(one.body))}" if one.body else ""
+        place = f"{index}: session {one.session}, turn {one.turn}, {one.phase.value}{start}{waits}"
+        lines.append(f"{place}; {' '.join(parts)} -> {one.answer_tokens}{hints}{body}\n")
+    return lines
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_script(name):
+    lines = lines_of(script(CASES[name][0], **CASES[name][1]))
     assert_entry("bench/scripts", name, "".join(lines), names=CASES)
+
+
+@pytest.mark.parametrize("name", given_in("bench/trace_scripts"))
+def test_script_of_a_trace(tmp_path, name):
+    """Given are keys of the workload, and the lines of the trace."""
+    keys, _, lines = given_in("bench/trace_scripts")[name].partition("\n")
+    (tmp_path / "t.jsonl").write_text(lines)
+    content = {"name": "w", "kind": "trace", "file": "t.jsonl", "block_tokens": 4, **yaml.safe_load(keys)}
+    (tmp_path / "w.yaml").write_text(yaml.safe_dump(content))
+    try:
+        said = "".join(lines_of(script_of(load_workload(str(tmp_path / "w.yaml")), WRITER, seed=0)))
+    except ProfileError as error:
+        said = str(error).replace(f"{tmp_path}/", "")
+    assert_said("bench/trace_scripts", name, said.rstrip("\n"))
 
 
 @pytest.mark.parametrize("kind", BUILT)

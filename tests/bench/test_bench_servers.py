@@ -49,44 +49,26 @@ def capabilities(*options: Options):
 
 
 @pytest.mark.parametrize(
-    ("change", "token_ids", "ignore_eos", "usage", "writer"),
+    ("options", "dialect", "writer", "can_reset"),
     [
-        ({}, True, True, True, TokenWriter),
-        ({"has_tokenize": False}, True, True, True, TextWriter),
-        ({"has_token_ids": False}, False, True, True, TokenWriter),
-        ({"has_ignore_eos": False}, False, False, True, TokenWriter),
-        ({"has_usage": False}, False, False, False, TokenWriter),
-        (POOR.__dict__, False, False, False, TextWriter),
+        ([PLAIN], "ids eos usage", TokenWriter, True),
+        ([replace(PLAIN, has_tokenize=False)], "eos usage", TextWriter(1.0), True),  # as the server counts
+        ([replace(PLAIN, has_token_ids=False)], "eos usage", TokenWriter, True),
+        ([replace(PLAIN, has_ignore_eos=False)], "usage", TokenWriter, True),
+        ([replace(PLAIN, has_usage=False)], "", TokenWriter, True),
+        ([POOR], "", TextWriter(4.0), False),
+        # What one server lacks no server is sent.
+        ([PLAIN, replace(PLAIN, has_token_ids=False)], "eos usage", TokenWriter, True),
+        ([PLAIN, replace(PLAIN, resets_to_refuse=-1)], "ids eos usage", TokenWriter, False),
     ],
-    ids=["all", "no tokenizer", "no token ids", "no ignore_eos", "no usage", "nothing"],
 )
-def test_a_server_is_asked_for_what_it_understands(change, token_ids, ignore_eos, usage, writer):
-    found, (server,) = capabilities(replace(PLAIN, **change))
-    if change == {"has_tokenize": False}:
-        assert found.dialect.has_token_ids is False  # prompts are text
-        assert isinstance(found.writer, TextWriter)
-        assert found.writer.characters_per_token == 1.0  # as the server counts
-        return
-    assert (found.dialect.has_token_ids, found.dialect.has_ignore_eos, found.dialect.has_usage) == (
-        token_ids,
-        ignore_eos,
-        usage,
-    )
-    assert isinstance(found.writer, writer)
-    assert found.can_reset is (change != POOR.__dict__)
-    assert server.bodies
-
-
-def test_what_one_server_lacks_no_server_is_sent():
-    found, _ = capabilities(PLAIN, replace(PLAIN, has_token_ids=False))
-    assert (found.dialect.has_token_ids, found.dialect.has_ignore_eos) == (False, True)
-    found, _ = capabilities(PLAIN, replace(PLAIN, resets_to_refuse=-1))
-    assert found.can_reset is False
-
-
-def test_a_server_that_counts_no_tokens_gets_text_of_four_characters_per_token():
-    found, _ = capabilities(POOR)
-    assert found.writer == TextWriter(4.0)
+def test_servers_are_asked_for_what_they_understand(options, dialect, writer, can_reset):
+    found, servers = capabilities(*options)
+    known = {"ids": found.dialect.has_token_ids, "eos": found.dialect.has_ignore_eos, "usage": found.dialect.has_usage}
+    assert [name for name, is_known in known.items() if is_known] == dialect.split()
+    assert isinstance(found.writer, writer) if isinstance(writer, type) else found.writer == writer
+    assert found.can_reset is can_reset
+    assert all(server.bodies for server in servers)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +137,6 @@ def test_a_server_whose_certificate_nobody_vouches_for_is_refused_with_the_optio
     with pytest.raises(EngineError, match="CERTIFICATE_VERIFY_FAILED") as caught:
         measured(tmp_path, PLAIN, tls=(server_tls(tmp_path)[0], None))
     assert "`--ca-file`" in caught.value.hint
-
-
-def test_a_file_without_certificates_is_refused(tmp_path):
-    (tmp_path / "empty").write_text("no certificate")
-    for urls, name, message in (
-        (["https://host"], "empty", "has no certificates in PEM format"),
-        (["https://host"], "absent", "does not exist"),
-        (["http://host"], "empty", "no arm is one"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            comparison_of((), (), urls, tmp_path / name)
 
 
 @timed

@@ -21,27 +21,12 @@ from kvbm_cli.bench.result.arm_result import wilson_interval
 from kvbm_cli.bench.result.results import percentile
 
 
-@pytest.mark.parametrize(
-    ("values", "percent", "expected"),
-    [
-        ([7.0], 99, 7.0),
-        ([1.0, 2.0], 50, 1.5),
-        ([4.0, 1.0, 3.0, 2.0], 25, 1.75),
-        ([10.0, 20.0, 30.0, 40.0, 50.0], 90, 46.0),
-        ([float(value) for value in range(101)], 99, 99.0),
-        ([3.0, 1.0, 2.0], 0, 1.0),
-        ([3.0, 1.0, 2.0], 100, 3.0),
-    ],
-)
-def test_percentiles_interpolate_between_the_two_nearest_ranks(values, percent, expected):
-    assert percentile(values, percent) == pytest.approx(expected)
-
-
-def test_percentile_agrees_with_numpy():
+def test_percentiles_interpolate_between_the_two_nearest_ranks_as_numpy_does():
+    assert percentile([4.0, 1.0, 3.0, 2.0], 25) == 1.75
     numpy = pytest.importorskip("numpy")
-    values = [math.sin(index) for index in range(37)]
-    for percent in (1, 2.5, 33, 50, 90, 97.5, 99):
-        assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
+    for values in ([7.0], [1.0, 2.0], [math.sin(index) for index in range(37)]):
+        for percent in (0, 1, 2.5, 33, 50, 90, 97.5, 99, 100):
+            assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
 
 
 def test_spread_of_nothing_is_nothing():
@@ -102,14 +87,17 @@ def test_wilsons_interval_holds_the_share_and_is_symmetric(good, bad):
     assert wilson_interval(bad, good + bad) == pytest.approx((1 - high, 1 - low))
 
 
-def test_busy_share_counts_overlapping_requests_once():
-    assert busy_share([(0, 4), (2, 6), (8, 10)], 0, 10) == pytest.approx(0.8)
-
-
-def test_busy_share_ignores_what_lies_outside_the_window():
-    assert busy_share([(-5, 1), (9, 50)], 0, 10) == pytest.approx(0.2)
-    assert busy_share([], 0, 10) == 0.0
-    assert busy_share([(0, 1)], 3, 3) == 0.0
+@pytest.mark.parametrize(
+    ("spans", "window", "share"),
+    [
+        ([(0, 4), (2, 6), (8, 10)], (0, 10), 0.8),  # what overlaps counts once
+        ([(-5, 1), (9, 50)], (0, 10), 0.2),
+        ([], (0, 10), 0.0),
+        ([(0, 1)], (3, 3), 0.0),
+    ],
+)
+def test_busy_share_counts_each_moment_of_the_window_once(spans, window, share):
+    assert busy_share(spans, *window) == pytest.approx(share)
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,36 +106,28 @@ RESULT = json.loads((ROOT / "bench/results/bench-statistics.json").read_text())
 USUAL = {"sessions": 12, "turns": 5, "effect_deviation": 0.0, "slow_share": 0.0}
 
 
-def rows_of(**wanted):
-    found = [row for row in RESULT["rows"] if {**row, **wanted} == row]
-    assert found, wanted
+def row_of(**wanted):
+    (found,) = [row for row in RESULT["rows"] if {**row, **wanted} == row]
     return found
 
 
 def table_rows():
     for runs in (1, 2, 3, 5):
         for deviation in (0.01, 0.02, 0.03, 0.05):
-            (equal,) = rows_of(speedup=1.0, runs=runs, run_deviation=deviation, **USUAL)
-            (faster,) = rows_of(speedup=1.1, runs=runs, run_deviation=deviation, **USUAL)
+            equal, faster = (row_of(speedup=one, runs=runs, run_deviation=deviation, **USUAL) for one in (1.0, 1.1))
             yield (
                 f"| {runs} | {deviation:.0%} | {equal['coverage']:.1%} | {equal['coverage_of_plain_bootstrap']:.1%} "
                 f"| {equal['faster'] + equal['slower']:.1%} | {faster['faster']:.1%} |"
             )
-
-
-def test_page_has_every_row_of_the_simulation():
-    assert [row for row in table_rows() if row not in PAGE] == []
-
-
-def test_page_has_the_numbers_of_early_stopping():
     for row in RESULT["early_stop"]:
         numbers = (row["run_deviation"], row["coverage"], row["mean_runs"], row["false_alarms"])
-        assert "| {:.0%} | {:.1%} | {:.1f} | {:.1%} |".format(*numbers) in PAGE
-
-
-def test_page_has_the_sample_sizes():
+        yield "| {:.0%} | {:.1%} | {:.1f} | {:.1%} |".format(*numbers)
     for percent, least in LEAST_COUNTS.items():
-        assert f"| p{percent} | {least} requests | {LEAST_COUNTS_FOR_INTERVAL[percent]} requests |" in PAGE
+        yield f"| p{percent} | {least} requests | {LEAST_COUNTS_FOR_INTERVAL[percent]} requests |"
+
+
+def test_the_page_has_every_row_of_the_simulation_and_the_sample_sizes():
+    assert [row for row in table_rows() if row not in PAGE] == []
 
 
 def side(pairs, index):
@@ -300,37 +280,35 @@ def test_order_does_not_matter():
     assert model_of(samples).g2_ms_per_token == pytest.approx(model_of(samples[::-1]).g2_ms_per_token)
 
 
-def test_a_tier_without_tokens_has_no_cost():
-    model = model_of(requests(g3=False))
-    assert model.g3_ms_per_token is None
-    assert model.g3_break_even_tokens is None
+def test_what_no_request_shows_has_no_cost():
+    without_g3 = requests(300, g3=False)
+    model = model_of(without_g3)
+    assert (model.g3_ms_per_token, model.g3_break_even_tokens) == (None, None)
     assert model.g2_ms_per_token == pytest.approx(0.01)
-
-
-def test_loading_that_is_slower_than_computing_never_breaks_even():
-    slow = [PromptTime(r.ttft_ms + 0.2 * r.g2_tokens, r.computed_tokens, r.g2_tokens, 0) for r in requests(g3=False)]
-    assert model_of(slow).g2_break_even_tokens is None
-
-
-def test_without_requests_that_load_nothing_the_cost_per_load_is_unknown():
-    model = model_of([request for request in requests(300, g3=False) if request.g2_tokens])
-    assert model.load_ms is None
+    slow = [PromptTime(one.ttft_ms + 0.2 * one.g2_tokens, one.computed_tokens, one.g2_tokens, 0) for one in without_g3]
+    assert model_of(slow).g2_break_even_tokens is None, "loading is slower than computing"
+    model = model_of([one for one in without_g3 if one.g2_tokens])
+    assert (model.load_ms, model.g2_break_even_tokens) == (None, None), "every request loads something"
     assert model.base_ms == pytest.approx(20)
-    assert model.g2_break_even_tokens is None
 
 
-def reason_of(samples: list[PromptTime]) -> str:
+NOISE = random.Random(3)
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([], "0 requests are too few for 1 coefficients, 10 are needed"),
+        (requests(20), "20 requests are too few for 5 coefficients, 50 are needed"),
+        ([PromptTime(5, 100, 0, 0)] * 50, "all requests computed the same number of tokens"),
+        (
+            [PromptTime(10 + index, 4000 - 16 * index, 16 * index, 0) for index in range(1, 100)],
+            "computed and g2 change together, so their costs cannot be separated",
+        ),
+        ([PromptTime(NOISE.gauss(100, 10), NOISE.randint(1, 4000), 0, 0) for _ in range(100)], "explain only"),
+    ],
+)
+def test_reasons_of_no_model(samples, reason):
     model = fit_ttft(samples)
     assert isinstance(model, NoModel)
-    return model.reason
-
-
-def test_reasons_of_no_model():
-    assert reason_of([]) == "0 requests are too few for 1 coefficients, 10 are needed"
-    assert "20 requests are too few for 5 coefficients, 50 are needed" in reason_of(requests(20))
-    assert reason_of([PromptTime(5, 100, 0, 0)] * 50) == "all requests computed the same number of tokens"
-    fixed_length = [PromptTime(10 + index, 4000 - 16 * index, 16 * index, 0) for index in range(1, 100)]
-    assert reason_of(fixed_length) == "computed and g2 change together, so their costs cannot be separated"
-    generator = random.Random(3)
-    unrelated = [PromptTime(generator.gauss(100, 10), generator.randint(1, 4000), 0, 0) for _ in range(100)]
-    assert "explain only" in reason_of(unrelated)
+    assert reason in model.reason

@@ -214,6 +214,7 @@ def test_the_table_of_many_arms_cuts_no_name_and_no_number(tmp_path):
 EMBEDDED = "the embedded engine is a reference implementation: compare the arms with each other only"
 CACHE_OFF = "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
 URL = "http://127.0.0.1:9"
+OTHER_ENGINE = "the engine of other differs in `engine.arguments.num_blocks`; its answers were not judged"
 
 
 @pytest.fixture(autouse=True)
@@ -227,38 +228,25 @@ def load(monkeypatch):
     return set_load
 
 
-def caveats(profile: str | None = "demo", *compare: str, overrides: Sequence[str] = ()) -> list[str]:
-    return caveats_of(
-        command._setup(
-            comparison_of(() if profile is None else (profile,), overrides, compare), (Cell("small", WORKLOAD),)
-        )
-    )
+def caveats(*compare: str, profiles: Sequence[str] = ("demo",), overrides: Sequence[str] = ()) -> list[str]:
+    return caveats_of(command._setup(comparison_of(profiles, overrides, compare), (Cell("small", WORKLOAD),)))
 
 
-def test_the_embedded_engine_is_a_reference_implementation():
-    assert caveats() == [EMBEDDED]
-
-
-def test_vllm_on_a_cpu_is_no_gpu(monkeypatch):
+@pytest.mark.parametrize(
+    ("compare", "given", "expected"),
+    [
+        ([], {}, [EMBEDDED]),
+        ([], {"profiles": ["vllm-cpu-demo"]}, ["vLLM computes on a CPU: the speed-up on a GPU is different"]),
+        ([], {"overrides": ["engine.arguments.prefix_caching=false"]}, [EMBEDDED, CACHE_OFF]),
+        ([URL, "http://127.0.0.1:10"], {"profiles": []}, []),
+        (["other.yaml", "baseline", "demo-disk"], {}, [EMBEDDED, OTHER_ENGINE]),
+    ],
+)
+def test_caveats_of_the_engines(tmp_path, monkeypatch, compare, given, expected):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert caveats("vllm-cpu-demo") == ["vLLM computes on a CPU: the speed-up on a GPU is different"]
-
-
-def test_an_engine_without_a_prefix_cache_has_a_slow_baseline():
-    assert caveats(overrides=["engine.arguments.prefix_caching=false"]) == [EMBEDDED, CACHE_OFF]
-
-
-def test_servers_have_no_profile_to_judge():
-    assert caveats(None, URL, "http://127.0.0.1:10") == []
-
-
-def test_a_reference_with_another_engine_is_not_judged(tmp_path):
-    path = tmp_path / "other.yaml"
-    path.write_text("extends: demo\nengine: {arguments: {num_blocks: 99}}\n")
-    found = caveats("demo", str(path), "baseline", "demo-disk")
-    (caveat,) = [one for one in found if "differs" in one]
-    assert caveat.startswith("the engine of other differs in `engine.arguments.num_blocks`")
-    assert caveat.endswith("; its answers were not judged")
+    monkeypatch.chdir(tmp_path)
+    Path("other.yaml").write_text("extends: demo\nengine: {arguments: {num_blocks: 99}}\n")
+    assert caveats(*compare, **given) == expected
 
 
 def test_a_busy_machine_is_named_above_one_thread_per_core(load):

@@ -91,13 +91,6 @@ def test_a_closed_loop_keeps_its_number_of_sessions_in_flight():
     assert all(start in session_ends for start in firsts[2:])
 
 
-def test_think_time_counts_from_the_end_of_the_last_answer():
-    requests = [planned(0), planned(1, session=0, turn=2, after=(0,), delay_s=0.2)]
-    _, records, _ = drive_plan(plan_of(requests, concurrency=1))
-    assert records[1].intended_ms == pytest.approx(records[0].end_ms + 200)
-    assert records[1].lateness_ms >= 0
-
-
 def test_a_request_awaits_all_others_and_its_time():
     """0 -> 1, 2 (parallel) -> 3; request 4 has a time of its own that is later."""
     requests = [

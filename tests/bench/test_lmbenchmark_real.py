@@ -1,6 +1,6 @@
 """LMBenchmark's programs and our driver send the same bodies at the same times, and write the same CSV file.
 
-The programs run against the same recording server; LMBenchmark's classes are driven with the same simulated clock.
+The programs run against the same server; LMBenchmark's classes are driven with the same simulated clock.
 Requires KVBM_LMBENCHMARK, a checkout of LMBenchmark, and KVBM_LMBENCHMARK_PYTHON, an interpreter in a `bin` directory
 with `openai` and `pandas`.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from lmbenchmark_clock import START_S, simulate
-from recording_server import Behaviour, RecordingServer, user_of
+from openai_mock import Answer, OpenAIMock
 
 from kvbm_cli.bench.lmbenchmark.exchange import SHAREGPT_COLUMNS, MeasuredAnswer, multi_round_csv
 from kvbm_cli.bench.lmbenchmark.multi_round import MultiRoundSchedule
@@ -54,14 +54,14 @@ def run_ours(parameters, server):
     return asyncio.run(run_faithful(parameters, target, model="m", on_record=lambda record: None))
 
 
-def recorded(run, behaviour):
+def recorded(run, first_token_s=0.02):
     """(bodies and arrival times by user, what `run` returned); times count from the first request with a user."""
-    with RecordingServer(behaviour) as server:
+    with OpenAIMock(Answer(tokens=3, first_ms=1e3 * first_token_s)) as server:
         result = run(server)
     by_user = defaultdict(list)
-    start_s = next((one.complete_s for one in server.requests if user_of(one)), server.requests[0].complete_s)
-    for one in server.requests:
-        by_user[user_of(one)].append((one.path, one.body, one.complete_s - start_s))
+    start_s = next((one.complete_s for one in server.arrivals if one.user), server.arrivals[0].complete_s)
+    for one in server.arrivals:
+        by_user[one.user].append((one.path, one.body, one.complete_s - start_s))
     return by_user, result
 
 
@@ -141,9 +141,9 @@ def test_multi_round_program(tmp_path, changes, first_token_s):
     output = tmp_path / "theirs.csv"
     theirs, _ = recorded(
         lambda server: run_program(program_command(parameters, server.url, output), is_chat=parameters.is_chat),
-        Behaviour(first_token_s=first_token_s),
+        first_token_s,
     )
-    ours, result = recorded(lambda server: run_ours(parameters, server), Behaviour(first_token_s=first_token_s))
+    ours, result = recorded(lambda server: run_ours(parameters, server), first_token_s)
     extra = assert_same_requests(theirs, ours, parameters.duration_s)
     assert_same_table(output.read_text(), result.csv, extra=extra)
     assert any("launched late" in note for note in result.notes) == (first_token_s > 1)
@@ -152,16 +152,14 @@ def test_multi_round_program(tmp_path, changes, first_token_s):
 def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
     script = checkout() / "synthetic-multi-round-qa" / "long_input_short_output_run.sh"
     variables = {"NUM_USERS_WARMUP": "5", "NUM_USERS": "3", "NUM_ROUNDS": "3", "TEST_DURATION": "3", "ANSWER_LEN": "7"}
-    behaviour = Behaviour(first_token_s=0.02)
     theirs, _ = recorded(
         lambda server: run_program(["bash", script, "m", server.url, tmp_path / "key", "2.25", "4.07"], **variables),
-        behaviour,
     )
     parameters = replace(
         *(preset("lmbenchmark-long"),), users=3, rounds=3, answer_tokens=7, duration_s=3.0, warm_up_users=5
     )
     runs = [replace(parameters, qps=2.25), replace(parameters, qps=4.07, first_user_id=parameters.first_user_id + 5)]
-    ours, results = recorded(lambda server: [run_ours(one, server) for one in runs], behaviour)
+    ours, results = recorded(lambda server: [run_ours(one, server) for one in runs])
     for one, result in zip(runs, results, strict=True):
         assert_same_table(Path(one.output_file(str(tmp_path / "key"))).read_text(), result.csv)
     # The script starts a process per run, so only bodies are compared.
@@ -171,7 +169,7 @@ def test_long_script_with_its_warm_up_and_two_rates(tmp_path):
 
 
 def test_process_summary_reads_our_file(tmp_path):
-    with RecordingServer(Behaviour(first_token_s=0.02)) as server:
+    with OpenAIMock(Answer(tokens=3, first_ms=20.0)) as server:
         result = run_ours(small(duration_s=3.0), server)
     ours = tmp_path / "ours.csv"
     ours.write_text(result.csv)
@@ -192,10 +190,9 @@ def test_sharegpt_program(tmp_path, is_chat):
         *("python3", checkout() / "sharegpt" / "sharegpt-qa.py", "--qps", "6.5", "--model", "m"),
         *("--sharegpt-file", run_file, "--output", output, "--base-url"),
     ]
-    behaviour = Behaviour(first_token_s=0.4)
-    theirs, _ = recorded(lambda server: run_program([*command, server.url], is_chat=is_chat), behaviour)
+    theirs, _ = recorded(lambda server: run_program([*command, server.url], is_chat=is_chat), 0.4)
     parameters = ShareGptParameters(str(run_file), qps=6.5, is_chat=is_chat)
-    ours, result = recorded(lambda server: run_ours(parameters, server), behaviour)
+    ours, result = recorded(lambda server: run_ours(parameters, server), 0.4)
     assert len(theirs[None]) == 21
     times_s = {(path, body): at_s for path, body, at_s in ours[None]}
     assert times_s.keys() == {(path, body) for path, body, _ in theirs[None]}
@@ -222,10 +219,9 @@ def test_agentic_program(tmp_path):
         *("--user-request-interval", 0.65, "--new-user-interval", 0.45, "--trace-file", *traces),
         *("--output", output, "--base-url"),
     ]
-    behaviour = Behaviour(first_token_s=0.02)
-    theirs, _ = recorded(lambda server: run_program([*command, server.url]), behaviour)
+    theirs, _ = recorded(lambda server: run_program([*command, server.url]))
     parameters = AgenticParameters(tuple(map(str, traces)), request_interval_s=0.65, new_user_interval_s=0.45)
-    ours, result = recorded(lambda server: run_ours(parameters, server), behaviour)
+    ours, result = recorded(lambda server: run_ours(parameters, server))
     assert {user: sorted(body for _, body, _ in sent) for user, sent in ours.items()} == {
         user: sorted(body for _, body, _ in sent) for user, sent in theirs.items()
     }

@@ -171,26 +171,6 @@ def test_the_preparation_is_a_program(tmp_path, capsys):
     assert program([]) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "expected"),
-    [
-        ("lmbenchmark-long", "documented", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1)),
-        ("lmbenchmark-long", "as-shipped", (15, 20, 1000, 20000, 100, 0.1, 100.0, 20, 1)),
-        ("lmbenchmark-short", "documented", (320, 20, 0, 256, 20, 15.0, 100.0, 400, 1)),
-        ("lmbenchmark-short", "as-shipped", (320, 20, 1, 1, 20, 15.0, 100.0, 400, 1)),
-        ("lmbenchmark-long-long", "documented", (320, 20, 0, 2000, 1000, 0.7, 100.0, 750, 1)),
-        ("lmbenchmark-long-long", "as-shipped", (320, 20, 1, 1, 1000, 0.7, 100.0, 750, 1)),
-    ],
-)
-def test_preset_has_the_arguments_of_its_script(name, sizes, expected):
-    one = preset(name, sizes=sizes)
-    assert (
-        *(one.users, one.rounds, one.system_words, one.history_words, one.answer_tokens),
-        *(one.qps, one.duration_s, one.warm_up_users, one.first_user_id),
-    ) == expected
-    assert (one.name, one.sizes) == (name, sizes)
-
-
 def test_times_of_the_example_of_the_long_script():
     one = replace(preset("lmbenchmark-long"), qps=1.0)
     assert (one.gap_s, one.session_s, one.gap_between_users_s, one.ramp_up_s) == (15.0, 285.0, 19.0, 285.0)
@@ -241,7 +221,7 @@ def test_impossible_parameters_are_refused(make, message):
         make()
 
 
-def test_page_lists_all_presets():
+def test_the_page_lists_the_presets_with_the_arguments_of_their_scripts():
     page = Path(__file__).parents[2] / "docs" / "reference" / "lmbenchmark.md"
     rows = re.findall(r"^\| `(\S+)` \| ((?:documented|as-shipped).*) \|$", page.read_text(), re.MULTILINE)
     listed = {}
@@ -250,13 +230,14 @@ def test_page_lists_all_presets():
         for one in sizes.split(", "):
             listed[f"lmbenchmark-{scenario}", one] = (*map(float, numbers), file)
     assert listed == {
-        key: (
+        (one.name, one.sizes): (
             *(one.users, one.rounds, one.system_words, one.history_words, one.answer_tokens),
             *(one.qps, one.duration_s, one.warm_up_users),
             f"`{one.output_name.format(key='KEY', qps='QPS')}`",
         )
-        for key, one in PRESETS.items()
+        for one in (preset(name, sizes=sizes) for name, sizes in PRESETS)
     }
+    assert {one.first_user_id for one in PRESETS.values()} == {1}
 
 
 HEADER = "prompt_tokens,generation_tokens,ttft,generation_time,user_id,question_id,launch_time,finish_time\n"

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shlex
 from collections import OrderedDict
 from pathlib import Path
 
 import hit_rates
 import pytest
 from metric_pages import FakeLeader, serving
-from trace_pages import HEAD, ROOT, examples_in, stripped
+from trace_pages import HEAD
 
 from kvbm.core.shadow_caches import ADAPTIVE, LRU
 from kvbm_cli.bench.trace.analysis import collect
@@ -18,8 +17,6 @@ from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import TraceFormat
 from kvbm_cli.plan import advice, command
 
-PAGE = (ROOT / "docs/guide/plan.md").read_text()
-EXAMPLES = examples_in(PAGE)
 WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conversation.jsonl.gz"
 
 
@@ -27,18 +24,6 @@ WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conve
 def no_progress(monkeypatch):
     """It would appear on a busy machine only."""
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600.0)
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_of_the_page_print_what_it_shows(kvbm, number):
-    line, shown = EXAMPLES[number]
-    code, out, _ = kvbm(*shlex.split(line))
-    assert code == 0
-    assert stripped(out) == stripped(shown)
-
-
-def test_the_page_has_an_example():
-    assert len(EXAMPLES) == 1
 
 
 def plain_lru(capacity):
@@ -77,42 +62,6 @@ def test_the_curve_of_bench_trace_is_the_one_of_the_simulator():
         assert hit_rate(tree, uses, sample, capacity, LRU) == pytest.approx(curve.hit_rate(512 * capacity))
 
 
-def test_json_has_a_point_per_policy_and_capacity(kvbm):
-    code, out, err = kvbm("plan", "--trace", HEAD, "--capacity-blocks", "600,3000", "--json")
-    assert (code, err) == (0, "")
-    data = json.loads(out)
-    assert [(one["policy"], one["capacity_blocks"]) for one in data["curve"]] == [
-        *(("lru", 600), ("lru", 3000)),
-        *(("adaptive", 600), ("adaptive", 3000)),
-    ]
-    assert (data["requests"], data["unique_blocks"], data["simulated_blocks"]) == (400, 9821, 9821)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--capacity-blocks", "0"], "must be numbers of blocks from 1 to 2147483648, not `0`"),
-        (["--capacity-blocks", "1e5"], "not `1e5`"),
-        (["--capacity-blocks", ",".join(map(str, range(1, 102)))], "has 101 capacities, and the limit is 100"),
-        (["--policy", "arc"], "`--policy` must be `lru` or `adaptive`, not `arc`"),
-        (["--turns", "all"], "`--turns` must be `added` or `whole`"),
-    ],
-)
-def test_a_wrong_option_is_refused(kvbm, arguments, message):
-    code, out, err = kvbm("plan", "--trace", HEAD, *arguments)
-    assert (code, out) == (2, "")
-    assert message in " ".join(err.split())
-
-
-def test_blocks_of_text_are_pieces_of_it(kvbm, tmp_path):
-    line = '{"timestamp": 0, "text_input": "' + 64 * "hello" + '", "output_length": 1}\n'
-    (tmp_path / "t.jsonl").write_text(2 * line)
-    code, out, _ = kvbm("plan", "--trace", tmp_path / "t.jsonl", "--block-tokens", "16", "--capacity-blocks", "9")
-    assert code == 0
-    assert "2 requests, 5 different blocks of 16 tokens" in out
-    assert "50.0%" in out
-
-
 def test_a_sample_is_bounded_and_close():
     trace = collect(TraceReader(HEAD, TraceFormat()))
     uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
@@ -148,12 +97,6 @@ def test_sentences_say_what_the_gain_saves_and_when_it_pays():
     # 62.5 GiB are 67.1 GB, 0.276 an hour at 3 a month; half a second of the engine costs 0.000347 at 2.5 an hour
     (line,) = advised(plan, prefill=6000, prices=advice.Prices(memory_gb_month=3, engine_hour=2.5))
     assert line.endswith("on average, which pays from 794 requests per hour.")
-
-
-def test_a_price_alone_is_refused(kvbm):
-    code, _, err = kvbm("plan", "--trace", HEAD, "--memory-price", "3")
-    assert code == 2
-    assert "`--memory-price` and `--engine-price` are needed together" in err
 
 
 # For a running engine

@@ -1,26 +1,27 @@
 """report.html without a browser: its content, that data cannot become markup, and which directories are refused."""
 
 import base64
+import difflib
 import hashlib
 import json
 import re
-import statistics
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments import build, report_of, summary_in, write_sample
+from experiments import build, summary_in, write_sample
+from terminal import assert_entry
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.show.elements import distribution, prose, rates, sentence_case, thinned
-from kvbm_cli.bench.show.figures import CellView, by_source, by_turn, ecdf
-from kvbm_cli.bench.show.load_figures import parts_of_time, timeline
 from kvbm_cli.bench.show.page import LIBRARY
 
 ECHARTS_6_1_0 = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
 HOSTILE = "</script><img src=x onerror='alert(1)'>\"&\u2028\u202e\x1b[31m{{}}${x}\ud800"
 MOST_BYTES = 5_000_000
+INLINE = ("b", "code", "span", "a", "em", "strong", "option", "title")
 
 
 class Document(HTMLParser):
@@ -44,6 +45,7 @@ class Document(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self._inside.pop() == tag
+        self.shown += {"td": " | ", "th": " | ", **dict.fromkeys(INLINE, "")}.get(tag, "\n")
 
     def handle_data(self, data: str) -> None:
         if self._inside and self._inside[-1] in ("script", "style"):
@@ -51,6 +53,12 @@ class Document(HTMLParser):
             self.raw[-1] = (tag, attributes, text + data)
         else:
             self.shown += data
+
+    @property
+    def lines(self) -> list[str]:
+        """The text that is shown, and the kind of each chart."""
+        text = [line.strip() + "\n" for line in self.shown.splitlines() if line.strip()]
+        return [*text, *(f"chart of {chart['kind']}\n" for chart in self.charts["charts"])]
 
     @property
     def charts(self) -> dict[str, Any]:
@@ -83,11 +91,6 @@ def change_summary(directory: Path, **changes: Any) -> None:
 
 def requests_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "requests.jsonl").read_text().splitlines()]
-
-
-def view_of(directory: Path) -> CellView:
-    report = report_of(directory)
-    return CellView.of(report, report.cells()[0])
 
 
 def test_chart_library_is_the_released_file():
@@ -141,19 +144,82 @@ def test_twenty_thousand_requests_fit_into_the_limit(tmp_path):
     assert build(tmp_path).stat().st_size < MOST_BYTES
 
 
-def test_verdict_caveats_and_numbers_are_text(sample):
-    summary = json.loads((sample / "summary.json").read_text())
-    shown = built(sample).shown
-    order = [shown.index(text) for text in (summary["explanation"][1:], "Results", "Caveats", "Results by workload")]
-    assert order == sorted(order)
-    for cell in summary["cells"]:
-        paired = cell["comparisons"][0]["ttft_speedup_paired"]
-        low, high = paired["interval_95"]
-        assert f"{paired['geometric_mean']:.2f}× {cell['name']}, kvbm against baseline: speed-up" in shown
-        assert f"95% interval {low:.2f} to {high:.2f}" in shown
-    assert "p99 requires 368 samples: it is not reported." in shown
-    for cell in summary["cells"]:
-        assert cell["comparisons"][0]["explanation"][1:] in shown
+Change = Callable[[Path], None]
+
+
+def of_summary(**changes: Any) -> Change:
+    return lambda directory: change_summary(directory, **changes)
+
+
+def of_requests(count: int | None = None, **changes: Any) -> Change:
+    """Other values in the first requests, or in all."""
+
+    def change(directory: Path) -> None:
+        rows = [
+            row | changes if count is None or number < count else row
+            for number, row in enumerate(requests_of(directory))
+        ]
+        (directory / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return change
+
+
+def cut_off(directory: Path) -> None:
+    path = directory / "requests.jsonl"
+    path.write_text(path.read_text()[:-20])
+
+
+def without_files(directory: Path) -> None:
+    for name in ("requests.jsonl", "runs.jsonl"):
+        (directory / name).unlink()
+    change_summary(directory, complete=False, cells=[], compared=None, verdict="invalid", explanation="interrupted")
+
+
+WRONG = {"reasons": ["arm kvbm answered 3 requests differently"], "hint": "run `x`"}
+URLS = {
+    "a": {"kind": "url", "url": "http://me:secret@127.0.0.1:1/v1"},
+    "b": {"kind": "url", "url": "http://127.0.0.1:2"},
+}
+TIERS = ("g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens")
+# How the sample is made, and what then happens to its directory.
+CASES: dict[str, tuple[dict[str, Any], Change]] = {
+    "a run": ({}, of_summary()),
+    "wrong answers": ({}, of_summary(verdict="wrong", **WRONG)),
+    "an invalid run": ({}, of_summary(verdict="invalid", **WRONG)),
+    "a slower arm": ({}, of_summary(verdict="slower", **WRONG)),
+    "a gain beyond the possible is noise": (
+        *({}, of_summary(share_of_possible_gain={"value": 1.4, "interval_95": None, "is_noise": True})),
+    ),
+    "the password of an address is not shown": ({}, of_summary(arms=URLS, profile=None)),
+    "a failed request is counted and not drawn": (
+        *({}, of_requests(1, error="broken off", first_token_ms=None, end_ms=None)),
+    ),
+    "no request was answered": ({}, of_requests(error="broken off", first_token_ms=None)),
+    "cached tokens of an unknown tier are a source": ({}, of_requests(**dict.fromkeys(TIERS))),
+    "a server that reports no source": ({}, of_requests(**dict.fromkeys((*TIERS, "computed_tokens", "cached_tokens")))),
+    "without server metrics": ({"server_metrics": False}, of_summary()),
+    "one arm alone": ({"arms": ("kvbm",)}, of_summary()),
+    "a last line that is cut off": ({}, cut_off),
+    "files that are missing": ({}, without_files),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_page(tmp_path_factory, name):
+    """The text of a run and the data of its charts; of others what is new on their page, and which charts it lacks."""
+    pages = []
+    for changes, change in (CASES["a run"], CASES[name]):
+        directory = tmp_path_factory.mktemp("run")
+        write_sample(directory, **{"sessions": 6, "turns": 3, "pairs": 1, "pressures": (None,), **changes})
+        change(directory)
+        pages.append(built(directory))
+    known, page = pages
+    if name == "a run":
+        lines = [*page.lines, *(f"{json.dumps(chart)}\n" for chart in page.charts["charts"])]
+    else:
+        differences = difflib.unified_diff(known.lines, page.lines, n=0)
+        lines = [line for line in differences if re.match(r"\+(?!\+\+)|-(chart of|Cost of)", line)]
+    assert_entry("bench/pages", name, "".join(lines), names=CASES)
 
 
 def test_every_chart_has_words_and_a_table(sample):
@@ -164,122 +230,6 @@ def test_every_chart_has_words_and_a_table(sample):
     assert [int(box["data-chart"] or "") for box in boxes] == list(range(len(kinds)))
     assert all(box["role"] == "img" and len(box["aria-label"] or "") > 60 for box in boxes)
     assert [tag for tag, _ in page.elements].count("details") == len(kinds)
-
-
-def test_turns_chart_has_the_quartiles_of_the_requests(small):
-    figure = by_turn(view_of(small))
-    assert figure is not None
-    rows = [row for row in requests_of(small) if row["arm"] == "kvbm" and row["turn"] == 2]
-    low, middle, high = statistics.quantiles([row["ttft_ms"] for row in rows], n=4, method="inclusive")
-    assert figure.data["arms"][1]["points"][1] == [2, round(low, 2), round(middle, 2), round(high, 2)]
-
-
-def test_requests_count_for_the_source_of_most_of_their_tokens(small):
-    figure = by_source(view_of(small))
-    assert figure.data["sources"] == ["G1", "G2", "G3", "computed"]
-    computed = [row["ttft_ms"] for row in requests_of(small) if row["arm"] == "baseline" and row["g1_tokens"] == 0]
-    assert figure.data["arms"][0]["boxes"][3][2] == pytest.approx(statistics.median(computed), abs=0.01)
-    assert figure.data["arms"][0]["boxes"][1] is None
-
-
-def test_distribution_is_over_the_steady_requests(small):
-    figure = ecdf(view_of(small))
-    assert figure is not None
-    steady = [r["ttft_ms"] for r in requests_of(small) if r["arm"] == "floor" and r["phase"] == "steady"]
-    points = figure.data["arms"][2]["points"]
-    assert [x for x, _ in points] == [round(value, 2) for value in sorted(steady)]
-    assert [y for _, y in points] == [round((rank + 1) / len(steady), 4) for rank in range(len(steady))]
-
-
-def test_parts_of_the_time_add_up_to_the_whole(small):
-    figure = parts_of_time(view_of(small))
-    assert figure is not None
-    whole = statistics.fmean(row["end_to_end_ms"] for row in requests_of(small) if row["arm"] == "kvbm")
-    assert sum(figure.data["rows"][1]) == pytest.approx(whole, abs=0.05)
-
-
-def test_timeline_shows_the_counters_of_the_tested_arm(small):
-    figure = timeline(view_of(small))
-    assert figure is not None
-    file = small / "runs" / "conversations.1.kvbm" / "server-metrics.jsonl"
-    last = json.loads(file.read_text().splitlines()[-1])
-    for tier, total in last["prompt_tokens"].items():
-        assert sum(rate for _, rate in figure.data["server"]["tokens"][tier]) == pytest.approx(total, abs=0.5)
-    assert "arm kvbm" in figure.note
-
-
-def test_without_server_metrics_the_timeline_has_requests_only(tmp_path):
-    write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), server_metrics=False)
-    charts = {chart["kind"]: chart for chart in built(tmp_path).charts["charts"]}
-    assert charts["timeline"]["server"] is None
-    assert charts["timeline"]["sources"] == []
-    assert "Cost of the engine" not in built(tmp_path).shown
-
-
-def test_cached_tokens_of_an_unknown_tier_are_a_source(small):
-    unknown = dict.fromkeys(("g1_tokens", "g2_tokens", "g3_tokens", "g4_tokens"))
-    rows = [{**row, **unknown} for row in requests_of(small)]
-    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    figure = by_source(view_of(small))
-    assert figure.data["sources"] == ["cached", "computed"]
-
-
-def test_a_server_that_reports_no_source_has_no_chart_of_sources(small):
-    tiers = (f"{tier}_tokens" for tier in ("g1", "g2", "g3", "g4", "computed", "cached"))
-    unknown = dict.fromkeys(tiers)
-    (small / "requests.jsonl").write_text("".join(json.dumps({**row, **unknown}) + "\n" for row in requests_of(small)))
-    assert by_source(view_of(small)) is None
-    built(small)
-
-
-def test_one_arm_alone_has_charts_and_no_comparison(tmp_path):
-    write_sample(tmp_path, arms=("kvbm",), sessions=6, turns=3, pairs=1, pressures=(None,))
-    page = built(tmp_path)
-    assert "Measured, nothing to compare with" in page.shown
-    assert [chart["kind"] for chart in page.charts["charts"]] == ["turns", "sources", "ecdf", "parts", "timeline"]
-
-
-def test_files_that_are_missing_or_cut_off_are_noted(small):
-    content = (small / "requests.jsonl").read_text()
-    (small / "requests.jsonl").write_text(content[:-20])
-    assert "last line of requests.jsonl is incomplete and was ignored" in built(small).shown
-    for name in ("requests.jsonl", "runs.jsonl"):
-        (small / name).unlink()
-    change_summary(small, complete=False, cells=[], compared=None, verdict="invalid", explanation="interrupted")
-    page = built(small)
-    assert page.charts["charts"] == []
-    for text in ("requests.jsonl is missing", "runs.jsonl is missing", "incomplete: the run was interrupted"):
-        assert text in page.shown
-    assert "kvbm bench --profile demo --compare baseline" in page.shown
-
-
-@pytest.mark.parametrize(
-    ("verdict", "badge"), [("wrong", "Wrong answers"), ("invalid", "Invalid"), ("slower", "Slower")]
-)
-def test_reasons_of_a_bad_verdict_come_first(small, verdict, badge):
-    change_summary(small, verdict=verdict, reasons=["arm kvbm answered 3 requests differently"], hint="run `x`")
-    shown = built(small).shown
-    assert badge in shown
-    assert ("Results, not usable" in shown) == (verdict != "slower")
-    assert (
-        shown.index("Arm kvbm answered 3 requests differently.")
-        < shown.index("What to do: run x")
-        < shown.index("× speed-up")
-    )
-
-
-def test_failed_requests_are_counted_and_not_drawn(small):
-    rows = requests_of(small)
-    rows[0] |= {"error": "broken off", "first_token_ms": None, "end_ms": None}
-    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert len(view_of(small).answered) == len(rows) - 1
-    built(small)
-
-
-def test_a_run_without_any_answer_has_a_report(small):
-    rows = [row | {"error": "broken off", "first_token_ms": None} for row in requests_of(small)]
-    (small / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "No request was answered." in built(small).shown
 
 
 def test_name_of_a_run_cannot_leave_the_directory(small):
@@ -340,13 +290,6 @@ def test_interval_of_one_pair_of_runs_does_not_claim_to_cover_runs(small, sample
     assert note not in built(sample).shown
 
 
-def test_gain_beyond_the_possible_is_noise(small):
-    change_summary(small, share_of_possible_gain={"value": 1.4, "interval_95": None, "is_noise": True})
-    shown = built(small).shown
-    assert "All of the possible gain, within the noise of this run" in shown
-    assert "140%" not in shown
-
-
 @pytest.mark.parametrize(
     ("sentence", "shown"),
     [
@@ -363,17 +306,6 @@ def test_sentences_begin_with_a_capital_unless_they_begin_with_a_name(sentence, 
 def test_code_in_backticks_is_escaped_too():
     assert prose("run `a<b`") == "run <code>a&lt;b</code>"
     assert prose("one ` alone") == "one ` alone"
-
-
-def test_password_of_an_address_is_not_shown(small):
-    arms = {
-        "a": {"kind": "url", "url": "http://me:secret@127.0.0.1:1/v1"},
-        "b": {"kind": "url", "url": "http://127.0.0.1:2"},
-    }
-    change_summary(small, arms=arms, profile=None)
-    shown = built(small).shown
-    assert "secret" not in shown
-    assert "kvbm bench --compare a=http://127.0.0.1:1/v1 --compare b=http://127.0.0.1:2 --workload conv" in shown
 
 
 def test_long_distribution_keeps_its_ends():

@@ -3,11 +3,9 @@
 The numbers can be checked by hand, or are those of Mooncake's trace: of its committed head, and of the whole.
 """
 
-import gzip
 import json
 import os
 import re
-import shlex
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trace_pages import HEAD, ROOT, examples_in, stripped
+from trace_pages import HEAD
 
 from kvbm_cli.bench.trace import command
 from kvbm_cli.bench.trace.analysis import CommonPrefix, analyse, collect, notes
@@ -66,48 +64,6 @@ def test_a_later_turn_adds_to_its_session(tmp_path):
     assert added.curve.hit_rate(6 + 3 - 1) == (6 + 6) / 23
     whole = analysed(tmp_path, *lines, block_tokens=4, turns=Turns.WHOLE)
     assert whole.curve.ideal == 6 / 14
-
-
-def test_notes_name_what_the_numbers_leave_out(tmp_path):
-    found = analysed(
-        tmp_path,
-        {"text_input": "x", "priority": 1},
-        {"session_id": "a", "input_length": 5},
-        {"session_id": "a", "input_length": 5},
-    )
-    text = "\n".join(notes(found))
-    for part in ("field `priority` of 1 ", "1 requests hold text", "2 requests have no hash ids", "no timestamps"):
-        assert part in text
-    assert "--turns whole" in text
-
-
-def test_blocks_of_texts_are_pieces_of_four_characters_per_token(tmp_path):
-    text = "".join(chr(97 + number) * 16 for number in range(4))  # 4 blocks of 4 tokens
-    found = analysed(tmp_path, {"text_input": text}, {"payload": {"prompt": text[:40] + 20 * "z"}}, block_tokens=4)
-    assert (found.requests, found.text_requests, found.prompt.mean) == (2, 2, (16 + 15) / 2)
-    assert found.curve.ideal == 8 / 31
-
-
-def test_pauses_between_turns_are_shown(kvbm, tmp_path):
-    turns = [{"session_id": "a", "input_length": 5, "delay": pause} for pause in (0, 1000, 3000)]
-    path = tmp_path / "t.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in [*turns, {"input_length": 5}]))
-    assert analyse(path, TraceFormat()).pauses.mean == 2.0
-    code, out, _ = kvbm("bench", "trace", path)
-    assert code == 0
-    assert "pause                    2.0   2.0" in out
-    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["pauses_s"]["max"] == 3.0
-
-
-def test_blocks_of_messages_grow_with_the_conversation(tmp_path):
-    first, second = {"role": "user", "content": 90 * "a"}, {"role": "assistant", "content": 90 * "b"}
-    found = analysed(tmp_path, {"messages": [first]}, {"messages": [first, second]}, block_tokens=4)
-    repeated = len(json.dumps(first)) // 16 * 4
-    assert found.curve.ideal == repeated / (found.prompt.mean * 2)
-
-
-def test_content_without_ids_is_shared_by_no_line(tmp_path):
-    assert analysed(tmp_path, {"input_length": 5}, {"input_length": 5}).curve.ideal == 0
 
 
 @pytest.mark.soak
@@ -233,60 +189,6 @@ def test_plot_of_a_single_step(distance, unit):
     assert max(map(len, lines)) <= 80
 
 
-def test_nothing_is_plotted_if_nothing_repeats():
-    assert plot_lines(HitCurve([], [], 10), bytes_per_token=None) == []
-
-
-PAGE = (ROOT / "docs/reference/trace.md").read_text()
-EXAMPLES = examples_in(PAGE)
-
-
-def test_the_page_has_examples():
-    assert len(EXAMPLES) >= 2
-    [line] = re.findall(r"^```json\n(.*)\n```$", PAGE, re.MULTILINE)
-    assert line in gzip.decompress(HEAD.read_bytes()).decode().splitlines()
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_of_the_page_print_what_it_shows(kvbm, monkeypatch, number):
-    monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600)
-    line, shown = EXAMPLES[number]
-    _, out, err = kvbm(*shlex.split(line))
-    assert stripped(out + err) == stripped(shown)
-
-
-SECONDS = [{"timestamp": 0.529 * number, "input_length": 9, "output_length": 1} for number in range(99)]
-FAILED = [{"timestamp": 1000 * number, "input_length": 9, "output_length": number % 3} for number in range(9)]
-DOUBTS = {
-    "seconds": (SECONDS, "1,910 requests per second: are these seconds? `{}time_scale{}1000` is for seconds"),
-    "failed": (FAILED, "3 lines are skipped: `output_length` is 0"),
-}
-
-
-@pytest.mark.parametrize("name", DOUBTS)
-def test_doubtful_traces_are_analysed_with_a_note_and_warned_of_as_a_workload(kvbm, tmp_path, name):
-    lines, expected = DOUBTS[name]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "w.yaml").write_text("name: w\nkind: trace\nfile: t.jsonl\n")
-    code, out, _ = kvbm("bench", "trace", tmp_path / "t.jsonl")
-    assert code == 0
-    assert expected.format("--", " ").replace("time_scale", "time-scale") in " ".join(out.split())
-    code, _, err = kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")
-    words = expected.format("", ": ").replace("1000`", "1000` in the workload")
-    assert (code, err) == (0, f"warning: t.jsonl: {words}\n")
-
-
-def test_plausible_traces_are_not_doubted(kvbm, tmp_path):
-    (tmp_path / "w.yaml").write_text(f"name: w\nkind: trace\nfile: {HEAD}\n")
-    assert kvbm("bench", "-p", "demo", "--dry-run", "--workload", tmp_path / "w.yaml")[::2] == (0, "")
-
-
-def test_page_is_at_most_80_wide(kvbm):
-    for more in ((), ("--model", "Qwen/Qwen3-8B"), ("--bytes-per-token", "1")):
-        _, out, _ = kvbm("bench", "trace", HEAD, "--limit", "60", *more)
-        assert max(map(len, out.splitlines())) <= 80
-
-
 def test_json_has_the_numbers_of_the_page(kvbm, monkeypatch):
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600)
     code, out, err = kvbm("bench", "trace", HEAD, "--bytes-per-token", "128KiB", "--json")
@@ -307,67 +209,6 @@ def test_json_has_the_numbers_of_the_page(kvbm, monkeypatch):
         wanted, blocks = 0.9 * one["curve"][-1]["hit_rate"], one["capacity_for_share_of_hits"]["blocks"]
         assert simulation.rate(one["policy"], blocks) >= wanted > simulation.rate(one["policy"], round(0.97 * blocks))
         assert one["curve"][2]["hit_rate"] == simulation.rate(one["policy"], one["curve"][2]["blocks"])
-
-
-def test_model_sets_the_bytes_of_a_token(kvbm):
-    _, out, _ = kvbm("bench", "trace", HEAD, "--policy", "lru", "--model", "Qwen/Qwen3-8B", "--json")
-    assert json.loads(out)["bytes_per_token"] == 2 * 36 * 8 * 128 * 2
-
-
-def test_options_of_the_format_are_used(kvbm, tmp_path):
-    path = tmp_path / "t.jsonl"
-    lines = [
-        {"at": 1000, "session_id": "a", "input_length": 30, "hash_ids": [1, 2]},
-        {"at": 3000, "session_id": "a", "input_length": 40, "hash_ids": [1, 2, 3]},
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    options = ["--block-tokens", 16, "--time-scale", 2, "--column", "timestamp=at", "--turns", "whole", "--json"]
-    data = json.loads(kvbm("bench", "trace", path, *options)[1])
-    assert (data["duration_s"], data["largest_turn"], data["prompt_tokens"]["max"]) == (4.0, 2, 40)
-    assert data["ideal_hit_rate"] == 16 / 70
-
-
-def test_a_trace_in_which_nothing_repeats_has_no_plot(kvbm, tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"input_length": 5}\n')
-    code, out, _ = kvbm("bench", "trace", path)
-    assert code == 0
-    assert "ideal hit rate: 0.0% of the prompt tokens" in out
-    assert "│" not in out
-    data = json.loads(kvbm("bench", "trace", path, "--json")[1])
-    assert (data["curve"], data["capacity_for_share_of_ideal"], data["duration_s"]) == ([], [], None)
-
-
-def test_a_trace_of_texts_is_reported_with_estimated_lengths(kvbm, tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text('{"text_input": "a", "output_length": 2, "x\\u001b[31m": 1}\n')
-    code, out, _ = kvbm("bench", "trace", path)
-    assert code == 0
-    assert "1 requests hold text: their tokens are estimated, 4 characters each" in out
-    assert "\x1b" not in out
-    assert json.loads(kvbm("bench", "trace", path, "--json")[1])["ideal_hit_rate"] == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["missing.jsonl"], "the trace `missing.jsonl` does not exist"),
-        ([ROOT / "README.md"], "README.md:1: not JSON"),
-        ([HEAD, "--block-tokens", "16"], "requires 423 blocks of 16 tokens"),
-        ([HEAD, "--block-tokens", "0"], "from 1 to 65536"),
-        ([HEAD, "--time-scale", "nan"], "the time scale must be from"),
-        ([HEAD, "--column", "x=y"], "a trace has no field `x`"),
-        ([HEAD, "--turns", "all"], "`--turns` must be `added` or `whole`, not `all`"),
-        ([HEAD, "--bytes-per-token", "0"], "`--bytes-per-token` must be from 1 to"),
-        ([HEAD, "--bytes-per-token", "9" * 30], "`--bytes-per-token` must be from 1 to"),
-        ([HEAD, "--bytes-per-token", "x"], "`--bytes-per-token` must be a size such as"),
-        ([HEAD, "--bytes-per-token", "1", "--model", "m"], "use either `--bytes-per-token` or `--model`"),
-    ],
-)
-def test_wrong_use_ends_with_2(kvbm, arguments, expected):
-    code, out, err = kvbm("bench", "trace", *arguments)
-    assert (code, out) == (2, "")
-    assert expected in err
 
 
 def test_an_unknown_model_gets_the_error_of_kvbm_size(kvbm):

@@ -4,22 +4,19 @@ import gzip
 import json
 import random
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from terminal import assert_said, given_in
 from test_bench_scripts import common
 from trace_pages import HEAD
 
-from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError, UsageError
-from kvbm_cli.bench.cells import script_of as script_of_workload
+from kvbm.errors import EnvironmentProblem, KvbmError, ProfileError
 from kvbm_cli.bench.trace import request as trace_lines
 from kvbm_cli.bench.trace.analysis import analyse
 from kvbm_cli.bench.trace.reader import TraceReader
-from kvbm_cli.bench.trace.request import Sessions, TraceFormat, Turns, parse_columns
+from kvbm_cli.bench.trace.request import Sessions, TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
-from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, RecordedAnswer
+from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan
 from kvbm_cli.bench.workload.script import Phase, TextWriter, TokenWriter
 
 
@@ -51,13 +48,6 @@ def test_gzip_is_found_by_its_content_and_empty_lines_are_skipped(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"input_length": 3}\r\n\n  \n{"input_length": 4}'))
     assert [(one.line, one.input_tokens) for one in read(path)] == [(1, 3), (4, 4)]
-
-
-def test_columns_time_scale_and_block_length_are_configurable(tmp_path):
-    path = written(tmp_path, {"at_us": 3000, "prompt": 33, "ids": [1, 2, 3]})
-    columns = parse_columns(["timestamp=at_us", "input_length=prompt", "hash_ids=ids"])
-    [one] = read(path, columns=columns, time_scale=0.001, block_tokens=16)
-    assert (one.timestamp_ms, one.input_tokens, one.hash_ids) == (3.0, 33, (1, 2, 3))
 
 
 def test_the_first_sessions_are_read_with_all_their_turns(tmp_path):
@@ -105,39 +95,6 @@ def test_a_line_that_no_text_can_show_is_refused(tmp_path, line, expected):
     assert expected in message
     assert len(message) < 300
     assert message.isprintable()
-
-
-def test_a_wrong_line_is_named_by_its_number_and_its_column(tmp_path):
-    message = refused(tmp_path, {"prompt": 3}, {"prompt": -3}, columns={"input_length": "prompt"})
-    assert message.startswith("t.jsonl:2: `prompt` must be")
-
-
-def test_a_block_length_that_would_fit_is_proposed(tmp_path):
-    with pytest.raises(ProfileError) as caught:
-        read(written(tmp_path, {"input_length": 33, "hash_ids": [1, 2, 3]}))
-    assert caught.value.hint == "16 tokens per block would fit this line"
-
-
-def test_microseconds_are_recognised(tmp_path):
-    with pytest.raises(ProfileError) as caught:
-        read(written(tmp_path, {"input_length": 1, "timestamp": 1.7e15}))
-    assert caught.value.hint == "for microseconds, set the time scale to 0.001"
-    [one] = read(written(tmp_path, {"input_length": 1, "timestamp": 1.7e15}), time_scale=0.001)
-    assert one.timestamp_ms == 1.7e12
-
-
-def test_files_that_are_no_traces_are_refused(tmp_path):
-    def message(path, error=ProfileError):
-        with pytest.raises(error) as caught:
-            read(path)
-        return caught.value.message
-
-    assert "the file holds no request" in message(written(tmp_path))
-    assert "the file holds no request" in message(written(tmp_path, "", "  "))
-    assert "does not exist" in message(tmp_path / "missing.jsonl", UsageError)
-    assert "is a directory" in message(tmp_path, UsageError)
-    assert "is not a regular file" in message(Path("/dev/zero"), UsageError)
-    assert "not compressed with gzip" in message(written(tmp_path, {"input_length": 1}, name="t.jsonl.gz"))
 
 
 @pytest.mark.parametrize(
@@ -201,26 +158,6 @@ def test_random_bytes_give_an_error_of_ours(tmp_path):
     assert outcomes == {"accepted", "refused"}
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
-        ({"block_tokens": 0}, "the tokens of a block must be from 1 to 65536, not 0"),
-        ({"time_scale": float("nan")}, "the time scale must be from 0.000001 to 1000000, not nan"),
-        ({"columns": {"lenght": "x"}}, "a trace has no field `lenght`"),
-        ({"columns": {"timestamp": "delay"}}, "the fields `timestamp` and `delay` have one column, `delay`"),
-    ],
-)
-def test_a_wrong_format_is_refused(form, expected):
-    with pytest.raises(UsageError, match="^" + expected.replace("(", r"\(")):
-        TraceFormat(**form)
-
-
-@pytest.mark.parametrize("text", ["input_length", "=x", "input_length=", "delay=a delay=b"])
-def test_a_wrong_column_is_refused(text):
-    with pytest.raises(UsageError):
-        parse_columns(text.split())
-
-
 def test_turns_follow_each_other_and_times_are_estimated(tmp_path):
     lines = [
         {"session_id": "a", "timestamp": 1000, "input_length": 1},
@@ -255,11 +192,6 @@ def planned(script, *, answers=(), has_token_ids=True):
     return Plan.make(script, Launches(), dialect, answers=answers, request_timeout_s=60).requests
 
 
-def answers_of(script):
-    """One answer of the right length per request; its tokens occur nowhere else."""
-    return [RecordedAnswer((1000 + index,) * (one.answer_tokens or 0)) for index, one in enumerate(script.requests)]
-
-
 def test_prompts_of_the_head_have_the_lengths_and_the_sharing_of_the_trace():
     script = trace_script(HEAD, TraceFormat(requests=80), WRITER, seed=0)
     trace = [request for request, _ in zip(TraceReader(HEAD, TraceFormat()), range(80), strict=False)]
@@ -290,55 +222,6 @@ def test_equal_seeds_give_equal_content_and_other_seeds_other_content(tmp_path):
     assert len(one) == 7
 
 
-def test_equal_blocks_are_one_object_and_a_last_block_is_cut(tmp_path):
-    script = script_of(
-        tmp_path,
-        {"input_length": 8, "hash_ids": [1, 2]},
-        {"input_length": 8, "hash_ids": [1, 3]},
-        {"input_length": 6, "hash_ids": [1, 2]},
-    )
-    first, second, third = (one.parts for one in script.requests)
-    assert first[0] is second[0] is third[0]
-    assert [len(part) for part in third] == [4, 2]
-    assert third[1] == first[1][:2]
-
-
-def test_lengths_are_scaled(tmp_path):
-    line = {"input_length": 150, "output_length": 50, "hash_ids": [1, 2]}
-    script = script_of(tmp_path, line, form=TraceFormat(block_tokens=100), length_scale=0.1)
-    [one] = script.requests
-    assert [len(part) for part in one.parts] == [10, 5]
-    assert (one.answer_tokens, script.working_set_tokens) == (5, 15)
-
-
-def test_a_session_waits_for_its_answers_and_repeats_them(tmp_path):
-    lines = [
-        {"session_id": "a", "timestamp": 5000, "input_length": 4, "output_length": 2, "hash_ids": [1]},
-        {"session_id": "a", "delay": 9000, "input_length": 3, "output_length": 1, "hash_ids": [2]},
-        {"timestamp": 6000, "input_length": 5},
-        {"session_id": "a", "timestamp": 20000, "input_length": 1},
-    ]
-    script = script_of(tmp_path, *lines)
-    times = [(one.session, one.turn, one.at_s, one.after, one.delay_s) for one in script.requests]
-    assert times == [(0, 1, 0.0, (), 0.0), (1, 1, 1.0, (), 0.0), (0, 2, None, (0,), 9.0), (0, 3, 15.0, (2,), 0.0)]
-    first, _, second, third = planned(script, answers=answers_of(script))
-    assert second.prompt[:6] == [*first.prompt, 1000, 1000]
-    assert second.prompt_tokens == 4 + 2 + 3
-    assert third.prompt[:10] == [*second.prompt, 1002]
-    assert script.requests[2].phase is not Phase.COLD
-    assert script.working_set_tokens == 4 + 2 + 3 + 1 + 1 + 5
-
-
-def test_whole_prompts_are_not_joined(tmp_path):
-    lines = [
-        {"session_id": "a", "input_length": 4, "output_length": 2, "hash_ids": [1]},
-        {"session_id": "a", "input_length": 7, "output_length": 1, "hash_ids": [1, 2]},
-    ]
-    script = script_of(tmp_path, *lines, form=TraceFormat(block_tokens=4, turns=Turns.WHOLE))
-    first, second = planned(script)
-    assert (second.prompt_tokens, second.prompt[:4], second.after) == (7, first.prompt, (0,))
-
-
 def test_text_is_tokenized_or_sent_as_it_is(tmp_path):
     text = "one prompt of more than sixty-four characters, which requests share in pieces"
     lines = [{"text_input": text + " a"}, {"text_input": text + " b"}]
@@ -347,61 +230,3 @@ def test_text_is_tokenized_or_sent_as_it_is(tmp_path):
     assert second.phase is not Phase.COLD
     script = script_of(tmp_path, *lines, writer=TextWriter(4.0))
     assert planned(script, has_token_ids=False)[0].prompt == text + " a"
-
-
-def test_messages_are_a_fixed_body(tmp_path):
-    messages = [{"role": "system", "content": "s" * 300}, {"role": "user", "content": "hi"}]
-    line = {"messages": messages, "tools": [{"type": "function"}], "output_length": 7, "extra": {"top_p": 0.5}}
-    one, two = planned(script_of(tmp_path, line, {**line, "messages": [*messages, {"role": "user", "content": "b"}]}))
-    body = json.loads(one.encode())
-    assert one.path == "/v1/chat/completions"
-    assert (body["messages"], body["tools"]) == (messages, [{"type": "function"}])
-    assert (body["max_tokens"], body["top_p"], body["stream"], body["model"]) == (7, 0.5, True, "m")
-    assert body["stream_options"] == {"include_usage": True}
-    assert (one.phase, two.phase) == (Phase.COLD, Phase.STEADY)
-
-
-@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_a_payload_keeps_its_fields_except_model_and_stream(tmp_path, limit):
-    payload = {"model": "other", "prompt": "p", limit: 3, "stream": False, "seed": 4}
-    [one] = planned(script_of(tmp_path, {"payload": payload, "output_length": 99}))
-    body = json.loads(one.encode())
-    assert one.path == "/v1/completions"
-    expected = {"model": "m", "prompt": "p", limit: 3, "stream": True, "seed": 4}
-    assert body == {**expected, "stream_options": {"include_usage": True}}
-
-
-def test_extra_fields_are_sent_and_reserved_ones_are_refused(tmp_path):
-    [one] = planned(script_of(tmp_path, {"input_length": 3, "output_length": 2, "extra": {"top_k": 1}}))
-    body = json.loads(one.encode())
-    assert (body["top_k"], body["max_tokens"], len(body["prompt"])) == (1, 2, 3)
-    with pytest.raises(ProfileError, match=r"t\.jsonl:1: `extra` must not set `stream`"):
-        script_of(tmp_path, {"input_length": 3, "extra": {"stream": False}})
-
-
-def test_a_trace_without_times_is_a_closed_loop(tmp_path):
-    lines = [{"session_id": name, "input_length": 2, "output_length": 1} for name in "abab"]
-    script = script_of(tmp_path, *lines)
-    assert [(one.session, one.turn, one.at_s, one.after) for one in script.requests] == [
-        *((0, 1, None, ()), (1, 1, None, ()), (0, 2, None, (0,)), (1, 2, None, (1,)))
-    ]
-
-
-def test_a_workload_of_kind_trace_is_built_from_its_file(tmp_path):
-    (tmp_path / "t.jsonl").write_text('{"length": 33, "hash_ids": [1, 2, 3]}\n{"length": -1}\n')
-    (tmp_path / "w.yaml").write_text(
-        "name: w\nkind: trace\nfile: t.jsonl\nblock_tokens: 16\nrequests: 1\nlength_scale: 0.5\n"
-        "columns: {input_length: length}\n"
-    )
-    script = script_of_workload(load_workload(str(tmp_path / "w.yaml")), WRITER, seed=0)
-    assert [len(part) for part in script.requests[0].parts] == [8, 8, 1]
-    assert len(script.requests) == 1
-
-
-def test_fixed_bodies_are_not_mixed_with_repeated_answers(tmp_path):
-    joined = {"session_id": "a", "input_length": 3, "output_length": 1}
-    fixed = {"messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(ProfileError, match=r"t\.jsonl:2: a workload cannot mix .* \(line 2\) .* \(line 1\)"):
-        script_of(tmp_path, fixed, joined)
-    form = TraceFormat(turns=Turns.WHOLE)
-    assert len(script_of(tmp_path, fixed, joined, form=form).requests) == 2

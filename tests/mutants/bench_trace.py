@@ -49,7 +49,7 @@ MUTANTS = (
         file=SCRIPT,
         old="            if (one, length) not in self.pieces:\n",
         new="            if True:\n",
-        fails="tests/bench/test_trace_reader.py",
+        fails="tests/bench/test_trace_reader.py tests/bench/test_bench_scripts.py",
     ),
     Mutant(
         name="trace-turn-waits-for-a-line",
@@ -57,7 +57,7 @@ MUTANTS = (
         file=SCRIPT,
         old="(index_of[placed.previous],)",
         new="(placed.previous,)",
-        fails="tests/bench/test_trace_reader.py -k session_waits",
+        fails="tests/bench/test_bench_scripts.py -k of_a_trace",
     ),
     Mutant(
         name="trace-whole-prompts-are-added",
@@ -65,6 +65,6 @@ MUTANTS = (
         file=SESSIONS,
         old="        return is_added and request.session_id is not None\n",
         new="        return request.session_id is not None\n",
-        fails="tests/bench/test_trace_reader.py -k whole",
+        fails="tests/bench/test_bench_scripts.py -k of_a_trace",
     ),
 )
