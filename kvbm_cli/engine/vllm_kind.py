@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.schema import Profile
 
+LOOKAHEAD = (
+    "with an EAGLE or MTP drafter, vLLM from 0.33 on finds the last block of a hit in G1 only without a connector "
+    "(`num_hash_lookahead_tokens`): per hit, one block less comes from G1 with kvbm than with the baseline, and kvbm "
+    "loads it"
+)
+
 
 class VllmKind:
     """See EngineKind."""
@@ -78,7 +84,11 @@ class VllmKind:
         return with_arguments(profile, num_gpu_blocks_override=blocks, enable_prefix_caching=True)
 
     def caveats(self, profile: Profile) -> list[str]:
-        return ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
+        found = ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
+        installation, speculates = vllm_of(profile), "speculative_config" in (_arguments(profile).model_extra or {})
+        if speculates and installation is not None and installation.hashes_lookahead:
+            found.append(LOOKAHEAD)
+        return found
 
 
 def vllm_of(profile: Profile) -> VllmInstallation | None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from terminal import assert_entry
 
 from kvbm.errors import UsageError
+from kvbm.vllm_integration.versions import VllmInstallation
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell
@@ -26,6 +27,7 @@ from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
+from kvbm_cli.engine import vllm_kind
 from kvbm_cli.system.machine import usable_cpu_count
 
 
@@ -213,6 +215,7 @@ def test_the_table_of_many_arms_cuts_no_name_and_no_number(tmp_path):
 
 EMBEDDED = "the embedded engine is a reference implementation: compare the arms with each other only"
 CACHE_OFF = "the engine's own prefix cache is off, so the baseline computes the whole of every prompt"
+LOOKAHEAD = "per hit, one block less comes from G1 with kvbm than with the baseline"
 URL = "http://127.0.0.1:9"
 OTHER_ENGINE = "the engine of other differs in `engine.arguments.num_blocks`; its answers were not judged"
 
@@ -247,6 +250,23 @@ def test_caveats_of_the_engines(tmp_path, monkeypatch, compare, given, expected)
     monkeypatch.chdir(tmp_path)
     Path("other.yaml").write_text("extends: demo\nengine: {arguments: {num_blocks: 99}}\n")
     assert caveats(*compare, **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "overrides", "is_named"),
+    [
+        ("0.33.0", ['engine.arguments.speculative_config={"method": "eagle", "model": "/drafter"}'], True),
+        ("0.33.0", [], False),
+        ("0.32.0", ['engine.arguments.speculative_config={"method": "eagle", "model": "/drafter"}'], False),
+    ],
+)
+def test_the_block_that_a_connector_moves_from_g1_to_g2_with_a_drafter_is_named(
+    monkeypatch, version, overrides, is_named
+):
+    installation = VllmInstallation(version, "vllm", None, has_kvbm=True)
+    monkeypatch.setattr(vllm_kind, "find_vllm", lambda python: installation)
+    found = caveats(profiles=["vllm-cpu-demo"], overrides=overrides)
+    assert [LOOKAHEAD in one for one in found] == [True] * is_named
 
 
 def test_a_busy_machine_is_named_above_one_thread_per_core(load):
