@@ -8,8 +8,10 @@ about SHADOW_BLOCKS places. Whether a block is one of them depends on its hash a
 hits that its shadow cache has more than that of LRU, in the same requests. The store uses a table other than LRU only
 while its gain is significant. Without requests, or without a difference, the table stays LRU.
 
-The arrival of a long chain costs little per block. Blocks are chosen by the first byte of their hash, which every hash
-function distributes evenly, with operations on all of these bytes at once. Python code runs only for the chosen ones.
+The arrival of a long chain costs little per block. What is in the cache is the beginning of the chain, so its end is
+found by bisection, and the History has blocks at certain positions only. The shadow caches need not know of a chain
+before the next one arrives: until then, `see` shows them a part of it in each step. Their blocks are chosen by the
+first byte of the hash, which every hash function distributes evenly, with operations on all of these bytes at once.
 
 Memory: 16 bytes per block for the History, and a constant for the shadow caches. The owner of the store calls this.
 """
@@ -22,11 +24,12 @@ import sys
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from zlib import crc32
 
+from kvbm.core.index import HashIndex
 from kvbm.core.ranking import (
     ARRIVING,
     CLASS_MASK,
@@ -52,10 +55,11 @@ STANDARD_ERRORS = 0.5  # that a gain must exceed, so that it counts as significa
 LEAST_GAIN = 0.005  # of the hits of LRU
 LONGEST_CHAIN = 16_384  # blocks that are examined when a request arrives
 LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing competed for the cache
-RECENT_BLOCKS = 128  # at the end of a chain, of which one of four is kept in the history; before, one of 128
-RECENT_LIMIT, EARLIER_LIMIT = 64, 2  # of the first byte of such a hash
+SEEN_BLOCKS = 512  # of the last chain that arrived, which the shadow caches see in a step
+RECENT_BLOCKS = 128  # at the end of a chain, of which the history has more than of the blocks before
+RECENT_DISTANCE, EARLIER_DISTANCE = 4, 128  # between two positions of which the history has the block
+FIRST_LOOKUPS = 8  # in the history, from the beginning of a chain: if none of them is known, no later one is looked up
 
-_IS_SHARED = bytes(mark & SHARED for mark in range(256))
 _IS_RETAINED = bytes(mark & CLASS_MASK >= RETAINED for mark in range(256))
 
 
@@ -68,26 +72,19 @@ def _with_hint(its_class: int | None, *, is_owned: bool) -> bytes:
     )
 
 
-def _is_below(limit: int) -> bytes:
-    return bytes(byte < limit for byte in range(256))
-
-
-_IS_RECENT, _IS_EARLIER = _is_below(RECENT_LIMIT), _is_below(EARLIER_LIMIT)
-
-
-def first_bytes(hashes: Sequence[bytes]) -> bytes:
-    """Return the first byte of each hash. All have the same length."""
-    return b"".join(hashes)[:: len(hashes[0])] if hashes else b""
-
-
-def _chosen(firsts: bytes, is_chosen: bytes, begin: int, end: int) -> list[int]:
-    """Return the positions from `begin` to `end` of the bytes that the table `is_chosen` has a 1 for."""
-    flags = firsts.translate(is_chosen)
-    found, position = [], flags.find(1, begin, end)
+def _chosen(hashes: Sequence[bytes], limit: int) -> list[int]:
+    """Return the positions of the hashes whose first byte is below `limit`. All hashes have the same length."""
+    flags = b"".join(hashes)[:: len(hashes[0])].translate(_is_below(limit)) if hashes else b""
+    found, position = [], flags.find(1)
     while position >= 0:
         found.append(position)
-        position = flags.find(1, position + 1, end)
+        position = flags.find(1, position + 1)
     return found
+
+
+@cache
+def _is_below(limit: int) -> bytes:
+    return bytes(byte < limit for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +204,9 @@ def _pause_class(pause_s: float) -> int:
 
 
 class History:
-    """When blocks were last used and what was known of them, in or out of the cache. It has one of four of the last
-    RECENT_BLOCKS of a chain, and one of 128 of the blocks before.
+    """When blocks were last used and what was known of them, in or out of the cache. It has one of RECENT_DISTANCE of
+    the last RECENT_BLOCKS of a chain, and one of EARLIER_DISTANCE of the blocks before. A block has the same position
+    in each chain.
 
     A direct-mapped table: a later block overwrites an earlier one in its place. Blocks are named by their crc. An entry
     has the crc (32 bits), the time of the last use in quarters of a second (30 bits), and the bits of a mark (2).
@@ -217,34 +215,36 @@ class History:
     def __init__(self, places: int) -> None:
         self._entries = array("Q", bytes(8 * max(1, places)))
 
-    def positions(self, firsts: bytes) -> list[int]:
-        """Return the positions of the blocks of a chain that it has, from the first bytes of all hashes."""
-        end = len(firsts)
+    def positions(self, end: int) -> list[int]:
+        """Return the positions of the blocks of a chain of `end` blocks that it has."""
         recent = max(0, end - RECENT_BLOCKS)
-        return _chosen(firsts, _IS_EARLIER, 0, recent) + _chosen(firsts, _IS_RECENT, recent, end)
+        recent += -recent % RECENT_DISTANCE
+        return [*range(0, recent, EARLIER_DISTANCE), *range(recent, end, RECENT_DISTANCE)]
 
-    def find_last(self, positions: Sequence[int], crcs: Sequence[int], start: int) -> tuple[int, int, float] | None:
-        """Return the last of these positions, from `start` on, that is known, with its mark and the time of its last
-        use. `crcs[i]` names the block at `positions[i]`."""
-        entries, places = self._entries, len(self._entries)
+    def find_last(self, hashes: Sequence[bytes], start: int) -> tuple[int, int, float] | None:
+        """Return the last known position of a chain, from `start` on, with its mark and the time of its last use."""
+        entries, places, positions = self._entries, len(self._entries), self.positions(len(hashes))
+        names = map(crc32, map(hashes.__getitem__, positions[:FIRST_LOOKUPS]))
+        if not start and not any(entries[name % places] >> 32 == name for name in names):
+            return None
         for index in range(len(positions) - 1, bisect_left(positions, start) - 1, -1):
-            crc = crcs[index]
-            entry = entries[crc % places]
-            if entry and entry >> 32 == crc:
+            name = crc32(hashes[positions[index]])
+            entry = entries[name % places]
+            if entry and entry >> 32 == name:
                 return positions[index], (entry & 3) << 4, (entry >> 2 & (1 << 30) - 1) / 4
         return None
 
-    def note(self, positions: Sequence[int], crcs: Sequence[int], arrival: ChainUse, now_s: float) -> None:
-        """Note that these blocks of a chain are used now."""
-        entries, places = self._entries, len(self._entries)
+    def note(self, hashes: Sequence[bytes], arrival: ChainUse, now_s: float) -> None:
+        """Note that a chain is used now."""
+        entries, places, positions = self._entries, len(self._entries), self.positions(len(hashes))
         when = (int(now_s * 4) & (1 << 30) - 1) << 2
         shared_end = bisect_left(positions, arrival.shared_end)
         reused_end = max(shared_end, bisect_left(positions, arrival.reused_end))
-        marks = ((shared_end, (REUSED | SHARED) >> 4), (reused_end, REUSED >> 4), (len(crcs), 0))
+        marks = ((shared_end, (REUSED | SHARED) >> 4), (reused_end, REUSED >> 4), (len(positions), 0))
         at = 0
         for end, bits in marks:
-            for crc in crcs[at:end]:
-                entries[crc % places] = crc << 32 | when | bits
+            for name in map(crc32, map(hashes.__getitem__, positions[at:end])):
+                entries[name % places] = name << 32 | when | bits
             at = end
 
     def clear(self) -> None:
@@ -325,6 +325,19 @@ class ShadowCache:
         return order.lists.take(order.lists.free, from_free) + evicted
 
 
+@dataclass(slots=True)
+class _Unseen:
+    """The arrival of a chain. The shadow caches have seen the blocks before `position`; `sampled` are those of these
+    that they have, with their positions."""
+
+    hashes: Sequence[bytes]
+    arrival: ChainUse
+    time_s: float
+    hint: ChainHint | None
+    position: int = 0
+    sampled: dict[int, int] = field(default_factory=dict)
+
+
 class Adaptive:
     """The order of eviction of a store of `capacity_blocks`, and the choice of its table."""
 
@@ -332,39 +345,51 @@ class Adaptive:
         self.order = Ranked(capacity_blocks)
         self._history = History(2 * capacity_blocks)
         every = max(1, capacity_blocks // SHADOW_BLOCKS)
-        limit = max(1, round(256 / every))  # of the first byte of sampled hashes; of these, one of `_every`
-        self._is_sampled = _is_below(limit)
+        self._limit = max(1, round(256 / every))  # of the first byte of sampled hashes; of these, one of `_every`
         self._every = max(1, every // 256)
-        places = -(-capacity_blocks * limit // (256 * self._every))
+        places = -(-capacity_blocks * self._limit // (256 * self._every))
         self._shadows = [ShadowCache(places, table) for table in TABLES]
         self._hinted: list[ShadowCache] = []  # the same tables, with hints; from the first hint on
         self._current = self._shadows[0]
         self.follows_hints = True
+        self._unseen: _Unseen | None = None
         self._sampled = 0
         self._clock_s: float | None = None
         self._time_s = 0.0
 
     def arrive(
-        self, hashes: Sequence[bytes], slots: Sequence[int], now_s: float, hint: ChainHint | None = None
+        self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None
     ) -> ChainUse:
-        """Note the arrival of a request for the chain `hashes`, of which the first ones are in `slots`."""
+        """Note the arrival of a request for the chain `hashes`; `index` has those in the cache."""
+        self.see()
         if hint is not None and not self._hinted:
             self._begin_hints()
         time_s = self._pass_time(now_s)
-        firsts = first_bytes(hashes)
-        kept = self._history.positions(firsts)
-        crcs = [crc32(hashes[position]) for position in kept]
-        arrival = self._examine(kept, crcs, slots, len(hashes), time_s)
-        self._history.note(kept, crcs, arrival, time_s)
-        if sampled := self._sample(hashes, firsts):
-            self._compare(list(sampled), list(sampled.values()), arrival, time_s, hint)
+        arrival = self._examine(hashes, index, time_s)
+        self._unseen = _Unseen(hashes, arrival, time_s, hint)
         if not self._hinted or not self.follows_hints:
             return arrival
-        return replace(arrival.beside(self.order.marks_of(slots)), hint=hint)
+        return replace(arrival.beside(self.order.marks_of(index.find_prefix(hashes))), hint=hint)
 
-    def let_go(self, hashes: Sequence[bytes], listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
+    def see(self, blocks: int = LONGEST_CHAIN) -> None:
+        """Show the shadow caches so many blocks more of the last chain that arrived. They use it after its end, and
+        then the history has it, too."""
+        if (unseen := self._unseen) is None:
+            return
+        begin = unseen.position
+        unseen.position += blocks
+        for name, position in self._sample(unseen.hashes[begin : unseen.position]).items():
+            unseen.sampled.setdefault(name, begin + position)
+        if unseen.position >= len(unseen.hashes):
+            self._unseen = None
+            self._history.note(unseen.hashes, unseen.arrival, unseen.time_s)
+            if unseen.sampled:
+                self._compare(unseen)
+
+    def let_go(self, hashes: Sequence[bytes], listed: list[int], others: list[int], *, demotes: bool) -> None:
         """Note that the session that owns these blocks of the chain `hashes` needs them no more, see Ranked.let_go."""
-        names = list(self._sample(hashes, first_bytes(hashes)))
+        self.see()
+        names = list(self._sample(hashes))
         for shadow in self._hinted:
             shadow.let_go(names, demotes=demotes)
         if self.follows_hints:
@@ -372,6 +397,7 @@ class Adaptive:
 
     def clear(self) -> None:
         """Forget what is known of blocks. The choice stays: it is about requests."""
+        self.see()
         self._history.clear()
 
     def choice(self) -> tuple[int, int]:
@@ -392,45 +418,40 @@ class Adaptive:
         self.order.advance_to(self._time_s)
         return self._time_s
 
-    def _sample(self, hashes: Sequence[bytes], firsts: bytes) -> dict[int, int]:
+    def _sample(self, hashes: Sequence[bytes]) -> dict[int, int]:
         """Return the names of those blocks that the shadow caches have, and their positions."""
         every = self._every
         sampled: dict[int, int] = {}
-        for position in _chosen(firsts, self._is_sampled, 0, len(firsts)):
+        for position in _chosen(hashes, self._limit):
             if (crc := crc32(hashes[position])) % every == 0:
                 sampled.setdefault(crc, position)
         return sampled
 
-    def _examine(
-        self, kept: Sequence[int], crcs: Sequence[int], slots: Sequence[int], end: int, time_s: float
-    ) -> ChainUse:
-        order, hit = self.order, len(slots)
-        marks = order.marks_of(slots)
-        shared_end = 1 + marks.translate(_IS_SHARED).rfind(SHARED)
-        if (known := self._history.find_last(kept, crcs, hit)) is not None:
+    def _examine(self, hashes: Sequence[bytes], index: HashIndex, time_s: float) -> ChainUse:
+        order, end, slot_of = self.order, len(hashes), index.slot_of
+        hit = 0
+        if hashes and slot_of(hashes[0]) is not None:
+            hit = bisect_left(hashes, True, key=lambda name: slot_of(name) is None)
+        shared_end = bisect_left(hashes, True, hi=hit, key=lambda name: not order.is_shared(slot_of(name)))
+        if (known := self._history.find_last(hashes, hit)) is not None:
             last, mark, used_s = known
             if mark & SHARED:
                 shared_end = last + 1
-        elif hit:
-            last, mark, used_s = hit - 1, marks[-1], order.used_s(slots[-1])
+        elif (slot := slot_of(hashes[hit - 1]) if hit else None) is not None:
+            last, mark, used_s = hit - 1, order.marks[slot], order.used_s(slot)
         else:
             return ChainUse(0, 0, 0, pause=0, resident_pause=0, continues=False)
         continues = not mark & REUSED or (not mark & SHARED and last == end - 1)
         if not continues:
             return ChainUse(hit, last + 1, last + 1, pause=0, resident_pause=0, continues=False)
         pause = resident_pause = _pause_class(time_s - used_s)
-        if shared_end < hit:
-            resident_pause = max(pause, _pause_class(time_s - order.used_s(slots[shared_end])))
+        if shared_end < hit and (slot := slot_of(hashes[shared_end])) is not None:
+            resident_pause = max(pause, _pause_class(time_s - order.used_s(slot)))
         return ChainUse(hit, shared_end, last + 1, pause, resident_pause, continues=True)
 
-    def _compare(
-        self,
-        names: Sequence[int],
-        positions: Sequence[int],
-        arrival: ChainUse,
-        time_s: float,
-        hint: ChainHint | None,
-    ) -> None:
+    def _compare(self, seen: _Unseen) -> None:
+        names, positions = list(seen.sampled), list(seen.sampled.values())
+        arrival, time_s, hint = seen.arrival, seen.time_s, seen.hint
         hits = [shadow.use(names, positions, arrival, time_s) for shadow in self._shadows]
         for shadow, its_hits in zip(self._shadows, hits, strict=True):
             shadow.note(its_hits, hits[0])

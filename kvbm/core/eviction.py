@@ -111,8 +111,9 @@ class Order(Protocol):
 
     lists: SlotLists
 
-    def add(self, slots: Sequence[int]) -> None:
-        """Make `slots`, which are in no list, the most recently used inactive ones, the last one newest."""
+    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
+        """Make `slots`, which are in no list, the most recently used inactive ones, the last one newest. `runs` are
+        the same slots from the last one to the first one, in pieces, if these are known."""
         ...
 
     def take(self, count: int) -> list[int]:
@@ -134,7 +135,7 @@ class LeastRecent(Order):
     def __init__(self, slot_count: int) -> None:
         self.lists = SlotLists(slot_count)
 
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
         self.lists.append(self.lists.inactive, slots)
 
     def take(self, count: int) -> list[int]:

@@ -14,9 +14,10 @@ Only the store calls this. `states` is the store's; it is read here, never writt
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import eq, itemgetter, mod, mul
 from struct import Struct, iter_unpack
 
@@ -50,32 +51,42 @@ class HashIndex:
     def __contains__(self, sequence_hash: bytes) -> bool:
         return sequence_hash in self._dict_of(sequence_hash)
 
+    def slot_of(self, sequence_hash: bytes) -> int | None:
+        return self._dict_of(sequence_hash).get(sequence_hash)
+
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the slots of `hashes` up to the first that is not registered."""
-        end = len(hashes)
-        slots: list[int] = []
+        return list(chain.from_iterable(self.find_runs(hashes)))
+
+    def find_runs(self, hashes: Sequence[bytes]) -> list[Sequence[int]]:
+        """Like `find_prefix`, in pieces: consecutive slots are a range, as far as they were found at once."""
+        end, position = len(hashes), 0
+        runs: list[Sequence[int]] = []
         joined, allowed = b"", 0
         if end >= _WORTHWHILE_LENGTH:
             if hashes[0] not in self:
                 self.require_length(hashes[:1])
-                return slots
+                return runs
             joined, allowed = b"".join(hashes), 4 * _WORTHWHILE_RUN
         if (len(joined) if joined else sum(map(len, hashes))) != end * self._hash_bytes:
             self.require_length(hashes)
-        while len(slots) < end and allowed > 0:
-            position = len(slots)
+        while position < end and allowed > 0:
             slot = self._dict_of(hashes[position]).get(hashes[position])
             if slot is None:
-                return slots
+                return runs
             run = self._run_length(joined, position, slot, end - position)
-            slots += range(slot, slot + run)
+            runs.append(range(slot, slot + run))
+            position += run
             allowed += run - _WORTHWHILE_RUN
-        rest = hashes[len(slots) :]
-        for slot in map(dict.get, self._dicts_of(rest), rest):
-            if slot is None:
+        rest = hashes[position:]
+        slots: list[int] = []
+        for found in map(dict.get, self._dicts_of(rest), rest):
+            if found is None:
                 break
-            slots.append(slot)
-        return slots
+            slots.append(found)
+        if slots:
+            runs.append(slots)
+        return runs
 
     def _run_length(self, joined: bytes, position: int, slot: int, limit: int) -> int:
         """Return how many hashes from `position` on are in consecutive registered slots, the first one in `slot`."""
@@ -168,3 +179,20 @@ def is_consecutive(slots: Sequence[int]) -> bool:
     """Whether each slot is the next one after the slot before. False for none."""
     count = len(slots)
     return count > 0 and slots[-1] - slots[0] == count - 1 and list(slots) == list(range(slots[0], slots[0] + count))
+
+
+def ascending_runs(slots: list[int]) -> list[Sequence[int]]:
+    """Return `slots`, which are different, in pieces: a range for each run of consecutive ones, if they ascend in runs
+    that are long enough for that."""
+    count, begin = len(slots), 0
+    if count < 2 * _WORTHWHILE_RUN or slots != sorted(slots):  # which takes less time than a look for other orders
+        return [slots]
+    if slots[-1] - slots[0] == count - 1:
+        return [range(slots[0], slots[-1] + 1)]
+    runs: list[Sequence[int]] = []
+    while begin < count and len(runs) <= 4 + begin // _WORTHWHILE_RUN:
+        first = slots[begin] - begin
+        end = bisect_right(range(begin, count), first, key=lambda at: slots[at] - at) + begin
+        runs.append(range(slots[begin], slots[end - 1] + 1))
+        begin = end
+    return [*runs, slots[begin:]] if begin < count else runs

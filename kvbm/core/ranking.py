@@ -28,13 +28,13 @@ import copy
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from typing import cast
 
 from kvbm.core.eviction import Order, SlotLists
-from kvbm.core.index import is_consecutive, picked
+from kvbm.core.index import ascending_runs, picked
 
 PAUSES_S = (25.0, 100.0, 400.0)  # the limits between classes of pauses
 # A block that came back after such a pause counts as at least so old. Blocks behind it in a chain were last used before
@@ -54,6 +54,7 @@ CLASS_MASK, REUSED, SHARED = 0x0F, 0x10, 0x20  # the bits of a mark
 OWNED = 0x40  # only requests of one session have used the block
 PLAIN = ARRIVING + PAUSES - 1  # the mark of a block of which nothing is known, such as one read from disk
 PLAIN_MARK = bytes([PLAIN])
+_CLASS_OF = bytes(mark & CLASS_MASK for mark in range(256))
 _IS_HINTED = bytes(mark & CLASS_MASK >= RETAINED or mark & OWNED > 0 for mark in range(256))
 _OF_NEW_BLOCKS = bytes(mark for mark in range(256) if mark & CLASS_MASK <= NEW)
 LEAST_WINDOW = 32  # slots that are examined together; more while all of them are evicted
@@ -149,30 +150,38 @@ class Ranked(Order):
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
         """Return the mark of the block in each slot."""
-        if is_consecutive(slots):
-            return bytes(self.marks[slots[0] : slots[-1] + 1])
+        if isinstance(slots, range):
+            return bytes(self.marks[slots.start : slots.stop])
         return bytes(picked(self.marks, slots))
 
-    def mark(self, slots: Sequence[int], marks: bytes) -> None:
+    def mark(self, slots: list[int], marks: bytes) -> None:
         """Set the marks of slots that are in no list of inactive ones, and the time of their last use."""
-        all_marks, used_s, now_s = self.marks, self._used_s, self.now_s
-        if is_consecutive(slots):
-            all_marks[slots[0] : slots[-1] + 1] = marks
-            used_s[slots[0] : slots[-1] + 1] = array("d", (now_s,)) * len(slots)
-        elif marks and marks.count(marks[0]) == len(marks):
-            mark = marks[0]
-            for slot in slots:
-                all_marks[slot] = mark
-                used_s[slot] = now_s
-        else:
-            for slot, mark in zip(slots, marks, strict=True):
-                all_marks[slot] = mark
-                used_s[slot] = now_s
+        self._mark(ascending_runs(slots), marks)
 
-    def remark(self, slots: Sequence[int], marks: bytes) -> None:
+    def remark(self, slots: list[int], marks: bytes, runs: Sequence[Sequence[int]] = ()) -> None:
         """Like `mark`, for blocks that have marks already. While hints are followed, a block stays RETAINED until its
-        grace has ended, and OWNED only if the new mark says so, too."""
-        self.mark(slots, self._merged(slots, marks) if self.follows_hints else marks)
+        grace has ended, and OWNED only if the new mark says so, too. `runs` are the same slots in pieces."""
+        self._mark(runs or ascending_runs(slots), self._merged(slots, marks) if self.follows_hints else marks)
+
+    def _mark(self, runs: Sequence[Sequence[int]], marks: bytes) -> None:
+        all_marks, at = self.marks, 0
+        for run in runs:
+            self._note_use(run)
+            end = at + len(run)
+            if isinstance(run, range):
+                all_marks[run.start : run.stop] = marks[at:end]
+            else:
+                for slot, mark in zip(run, marks[at:end], strict=True):
+                    all_marks[slot] = mark
+            at = end
+
+    def _note_use(self, run: Sequence[int]) -> None:
+        used_s, now_s = self._used_s, self.now_s
+        if isinstance(run, range):
+            used_s[run.start : run.stop] = array("d", (now_s,)) * len(run)
+        else:
+            for slot in run:
+                used_s[slot] = now_s
 
     def _merged(self, slots: Sequence[int], marks: bytes) -> bytes:
         former = bytes(picked(self.marks, slots))
@@ -191,7 +200,7 @@ class Ranked(Order):
             return False
         return used_s + GRACES_S[its_class - RETAINED] > self.now_s
 
-    def let_go(self, listed: Sequence[int], others: Sequence[int], *, demotes: bool) -> None:
+    def let_go(self, listed: list[int], others: list[int], *, demotes: bool) -> None:
         """End the retention of the OWNED blocks of a chain, whose slots are `listed` as inactive, in the order of the
         chain, or are `others`. With `demotes`, OWNED blocks are evicted first. All listed ones count as used now:
         blocks that change their class move to the end of a list, and no block before them may be older."""
@@ -204,73 +213,62 @@ class Ranked(Order):
             marks[slot] = OWNED | REUSED | (DEMOTED if demotes else RESIDENT + PAUSES - 1)
         self.add(listed[::-1])
 
-    def add(self, slots: Sequence[int]) -> None:
+    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
         if not slots:
             return
         self.now_s += TICK_S
-        of_slots, inactive, count = self.marks, self.lists.inactive, len(slots)
-        first, last = slots[0], slots[-1]
-        if first - last == count - 1 and slots == list(range(first, last - 1, -1)):  # as most chains are
-            marks = of_slots[last : first + 1]
-            if marks.count(marks[0]) == count:
-                self._used_s[last : first + 1] = array("d", (self.now_s,)) * count
-                self.lists.append(inactive + (marks[0] & CLASS_MASK), slots)
-                return
-        else:
-            scattered = picked(of_slots, slots)
-            if scattered.count(scattered[0]) == count:
-                self._append(inactive + (scattered[0] & CLASS_MASK), slots)
-                return
-        for its_class, group in groupby(slots, key=lambda slot: of_slots[slot] & CLASS_MASK):
-            self._append(inactive + its_class, group)
-
-    def _append(self, node: int, slots: Iterable[int]) -> None:
-        """Append to a list like SlotLists, and note the time, in one pass: it runs for every block."""
-        newer, older, used_s, now_s = self.lists.newer, self.lists.older, self._used_s, self.now_s
-        last = older[node]
-        for slot in slots:
-            newer[last] = slot
-            older[slot] = last
-            used_s[slot] = now_s
-            last = slot
-        self.lists.join(last, node)
+        runs, marks = runs or ascending_runs(slots[::-1]), b""
+        for run in runs:
+            self._note_use(run)
+            marks += self.marks_of(run)
+        inactive, count, at = self.lists.inactive, len(slots), 0
+        if marks.count(marks[0]) == count:
+            self.lists.append(inactive + (marks[0] & CLASS_MASK), slots)
+            return
+        classes = marks.translate(_CLASS_OF)[::-1]
+        while at < count:
+            rest = classes[at:]
+            end = count - len(rest.lstrip(rest[:1]))
+            self.lists.append(inactive + rest[0], slots[at:end])
+            at = end
 
     def take(self, count: int) -> list[int]:
-        found, heads = self._next(count)
-        for node, head in heads.items():
-            self.lists.join(node, head)
+        found, ends = self._next(count)
+        for node, end in ends.items():
+            self.lists.join(node, self.lists.newer[end])
         return found
 
     def first(self, count: int) -> list[int]:
         return self._next(count)[0]
 
     def _next(self, count: int) -> tuple[list[int], dict[int, int]]:
-        """Return up to `count` slots that are evicted next, and what is then the head of each list."""
+        """Return up to `count` slots that are evicted next, and the last one of each list that has any of them."""
         newer = self.lists.newer
         found: list[int] = []
-        heads = {node: newer[node] for node in self._nodes}
-        window = LEAST_WINDOW
-        while (left := count - len(found)) > 0 and (next_list := self._lowest(heads)) is not None:
+        ends: dict[int, int] = {}
+        while len(found) < count and (next_list := self._lowest(ends)) is not None:
             node, outranks = next_list
-            slot, chunk = heads[node], []
-            for _ in range(min(left, window)):
-                if slot == node:
-                    break
-                chunk.append(slot)
-                slot = newer[slot]
-            window *= 4
-            if not outranks(chunk[-1]):  # ranks fall along a list
-                window = LEAST_WINDOW
-                end = bisect_left(chunk, True, lo=1, key=lambda one: not outranks(one))
-                slot = chunk[end]
-                del chunk[end:]
-            found += chunk
-            heads[node] = slot
-        return found, heads
+            end, window, is_lowest = ends.get(node, node), LEAST_WINDOW, True
+            while is_lowest and len(found) < count:
+                chunk = [end := newer[end] for _ in range(min(count - len(found), window))]
+                if node in chunk:  # after the last slot
+                    del chunk[chunk.index(node) :]
+                    is_lowest = False
+                if chunk and not outranks(chunk[-1]):  # ranks fall along a list
+                    del chunk[bisect_left(chunk, True, key=lambda one: not outranks(one)) :]
+                    is_lowest = False
+                found += chunk
+                window *= 16
+            ends[node] = found[-1]
+        return found, ends
 
     def free_all(self) -> None:
         for node in self._nodes:
             self.lists.append_all(self.lists.free, node)
+
+    def is_shared(self, slot: int | None) -> bool:
+        """Whether the block in this slot is the beginning of several chains; not for no slot."""
+        return slot is not None and self.marks[slot] & SHARED > 0
 
     def used_s(self, slot: int) -> float:
         """Return when the block in this slot last became inactive."""
@@ -287,10 +285,11 @@ class Ranked(Order):
         new_in_cache = sum(1 for _ in islice(new, max(0, room - free)))
         return max(known, min(room, free + new_in_cache))
 
-    def _lowest(self, heads: dict[int, int]) -> tuple[int, Callable[[int], bool]] | None:
+    def _lowest(self, ends: dict[int, int]) -> tuple[int, Callable[[int], bool]] | None:
         """Return the list whose head is evicted next, and a function that says whether a slot of this list is evicted
-        before the other heads. Of equal ones, the lowest class comes first. None if all lists are empty."""
-        now_s, used_s, since_s = self.now_s + TICK_S, self._used_s, self._followed_since_s
+        before the other heads, the slots after `ends`. Of equal ones, the lowest class comes first. None if all lists
+        are empty."""
+        now_s, used_s, since_s, newer = self.now_s + TICK_S, self._used_s, self._followed_since_s, self.lists.newer
 
         def rank(slot: int, weight: float, least_age_s: float, grace_s: float) -> float:
             age_s = now_s - used_s[slot]
@@ -301,7 +300,7 @@ class Ranked(Order):
         ranks = [
             (rank(head, weight, least_age_s, grace_s), node, weight, least_age_s, grace_s)
             for node, weight, least_age_s, grace_s in self._ranks
-            if (head := heads[node]) != node
+            if (head := newer[ends.get(node, node)]) != node
         ]
         if not ranks:
             return None

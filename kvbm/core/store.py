@@ -21,10 +21,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import compress
+from itertools import chain, compress
 
 from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-from kvbm.core.chooser import LONGEST_CHAIN, Adaptive, ChainHint, ChainUse
+from kvbm.core.chooser import LONGEST_CHAIN, SEEN_BLOCKS, Adaptive, ChainHint, ChainUse
 from kvbm.core.eviction import LeastRecent, Order
 from kvbm.core.index import HashIndex, picked
 from kvbm.core.ranking import PLAIN_MARK
@@ -275,8 +275,12 @@ class BlockStore:
         them when they are touched or registered. None with `eviction: lru`."""
         if self.adaptive is None:
             return None
-        chain = hashes[:LONGEST_CHAIN]
-        return self.adaptive.arrive(chain, self._index.find_prefix(chain), now_s, hint)
+        return self.adaptive.arrive(hashes[:LONGEST_CHAIN], self._index, now_s, hint)
+
+    def step(self) -> None:
+        """Do a part of the work that arrivals have left. To be called in each engine step, or never."""
+        if self.adaptive is not None:
+            self.adaptive.see(SEEN_BLOCKS)
 
     def let_go(self, hashes: Sequence[bytes], *, demotes: bool) -> None:
         """Retain no longer those of a chain's blocks that only the session of `hashes` has used; with `demotes`, evict
@@ -301,19 +305,24 @@ class BlockStore:
         Pinned ones become so when they are released. `marks[i]` is the mark of `hashes[i]`; without marks, blocks keep
         their marks. Return the positions of those that are not registered.
         """
-        found = self._index.find(hashes)
-        slots = [slot for slot in found if slot is not None]
+        runs = self._index.find_runs(hashes)
+        slots = list(chain.from_iterable(runs))
+        absent: list[int] = []
+        if (hit := len(slots)) < len(hashes):
+            rest = self._index.find(hashes[hit:])
+            absent = [position for position, slot in enumerate(rest, start=hit) if slot is None]
+            if later := [slot for slot in rest if slot is not None]:
+                runs.append(later)
+                slots += later
+                marks = marks[:hit] + bytes(compress(marks[hit:], [slot is not None for slot in rest]))
         if slots:
             states = self._states
             inactive = [slot for slot in dict.fromkeys(slots) if states[slot] == INACTIVE]
             self._lists.remove(inactive)
             if marks and self.adaptive is not None:
-                known = compress(marks, [slot is not None for slot in found])
-                self.adaptive.order.remark(slots, bytes(known))
-            self._order.add(inactive[::-1])
-        if len(slots) == len(found):
-            return []
-        return [position for position, slot in enumerate(found) if slot is None]
+                self.adaptive.order.remark(slots, marks[: len(slots)], runs)
+            self._order.add(inactive[::-1], runs if len(inactive) == len(slots) else ())
+        return absent
 
     def oldest(self, count: int) -> tuple[bytes, ...]:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""

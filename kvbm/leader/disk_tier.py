@@ -193,6 +193,7 @@ class DiskTier(LowerTier):
             self._clean()
         if self.is_on and self._clock() >= self._rates_due_s:
             self._keep_rates()
+        self.store.step()
         self._begin_writes()
         self._due_since_s = next(iter(self._queue.values()), None)
 

@@ -186,6 +186,7 @@ class HostTier:
         once per step. Raises InvariantError."""
         for handle in self.store.leaked():
             log.error("kvbm: blocks of host memory leaked, which is a bug in kvbm: %s", handle)
+        self.store.step()
         self._steps += 1
         if self._steps % CHECK_STEPS:
             return

@@ -1,15 +1,13 @@
 """Adaptive eviction: classes along a chain, what each table keeps, and when the chooser leaves LRU."""
 
 import random
-from hashlib import sha256
-from zlib import crc32
 
 import pytest
 from bookkeeping import check_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.chooser import RECENT_BLOCKS, ChainHint, ChainUse, History, first_bytes, grace_class
+from kvbm.core.chooser import RECENT_BLOCKS, ChainHint, ChainUse, History, grace_class
 from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
 from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
 from kvbm.core.shadow_caches import LRU as LRU_POLICY
@@ -218,6 +216,22 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
     assert cache.store.adaptive.order.table.name in {"lru", "probation"}
 
 
+def test_shadow_caches_see_in_steps_what_they_see_at_once():
+    at_once, in_steps = SimulatedCache(300, ADAPTIVE), SimulatedCache(300, ADAPTIVE)
+    for number, (now_s, names) in enumerate(requests_of(random.Random(7), 800)):
+        long = [*names, *chain(10_000_000, 2000)] if number % 50 == 0 else names
+        assert use(at_once, now_s, long) == use(in_steps, now_s, long)
+        for _ in range(number % 6):
+            in_steps.store.step()
+    for cache in (at_once, in_steps):
+        cache.store.adaptive.see()
+    one, other = at_once.store.adaptive, in_steps.store.adaptive
+    assert [(shadow.hits, shadow.gain) for shadow in one._shadows] == [
+        (shadow.hits, shadow.gain) for shadow in other._shadows
+    ]
+    assert one._history._entries == other._history._entries
+
+
 def test_without_a_difference_between_the_tables_the_order_stays_lru():
     cache = SimulatedCache(2000, ADAPTIVE)
     for number in range(60):  # all blocks fit
@@ -243,30 +257,27 @@ def test_new_blocks_have_their_own_class_only_without_a_known_chain():
 
 
 def test_history_knows_blocks_that_have_left_the_cache():
-    history = History(64)
-    positions, crcs = list(range(0, 16, 2)), list(range(1, 9))
-    history.note(positions, crcs, ChainUse(0, 4, 8, 0, 0, False), now_s=12.5)
-    assert history.find_last(positions, crcs, 0) == (14, 0, 12.5)
-    assert history.find_last(positions[:2], crcs[:2], 0)[1:] == (0x30, 12.5)
-    assert history.find_last(positions, crcs, 15) is None
+    history, names = History(1 << 16), chain(0, 16)
+    history.note(names, ChainUse(0, 5, 9, 0, 0, False), now_s=12.5)
+    assert history.find_last(names, 0) == (12, 0, 12.5)
+    assert history.find_last(names[:12], 0) == (8, 0x10, 12.5)
+    assert history.find_last(names[:8], 0) == (4, 0x30, 12.5)
+    assert history.find_last([*names[:8], *chain(500, 8)], 0) == (4, 0x30, 12.5)
+    assert history.find_last(names, 13) is None
+    assert history.find_last(chain(500, 16), 0) is None
     history.clear()
-    assert history.find_last(positions, crcs, 0) is None
+    assert history.find_last(names, 0) is None
 
 
 def test_history_has_a_quarter_of_the_end_of_a_long_chain_and_little_of_its_beginning():
     """A chain that grew by less than what it was is still found near its former end."""
-    history, hashes = History(1 << 16), [sha256(b"%d" % number).digest() for number in range(10_000)]
-
-    def kept(end):
-        positions = history.positions(first_bytes(hashes[:end]))
-        return positions, [crc32(hashes[position]) for position in positions]
-
-    short, long = kept(5000), kept(10_000)
-    assert len(short[0]) < 5000 / 50
-    assert sum(position >= 5000 - RECENT_BLOCKS for position in short[0]) == pytest.approx(RECENT_BLOCKS / 4, abs=16)
-    history.note(*short, ChainUse(0, 0, 0, 0, 0, False), now_s=1.0)
-    assert 4500 < history.find_last(*long, 0)[0] < 5000
-    assert history.find_last(*kept(5010), 0)[0] > 5000 - RECENT_BLOCKS
+    history, names = History(1 << 16), chain(0, 10_000)
+    positions = history.positions(5000)
+    assert len(positions) < 5000 / 50
+    assert sum(position >= 5000 - RECENT_BLOCKS for position in positions) == RECENT_BLOCKS / 4
+    history.note(names[:5000], ChainUse(0, 0, 0, 0, 0, False), now_s=1.0)
+    assert 4500 < history.find_last(names, 0)[0] < 5000
+    assert history.find_last(names[:5010], 0)[0] > 5000 - RECENT_BLOCKS
 
 
 # Hints

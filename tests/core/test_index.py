@@ -1,11 +1,13 @@
 """A prefix is found by comparing bytes of consecutive slots; it must be what a lookup per block would find."""
 
 import hashlib
+from itertools import pairwise
 
 from bookkeeping import check_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvbm.core.index import ascending_runs
 from kvbm.core.store import BlockStore
 from kvbm.types import Tier
 
@@ -52,3 +54,25 @@ def two_growing_chains(batches):
         yield ONE[position:end]
         yield OTHER[position:end]
         position, turn = end, turn + 1
+
+
+@given(
+    gaps=st.lists(st.sampled_from([1, 1, 1, 1, 1, 1, 2, 50]), max_size=200),
+    swaps=st.lists(st.tuples(st.integers(0, 199), st.integers(0, 199)), max_size=2),
+)
+def test_runs_are_the_slots_in_their_order(gaps, swaps):
+    slots = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    for one, other in swaps:
+        if max(one, other) < len(slots):
+            slots[one], slots[other] = slots[other], slots[one]
+    runs = ascending_runs(slots)
+    assert [slot for run in runs for slot in run] == slots
+    for before, after in pairwise(runs):
+        if isinstance(before, range) and isinstance(after, range):
+            assert before.stop != after.start, "a run ends where the slots are not consecutive"
+
+
+def test_long_runs_are_ranges():
+    assert ascending_runs(list(range(7, 107))) == [range(7, 107)]
+    assert ascending_runs([*range(100), *range(200, 300)]) == [range(100), range(200, 300)]
+    assert ascending_runs(list(range(0, 200, 2)))[-1] == list(range(10, 200, 2))

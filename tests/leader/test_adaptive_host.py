@@ -3,7 +3,7 @@
 import pytest
 from rig import Rig, chain, disk_policy
 
-from kvbm.core.chooser import RECENT_LIMIT, ChainUse
+from kvbm.core.chooser import ChainUse
 from kvbm.core.ranking import ARRIVING, CLASS_MASK, IN_LOWER_TIER, INCUMBENTS, NEW, RESIDENT, RETAINED
 from kvbm.leader.settings import TierPolicy
 
@@ -101,11 +101,11 @@ def test_no_block_is_declined_if_all_are_wanted(tier):
 
 def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
     rig = Rig(slots=8, blocks=32, has_adaptive_host=True, to_host="second_hit")
-    one = next(one for one in chain("a", 99) if one[0] < RECENT_LIMIT)  # one of four blocks is remembered
-    serve(rig, "first", [one])
-    assert rig.leader._host.store.match([one]) == 0
-    serve(rig, "second", [one])
-    assert rig.leader._host.store.match([one]) == 1
+    one = chain("a", 1)  # of a chain, every fourth block is remembered
+    serve(rig, "first", one)
+    assert rig.leader._host.store.match(one) == 0
+    serve(rig, "second", one)
+    assert rig.leader._host.store.match(one) == 1
     rig.close()
 
 
