@@ -53,6 +53,7 @@ DECIDE_AFTER = 500  # sampled blocks between two decisions
 MEMORY_BLOCKS = 20_000  # after so many sampled blocks, gains have decreased to 1/e
 STANDARD_ERRORS = 0.5  # that a gain must exceed, so that it counts as significant
 LEAST_GAIN = 0.005  # of the hits of LRU
+LEAST_REQUESTS = 4  # whose hits differ from those of LRU: the standard error of fewer says nothing
 LONGEST_CHAIN = 16_384  # blocks that are examined when a request arrives
 LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing competed for the cache
 SEEN_BLOCKS = 512  # of the last chain that arrived, which the shadow caches see in a step
@@ -253,11 +254,11 @@ class History:
 
 class ShadowCache:
     """A cache of sampled blocks with a fixed table. `gain` and `variance` compare its hits with those of LRU, or, if it
-    follows hints, with those of the same table without hints."""
+    follows hints, with those of the same table without hints. They differed in `differing` requests."""
 
     def __init__(self, places: int, table: Table) -> None:
         self.table = table
-        self.hits = self.gain = self.variance = 0.0
+        self.hits = self.gain = self.variance = self.differing = 0.0
         self._order = Ranked(places, table)
         self._slots: dict[int, int] = {}
         self._names = array("L", bytes(8 * places))  # of the block in each slot
@@ -296,7 +297,7 @@ class ShadowCache:
         """Return a copy that follows hints from now on."""
         hinted = copy.copy(self)
         hinted._order, hinted._slots, hinted._names = self._order.copy(), self._slots.copy(), self._names[:]
-        hinted.hits = hinted.gain = hinted.variance = 0.0
+        hinted.hits = hinted.gain = hinted.variance = hinted.differing = 0.0
         hinted._order.has_hints = True
         hinted._order.use_table(self.table, follows_hints=True)
         return hinted
@@ -309,11 +310,13 @@ class ShadowCache:
         self.hits += hits
         self.gain += hits - others
         self.variance += (hits - others) ** 2
+        self.differing += hits != others
 
     def decay(self, factor: float) -> None:
         self.hits *= factor
         self.gain *= factor
         self.variance *= factor
+        self.differing *= factor
 
     def _allocate(self, count: int) -> list[int]:
         order = self._order
@@ -471,7 +474,7 @@ class Adaptive:
         lru, current = self._shadows[0], self._current
 
         def score(shadow: ShadowCache) -> float:
-            if shadow is lru:
+            if shadow is lru or shadow.differing < LEAST_REQUESTS:
                 return 0.0
             return shadow.gain - STANDARD_ERRORS * math.sqrt(shadow.variance) - LEAST_GAIN * lru.hits
 

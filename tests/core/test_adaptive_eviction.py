@@ -216,6 +216,17 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
     assert cache.store.adaptive.order.table.name in {"lru", "probation"}
 
 
+def test_one_request_decides_nothing():
+    """Requests that hit more blocks with another table than with LRU: the first three are chance."""
+    cache = SimulatedCache(300, ADAPTIVE)
+    adaptive = cache.store.adaptive
+    for _ in range(3):
+        adaptive._shadows[-1].note(50, 0)
+        assert adaptive._decide() is adaptive._shadows[0]
+    adaptive._shadows[-1].note(50, 0)
+    assert adaptive._decide() is adaptive._shadows[-1]
+
+
 def test_shadow_caches_see_in_steps_what_they_see_at_once():
     at_once, in_steps = SimulatedCache(300, ADAPTIVE), SimulatedCache(300, ADAPTIVE)
     for number, (now_s, names) in enumerate(requests_of(random.Random(7), 800)):
