@@ -67,7 +67,7 @@ def test_a_sample_is_bounded_and_close():
     uses = [TimedUse(launch_ms / 1000, use) for launch_ms, use in trace.in_order()]
     exact = Sample(trace.tree, len(trace.tree))
     sample = Sample(trace.tree, 3000)
-    assert sum(sample.is_in) == 3000
+    assert sample.block_count == 3000
     for capacity in (3000, 6000, 9000):
         whole, part = (hit_rate(trace.tree, uses, one, capacity, LRU) for one in (exact, sample))
         assert part == pytest.approx(whole, abs=0.02)

@@ -217,7 +217,7 @@ class TimedUse:
 
 
 class Sample:
-    """Which nodes of a tree are simulated. `share` of all nodes are."""
+    """Which nodes of a tree are simulated: those that have a name. They are `block_count`, a `share` of all nodes."""
 
     def __init__(self, tree: PrefixTree, tracked: int, *, seed: int = 0) -> None:
         key = seed.to_bytes(8, "big")
@@ -227,14 +227,15 @@ class Sample:
             digests.append(int.from_bytes(digest, "big"))
         count = len(digests) - 1
         limit = 1 << 64 if count <= tracked else sorted(digests[1:])[tracked]
-        self.is_in = bytearray(1 if digest < limit else 0 for digest in digests)
-        self.is_in[0] = 0  # the root has no block
-        self.share = sum(self.is_in) / count if count else 1.0
+        self.names = [name_of(node) if digest < limit else b"" for node, digest in enumerate(digests)]
+        self.names[0] = b""  # the root has no block
+        self.block_count = len(self.names) - self.names.count(b"")
+        self.share = self.block_count / count if count else 1.0
 
     def chain(self, path: Sequence[int]) -> list[bytes]:
         """Return the names of the sampled blocks of a path, which begins with its last node."""
-        is_in = self.is_in
-        return [name_of(node) for node in reversed(path) if is_in[node]]
+        names = self.names
+        return [name for node in reversed(path) if (name := names[node])]
 
 
 def name_of(node: int) -> bytes:
@@ -282,7 +283,7 @@ class Simulation:
     ) -> None:
         self._tree, self._uses, self._report = tree, uses, report
         self._sample = Sample(tree, tracked)
-        self.simulated_blocks = sum(self._sample.is_in)
+        self.simulated_blocks = self._sample.block_count
 
     def capacities(self) -> tuple[int, ...]:
         """Return SHARES of the blocks of the trace."""
@@ -313,6 +314,6 @@ def _request(tree: PrefixTree, use: Use, sample: Sample) -> tuple[list[bytes], i
     """Return the sampled blocks that a request leaves in the cache, and how many of them are its prompt."""
     chain = sample.chain(tree.path(use.prompt))
     asked = len(chain)
-    if use.kept != use.prompt and sample.is_in[use.kept]:
-        chain.append(name_of(use.kept))
+    if use.kept != use.prompt and (name := sample.names[use.kept]):
+        chain.append(name)
     return chain, asked
