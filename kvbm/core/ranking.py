@@ -11,9 +11,9 @@ Each block has a class, from what is known of its use when a request arrives:
 Each class is a list in the order of use. The victim is the head of one of these lists. A table says which: it has a
 weight and a least age for each class, and the victim is the head with the largest `weight * max(age, least age)`. With
 the table LRU, that is the least recently used block. While hints are followed (docs/reference/hints.md), DEMOTED blocks
-come first, and the age of a RETAINED block begins when its time, the grace, has ended. Otherwise, these classes are
-like NEW and RESIDENT. Graces of uses before hints were followed do not count: meanwhile, a use may have put the
-beginning of a retained chain into another class.
+come first, and the age of a RETAINED block begins when its time, the grace, has ended. Otherwise, RETAINED is like
+RESIDENT, and DEMOTED like NEW, with a least age because the blocks before may have one. Graces of uses before hints
+were followed do not count: meanwhile, a use may have put the beginning of a retained chain into another class.
 
 Classes are monotone along a chain: a block's class is never lower than that of the block after it. With every table a
 chain therefore loses its tail first.
@@ -79,7 +79,7 @@ class Table:
 
     def least_ages_s(self) -> tuple[float, ...]:
         ages = LEAST_AGES_S[::-1] if self.uses_pauses else (0.0,) * PAUSES
-        return (0.0, 0.0, *ages, *ages, *[0.0] * len(GRACES_S))
+        return (ages[0], 0.0, *ages, *ages, *[0.0] * len(GRACES_S))  # any class may be before DEMOTED in a chain
 
 
 LRU = Table("lru", 1, 1, uses_pauses=False)

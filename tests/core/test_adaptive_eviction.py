@@ -459,6 +459,18 @@ hinted_requests = st.lists(
         (0, 1, 1, 0.0, 0.0, False, None, False, True),
     ],
 )
+@example(
+    PROBATION,
+    10,
+    [
+        *[(0, 0, 1, 0.0, 0.0, False, None, False, True)] * 4,
+        *[(0, 1, 1, 0.0, 0.0, False, None, False, True)] * 2,
+        (0, 3, 1, 0.0, 0.0, False, None, False, True),
+        (0, 1, 5, 26.0, 0.0, False, None, False, True),
+        (0, 3, 2, 0.0, 0.0, True, None, False, True),  # its last block is demoted, and its first one has had a pause
+        (0, 0, 1, 0.0, 0.0, False, None, False, False),
+    ],
+)
 def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
     """Also if hints are followed for some of the requests only."""
     cache, now_s, chains = HintedCache(capacity), 0.0, []
