@@ -35,9 +35,9 @@ def measure(line_count: int, pid: int | None) -> float:
     with tempfile.TemporaryDirectory() as directory, MetricsServerForTests(page) as server:
         path = Path(directory, "samples")
         with Sampler.start(path, base_url=server.url, pid=pid, interval_s=0.05) as sampler:
-            before, samples = cpu_s(sampler.pid), server.pages.requests
+            before, samples = cpu_s(sampler.pid), len(server.requests)
             time.sleep(DURATION_S)
-            return 1e3 * (cpu_s(sampler.pid) - before) / (server.pages.requests - samples)
+            return 1e3 * (cpu_s(sampler.pid) - before) / (len(server.requests) - samples)
 
 
 if __name__ == "__main__":

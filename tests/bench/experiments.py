@@ -1,14 +1,12 @@
 """Builds experiments whose every number is given: in memory, or as the directory that `kvbm bench` would write.
 
 An `Experiment` has the plan of real workloads; its arms say how a request is answered. `Turns` gives the time to first
-token by turn, `GivenArm` derives it from where the prompt's tokens came from, and `SampleArm` draws plausible numbers.
+token by turn, and `GivenArm` derives it from where the prompt's tokens came from.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +21,6 @@ from kvbm_cli.bench.cells import Cell, Sweep, script_of
 from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SUMMARY, BenchDirectory, run_name
 from kvbm_cli.bench.result.results import TIERS, CellResult, Measurement, RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
-from kvbm_cli.bench.show.figures import Report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan, PlannedRequest, RecordedAnswer
@@ -146,6 +143,7 @@ class GivenArm:
     `base_ms + ms_per_token * computed tokens + load_ms`, times 1 + `spread` by turns of its session."""
 
     found: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    elsewhere: tuple[float, float, float] | None = None  # of every third session
     base_ms: float = 20.0
     ms_per_token: float = 0.5
     load_ms: float = 0.0
@@ -161,7 +159,8 @@ class GivenArm:
     error: str | None = None
 
     def record(self, request: PlannedRequest, run: str, reusable: int) -> RequestRecord:
-        tokens = [round(part * reusable / BLOCK) * BLOCK for part in self.found]
+        found = self.elsewhere if self.elsewhere and request.session % 3 == 2 else self.found
+        tokens = [round(part * reusable / BLOCK) * BLOCK for part in found]
         computed = (request.prompt_tokens or 0) - sum(tokens)
         factor = 1 + self.spread * (-1) ** (request.session + int(run.rsplit(".", 2)[1]))
         load_ms = self.load_ms if any(tokens[1:]) else 0.0
@@ -329,43 +328,12 @@ def summary_of_arms(
     return found.summary(surroundings={"profile": profile})
 
 
-# What an engine of the sample takes, in ms.
-PREFILL_MS_PER_TOKEN, LOAD_MS_PER_TOKEN, FIXED_MS, STEP_MS = 0.42, 0.021, 34.0, 21.0
-
-
-@dataclass(frozen=True)
-class SampleArm:
-    """Plausible numbers: in `floor` all tokens come from G1, elsewhere the fewer the higher the pressure is."""
-
-    source: random.Random
-    has_metrics: bool = True
-
-    def record(self, request: PlannedRequest, run: str, reusable: int) -> RequestRecord:
-        source, prompt = self.source, request.prompt_tokens or 0
-        tokens = self._tokens(run, reusable)
-        work = (prompt - sum(tokens)) * PREFILL_MS_PER_TOKEN + FIXED_MS
-        work += (tokens[1] + 3 * tokens[2]) * LOAD_MS_PER_TOKEN
-        late_ms, queue_ms = abs(source.gauss(0.4, 0.4)), max(0.0, source.gauss(9, 6))
-        ttft_ms = late_ms + work * math.exp(source.gauss(0, 0.09)) + queue_ms
-        gaps_ms = [STEP_MS * math.exp(source.gauss(0, 0.12)) for _ in range(5)]
-        return answered(request, run, ttft_ms=ttft_ms, tokens=tokens, lateness_ms=late_ms, gaps_ms=gaps_ms)
-
-    def _tokens(self, run: str, reusable: int) -> tuple[int, int, int]:
-        cell, _, arm = run.rsplit(".", 2)
-        pressure = float(cell.rpartition("-x")[2]) if "-x" in cell else 1.5
-        if arm == "floor" or self.source.random() < 1 / pressure**2.2 - 0.15:
-            return reusable, 0, 0
-        if arm == "baseline":
-            return 0, 0, 0
-        kept = reusable // 3 // BLOCK * BLOCK
-        from_disk = self.source.random() < max(0.0, pressure - 1.3) * 0.6
-        return (kept, 0, reusable - kept) if from_disk else (kept, reusable - kept, 0)
-
-    def facts(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
-        return {
-            "duration_s": round(max(one.end_ms or 0.0 for one in records) / 1000, 3),
-            "server": _server(samples_of(records)) if self.has_metrics else _server([]),
-        }
+# Each arm has all its tokens from one tier, except that every third session of kvbm has them on disk.
+SAMPLE = {
+    "baseline": GivenArm(spread=0.05),
+    "kvbm": GivenArm(found=(0.2, 0.8, 0.0), elsewhere=(0.2, 0.0, 0.8), load_ms=20.0, spread=0.1),
+    "floor": GivenArm(found=(1.0, 0.0, 0.0), spread=0.02),
+}
 
 
 def write_sample(
@@ -379,7 +347,7 @@ def write_sample(
     server_metrics: bool = True,
     rates: tuple[float, ...] = (),
 ) -> dict[str, Any]:
-    """Write an experiment as large and as varied as a real one, and return its summary. `rates`: of a sweep."""
+    """Write an experiment as large as a real one, with metrics, and return its summary. `rates`: of a sweep."""
     changes = {"name": "conversations", "users": sessions, "turns": turns}
     workload = in_turn(CONVERSATIONS.model_copy(update=changes), pairs=pairs)
     workloads = Sweep("rate", rates).applied([workload]) if rates else [workload]
@@ -388,7 +356,9 @@ def write_sample(
         for one in workloads
         for pressure in pressures
     ]
-    found = Experiment(dict.fromkeys(arms, SampleArm(random.Random(1), server_metrics)), cells)
+    found = Experiment({arm: SAMPLE[arm] for arm in arms}, cells)
+    for run in found.runs.values():
+        run.facts["server"] = _server(samples_of(run.records) if server_metrics else [])
     caveats = [
         "users take turns in a fixed order, which is the worst case for a G1 that is too small",
         "p99 requires 368 samples: it is not reported",
@@ -444,12 +414,6 @@ def _server(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "caveats": [],
         "peaks": {"rss_bytes": max(sample["rss_bytes"] for sample in samples)},
     }
-
-
-def report_of(directory: Path) -> Report:
-    """What `kvbm bench` renders, with the summary in the directory."""
-    opened = BenchDirectory.open(directory)
-    return Report.of(opened, Results.read(opened), opened.read_json(SUMMARY))
 
 
 def build(directory: Path) -> Path:

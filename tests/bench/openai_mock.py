@@ -49,6 +49,7 @@ class Answer:
     stall_after: int | None = None  # silent from this chunk on; the connection stays open
     cut_after: int | None = None  # the connection is closed in place of this chunk
     events: tuple[bytes, ...] | None = None  # exactly these are streamed
+    stays_open: bool = False  # the stream has no end
     after_arrivals: int = 0  # it begins when so many requests have arrived
 
 
@@ -140,6 +141,8 @@ class OpenAIMock(FakeServer):
             return
         for event in answer.events or last_events(arrival, answer):
             connection.event(event)
+        if answer.stays_open:
+            await asyncio.sleep(3600)
         connection.end_stream()
 
     async def _stream(self, arrival: Arrival, answer: Answer, connection: Connection) -> bool:

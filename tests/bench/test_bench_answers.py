@@ -95,10 +95,6 @@ def one_differs_in_the_second_run(arm: str) -> list[Measurement]:
     return [*once(arm, "kvbm"), made_run(arm, 2, SAME, differing=1), made_run("kvbm", 2, SAME)]
 
 
-def pair_2_with_others() -> list[Measurement]:
-    return [made_run("baseline", 2, OTHER), made_run("kvbm", 2, OTHER)]
-
-
 def one_failed() -> list[Measurement]:
     runs = once("baseline", "kvbm", kvbm=1)
     runs[1].records[0].error = "HTTP 503"

@@ -66,29 +66,14 @@ def test_exit_code_and_json_say_the_verdict(tmp_path, capsys, changes, verdict, 
 
 
 @fast
-def test_the_page_fits_80_columns_and_says_verdict_load_and_where_the_files_are(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    measure(tmp_path, MockEngines.steady(), STEADY_WORKLOAD, as_json=False)
-    page = capsys.readouterr().out
-    lines = page.splitlines()
-    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
-    text = " ".join(page.split())
-    assert f"{summary_of(tmp_path)['verdict']}: " in text  # "invalid: " if the machine is too busy
-    assert "arms: interleaved, all engines at the same time, 1 pair" in text
-    assert "baseline was busy" in text
-    assert "queue" in text
-    assert str(tmp_path / "run") in page
-    for word in ("baseline", "kvbm", "floor", "turn 1", "turn 2", "computed", "failed"):
-        assert word in page
-
-
-@fast
-def test_progress_goes_to_stderr(tmp_path, capsys):
-    measure(tmp_path, MockEngines())
+def test_progress_goes_to_stderr_and_the_page_to_stdout(tmp_path, capsys):
+    """`snapshots/bench/reports.txt` has whole pages."""
+    measure(tmp_path, MockEngines(), as_json=False)
     shown = capsys.readouterr()
     assert "preparation of small: 6 requests" in shown.err
     assert "small, run 1 of 1: baseline, kvbm, floor, 18 requests" in shown.err
-    assert shown.out.startswith("{")
+    assert shown.out.startswith("\nsmall: 6 requests of 3 sessions, ")
+    assert f"report: {tmp_path / 'run' / 'report.html'}" in shown.out
 
 
 @fast

@@ -99,9 +99,12 @@ def test_arms_in_turn_run_one_after_the_other_in_alternating_order(tmp_path):
 
 
 @fast
-def test_all_arms_send_the_same_bytes_at_the_same_intended_times(tmp_path):
-    run(tmp_path, MockEngines())
+def test_all_arms_send_the_same_bytes_at_the_same_intended_times_with_room_for_all(tmp_path):
+    engines = MockEngines()
+    run(tmp_path, engines)
     plan = cell_plan(tmp_path)
+    assert [(room.tokens, room.sessions) for room in engines.rooms[1:]] == [(plan.total_tokens, 3)] * 3
+    assert engines.rooms[0].tokens >= plan.total_tokens
     by_arm = {name: [record for record in lines_of(tmp_path) if record["arm"] == name] for name in ARMS}
     for of_arm in by_arm.values():
         of_arm.sort(key=lambda record: record["index"])
@@ -109,15 +112,6 @@ def test_all_arms_send_the_same_bytes_at_the_same_intended_times(tmp_path):
         assert [record["prompt_tokens"] for record in of_arm] == [one.prompt_tokens for one in plan.requests]
         assert [record["token_ids"] for record in of_arm] == [record["token_ids"] for record in by_arm["baseline"]]
         assert [record["phase"] for record in of_arm] == ["cold"] * 3 + ["steady"] * 3
-
-
-@fast
-def test_each_engine_gets_room_for_the_whole_plan(tmp_path):
-    engines = MockEngines()
-    run(tmp_path, engines)
-    plan = cell_plan(tmp_path)
-    assert [(room.tokens, room.sessions) for room in engines.rooms[1:]] == [(plan.total_tokens, 3)] * 3
-    assert engines.rooms[0].tokens >= plan.total_tokens
 
 
 @timed

@@ -150,23 +150,19 @@ def test_a_result_is_kept_with_its_date_machine_and_command(keep_result, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "report", "message"),
     [
-        ({"complete": False, "explanation": "interrupted"}, "no complete result: interrupted"),
-        ({"profile": "/home/me/p.yaml"}, "summary.json has a name of this machine: .*home/me"),
+        ({"complete": False, "explanation": "interrupted"}, "", "no complete result: interrupted"),
+        ({"profile": "/home/me/p.yaml"}, "", "summary.json has a name of this machine: .*home/me"),
+        ({}, "<p>{directory}</p>", r"report.html has a name of this machine"),
     ],
 )
-def test_a_result_that_must_not_be_published_is_refused(keep_result, tmp_path, changes, message):
+def test_a_result_that_must_not_be_published_is_refused(keep_result, tmp_path, changes, report, message):
+    directory = result_in(tmp_path / "run", **changes)
+    (directory / "report.html").write_text(report.format(directory=directory))
     with pytest.raises(SystemExit, match=message):
-        keep_result.keep(result_in(tmp_path / "run", **changes), "it", "kvbm bench", results=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-
-
-def test_a_report_with_a_directory_of_this_machine_is_refused(keep_result, tmp_path):
-    directory = result_in(tmp_path / "run")
-    (directory / "report.html").write_text(f"<p>{directory}</p>")
-    with pytest.raises(SystemExit, match=r"report.html has a name of this machine"):
         keep_result.keep(directory, "it", "kvbm bench", results=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_committed_results_name_no_directory_of_a_machine(keep_result):

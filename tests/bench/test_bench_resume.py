@@ -139,15 +139,6 @@ def test_a_last_line_that_was_cut_off_is_no_record_and_makes_its_run_again(tmp_p
     require_whole(tmp_path)
 
 
-def test_damage_elsewhere_is_refused_with_its_line(tmp_path):
-    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
-    path = tmp_path / "run" / "requests.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:2], lines[2][:30], *lines[3:]]) + "\n")
-    with pytest.raises(UsageError, match=r"requests\.jsonl, line 3: not JSON"):
-        measure(tmp_path, MockEngines(), PAIRS, resume=True)
-
-
 @pytest.mark.parametrize(
     ("workload", "compare", "differs"),
     [
@@ -168,14 +159,31 @@ def test_a_changed_option_is_refused_before_anything_starts(tmp_path, workload, 
     assert (tmp_path / "run" / "requests.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize(("key", "value"), [("pairs", 7), ("versions", {"kvbm-cli": "0.0.1"}), ("digest", "x")])
-def test_a_plan_that_was_edited_or_is_of_another_version_is_refused(tmp_path, key, value):
-    assert measure(tmp_path, Interrupting(2), PAIRS) == 130
-    path = tmp_path / "run" / "plan.json"
-    plan = json.loads(path.read_text())
-    (plan["cells"][0] if key == "pairs" else plan)[key] = value
-    path.write_text(json.dumps(plan))
-    with pytest.raises(UsageError, match=r"was made by another command: (cells|versions|its digest) differs"):
+def with_half_a_line(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join([*lines[:2], lines[2][:30], *lines[3:]]) + "\n"
+
+
+def with_another_number_of_pairs(text: str) -> str:
+    plan = json.loads(text)
+    plan["cells"][0]["pairs"] = 7
+    return json.dumps(plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("requests.jsonl", with_half_a_line, r"requests\.jsonl, line 3: not JSON"),
+        ("plan.json", with_another_number_of_pairs, "was made by another command: cells differs"),
+        ("plan.json", lambda text: json.dumps({**json.loads(text), "versions": {}}), "command: versions differs"),
+        ("plan.json", lambda text: json.dumps({**json.loads(text), "digest": "x"}), "command: its digest differs"),
+    ],
+)
+def test_a_file_that_was_edited_or_is_of_another_version_is_refused(tmp_path, name, damage, message):
+    assert measure(tmp_path, Interrupting(3), PAIRS) == 130
+    path = tmp_path / "run" / name
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(UsageError, match=message):
         measure(tmp_path, MockEngines(), PAIRS, resume=True)
 
 
@@ -219,20 +227,14 @@ def test_only_a_directory_of_a_run_is_resumed(tmp_path):
         command.bench(request)
 
 
-def test_an_engine_that_does_not_start_marks_the_directory_and_can_be_resumed(tmp_path):
-    with pytest.raises(EngineError, match="stopped"):
-        measure(tmp_path, Interrupting(2, EngineError), PAIRS)
-    assert summary_of(tmp_path)["explanation"] == "stopped"
-    assert summary_of(tmp_path)["complete"] is False
-    assert measure(tmp_path, MockEngines(), PAIRS, resume=True) in (0, 10)
-    require_whole(tmp_path)
-
-
-def test_a_directory_with_a_relative_path_can_be_resumed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("at", "is_relative"), [(2, False), (3, True)])
+def test_an_engine_that_does_not_start_marks_the_directory_and_can_be_resumed(tmp_path, monkeypatch, at, is_relative):
     monkeypatch.chdir(tmp_path)
+    path = Path() if is_relative else tmp_path
     with pytest.raises(EngineError, match="stopped"):
-        measure(Path(), Interrupting(3, EngineError), PAIRS)
-    assert measure(Path(), MockEngines(), PAIRS, resume=True) in (0, 10)
+        measure(path, Interrupting(at, EngineError), PAIRS)
+    assert (summary_of(tmp_path)["explanation"], summary_of(tmp_path)["complete"]) == ("stopped", False)
+    assert measure(path, MockEngines(), PAIRS, resume=True) in (0, 10)
     require_whole(tmp_path)
 
 

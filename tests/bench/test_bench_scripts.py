@@ -21,7 +21,6 @@ from kvbm_cli.bench.workload.script import (
     ScriptedRequest,
     TextWriter,
     TokenWriter,
-    with_canned_answers,
 )
 
 WRITER = TokenWriter(lambda text: list(text.encode()), seed=0)
@@ -85,16 +84,6 @@ def test_no_request_contains_the_warm_up(kind):
     whole = script(kind)
     assert len(whole.warmup) == whole.requests[0].prompt_token_count
     assert all(common(whole.warmup, tokens(whole, one)) < 8 for one in whole.requests)
-
-
-@pytest.mark.parametrize("kind", BUILT)
-def test_turns_of_a_session_count_from_one_and_await_only_earlier_requests(kind):
-    whole = script(kind)
-    turns: Counter[int] = Counter()
-    for index, request in enumerate(whole.requests):
-        turns[request.session] += 1
-        assert request.turn == turns[request.session]
-        assert all(0 <= one < index for one in request.after)
 
 
 @pytest.mark.parametrize("kind", BUILT)
@@ -224,13 +213,3 @@ def test_a_script_takes_little_memory_because_prompts_share_their_parts():
     whole = script("conversations", users=2, turns=50)
     parts = {id(part) for one in whole.requests for part in one.parts}
     assert len(parts) < 3 * len(whole.requests) + 10
-
-
-def test_canned_answers_take_the_place_of_recorded_ones():
-    whole = script("conversations")
-    canned = with_canned_answers(whole, lambda count: (7,) * count)
-    assert [one.prompt_token_count for one in canned.requests] == [one.prompt_token_count for one in whole.requests]
-    assert not [part for one in canned.requests for part in one.parts if isinstance(part, AnswerOf)]
-    first, second = (tokens(canned, canned.requests[index]) for index in (0, 4))
-    assert second[: len(first) + 5] == [*first, *(7,) * 5]
-    assert [one.phase for one in canned.requests] == [one.phase for one in whole.requests]

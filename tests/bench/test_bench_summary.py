@@ -134,12 +134,6 @@ def test_a_summary_has_its_plan_its_machine_and_its_caveats():
     }
 
 
-def test_a_run_that_never_ended_does_not_count(tmp_path):
-    summary = summary_in(faster().write(tmp_path / "made", without_end=["small.1.floor"]))
-    assert set(summary["cells"][0]["arms"]) == {"baseline", "kvbm"}
-    assert summary["share_of_possible_gain"] is None
-
-
 def test_equal_results_give_an_equal_summary(tmp_path):
     one, two = (faster().write(tmp_path / name, surroundings={}) for name in ("one", "two"))
     assert summary_in(one) == summary_in(two) == faster().summary()

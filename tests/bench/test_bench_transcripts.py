@@ -47,7 +47,7 @@ def test_transcript(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_are_at_most_80_wide(name):
     for line, shown in steps_of(stored_entries(FILE)[name]):
-        if line.startswith("kvbm") and "--json" not in line:
+        if line.startswith("kvbm bench") and "--json" not in line:
             page = shown.partition("----- stdout -----\n")[2].partition("----- stderr -----\n")[0]
             assert max(map(len, page.splitlines()), default=0) <= 80
 

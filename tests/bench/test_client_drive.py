@@ -6,12 +6,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from client_rig import drive_plan, open_loop, plan_of, planned, target_of
 from openai_mock import Answer, OpenAIMock
 from overhead import SPACED, run_client, server, stamps, ttft_errors_ms
+from waiting import own_children
 
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load import drive as workers
@@ -246,16 +246,7 @@ def _earlier():
 
 
 def children() -> list[int]:
-    """The processes that a test started, except zombies."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == os.getpid() and state != "Z":
-            found.append(int(path.parent.name))
-    return [pid for pid in found if pid not in earlier]
+    return [child.pid for child in own_children() if child.pid not in earlier]
 
 
 @pytest.mark.soak

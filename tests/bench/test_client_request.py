@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from client_rig import IDS, TEXT, TOKENS, drive_plan, open_loop, planned, target_of
-from fake_server import FakeServer
 from openai_mock import Answer, OpenAIMock, answer_tokens
 from terminal import assert_said, given_in
 
@@ -30,10 +29,8 @@ def record_of(answer: Answer, *, timeout_s: float = 5.0, target_changes=None, **
     async def twice(base_url: str) -> list[RequestRecord]:
         target = target_of(base_url, **(target_changes or {}))
         async with open_session() as session:
-            return [
-                await send(session, target, one, timeout_s=timeout_s)
-                for one in (request, replace(request, prompt_tokens=None))
-            ]
+            first = await send(session, target, request, timeout_s=timeout_s)
+            return [first, await send(session, target, replace(request, prompt_tokens=None), timeout_s=60.0)]
 
     with OpenAIMock(answer, by_number={1: Answer()}) as mock:
         record, following = asyncio.run(twice(mock.url))
@@ -151,44 +148,29 @@ def test_a_prompt_that_the_engine_counts_differently_is_an_error():
     assert record_of(Answer(), prompt_tokens=21).error == "the engine counted 20 prompt tokens instead of 21"
 
 
-class RawServer(FakeServer):
-    body, stays_open = b"", False
-
-    async def answer(self, request, connection):
-        connection.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + self.body)
-        if not self.stays_open:
-            connection.close()
-
-
-def raw_record(body: bytes, *, stays_open: bool = False, timeout_s: float = 60.0) -> RequestRecord:
-    """The record of an answer of exactly these bytes."""
-
-    async def once() -> RequestRecord:
-        async with open_session() as session:
-            return await send(session, target_of(server.url), planned(), timeout_s=timeout_s)
-
-    with RawServer() as server:
-        server.body, server.stays_open = body, stays_open
-        return asyncio.run(once())
-
-
 def test_a_server_that_ignores_the_wish_for_token_ids_is_named():
-    events = b'data: {"choices": [{"text": "a"}]}\n\n' * TOKENS
-    record = raw_record(events + b"data: [DONE]\n\n")
+    record = record_of(Answer(events=(*[b'{"choices": [{"text": "a"}]}'] * TOKENS, b"[DONE]")))
     assert record.error == "the engine sent no token ids (it must support `return_token_ids`)"
 
 
 def test_a_connection_that_stays_open_after_the_end_mark_is_no_failure():
-    events = b"".join(b'data: {"choices": [{"text": "a", "token_ids": [%d]}]}\n\n' % token for token in range(TOKENS))
-    record = raw_record(events + b"data: [DONE]\n\n", stays_open=True, timeout_s=2.0)
+    events = [b'{"choices": [{"text": "a", "token_ids": [%d]}]}' % token for token in range(TOKENS)]
+    record = record_of(Answer(events=(*events, b"[DONE]"), stays_open=True), timeout_s=2.0, prompt_tokens=None)
     assert (record.error, record.end_ms < 2000) == (None, True)
 
 
-def test_an_answer_that_is_not_json_is_an_error():
-    unfinished = raw_record(b"data: <html>\n\n", stays_open=True, timeout_s=0.2)
-    assert unfinished.error == "no complete answer within 0.2 s"
-    assert raw_record(b"data: <html>\n\ndata: [DONE]\n\n").error.startswith("unreadable answer: JSON")
-    assert raw_record(b"data: [1]\n\ndata: [DONE]\n\n").error.startswith("unreadable answer: ")
+@pytest.mark.parametrize(
+    ("events", "stays_open", "error"),
+    [
+        ([b"<html>"], True, "no complete answer within 0.5 s"),
+        ([b"<html>", b"[DONE]"], False, "unreadable answer: JSON"),
+        ([b"[1]", b"[DONE]"], False, "unreadable answer: "),
+    ],
+)
+def test_an_answer_that_is_not_json_is_an_error(events, stays_open, error):
+    timeout_s = 0.5 if stays_open else 60.0
+    record = record_of(Answer(events=tuple(events), stays_open=stays_open), timeout_s=timeout_s)
+    assert record.error.startswith(error)
 
 
 @pytest.mark.parametrize("answer", [{"error": "bad key: Bearer {key}"}, {"detail": "x" * 290 + "{key}"}])

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections import OrderedDict
 from pathlib import Path
 
 import hit_rates
@@ -24,33 +23,6 @@ WHOLE = Path(os.environ.get("KVBM_TRACE_DIR", "/nonexistent")) / "mooncake-conve
 def no_progress(monkeypatch):
     """It would appear on a busy machine only."""
     monkeypatch.setattr(command, "PROGRESS_AFTER_S", 3600.0)
-
-
-def plain_lru(capacity):
-    """Hit blocks over all blocks of the fixture, with a cache that is an OrderedDict."""
-    cache, found, asked = OrderedDict(), 0, 0
-    for request in TraceReader(HEAD, TraceFormat()):
-        ids = request.hash_ids
-        asked += len(ids)
-        hit = next((at for at, one in enumerate(ids) if one not in cache), len(ids))
-        found += hit
-        for one in [*ids[:hit][::-1], *ids[hit:capacity][::-1], *ids[:hit][::-1]]:
-            cache[one] = None
-            cache.move_to_end(one)
-        while len(cache) > capacity:
-            cache.popitem(last=False)
-    return found / asked
-
-
-def test_lru_is_that_of_a_plain_cache(kvbm):
-    code, out, _ = kvbm(
-        *("plan", "--trace", HEAD, "--policy", "lru", "--capacity-blocks", "9000,600,3000", "--exact", "--json")
-    )
-    assert code == 0
-    curve = json.loads(out)["curve"]
-    assert [(one["policy"], one["capacity_blocks"]) for one in curve] == [("lru", 600), ("lru", 3000), ("lru", 9000)]
-    for one in curve:
-        assert one["hit_rate"] == pytest.approx(plain_lru(one["capacity_blocks"]))
 
 
 def test_the_curve_of_bench_trace_is_the_one_of_the_simulator():

@@ -135,7 +135,7 @@ def test_verdict_is_on_the_first_screen_of_a_phone(browser, report):
         sizes = shown.page.evaluate(
             "[...document.querySelectorAll('.results li')].map(li => getComputedStyle(li).fontSize)"
         )
-        assert len(sizes) == 3 + 3  # comparisons and caveats
+        assert len(sizes) == 3 + 2  # comparisons and caveats
         assert len(set(sizes)) == 1  # a caveat is as large as a gain
 
 
@@ -159,7 +159,7 @@ def test_selector_and_links_show_one_workload(browser, report):
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
-def test_charts_follow_a_change_of_the_colour_scheme(browser, report):
+def test_charts_follow_a_change_of_the_colour_scheme_and_the_width_of_the_window(browser, report):
     script = """() => [getComputedStyle(document.body).backgroundColor,
       document.querySelector('.chart svg text').getAttribute('fill')]"""
     with Shown(browser, report, DESKTOP, color_scheme="light").ready() as shown:
@@ -169,10 +169,6 @@ def test_charts_follow_a_change_of_the_colour_scheme(browser, report):
         dark = shown.page.evaluate(script)
         assert all(one != other for one, other in zip(light, dark, strict=True))
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
-
-
-def test_charts_follow_the_width_of_the_window(browser, report):
-    with Shown(browser, report, DESKTOP).ready() as shown:
         shown.page.set_viewport_size({"width": 390, "height": 844})
         shown.page.wait_for_timeout(400)
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
@@ -190,7 +186,14 @@ def test_tooltip_shows_values_and_follows_the_policy(browser, report):
 
 
 def test_print_shows_every_chart_in_light_colours(browser, report):
+    """Also before the browser takes the picture to print: without the change of the medium, and without a frame."""
+    script = (
+        "event => (dispatchEvent(new Event(event)), document.querySelector('.chart svg text').getAttribute('fill'))"
+    )
     with Shown(browser, report, DESKTOP, color_scheme="dark").ready() as shown:
+        assert shown.page.evaluate(script, "beforeprint") == "#586271"
+        assert shown.page.evaluate(script, "afterprint") == "#9ca7b4"
+        shown.assert_drawn(1 + CHARTS_OF_A_CELL)
         shown.page.emulate_media(media="print")
         shown.page.wait_for_timeout(300)
         shown.assert_drawn(1 + 3 * CHARTS_OF_A_CELL)
@@ -203,17 +206,6 @@ def test_print_shows_every_chart_in_light_colours(browser, report):
         shown.page.wait_for_timeout(400)
         shown.assert_drawn(1 + CHARTS_OF_A_CELL)
         assert shown.complaints == []
-
-
-def test_charts_are_light_before_the_browser_takes_the_picture_to_print(browser, report):
-    """Without the change of the medium that a test can emulate, and without waiting for a frame."""
-    script = (
-        "event => (dispatchEvent(new Event(event)), document.querySelector('.chart svg text').getAttribute('fill'))"
-    )
-    with Shown(browser, report, DESKTOP, color_scheme="dark").ready() as shown:
-        assert shown.page.evaluate(script, "beforeprint") == "#586271"
-        assert shown.page.evaluate(script, "afterprint") == "#9ca7b4"
-        shown.assert_drawn(1 + CHARTS_OF_A_CELL)
 
 
 def test_everything_is_readable_without_scripts(browser, report):

@@ -50,9 +50,10 @@ def lines(path: Path) -> list[dict]:
 
 
 def test_first_sample_is_written_before_the_run_and_the_last_one_after_it(server, path):
+    path.write_text("samples of an earlier attempt\n")
     with Sampler.start(path, base_url=server.url, interval_s=60) as sampler:
         assert [line["prompt_tokens"]["g1"] for line in lines(path)] == [1]
-        server.pages.text = page(5)
+        server.text = page(5)
     assert [line["prompt_tokens"]["g1"] for line in lines(path)] == [1, 5]
     assert sampler.failure is None
     assert sampler.path == path
@@ -74,30 +75,30 @@ def test_samples_follow_the_interval_and_count_from_the_start_of_the_run(server,
 
 
 def test_a_page_that_takes_longer_than_the_interval_does_not_pile_up(server, path):
-    server.pages.delay_s = 2.5 * INTERVAL_S
+    server.delay_s = 2.5 * INTERVAL_S
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
         time.sleep(12 * INTERVAL_S)
     found = lines(path)
     assert all("error" not in line for line in found)
     assert 3 <= len(found) <= 8
-    assert server.pages.requests <= len(found) + 1
+    assert len(server.requests) <= len(found) + 1
 
 
 def test_one_slow_page_is_not_followed_by_a_burst(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
-        server.pages.delay_s = 8 * INTERVAL_S
-        eventually(lambda: server.pages.requests >= 2)
-        server.pages.delay_s = 0
+        server.delay_s = 8 * INTERVAL_S
+        eventually(lambda: len(server.requests) >= 2)
+        server.delay_s = 0
         time.sleep(13 * INTERVAL_S)
     assert len(lines(path)) <= 10  # 8 missed samples are not made up for
 
 
 def test_an_answer_to_an_earlier_sample_is_ignored(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
-        server.pages.text, server.pages.delay_s = page(2), 0.6
-        eventually(lambda: server.pages.requests >= 2)
+        server.text, server.delay_s = page(2), 0.6
+        eventually(lambda: len(server.requests) >= 2)
         time.sleep(0.3)
-        server.pages.text = page(5)
+        server.text = page(5)
     assert lines(path)[-1]["prompt_tokens"]["g1"] == 5
 
 
@@ -116,15 +117,15 @@ def test_a_server_that_dies_leaves_lines_with_an_error(server, path):
 
 def test_a_server_that_comes_back_is_sampled_again(path):
     with MetricsServerForTests(page(1)) as server, Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S):
-        server.pages.status = 503
+        server.status = 503
         eventually(lambda: "error" in lines(path)[-1])
-        server.pages.status = 200
+        server.status = 200
         eventually(lambda: "error" not in lines(path)[-1])
     assert summarise(path).prompt_tokens is not None
 
 
 def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
-    server.pages.hangs = True
+    server.hangs = True
     started = time.monotonic()
     sampler = Sampler.start(path, base_url=server.url, interval_s=INTERVAL_S)
     try:
@@ -140,16 +141,16 @@ def test_a_server_that_hangs_delays_neither_the_start_nor_the_end(server, path):
 
 def test_a_sample_that_waits_does_not_delay_the_end(server, path):
     with Sampler.start(path, base_url=server.url, interval_s=1.5) as sampler:
-        server.pages.hangs = True
-        eventually(lambda: server.pages.requests >= 2)  # this sample may take 2.5 s
+        server.hangs = True
+        eventually(lambda: len(server.requests) >= 2)  # this sample may take 2.5 s
     assert sampler.failure is None, "it was killed, because it did not end in time"
     assert ["error" in line for line in lines(path)] == [False, True]
 
 
 def test_a_page_that_hangs_does_not_delay_the_other_one(server, path):
-    server.pages.text = 'kvbm_evicted_blocks 7.0\nkvbm_host_blocks{state="free"} 4.0\n'
+    server.text = 'kvbm_evicted_blocks 7.0\nkvbm_host_blocks{state="free"} 4.0\n'
     with MetricsServerForTests(page(1)) as engine:
-        engine.pages.hangs = True
+        engine.hangs = True
         with Sampler.start(path, base_url=engine.url, kvbm_metrics_url=f"{server.url}/metrics", interval_s=INTERVAL_S):
             pass
     first = lines(path)[0]
@@ -167,16 +168,14 @@ def test_a_page_that_hangs_does_not_delay_the_other_one(server, path):
     ],
 )
 def test_a_page_without_metrics_is_an_error(server, path, text, status, error):
-    server.pages.text, server.pages.status = text, status
+    server.text, server.status = text, status
     with Sampler.start(path, base_url=server.url):
         pass
     assert [line["error"] for line in lines(path)] == [error, error]
 
 
 def test_damaged_series_are_left_out(server, path):
-    server.pages.text = (
-        page(1) + "vllm:num_preemptions_total{ 5\nvllm:num_requests_waiting NaN\nvllm:kv_cache_usage_perc x\n"
-    )
+    server.text = page(1) + "vllm:num_preemptions_total{ 5\nvllm:num_requests_waiting NaN\nvllm:kv_cache_usage_perc x\n"
     with Sampler.start(path, base_url=server.url):
         pass
     assert [(line["waiting"], line["kv_usage"], line["running"]) for line in lines(path)] == [(None, None, 3)] * 2
@@ -187,7 +186,7 @@ def test_headers_are_sent_but_no_user_sees_them(server, path):
     with Sampler.start(path, base_url=server.url, headers={"X-Secret": "0123456789"}) as sampler:
         command = Path(f"/proc/{sampler.pid}/cmdline").read_bytes()
         assert os.getpgid(sampler.pid) == sampler.pid  # Ctrl-C in a terminal does not end it before its last sample
-    assert server.pages.headers["x-secret"] == "0123456789"
+    assert server.requests[-1].headers["x-secret"] == "0123456789"
     assert b"0123456789" not in command
     assert "0123456789" not in path.read_text()
 
@@ -227,21 +226,16 @@ def test_a_sampler_that_was_killed_is_reported(server, path):
     sampler.stop()
 
 
-def test_samples_of_an_earlier_attempt_are_replaced(server, path):
-    path.write_text("samples of an earlier attempt\n")
-    with Sampler.start(path, base_url=server.url, interval_s=60):
-        pass
-    assert len(lines(path)) == 2
-
-
-def test_a_file_that_cannot_be_written_is_an_error(server, tmp_path):
-    with pytest.raises(EnvironmentProblem, match=r"cannot write .*missing/file"):
-        Sampler.start(tmp_path / "missing/file", base_url=server.url)
-
-
-def test_an_interval_without_length_is_an_error(server, path):
-    with pytest.raises(UsageError, match=r"`interval_s` is 0, but must be at least 0\.05"):
-        Sampler.start(path, base_url=server.url, interval_s=0)
+@pytest.mark.parametrize(
+    ("name", "interval_s", "error", "message"),
+    [
+        ("missing/file", 1.0, EnvironmentProblem, r"cannot write .*missing/file"),
+        ("file", 0, UsageError, r"`interval_s` is 0, but must be at least 0\.05"),
+    ],
+)
+def test_what_cannot_be_sampled_is_an_error(server, tmp_path, name, interval_s, error, message):
+    with pytest.raises(error, match=message):
+        Sampler.start(tmp_path / name, base_url=server.url, interval_s=interval_s)
 
 
 def test_memory_cpu_time_and_disk_traffic_of_all_descendants(server, path):
@@ -267,19 +261,18 @@ def test_memory_cpu_time_and_disk_traffic_of_all_descendants(server, path):
     assert summary.disk["written_bytes"] in (None, 0)
 
 
-def fake_process(proc: Path, pid: int, parent: int, *, ticks: int, io: str | None) -> None:
+def fake_process(proc: Path, pid: int, parent: int, *, ticks: int, io: str) -> None:
     folder = proc / str(pid)
     folder.mkdir(parents=True)
     (folder / "stat").write_text(f"{pid} (a) b) S {parent} {pid} 1 0 0 0 0 0 0 0 {ticks} 1 2 3 0 0\n")
     (folder / "status").write_text("Name:\ta\nVmRSS:\t  100 kB\nRssShmem:\t  40 kB\n")
-    if io is not None:
-        (folder / "io").write_text(io)
+    (folder / "io").write_text(io)
 
 
 IO = "rchar: 9\nread_bytes: 100\nwrite_bytes: 70\ncancelled_write_bytes: 20\n"
 
 
-def test_children_count_and_strangers_do_not(tmp_path):
+def test_children_count_and_strangers_do_not(tmp_path, monkeypatch):
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1)):
         fake_process(tmp_path, pid, parent, ticks=4, io=IO)
     tree = ProcessTree(10, proc=tmp_path)
@@ -288,11 +281,6 @@ def test_children_count_and_strangers_do_not(tmp_path):
     assert (usage.processes, usage.rss_bytes, usage.shared_bytes) == (3, 3 * 102_400, 3 * 40_960)
     assert usage.cpu_s == pytest.approx(3 * 10 / os.sysconf("SC_CLK_TCK"))
     assert (usage.read_bytes, usage.written_bytes) == (300, 150)
-
-
-def test_traffic_that_may_not_be_read_is_unknown(tmp_path, monkeypatch):
-    fake_process(tmp_path, 10, 1, ticks=4, io=IO)
-    fake_process(tmp_path, 11, 10, ticks=4, io=IO)
     read_text = Path.read_text
 
     def refuse(self, *arguments, **options):
@@ -302,44 +290,34 @@ def test_traffic_that_may_not_be_read_is_unknown(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", refuse)
     usage = ProcessTree(10, proc=tmp_path).usage()
-    assert (usage.read_bytes, usage.written_bytes) == (None, None)
-    assert usage.rss_bytes is not None
+    assert (usage.rss_bytes, usage.read_bytes, usage.written_bytes) == (3 * 102_400, None, None), "traffic is unknown"
+    usage = ProcessTree(30, proc=tmp_path).usage()
+    assert (usage.processes, usage.rss_bytes, usage.cpu_s, usage.read_bytes) == (0, None, None, None), "it has ended"
 
 
-def test_an_engine_that_has_ended_is_unknown(tmp_path):
-    (tmp_path / "1").mkdir()
-    usage = ProcessTree(10, proc=tmp_path).usage()
-    assert (usage.processes, usage.rss_bytes, usage.cpu_s, usage.read_bytes) == (0, None, None, None)
+class NvmlError(Exception): ...
 
 
-class FakeNvml:
-    """The functions of pynvml that kvbm uses. GPU 1 reports no energy."""
+def energy_of(gpu: int) -> int:
+    if gpu == 1:
+        raise NvmlError
+    return 7500
 
-    class NVMLError(Exception): ...
 
-    def nvmlDeviceGetCount(self):
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return f"handle-{index}"
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        return [SimpleNamespace(pid=100 + int(handle[-1]))]
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        return SimpleNamespace(gpu=40, memory=9)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return SimpleNamespace(used=5 << 30)
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if handle == "handle-1":
-            raise self.NVMLError
-        return 7500
+# The functions of pynvml that kvbm uses. GPU 1 reports no energy.
+NVML = SimpleNamespace(
+    NVMLError=NvmlError,
+    nvmlDeviceGetCount=lambda: 3,
+    nvmlDeviceGetHandleByIndex=lambda index: index,
+    nvmlDeviceGetComputeRunningProcesses=lambda gpu: [SimpleNamespace(pid=100 + gpu)],
+    nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=40, memory=9),
+    nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=5 << 30),
+    nvmlDeviceGetTotalEnergyConsumption=energy_of,
+)
 
 
 def test_only_the_gpus_of_the_engine_count():
-    gpus = Gpus(FakeNvml())
+    gpus = Gpus(NVML)
     assert gpus.sample({101}) == [{"index": 1, "utilisation": 0.4, "memory_bytes": 5 << 30, "energy_j": None}]
     assert [gpu["index"] for gpu in gpus.sample({999})] == [0, 1, 2]  # unknown process ids: a container
     assert gpus.sample({100})[0]["energy_j"] == 7.5

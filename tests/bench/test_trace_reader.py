@@ -50,21 +50,19 @@ def test_gzip_is_found_by_its_content_and_empty_lines_are_skipped(tmp_path):
     assert [(one.line, one.input_tokens) for one in read(path)] == [(1, 3), (4, 4)]
 
 
-def test_the_first_sessions_are_read_with_all_their_turns(tmp_path):
-    path = written(tmp_path, *[{"session_id": name, "input_length": 5} for name in "abacb"], {"input_length": 7})
-
-    def sessions(**limits):
-        return [one.session_id for one in TraceReader(path, TraceFormat(**limits))]
-
-    assert sessions(sessions=2) == ["a", "b", "a", "b"]
-    assert sessions(sessions=4) == ["a", "b", "a", "c", "b", None]
-    assert sessions(requests=3) == ["a", "b", "a"]
-    assert sessions(requests=1, sessions=2) == ["a"]
-
-
-def test_lines_without_a_session_count_as_sessions(tmp_path):
-    path = written(tmp_path, {"input_length": 5}, {"input_length": 6}, {"input_length": 7})
-    assert [one.input_tokens for one in TraceReader(path, TraceFormat(sessions=2))] == [5, 6]
+@pytest.mark.parametrize(
+    ("limits", "read_sessions"),
+    [
+        ({"sessions": 2}, "abab"),
+        ({"sessions": 4}, "abacb-"),  # a line without a session counts as one
+        ({"requests": 3}, "aba"),
+        ({"requests": 1, "sessions": 2}, "a"),
+    ],
+)
+def test_the_first_sessions_are_read_with_all_their_turns(tmp_path, limits, read_sessions):
+    lines = [{"session_id": name, "input_length": 5} for name in "abacb"]
+    path = written(tmp_path, *lines, {"input_length": 6}, {"input_length": 7})
+    assert "".join(one.session_id or "-" for one in read(path, **limits)) == read_sessions
 
 
 @pytest.mark.parametrize("name", given_in("bench/trace_lines"))
