@@ -194,7 +194,8 @@ def _require_outside(place: Path) -> None:
     """UsageError for a path inside a cache directory, where no cache would be found."""
     around = directory_around(place)
     if around is not None:
-        models = {str(cache.facts.get("model")) for cache in _caches(around, []) if cache.path.is_relative_to(place)}
+        inside = os.path.abspath(place)
+        models = {str(cache.facts.get("model")) for cache in _caches(around, []) if cache.path.is_relative_to(inside)}
         of_models = f" of {', '.join(sorted(models))}" if models else ""
         raise UsageError(
             f"`--dir {place}` is inside a cache{of_models}", hint=f"use `--dir {shlex.quote(str(around))}`"
