@@ -4,7 +4,8 @@
 entry of a file: a line `=== name`, then the text. `KVBM_UPDATE_SNAPSHOTS=1 pytest tests/cli tests/bench tests/doctor`
 writes the stored texts anew; the difference is then reviewed as code.
 
-A transcript is an entry that says what to do, too: lines `$ ...` with a command, each followed by what it shows.
+A transcript is an entry that says what to do, too: lines `$ ...` with a command of kvbm or of the shell, each followed
+by what it shows.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import shlex
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from kvbm_cli.app import run
@@ -44,6 +46,7 @@ FILTERS = (
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),
+    (r"\b(process|\"pid\":) \d+", r"\1 [PID]"),
     (r"/tmp/\S*?pytest-\d+/(?:popen-gw\d+/)?[^/\s]+", "[TMP]"),
 )
 
@@ -172,7 +175,7 @@ def assert_entry(file: str, name: str, text: str, *, names: Iterable[str]) -> No
 
 def given_in(file: str) -> dict[str, str]:
     """The entries of a file that say what is given, up to a line `-----`. Behind it stands what is said of it."""
-    return {name: text.partition("-----\n")[0] for name, text in stored_entries(file).items()}
+    return {name: re.split(r"^-----\n", text, flags=re.MULTILINE)[0] for name, text in stored_entries(file).items()}
 
 
 def assert_said(file: str, name: str, said: str) -> None:
@@ -195,26 +198,41 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:program]), words[program + 1 :]
 
 
-def transcript(text: str, home: Path, *, way: Kvbm = kvbm_here) -> str:
+NO_TOOLS: Mapping[str, Callable[..., str]] = {}
+
+
+def transcript(
+    text: str, home: Path, *, way: Kvbm = kvbm_here, tools: Mapping[str, Callable[..., str]] = NO_TOOLS
+) -> str:
     """Do what a transcript says and return what it should be. `$ cat FILE` makes the file unless a command has made it.
-    `[ROOT]` is that of the repository."""
+    `[ROOT]` is that of the repository, `[TMP]` the working directory. Tools are functions of the test."""
     shown = ""
     for line, said in steps_of(text):
-        if line.startswith("cat "):
-            (name,) = shlex.split(line.removeprefix("cat "))
+        command = line.replace("[ROOT]", str(ROOT)).replace("[TMP]", str(home))
+        words = shlex.split(command)
+        program = next(word for word in words if "=" not in word)
+        if program == "cat":
+            (name,) = words[1:]
             if not (home / name).exists():
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 (home / name).write_text(said.replace("[ROOT]", str(ROOT)))
             shown += f"$ {line}\n{filtered((home / name).read_text())}"
-        else:
-            variables, words = words_of(line.replace("[ROOT]", str(ROOT)))
+        elif program in tools:
+            with contextlib.chdir(home):
+                shown += f"$ {line}\n{tools[program](*words[1:])}"
+        elif program == "kvbm":
+            variables, words = words_of(command)
             shown += way(*words, home=home, **variables).text(line)
+        else:
+            done = subprocess.run(["sh", "-ec", command], cwd=home, env=environment(home), capture_output=True)
+            assert done.returncode == 0, (line, done)
+            shown += f"$ {line}\n{filtered((done.stdout + done.stderr).decode())}"
     assert len(steps_of(shown)) == len(steps_of(text)), "a line of the output looks like a command"
     return shown
 
 
-def assert_transcript(file: str, name: str, home: Path, *, way: Kvbm = kvbm_here) -> None:
+def assert_transcript(file: str, name: str, home: Path, **how: Any) -> None:
     """Follows one transcript of a file. The entry `files`, if there is one, makes the files of all of them."""
     entries = stored_entries(file)
     transcript(entries.get("files", ""), home)
-    assert_entry(file, name, transcript(entries[name], home, way=way), names=entries)
+    assert_entry(file, name, transcript(entries[name], home, **how), names=entries)

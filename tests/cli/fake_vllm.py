@@ -7,7 +7,7 @@ FAKE_VLLM says what it holds, as JSON; without it, a build for CPUs of a version
 import os
 import sys
 
-sys.path.insert(0, os.path.dirname(__file__))  # kvbm starts it with PYTHONSAFEPATH
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))  # kvbm starts it with PYTHONSAFEPATH
 
 import fake_engine
 

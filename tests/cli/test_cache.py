@@ -1,31 +1,27 @@
-"""`kvbm cache` on real caches: made by the disk tier, then damaged, held, or of another time."""
+"""`kvbm cache` on caches of the disk tier and on stores: damaged, held, of another time, or with files of others.
+
+What is done and shown is in `snapshots/cache/`. Of a transcript's lines, `blocks`, `flip` and `bind` are TOOLS.
+"""
 
 import csv
 import io
 import json
 import mmap
 import os
-import pty
 import re
+import shutil
+import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from terminal import (
-    HANGS_S,
-    PROGRAM,
-    Kvbm,
-    Outcome,
-    assert_entry,
-    assert_snapshot,
-    environment,
-    kvbm,
-    kvbm_here,
-    ways,
-)
+from shared.storage_rig import make_run, opened
+from terminal import ROOT, Outcome, assert_transcript, environment, kvbm, kvbm_here, stored_entries, typed
 from waiting import eventually
 
 from kvbm import hashing
@@ -35,13 +31,21 @@ from kvbm.disk.orders import Write
 from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.storage import DiskStorage
 from kvbm.disk.superblock import read_superblock, write_superblock
+from kvbm.host import tree
+from kvbm.shared.protection import AesProtection, HmacProtection
+from kvbm_cli.cache import store_selection, tenant_clearing
+from kvbm_cli.cache.disk_verification import verify
 from kvbm_cli.store.caches import index_to_read
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 BLOCK = 64 << 10
 ALICE, BOB = "alice", "bob"
 OLD, NEW = "00000000000000aa", "00000000000000bb"
-HOUR = 3600
+HOUR, DAY = 3600, 86_400
+LLAMA = {"model": "Llama-3.1-8B", "engine": "vllm", "block_tokens": 16}
+QWEN = {"model": "Qwen3-8B", "engine": "embedded", "block_size": 32}
+SECRET = b"sixteen bytes or more"
+TENANTS = {hashing.tenant(salt): salt or "nobody" for salt in (None, ALICE, BOB)}
 
 
 def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None], age_s: float) -> Path:
@@ -65,176 +69,170 @@ def make_cache(directory: Path, name: str, *, model: str, salts: list[str | None
     return instance
 
 
-@pytest.fixture
-def home(tmp_path):
-    (tmp_path / "caches").mkdir()
-    disk = f"disk: {{capacity: 1GiB, directory: {tmp_path}/caches}}"
-    for name, tiers in (("disk", f"{{host: {{capacity: 1GiB}}, {disk}}}"), ("host", "{host: {capacity: 1GiB}}")):
-        (tmp_path / f"{name}.yaml").write_text(f"engine: {{kind: embedded, model: synthetic:tiny}}\ntiers: {tiers}\n")
-    return tmp_path
+def fill(store: Path, namespace: str, facts: dict[str, object], *, runs: int, age_s: float, **how: object) -> None:
+    """Writes runs, of which the second belongs to alice, as if they had been written `age_s` ago."""
+    with opened(f"file://{store}", namespace=bytes.fromhex(namespace), **how) as rig:
+        for number in range(runs):
+            rig.put(make_run(number), tenant=hashing.tenant(ALICE if number == 1 else None))
+    home = store / "v1" / namespace
+    (home / "namespace.json").write_text(json.dumps(facts))
+    for path in home.glob("??/*"):
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two caches, stores, and somebody's files that look like those of a store."""
+    home = tmp_path_factory.mktemp("made")
+    (home / "caches").mkdir()
+    make_cache(home / "caches", OLD, model="Qwen3-8B", salts=[None, ALICE, BOB, ALICE], age_s=20 * DAY + HOUR)
+    make_cache(home / "caches", NEW, model="Llama-3.1-8B", salts=[ALICE] * 3, age_s=5 * HOUR + 60)
+    fill(home / "kv", "aa" * 16, LLAMA, runs=4, age_s=9 * DAY + 60)
+    fill(home / "kv", "bb" * 16, QWEN, runs=2, age_s=3 * HOUR + 60)
+    for name, protection in (("signed", HmacProtection(SECRET)), ("encrypted", AesProtection(SECRET))):
+        fill(home / name, "aa" * 16, {"model": "m"}, runs=2, age_s=0, protection=protection)
+    for place in ("backup/data/ab", f"backup/v1/{'cc' * 16}/ab"):
+        (home / place).mkdir(parents=True)
+        (home / place / ("ab" * 32)).write_bytes(b"years of work")
+    (home / "backup/data/namespace.json").write_text("{}")
+    return home
 
 
 @pytest.fixture
-def caches(home):
-    directory = home / "caches"
-    older = make_cache(directory, OLD, model="Qwen3-8B", salts=[None, ALICE, BOB, ALICE], age_s=20 * 24 * HOUR + 60)
-    newer = make_cache(directory, NEW, model="Llama-3.1-8B", salts=[ALICE] * 3, age_s=5 * HOUR + 60)
-    return older, newer
+def home(made: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    yield tmp_path
+    theirs = [path.relative_to(made) for path in (made / "backup").rglob("*") if path.is_file()]
+    assert all((tmp_path / path).read_bytes() == (made / path).read_bytes() for path in theirs), "they have changed"
 
 
 @pytest.fixture
-def held(caches):
-    lock = InstanceLock.take(caches[0])
-    os.utime(caches[0] / LOCK, (time.time() - 240 * HOUR - 60,) * 2)
-    yield caches[0]
-    lock.release()
+def caches(home: Path) -> tuple[Path, Path]:
+    return next(home.glob(f"caches/*/{OLD}")), next(home.glob(f"caches/*/{NEW}"))
 
 
-def run(home: Path, command: str, *, way: Kvbm = kvbm_here) -> Outcome:
-    return way("cache", *command.split(), home=home)
-
-
-def run_elsewhere(home: Path, command: str) -> Outcome:
-    """In a process of its own, as a command is that meets a cache which this process holds."""
-    return run(home, command, way=kvbm)
-
-
-def text(outcome: Outcome, command: str) -> str:
-    shown = outcome.text(f"kvbm cache {command}")
-    return re.sub(r"(process |\"pid\": )\d+", r"\1[PID]", shown)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-def rows(instance: Path) -> list[tuple[int, bytes]]:
-    index = index_to_read(instance / INDEX)
-    found = index._connection.execute("SELECT slot, tenant FROM blocks ORDER BY slot").fetchall()
-    index.close()
+def one(pattern: str) -> Path:
+    (found,) = Path().glob(pattern)
     return found
 
 
-OUTPUTS = {
-    "ls": "ls --dir caches",
-    "ls_of_a_profile": "ls --profile ./disk.yaml",
-    "verify": "verify --dir caches",
-    "clear": "clear --dir caches --yes",
-    "clear_of_a_tenant": "clear --dir caches --salt alice --yes",
-    "clear_of_an_unknown_tenant": "clear --dir caches --salt carol --yes",
-}
-MISTAKES = {
-    "two_directories": "ls --dir caches --profile ./disk.yaml",
-    "no_directory": "ls --dir nowhere",
-    "a_file": "verify --dir disk.yaml",
-    "no_disk_tier": "clear --profile ./host.yaml",
-    "nobody_to_ask": "clear --dir caches",
-    "unknown_format": "export-stats --dir caches --format xml",
-}
+def flip(file: str, offset: str) -> str:
+    """Change one bit of the byte at the offset."""
+    content = bytearray(one(file).read_bytes())
+    content[int(offset)] ^= 1
+    one(file).write_bytes(content)
+    return ""
 
 
-@pytest.mark.parametrize(("name", "way"), ways(OUTPUTS))
-def test_output(home, caches, name, way):
-    assert_snapshot(f"cache_{name}", text(run(home, OUTPUTS[name], way=way), OUTPUTS[name]))
+def blocks(cache: str) -> str:
+    """Show the rows of the index and which slots of the file have only zeros."""
+    index = index_to_read(one(cache) / INDEX)
+    rows = index._connection.execute("SELECT slot, tenant FROM blocks ORDER BY slot").fetchall()
+    index.close()
+    content = (one(cache) / ARENA).read_bytes()
+    erased = [slot for slot in range(4) if not any(content[slot * BLOCK : (slot + 1) * BLOCK])]
+    return "".join(f"block {slot} of {TENANTS[tenant]}\n" for slot, tenant in rows) + f"erased: {erased}\n"
 
 
-@pytest.mark.parametrize(("name", "way"), ways(MISTAKES))
-def test_mistake(home, caches, name, way):
-    outcome = run(home, MISTAKES[name], way=way)
-    assert (outcome.exit_code, outcome.stdout) == (2, "")
-    assert_entry("mistakes/cache", name, text(outcome, MISTAKES[name]), names=MISTAKES)
+def bind(path: str) -> str:
+    """Make a socket by a short name, because its address has at most 107 bytes."""
+    here = os.open(Path(path).parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/proc/self/fd/{here}/{Path(path).name}")
+    os.close(here)
+    return ""
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "clear --yes", "export-stats"])
-def test_directory_inside_a_cache_is_not_taken_for_an_empty_one(home, caches, command):
-    for inside in (caches[0], caches[0].parent):
-        outcome = run(home, f"{command} --dir {inside}")
-        assert (outcome.exit_code, outcome.stdout) == (2, "")
-        assert outcome.stderr.split("\n")[:4] == [
-            f"error: `--dir {inside}` is inside a cache of Qwen3-8B",
-            "",
-            f"hint: use `--dir {home / 'caches'}`",
-            "",
-        ]
-    assert all(cache.is_dir() for cache in caches)
+TOOLS = {"flip": flip, "blocks": blocks, "bind": bind}
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "clear"])
-def test_empty_directory_is_no_mistake(home, command):
-    assert run(home, f"{command} --dir caches") == Outcome(0, "no caches in caches\n", "")
-    assert run(home, command) == Outcome(0, f"no caches in {home}/.cache/kvbm\n", "")
-    assert run(home, "export-stats") == Outcome(0, "[]\n", "")
+def follow(file: str, name: str, home: Path, **how: object) -> None:
+    if "chown" in stored_entries(file)[name] and os.geteuid() != 0:
+        pytest.skip("requires the superuser, to give files away")
+    assert_transcript(file, name, home, tools=TOOLS, **how)
 
 
-def test_json_says_all_that_the_table_says(home, held):
-    newer, older = json.loads(run_elsewhere(home, "ls --dir caches --json").stdout)
+CASES = [(f"cache/{file}", name) for file in ("disk", "store") for name in stored_entries(f"cache/{file}")]
+CASES = [case for case in CASES if case[1] != "files"]
+
+
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_transcript(file, name, home):
+    follow(file, name, home)
+
+
+@pytest.mark.parametrize(("file", "name"), CASES[::8])
+def test_program_does_the_same(file, name, home):
+    follow(file, name, home, way=kvbm)
+
+
+@pytest.mark.parametrize("way", ["openat2", "each component"])
+@pytest.mark.parametrize("name", stored_entries("cache/planted"))
+def test_what_others_have_planted_is_named_and_left_and_the_rest_is_done(name, way, home, monkeypatch):
+    if way == "each component":
+        monkeypatch.setattr(tree, "_has_openat2", lambda: False)
+    follow("cache/planted", name, home)
+
+
+@pytest.mark.parametrize("name", stored_entries("cache/held"))
+def test_cache_that_an_engine_uses(name, home, caches):
+    lock = InstanceLock.take(caches[0])
+    os.utime(caches[0] / LOCK, (time.time() - 10 * DAY - 60,) * 2)
+    follow("cache/held", name, home)
+    lock.release()
+
+
+def run(home: Path, command: str, **extra: str) -> Outcome:
+    return kvbm_here("cache", *command.replace("URL", f"--url=file://{home}/kv").split(), home=home, **extra)
+
+
+def test_json_and_exports_say_all_that_the_table_says(home, caches):
+    lock = InstanceLock.take(caches[0])
+    older, newer = listed = json.loads(run(home, "ls --dir caches --json").stdout)
+    lock.release()
     assert (newer["cache"], newer["blocks"], newer["bytes"], newer["slots"]) == (NEW, 3, 3 * BLOCK, 16)
     assert (newer["is_in_use"], newer["pid"], newer["facts"]) == (False, None, {"model": "Llama-3.1-8B"})
-    assert (older["is_in_use"], older["pid"], older["path"]) == (
-        True,
-        os.getpid(),
-        str(Path("caches", *held.parts[-2:])),
-    )
-    assert abs(time.time() - older["created"] - 20 * 24 * HOUR - 60) < 60
+    assert (older["is_in_use"], older["pid"]) == (True, os.getpid())
+    assert older["path"] == str(caches[0].relative_to(home))
+    assert abs(time.time() - older["created"] - 20 * DAY - HOUR) < 600
+    exported = json.loads(run(home, "export-stats --dir caches").stdout)
+    assert [one["facts"] for one in exported] == [one["facts"] for one in listed]
+    found = list(csv.DictReader(io.StringIO(run(home, "export-stats --dir caches --format csv").stdout)))
+    assert [(row["cache"], row["blocks"], json.loads(row["facts"])) for row in found] == [
+        (OLD, "4", {"model": "Qwen3-8B"}),
+        (NEW, "3", {"model": "Llama-3.1-8B"}),
+    ]
+    assert list(found[0]) == list(exported[0]) == list(newer)
+    assert run(home, "export-stats --dir caches --output stats.json") == Outcome(0, "", "")
+    assert json.loads((home / "stats.json").read_text()) == exported
+    outcome = run(home, "export-stats --dir caches --output no/stats.json")
+    assert outcome == Outcome(1, "", "error: cannot write `no/stats.json`: no such file or directory\n")
 
 
-def test_cache_in_use_is_listed_with_its_process(home, held):
-    newer, older = run_elsewhere(home, "ls --dir caches").stdout.splitlines()[1:3]
-    assert newer.split()[-2:] == ["-", "Llama-3.1-8B"]
-    assert older.endswith(f"10 d  process {os.getpid()}  Qwen3-8B")
+def test_json_of_a_store_says_more_than_the_table(home):
+    qwen, _ = json.loads(run(home, "ls URL --json").stdout)
+    assert (qwen["namespace"], qwen["engine"], qwen["block_tokens"]) == ("bb" * 16, "embedded", 32)
+    assert qwen["bytes"] == sum(path.stat().st_size for path in home.glob("kv/v1/bb*/??/*"))
+    assert abs(time.time() - 3 * HOUR - 60 - qwen["oldest"]) < 600
+    assert qwen["facts"] == QWEN
+    bad = next(home.glob("kv/v1/aa*/3b/*"))
+    bad.write_bytes(b"bad")
+    llama, _ = json.loads(run(home, "verify URL --json").stdout)
+    assert [one["key"] for one in llama["bad"]] == [str(bad.relative_to(home / "kv"))]
 
 
-def test_damaged_cache_is_listed_with_what_is_wrong(home, caches):
-    flip(caches[0] / SUPERBLOCK, 60)
-    (caches[1] / INDEX).write_bytes(b"no database" * 1000)
-    assert_snapshot("cache_ls_damaged", text(run(home, "ls --dir caches"), "ls --dir caches"))
-
-
-def test_a_cache_without_its_files_has_no_age(home, caches):
-    """As one whose creation was cut short."""
-    for file in caches[0].iterdir():
-        file.unlink()
-    listed = json.loads(run(home, "ls --dir caches --json").stdout)
-    cache = next(one for one in listed if one["cache"] == OLD)
-    assert (cache["created"], cache["last_used"]) == (None, None)
-    row = next(line for line in run(home, "ls --dir caches").stdout.splitlines() if line.startswith(caches[0].name))
-    assert row.split()[1:] == ["-", "-", "0", "B", "-", "-", "-", "-"]
-
-
-def test_damaged_blocks_are_dropped_once(home, caches):
-    flip(caches[0] / ARENA, BLOCK + 17)
-    flip(caches[0] / ARENA, 3 * BLOCK)
-    first = run(home, "verify --dir caches")
-    assert_snapshot("cache_verify_damaged", text(first, "verify --dir caches"))
-    assert [slot for slot, _ in rows(caches[0])] == [0, 2]
-    assert run(home, "verify --dir caches").exit_code == 0
-
-
-def test_blocks_behind_the_end_of_a_cut_arena_are_dropped(home, caches):
-    os.truncate(caches[1] / ARENA, BLOCK + BLOCK // 2)
-    verdicts = json.loads(run(home, "verify --dir caches --json").stdout)
-    assert [(verdict["good"], verdict["bad"], verdict["dropped"]) for verdict in verdicts] == [(1, 2, 2), (4, 0, 0)]
-    assert [slot for slot, _ in rows(caches[1])] == [0]
-
-
-def test_cache_in_use_is_verified_without_a_change(home, held):
-    flip(held / ARENA, 0)
-    before = rows(held)
-    assert_snapshot("cache_verify_in_use", text(run_elsewhere(home, "verify --dir caches"), "verify --dir caches"))
-    assert rows(held) == before
+def test_sample_reads_so_many_objects(home):
+    verdicts = json.loads(run(home, "verify URL --sample 3 --json").stdout)
+    assert sum(verdict["good"] for verdict in verdicts) == 3
 
 
 def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches):
     """The row goes while the bytes are being read, as it does when the engine uses the slot for another block."""
-    from kvbm_cli.cache.disk_verification import verify
-
     instance = caches[0]
-    flip(instance / ARENA, 0)
-    flip(instance / ARENA, BLOCK)
+    content = bytearray((instance / ARENA).read_bytes())
+    content[0] ^= 1
+    content[BLOCK] ^= 1
+    (instance / ARENA).write_bytes(content)
 
     def replace_first(done: int, total: int) -> None:
         index = BlockIndex.open(instance / INDEX)
@@ -245,107 +243,22 @@ def test_block_that_an_engine_replaced_meanwhile_is_not_called_damaged(caches):
     assert (found.good_count, found.bad, found.replaced_count) == (2, (1,), 1)
 
 
-def test_what_is_damaged_as_a_whole_is_reported(home, caches):
-    (caches[1] / SUPERBLOCK).unlink()
-    (caches[0] / ARENA).unlink()
-    outcome = run(home, "verify --dir caches")
-    assert outcome.exit_code == 1
-    assert_snapshot("cache_verify_without_files", text(outcome, "verify --dir caches"))
-
-
-def test_clear_removes_every_file(home, caches):
-    flip(caches[0] / SUPERBLOCK, 60)
-    assert run(home, "clear --dir caches --yes").exit_code == 0
-    assert os.listdir(home / "caches") == []
-
-
-def test_clear_is_refused_as_a_whole_while_one_cache_is_in_use(home, held):
-    outcome = run_elsewhere(home, "clear --dir caches --yes")
-    assert (outcome.exit_code, outcome.stdout) == (1, "")
-    assert_snapshot("cache_clear_in_use", text(outcome, "clear --dir caches --yes"))
-    assert run_elsewhere(home, "clear --dir caches --salt alice --yes").exit_code == 1
-    assert len(rows(held)) == 4
-    assert len(list((home / "caches").rglob(ARENA))) == 2
-
-
-def test_one_tenant_is_removed_with_the_bytes_and_nobody_else(home, caches):
-    before = (caches[0] / ARENA).read_bytes()
-    run(home, "clear --dir caches --salt alice --yes")
-    after = (caches[0] / ARENA).read_bytes()
-    assert rows(caches[0]) == [(0, b""), (2, hashing.tenant(BOB))]
-    assert rows(caches[1]) == []
-    assert len(after) == len(before)
-    for slot, is_erased in enumerate([False, True, False, True]):
-        mine = slice(slot * BLOCK, (slot + 1) * BLOCK)
-        assert after[mine] == (bytes(BLOCK) if is_erased else before[mine])
-    assert run(home, "verify --dir caches").exit_code == 0
-
-
 def test_bytes_of_a_tenant_are_overwritten_where_the_file_system_cannot_erase(caches, monkeypatch):
-    from kvbm_cli.cache import tenant_clearing as clear
-
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(clear, "fallocate", refuse)
-    assert clear.clear_tenant(caches[1], read_superblock(caches[1] / SUPERBLOCK), hashing.tenant(ALICE)) == 3
+    monkeypatch.setattr(tenant_clearing, "fallocate", refuse)
+    superblock = read_superblock(caches[1] / SUPERBLOCK)
+    assert tenant_clearing.clear_tenant(caches[1], superblock, hashing.tenant(ALICE)) == 3
     assert not any((caches[1] / ARENA).read_bytes()[: 3 * BLOCK])
 
 
-def test_tenant_of_a_cache_without_an_index_cannot_be_told(home, caches):
-    (caches[0] / INDEX).write_bytes(b"no database" * 1000)
-    outcome = run(home, "clear --dir caches --salt alice --yes")
-    assert outcome.exit_code == 1
-    assert_snapshot("cache_clear_without_an_index", text(outcome, "clear --salt alice --yes"))
-    assert len(rows(caches[1])) == 3
-
-
-def test_cache_of_another_format_is_left_alone(home, caches):
-    import xxhash
-
-    title = "kvbm disk cache format 2"
-    (caches[0] / SUPERBLOCK).write_text(f"{title} {xxhash.xxh3_64_hexdigest(title.encode())}\nnobody knows\n")
-    outcome = run(home, "clear --dir caches --yes")
-    assert_snapshot("cache_clear_of_another_format", text(outcome, "clear --dir caches --yes"))
-    assert [path.parent for path in (home / "caches").rglob(ARENA)] == [caches[0]]
-
-
 @pytest.mark.parametrize(("answer", "code", "left"), [("n\n", 1, 2), ("\n", 1, 2), ("y\n", 0, 0)])
-def test_question_is_asked_on_a_terminal(home, caches, answer, code, left):
-    leader, follower = pty.openpty()
-    os.write(leader, answer.encode())
-    done = subprocess.run(
-        [*PROGRAM, "cache", "clear", "--dir", "caches"],
-        cwd=home,
-        env=environment(home),
-        stdin=follower,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
-    )
-    os.close(leader)
-    os.close(follower)
-    assert done.stderr.startswith("remove 2 caches, 2.0 MiB in caches? [y/N] ")
-    assert done.returncode == code
+def test_question_is_asked_on_a_terminal(home, answer, code, left):
+    exit_code, shown = typed(answer, "cache", "clear", "--dir", "caches", home=home)
+    assert shown.startswith("remove 2 caches, 2.0 MiB in caches? [y/N] ")
+    assert exit_code == code
     assert len(list((home / "caches").rglob(ARENA))) == left
-
-
-def test_stats_are_exported_for_other_programs(home, caches):
-    listed = json.loads(run(home, "ls --dir caches --json").stdout)
-    assert json.loads(run(home, "export-stats --dir caches").stdout) == listed
-    found = list(csv.DictReader(io.StringIO(run(home, "export-stats --dir caches --format csv").stdout)))
-    assert [(row["cache"], row["blocks"], json.loads(row["facts"])) for row in found] == [
-        (NEW, "3", {"model": "Llama-3.1-8B"}),
-        (OLD, "4", {"model": "Qwen3-8B"}),
-    ]
-    assert list(found[0]) == list(listed[0])
-
-
-def test_stats_go_to_a_file(home, caches):
-    assert run(home, "export-stats --dir caches --output stats.json") == Outcome(0, "", "")
-    assert len(json.loads((home / "stats.json").read_text())) == 2
-    outcome = run(home, "export-stats --dir caches --output no/stats.json")
-    assert outcome == Outcome(1, "", "error: cannot write `no/stats.json`: no such file or directory\n")
 
 
 def test_progress_shows_rate_and_time_left(capsys, monkeypatch):
@@ -358,3 +271,39 @@ def test_progress_shows_rate_and_time_left(capsys, monkeypatch):
     assert capsys.readouterr().err == (
         "0123  2.0 GiB of 5.0 GiB, 1.0 GiB/s, 3 s left\n0123  4.0 GiB of 5.0 GiB, 1.0 GiB/s, 1 s left\n"
     )
+
+
+def test_missing_library_is_named_with_what_brings_it(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.exceptions", None)
+    outcome = run(home, "ls --url s3://kv-cache/team-a")
+    assert outcome.exit_code == 1
+    assert "requires the package `obstore`" in outcome.stderr
+    assert "hint: run `pip install 'kvbm-cli[shared]'`" in outcome.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "cache ls --dir caches", "cache ls --url file://{home}/kv"])
+def test_neither_a_directory_nor_the_disk_tier_needs_the_library(command, home):
+    words = command.format(home=home).split()
+    program = (
+        f"import sys; from kvbm_cli.app import run; run({words}); print({{'obstore', 'torch'}} & {{*sys.modules}})"
+    )
+    variables = {**environment(home), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=home, env=variables, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_ages_are_whole_numbers_with_a_unit():
+    for text, seconds in (("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 7 * DAY)):
+        before_s = store_selection._before(text)
+        assert before_s is not None
+        assert abs(time.time() - seconds - before_s) < 5
+    assert re.fullmatch(store_selection.AGE, "-1d") is None
+
+
+def test_error_of_a_store_has_one_line(home):
+    variables = {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "hidden"}
+    outcome = run(home, "ls --url s3://bucket/place", AWS_ENDPOINT_URL="http://127.0.0.1:9", **variables)
+    assert outcome.exit_code != 0
+    assert "Debug source" not in outcome.stderr
+    assert "hidden" not in outcome.stderr
+    assert len(outcome.stderr.splitlines()) <= 4, outcome.stderr

@@ -5,6 +5,7 @@ others with 1 before anything is started.
 """
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from mistakes import LOCK, MINE, VLLM, linked, taken_port
 from recorded_runs import NOBODY, facts, own
 from terminal import Outcome, filtered, kvbm_here
+from test_mistakes import LOCK
 from test_runs import begin, begun
 
 from kvbm.config.load import ResolvedProfile, load
@@ -29,15 +30,22 @@ from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import missing_mount
 from kvbm_cli.system.process_identity import ProcessIdentity
 
+MINE = "engine:\n  model: synthetic:tiny\ntiers:\n  host:\n    capacity: 256MiB\n"
+VLLM = MINE.replace("model: synthetic:tiny", "kind: vllm\n  model: synthetic:vllm-25m")
 COMMANDS = ("profile check mine.yaml", "serve --dry-run -p mine.yaml", "serve -p mine.yaml", "bench -p mine.yaml")
 DISK = MINE + "  disk:\n    capacity: 256MiB\n    directory: ~/{}\nserver:\n  port: 0\n"
 FREE = MINE + "server: {port: 0}\n"
-LINKS = linked(("loop", "loop"), ("broken", "absent"), ("link", "there"))
 
 
-def with_links(home: Path) -> AbstractContextManager[None]:
+def with_links(home: Path) -> AbstractContextManager[object]:
     (home / "there").mkdir()
-    return LINKS(home)
+    for name, target in (("loop", "loop"), ("broken", "absent"), ("link", "there")):
+        (home / name).symlink_to(target)
+    return nullcontext()
+
+
+def taken_port(home: Path) -> AbstractContextManager[object]:
+    return socket.create_server(("127.0.0.1", 18734))
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Bad:
     profile: str
     said: tuple[str, ...]
     is_mistake: bool = False
-    prepare: Callable[[Path], AbstractContextManager[None]] = lambda home: nullcontext()
+    prepare: Callable[[Path], AbstractContextManager[object]] = lambda home: nullcontext()
     commands: tuple[str, ...] = COMMANDS
 
 

@@ -170,7 +170,7 @@ def test_engine_that_takes_no_such_request_is_served_with_a_warning(home):
         assert warning in program.stderr.read()
 
 
-# Refusals before the start are rows of mistakes.py, and what last words tell is in test_runs.py.
+# Refusals before the start are in test_mistakes.py, and what last words tell is in test_runs.py.
 FAILURES = {
     "crash": ["--set", "engine.environment.FAKE=crash"],
     "dies": ["--set", "engine.environment.FAKE=dies"],

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from mistakes import what_lies_in
 from recorded_runs import facts
 from terminal import (
     FAKE_ENGINE,
     HANGS_S,
     PROGRAM,
+    assert_said,
     environment,
+    given_in,
     kvbm,
     kvbm_here,
     on_a_terminal,
@@ -32,6 +33,7 @@ from terminal import (
     stored_entries,
 )
 from test_cache import make_cache
+from test_mistakes import what_lies_in
 from test_serve import MODEL
 
 from kvbm_cli.app import run
@@ -242,6 +244,7 @@ def test_no_process_no_thread_and_no_memory_are_no_bugs():
     assert problem_of(OSError(9, "Bad file descriptor")) is None
 
 
+ALL, ONE = ["status", "--all"], ["status", "demo-1"]
 DAMAGED = {
     "nothing": lambda content: "",
     "nested": lambda content: "[" * 100_000,
@@ -308,73 +311,23 @@ def test_metrics_that_are_no_counts_are_ignored(count):
     assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "off", "shown", "note"),
-    [
-        ({}, {}, "G2 0%, G3 0%", ""),
-        (
-            {"shared_off": 1},
-            {"shared": "off"},
-            "G2 0%, G3 0%, G4 off",
-            "the shared tier (G4) of demo-1 is off; the reason is in `kvbm logs demo-1`",
-        ),
-        (
-            {"disk_off": 1, "disk_unnamed": 1, "shared_off": 1, "shared_silent": 1},
-            {"disk": "unnamed", "shared": "silent"},
-            "G2 0%, G3 waits, G4 off",
-            "the disk tier (G3) of demo-1 waits until the files of the model have been read",
-        ),
-        (
-            {"disk_off": 1, "disk_silent": 1},
-            {"disk": "silent"},
-            "G2 0%, G3 off",
-            "the disk tier (G3) of demo-1 is off: its storage or its process does not answer",
-        ),
-        ({"disk_unnamed": 1, "disk_silent": 1}, {}, "G2 0%, G3 0%", ""),
-    ],
-)
-def test_status_says_which_tiers_of_an_engine_are_off_and_why(metrics, off, shown, note, tmp_path, monkeypatch, capsys):
+# Lines of the metrics of an engine, and what `kvbm status` says of them.
+@pytest.mark.parametrize("name", given_in("status_of_metrics"))
+def test_status_says_which_tiers_are_off_and_how_they_evict_and_why(name, tmp_path, monkeypatch):
     written_run(tmp_path, monkeypatch)
     blocks = {tier: {"free": 8} for tier in ("host", "disk")}
-    text = "\n".join(f'kvbm_{name}{{engine="0"}} {value}.0' for name, value in metrics.items())
-    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, status._off(text)))
-    assert run(["status", "--all"]) == 0
-    found = capsys.readouterr()
-    assert shown in found.out
-    assert note in found.err
-    assert ("tier (G" in found.err) == bool(off)
-    assert run(["status", "--all", "--json"]) == 0
-    (data,) = json.loads(capsys.readouterr().out)
-    assert (data["off"], data["is_shared_off"]) == (off, "shared" in off)
-
-
-NO_GAIN = "adaptive: lru (no other order has a significant gain)"
-INCUMBENTS = "adaptive: incumbents (+38 % hits compared with lru)"
-PROBATION = "adaptive: probation (-1 % hits compared with lru)"
-
-
-@pytest.mark.parametrize("tier", ["", "disk_"])
-@pytest.mark.parametrize(
-    ("order", "gain", "shown"),
-    [
-        *(("", "", None), ("0.0", "0.0", "lru"), ("1.0", "0.0", NO_GAIN), ("3.0", "38.0", INCUMBENTS)),
-        *(("2.0", "-1.0", PROBATION), ("9.0", "0.0", None), ("nan", "0.0", None)),
-    ],
-)
-def test_status_says_how_a_tier_evicts_and_why(tier, order, gain, shown, tmp_path, monkeypatch, capsys):
-    """A disk without another order than `lru` says nothing."""
-    written_run(tmp_path, monkeypatch)
-    values = {"order": order, "gain_percent": gain}
-    lines = [f'kvbm_{tier}eviction_{name}{{engine="0"}} {value}' for name, value in values.items()]
-    found = {name: int(value) for name, value in status._EVICTION.findall("\n".join(lines))}
-    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, {}, {}, found))
-    shown, title = (None if tier and shown == "lru" else shown), "on disk    " if tier else "eviction   "
-    assert run(["status", "--all", "--json"]) == 0
-    (data,) = json.loads(capsys.readouterr().out)
-    assert data[f"{tier}eviction"] == shown
-    assert run(["status", data["run"]]) == 0
-    page = capsys.readouterr().out
-    assert (f"{title}{shown}\n" in page) if shown else (title not in page)
+    text = given_in("status_of_metrics")[name]
+    eviction = {key: int(value) for key, value in status._EVICTION.findall(text)}
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, status._off(text), eviction))
+    said = [
+        kvbm_here(*command, home=tmp_path, XDG_STATE_HOME=str(tmp_path)) for command in (ALL, [*ALL, "--json"], ONE)
+    ]
+    (data,) = json.loads(said[1].stdout)
+    row = said[0].stdout.splitlines()[1].split("  ")
+    reasons = [line for line in said[2].stdout.splitlines() if line.startswith(("cache", "eviction", "on disk"))]
+    machine_readable = {key: data[key] for key in ("off", "is_shared_off", "eviction", "disk_eviction")}
+    told = [*(cell for cell in row if "G2" in cell), *reasons, json.dumps(machine_readable), said[0].stderr.strip()]
+    assert_said("status_of_metrics", name, "\n".join(told).rstrip())
 
 
 def test_a_fifo_in_the_place_of_a_run_holds_nobody_up(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """Transcripts in `snapshots/transcripts/`: files, commands and the whole text that each command shows.
 
-Each is followed in this process, and every eighth by the program, too. Mistakes are in mistakes.py.
+Each is followed in this process, and every eighth by the program, too. Mistakes are in test_mistakes.py.
 """
 
 import pytest

@@ -107,7 +107,7 @@ MUTANTS = (
         file="kvbm/vllm_integration/versions.py",
         old="set(self.flags) >= _USUAL_FLAGS and flag not in",
         new="flag not in",
-        fails="tests/cli/test_serve_vllm.py -k flags_of_the_installed",
+        fails="tests/cli/test_transcripts.py -k 'flags_are_known and not program'",
     ),
     Mutant(
         name="profile-null-tier-stays",
@@ -269,7 +269,7 @@ MUTANTS = (
         file="kvbm/shared/keys.py",
         old="return name if name and self.key(name) == key else None",
         new="return name or None",
-        fails="tests/cli/test_shared_store.py -k of_others",
+        fails="tests/cli/test_cache.py -k of_others",
     ),
     Mutant(
         name="purge-forgets-the-age",
@@ -277,7 +277,7 @@ MUTANTS = (
         file="kvbm_cli/cache/store_selection.py",
         old="extent.written_s < before_s",
         new="extent.written_s >= before_s",
-        fails="tests/cli/test_shared_store.py -k selection",
+        fails="tests/cli/test_cache.py -k selection",
     ),
     Mutant(
         name="verify-believes-the-header",
@@ -285,7 +285,7 @@ MUTANTS = (
         file="kvbm_cli/store/inspection.py",
         old="    _verify_blocks(memoryview(payload), form, hashes, head.checksums)\n",
         new="",
-        fails="tests/cli/test_shared_store.py -k changed_object",
+        fails="tests/cli/test_cache.py -k changed_object",
     ),
     Mutant(
         name="credentials-stay-behind",
