@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, kvbm, kvbm_here, stored_entries
+from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, assert_said, given_in, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
@@ -199,54 +199,16 @@ def test_values_with_many_levels_are_listed_or_stay_text():
 
 SECRET = "Zq9hunterZq9"
 TOKEN = "hf_ABCDEFGHIJKLMNOPQRST"
-WITH_SECRETS = {
-    "a word": f"vllm serve m {TOKEN}",
-    "a short flag": f"vllm serve m -api-key {SECRET}",
-    "text like Python": f"vllm serve m --hf-overrides \"{{'api_key': '{SECRET}'}}\"",
-    "broken JSON": f'vllm serve m --kv-transfer-config \'{{"aws_secret_access_key":"{SECRET}",}}\'',
-    "unknown text": f'vllm serve m --hf-overrides "{{\\"token\\":\\"{SECRET}\\",\\"x\\":\\"$X\\"}}"',
-    "a header": f"vllm serve m --otlp-traces-headers 'x-team={SECRET}'",
-    "an inserted variable": f"MY_TOKEN={SECRET}\nvllm serve m --seed $MY_TOKEN",
-    "an inserted variable in a word": f"MY_TOKEN={SECRET}\nvllm serve m --seed 1 x$MY_TOKEN",
-    "a copied variable": f"MY_TOKEN={SECRET}\nA=$MY_TOKEN vllm serve m",
-    "a default": f"vllm serve m --seed ${{MY_TOKEN:-{SECRET}}}",
-    "a variable in the model": f"MY_TOKEN={SECRET}\nvllm serve https://h/$MY_TOKEN/m",
-    "a variable of a container": json.dumps(
-        {
-            "kind": "Pod",
-            "spec": {
-                "containers": [
-                    {
-                        "image": "vllm/vllm-openai",
-                        "args": ["--model=m", "--seed=$(MY_TOKEN)"],
-                        "env": [{"name": "MY_TOKEN", "value": SECRET}],
-                    }
-                ]
-            },
-        }
-    ),
-    "a key": f"WANDB_KEY={SECRET} vllm serve m",
-    "a password": f"DB_PASS={SECRET} DB_PWD={SECRET} PASSPHRASE={SECRET} vllm serve m",
-    "tokens": f"HF_TOKENS={SECRET} vllm serve m",
-    "a known token": f"CI=glpat-{SECRET} vllm serve m",
-    "a JSON web token": f"CI=eyJhbGciOiJIUzI1NiJ9.{SECRET}.c2ln vllm serve m",
-    "a private key": f"CERT='-----BEGIN PRIVATE KEY-----\n{SECRET}\n' vllm serve m",
-    "a connection": f"AZ='AccountName=a;AccountKey={SECRET}==' vllm serve m",
-    "JSON in a variable": f'CFG=\'{{"password": "{SECRET}"}}\' vllm serve m',
-    "a command in a variable": f"EXTRA='--api-key {SECRET}' vllm serve m",
-    "a URI": f"servingEngineSpec: {{modelSpec: [{{modelURL: 's3://b/m?X-Amz-Signature={SECRET}'}}]}}",
-    "a number": f"DYN_KVBM_CPU_CACHE_GB={TOKEN} vllm serve m",
-    "an alias": f"max_model_len: 8\napi_key: *{SECRET}",
-}
 
 
-@pytest.mark.parametrize("name", WITH_SECRETS)
+@pytest.mark.parametrize("name", given_in("secrets"))
 def test_no_secret_is_shown(tmp_path, name):
-    (tmp_path / "file").write_text(WITH_SECRETS[name])
+    (tmp_path / "file").write_text(given_in("secrets")[name])
     shown = kvbm_here("profile", "import", "file", home=tmp_path)
     assert SECRET not in shown.stdout + shown.stderr
     assert TOKEN not in shown.stdout + shown.stderr
     assert re.search(r"a secret is not copied|neither|kvbm replaces|a number|an alias|\*\*\*`", shown.stderr)
+    assert_said("secrets", name, shown.stderr.rstrip("\n"))
 
 
 @pytest.mark.parametrize("flag", ["--long-prefill-token-threshold", "--pad-token-id", "--max-num-batched-tokens"])
