@@ -20,18 +20,19 @@ from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
 from kvbm_cli.disaggregated.proxy import make_app
 
 BLOCKS = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]], "remote_port": 5600}
+PREFILLED = json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": BLOCKS}).encode()
+ANSWER = (b'{"choices": [', b'{"text": "answer"}]}')
+PATH = "/v1/completions"
+A = {"prompt": "a"}
 
 
 class Recorder:
     """An engine that answers what it is told to, in pieces, and remembers its requests."""
 
-    def __init__(self, kind, status=200, pieces=None, breaks=False):
-        prefilled = [json.dumps({"choices": [{"text": "x"}], "kv_transfer_params": BLOCKS}).encode()]
-        self.pieces = pieces or (prefilled if kind == "prefill" else [b'{"choices": [', b'{"text": "answer"}]}'])
-        self.status, self.breaks = status, breaks
-        self.content_type = "application/json"
-        self.requests, self.headers, self.paths, self.gone = [], [], [], asyncio.Event()
-        self.go_on = asyncio.Event()
+    def __init__(self, *pieces):
+        self.pieces, self.status, self.breaks, self.content_type = pieces, 200, False, "application/json"
+        self.requests, self.headers, self.paths = [], [], []
+        self.gone, self.go_on = asyncio.Event(), asyncio.Event()
         self.go_on.set()
 
     async def answer(self, request):
@@ -61,12 +62,16 @@ class Recorder:
 
 
 class Rig:
-    def __init__(self, prefill, decode, **options):
-        self.prefill, self.decode, self.options = prefill, decode, options
+    """A proxy and its engines: `prefill` and `decode` are the first of each kind."""
+
+    def __init__(self, *, counts=(1, 1), urls=None, **options):
+        self.kinds = [[Recorder(PREFILLED) for _ in range(counts[0])], [Recorder(*ANSWER) for _ in range(counts[1])]]
+        self.engines = self.prefill, self.decode = [kind[0] for kind in self.kinds]
+        self.urls, self.options = urls, options
 
     async def __aenter__(self):
         self.stack = contextlib.AsyncExitStack()
-        urls = [[await engine.start(self.stack) for engine in engines] for engines in (self.prefill, self.decode)]
+        urls = self.urls or [[await engine.start(self.stack) for engine in kind] for kind in self.kinds]
         runner = front(make_app(*urls), **self.options)
         await runner.setup()
         self.stack.push_async_callback(runner.cleanup)
@@ -79,8 +84,34 @@ class Rig:
     async def __aexit__(self, *ended):
         await self.stack.aclose()
 
-    def post(self, body, path="/v1/completions", **more):
-        return self.session.post(self.url + path, json=body, **more)
+    def post(self, body, headers=None):
+        """As a stream, because aiohttp warns of long bytes."""
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        return self.session.post(self.url + PATH, data=io.BytesIO(json.dumps(body).encode()), headers=headers)
+
+    async def ask(self, body, **more):
+        """The status of the answer, and what it says."""
+        async with self.post(body, **more) as answer:
+            return answer.status, await answer.json()
+
+    async def send(self, content, **options):
+        """A connection on which these bytes were sent."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, **options)
+        writer.write(content)
+        await writer.drain()
+        return reader, writer
+
+    async def exchange(self, content):
+        """The whole answer to raw bytes, read until the server closes."""
+        reader, writer = await self.send(content)
+        try:
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+def head(line, length, *, rest="Connection: close\r\n"):
+    return f"{line}\r\nHost: a\r\n{rest}Content-Length: {length}\r\n\r\n".encode()
 
 
 def in_a_loop(test):
@@ -93,17 +124,16 @@ def in_a_loop(test):
 
 @in_a_loop
 async def test_request_is_prefilled_for_one_token_and_decoded_with_the_address_of_its_blocks():
-    prefill, decode = Recorder("prefill"), Recorder("decode")
-    async with Rig([prefill], [decode]) as rig:
-        body = {"prompt": "a", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}, "min_tokens": 3}
-        async with rig.post(body, headers={"Authorization": "Bearer key"}) as answer:
-            assert (answer.status, await answer.json()) == (200, {"choices": [{"text": "answer"}]})
-    (asked,), (decoded,) = prefill.requests, decode.requests
+    body = {"prompt": "a", "max_tokens": 9, "stream": True, "stream_options": {"x": 1}, "min_tokens": 3}
+    async with Rig() as rig:
+        answer = await rig.ask(body, headers={"Authorization": "Bearer key"})
+    assert answer == (200, {"choices": [{"text": "answer"}]})
+    (asked,), (decoded,) = (engine.requests for engine in rig.engines)
     assert (asked["prompt"], asked["max_tokens"]) == ("a", 1)
     assert asked.keys().isdisjoint({"stream", "stream_options", "min_tokens"})
     assert (asked["kv_transfer_params"]["do_remote_decode"], decoded["kv_transfer_params"]) == (True, BLOCKS)
     assert {**decoded, "kv_transfer_params": None} == {**body, "kv_transfer_params": None}
-    assert [engine.headers[0]["Authorization"] for engine in (prefill, decode)] == ["Bearer key"] * 2
+    assert [engine.headers[0]["Authorization"] for engine in rig.engines] == ["Bearer key"] * 2
 
 
 def test_chat_request_asks_for_one_token_under_either_name():
@@ -115,107 +145,100 @@ def test_chat_request_asks_for_one_token_under_either_name():
 
 @in_a_loop
 async def test_engines_of_a_kind_take_turns():
-    engines = [[Recorder("prefill") for _ in range(2)], [Recorder("decode") for _ in range(3)]]
-    async with Rig(*engines) as rig:
-        for _ in range(6):
-            async with rig.post({"prompt": "a"}) as answer:
-                assert answer.status == 200
-    assert [[len(engine.requests) for engine in kind] for kind in engines] == [[3, 3], [2, 2, 2]]
+    async with Rig(counts=(2, 3)) as rig:
+        assert [(await rig.ask(A))[0] for _ in range(6)] == [200] * 6
+    assert [[len(engine.requests) for engine in kind] for kind in rig.kinds] == [[3, 3], [2, 2, 2]]
 
 
 @in_a_loop
 async def test_pieces_arrive_before_the_answer_is_whole():
-    decode = Recorder("decode", pieces=[b"data: 1\n\n", b"data: 2\n\n"])
-    decode.go_on.clear()
-    async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
-        assert await answer.content.readany() == b"data: 1\n\n"
-        decode.go_on.set()
-        assert await answer.content.read() == b"data: 2\n\n"
+    async with Rig() as rig:
+        rig.decode.pieces = b"data: 1\n\n", b"data: 2\n\n"
+        rig.decode.go_on.clear()
+        async with rig.post({**A, "stream": True}) as answer:
+            assert await answer.content.readany() == b"data: 1\n\n"
+            rig.decode.go_on.set()
+            assert await answer.content.read() == b"data: 2\n\n"
 
 
 @pytest.mark.parametrize("refusing", ["prefill", "decode"])
 @in_a_loop
 async def test_refusal_of_an_engine_is_passed_on_as_it_is(refusing):
-    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-    engines[refusing] = Recorder(refusing, status=400, pieces=[b'{"error": {"message": "too long"}}'])
-    async with Rig([engines["prefill"]], [engines["decode"]]) as rig, rig.post({"prompt": "a"}) as answer:
-        assert (answer.status, await answer.json()) == (400, {"error": {"message": "too long"}})
-    assert len(engines["decode"].requests) == (refusing == "decode")
+    async with Rig() as rig:
+        engine = getattr(rig, refusing)
+        engine.status, engine.pieces = 400, [b'{"error": {"message": "too long"}}']
+        assert await rig.ask(A) == (400, {"error": {"message": "too long"}})
+    assert len(rig.decode.requests) == (refusing == "decode")
 
 
 @pytest.mark.parametrize("answer", [b'{"choices": []}', b'{"kv_transfer_params": null}'])
 @in_a_loop
 async def test_prefill_without_an_address_is_a_bad_gateway(answer):
-    decode = Recorder("decode")
-    async with Rig([Recorder("prefill", pieces=[answer])], [decode]) as rig, rig.post({"prompt": "a"}) as got:
-        assert got.status == 502
-        assert "returned no `kv_transfer_params`" in (await got.json())["error"]["message"]
-    assert decode.requests == []
+    async with Rig() as rig:
+        rig.prefill.pieces = [answer]
+        status, said = await rig.ask(A)
+    assert status == 502
+    assert "returned no `kv_transfer_params`" in said["error"]["message"]
+    assert rig.decode.requests == []
 
 
 @in_a_loop
 async def test_engine_that_does_not_answer_is_a_bad_gateway():
-    async with contextlib.AsyncExitStack() as stack:
-        server = TestServer(make_app(["http://127.0.0.1:9"], ["http://127.0.0.1:9"]))
-        await server.start_server()
-        stack.push_async_callback(server.close)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        async with session.post(server.make_url("/v1/completions"), json={"prompt": "a"}) as answer:
-            assert answer.status == 502
-            assert "127.0.0.1:9" in (await answer.json())["error"]["message"]
+    async with Rig(urls=[["http://127.0.0.1:9"]] * 2) as rig:
+        status, said = await rig.ask(A)
+    assert status == 502
+    assert "127.0.0.1:9" in said["error"]["message"]
 
 
 @in_a_loop
 async def test_answer_that_breaks_off_breaks_off_for_the_client_too():
-    decode = Recorder("decode", pieces=[b"data: 1\n\n"], breaks=True)
-    async with Rig([Recorder("prefill")], [decode]) as rig, rig.post({"prompt": "a", "stream": True}) as answer:
-        with pytest.raises(aiohttp.ClientError):
-            await answer.read()
+    async with Rig() as rig:
+        rig.decode.pieces, rig.decode.breaks = [b"data: 1\n\n"], True
+        async with rig.post({**A, "stream": True}) as answer:
+            with pytest.raises(aiohttp.ClientError):
+                await answer.read()
 
 
 @pytest.mark.parametrize("during", ["prefill", "decode"])
 @in_a_loop
 async def test_client_that_leaves_ends_its_request_at_the_engine(during):
-    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-    engines[during].pieces, engines[during].content_type = [b"data: 1\n\n"] * 1000, "text/event-stream"
-    engines[during].go_on.clear()
-    async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
-        request = asyncio.create_task(rig.post({"prompt": "a", "stream": True}).__aenter__())
-        while not engines[during].requests:
+    async with Rig() as rig:
+        engine = getattr(rig, during)
+        engine.pieces, engine.content_type = [b"data: 1\n\n"] * 1000, "text/event-stream"
+        engine.go_on.clear()
+        request = asyncio.create_task(rig.post({**A, "stream": True}).__aenter__())
+        while not engine.requests:
             await asyncio.sleep(0.01)
         if during == "decode":
             (await request).close()
         request.cancel()
-        await engines[during].gone.wait()
+        await engine.gone.wait()
 
 
-@pytest.mark.parametrize(
-    ("request_body", "is_one"),
-    [
-        ({"prompt": "text"}, True),
-        ({"prompt": [1, 2, 3]}, True),
-        ({"prompt": ["text"]}, True),
-        ({"prompt": [[1, 2]], "n": 1}, True),
-        ({"messages": []}, True),
-        ({"prompt": ["text", "other"]}, False),
-        ({"prompt": [[1, 2], [3]]}, False),
-        ({"prompt": "text", "n": 2}, False),
-        ({"prompt": "text", "use_beam_search": True}, False),
-    ],
-)
+SEVERAL = [
+    *({"prompt": ["text", "other"]}, {"prompt": [[1, 2], [3]]}, {"prompt": "text", "n": 2}),
+    {"prompt": "text", "use_beam_search": True},
+]
+ONE = [
+    *({"prompt": "text"}, {"prompt": [1, 2, 3]}, {"prompt": ["text"]}, {"prompt": [[1, 2]], "n": 1}, {"messages": []}),
+]
+
+
+@pytest.mark.parametrize("body", [*ONE, *SEVERAL])
 @in_a_loop
-async def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decodes(request_body, is_one):
-    assert is_one_answer(request_body) == is_one
-    prefill, decode = Recorder("prefill"), Recorder("decode")
-    async with Rig([prefill], [decode]) as rig, rig.post(request_body) as answer:
-        assert answer.status == 200
-    assert len(prefill.requests) == int(is_one)
-    assert ("kv_transfer_params" in decode.requests[0]) == is_one
+async def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_decodes(body):
+    is_one = body in ONE
+    assert is_one_answer(body) == is_one
+    async with Rig() as rig:
+        assert (await rig.ask(body))[0] == 200
+    assert len(rig.prefill.requests) == int(is_one)
+    assert ("kv_transfer_params" in rig.decode.requests[0]) == is_one
 
 
-LONG_TEXT = b'"%s"' % (b"\\n" * 50_000)
 NO_OBJECT = "the request is not a JSON object"
 LIMIT = b'{"prompt": "a", "kv_transfer_params": {"%s": %s}}'
+LONG_TEXT = b'"%s"' % (b"\\n" * 50_000)
+NO_LIMITS = (b'"5"', b"-1", b"true", b"1.5", b'{"a": 1}', b"[1]", b"1" + b"0" * 30, LONG_TEXT)
 REFUSED: dict[str, tuple[bytes, int, str]] = {
     "nothing": (b"", 400, NO_OBJECT),
     "a list": (b"[1]", 400, NO_OBJECT),
@@ -233,16 +256,7 @@ REFUSED: dict[str, tuple[bytes, int, str]] = {
     **{
         f"{name.decode()} of {value[:9].decode()}": (LIMIT % (name, value), 400, name.decode())
         for name in (b"max_load_tokens", b"max_offload_tokens")
-        for value in (
-            b'"5"',
-            b"-1",
-            b"true",
-            b"1.5",
-            b'{"a": 1}',
-            b"[1]",
-            b"1" + b"0" * 30,
-            b'"%s"' % (b"\\n" * 50_000),
-        )
+        for value in NO_LIMITS
     },
 }
 
@@ -254,17 +268,16 @@ async def test_what_is_no_request_is_refused_with_its_beginning(name, charset):
     body, status, complaint = REFUSED[name]
     headers = {"Content-Type": f"application/json; charset={charset}"}
     headers |= {"Content-Encoding": "gzip"} if status == 415 else {}
-    engines = Recorder("prefill"), Recorder("decode")
-    rig = Rig(*([engine] for engine in engines))
-    async with rig, rig.session.post(rig.url + "/v1/chat/completions", data=body, headers=headers) as answer:
+    async with Rig() as rig, rig.session.post(f"{rig.url}/v1/chat/completions", data=body, headers=headers) as answer:
         text = await answer.text()
         assert (answer.status, len(text) < 600, complaint in text) == (status, True, True), text
-    assert engines[0].requests == engines[1].requests == []
+    assert rig.prefill.requests == rig.decode.requests == []
 
 
 @in_a_loop
 async def test_models_are_those_of_an_engine_and_health_names_the_process():
-    async with Rig([Recorder("prefill")], [Recorder("decode", pieces=[b'{"data": []}'])]) as rig:
+    async with Rig() as rig:
+        rig.decode.pieces = [b'{"data": []}']
         async with rig.session.get(rig.url + "/v1/models") as answer:
             assert await answer.json() == {"data": []}
         async with rig.session.get(rig.url + "/health") as answer:
@@ -273,13 +286,10 @@ async def test_models_are_those_of_an_engine_and_health_names_the_process():
 
 @in_a_loop
 async def test_long_prompt_passes():
-    prefill, decode = Recorder("prefill"), Recorder("decode")
     prompt = list(range(400_000))  # more than aiohttp takes by default
-    body = io.BytesIO(json.dumps({"prompt": prompt}).encode())
-    rig = Rig([prefill], [decode])
-    async with rig, rig.session.post(rig.url + "/v1/completions", data=body) as answer:
-        assert answer.status == 200
-    assert prefill.requests[0]["prompt"] == decode.requests[0]["prompt"] == prompt
+    async with Rig() as rig:
+        assert (await rig.ask({"prompt": prompt}))[0] == 200
+    assert rig.prefill.requests[0]["prompt"] == rig.decode.requests[0]["prompt"] == prompt
 
 
 SECRET = {"do_remote_prefill": True, "remote_host": "attacker.example", "remote_port": 1, "remote_block_ids": [[9]]}
@@ -292,13 +302,12 @@ LIMITS = {"max_load_tokens": 16, "max_offload_tokens": 0}
 @pytest.mark.parametrize("place", ["kv_transfer_params", "vllm_xargs"])
 @in_a_loop
 async def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(more, place):
-    prefill, decode = Recorder("prefill"), Recorder("decode")
     given = {"kv_transfer_params": {**SECRET, **LIMITS, "unknown": 1}, "ec_transfer_params": {"peer": "x"}}
-    body = {"prompt": "a", **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
-    async with Rig([prefill], [decode]) as rig, rig.post(body) as answer:
-        assert answer.status == 200
+    async with Rig() as rig:
+        body = {**A, **(given if place == "kv_transfer_params" else {place: {**given, "own": 1}}), **more}
+        assert (await rig.ask(body))[0] == 200
     expected = LIMITS if place == "kv_transfer_params" else {}
-    for engine, added in ((prefill, client_request._ASK_FOR_BLOCKS), (decode, {} if more else BLOCKS)):
+    for engine, added in zip(rig.engines, (client_request._ASK_FOR_BLOCKS, {} if more else BLOCKS), strict=True):
         for request in engine.requests:
             assert request.get("kv_transfer_params", {}) == {**expected, **added}
             assert "ec_transfer_params" not in request
@@ -308,11 +317,10 @@ async def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(m
 @in_a_loop
 async def test_only_the_address_of_blocks_passes_from_one_engine_to_the_other():
     address = {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2, "max_load_tokens": 0, "command": "run"}
-    prefill = Recorder("prefill", pieces=[json.dumps({"kv_transfer_params": address}).encode()])
-    decode = Recorder("decode")
-    async with Rig([prefill], [decode]) as rig, rig.post({"prompt": "a"}) as answer:
-        assert answer.status == 200
-    assert decode.requests[0]["kv_transfer_params"] == {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2}
+    async with Rig() as rig:
+        rig.prefill.pieces = [json.dumps({"kv_transfer_params": address}).encode()]
+        assert (await rig.ask(A))[0] == 200
+    assert rig.decode.requests[0]["kv_transfer_params"] == {**BLOCKS, "remote_num_tokens": 5, "tp_size": 2}
 
 
 NOT_SERVED = [
@@ -323,50 +331,32 @@ NOT_SERVED = [
 ]
 
 
-async def exchange(rig, *parts):
-    """The whole answer to raw bytes, read until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
-    try:
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-        return await reader.read()
-    finally:
-        writer.close()
-
-
 @pytest.mark.parametrize("target", NOT_SERVED)
 @in_a_loop
 async def test_no_other_endpoint_of_an_engine_is_reachable(target):
-    engines = Recorder("prefill"), Recorder("decode")
-    async with Rig(*([engine] for engine in engines)) as rig:
+    async with Rig() as rig:
         for method in ("GET", "POST"):
-            head = f"{method} {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{{}}"
-            answer = await exchange(rig, head.encode())
+            answer = await rig.exchange(head(f"{method} {target} HTTP/1.1", 2) + b"{}")
             assert answer.split()[1] in (b"404", b"405", b"400"), answer
-    assert engines[0].paths == engines[1].paths == []
+    assert rig.prefill.paths == rig.decode.paths == []
 
 
 @in_a_loop
 async def test_absolute_target_reaches_our_engine_and_no_other_host():
-    engines = Recorder("prefill"), Recorder("decode")
-    async with Rig(*([engine] for engine in engines)) as rig:
-        body = b'{"prompt": "a"}'
-        head = b"POST http://attacker.example/v1/completions HTTP/1.1\r\nHost: attacker.example\r\n"
-        answer = await exchange(rig, head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        assert answer.split()[1] == b"200"
-    assert engines[0].paths == engines[1].paths == ["/v1/completions"]
-    assert all("attacker" not in engine.headers[0]["Host"] for engine in engines)
+    async with Rig() as rig:
+        line = "POST http://attacker.example/v1/completions HTTP/1.1\r\nHost: attacker.example"
+        content = head(line, 15).replace(b"\r\nHost: a\r\n", b"\r\n") + b'{"prompt": "a"}'
+        assert (await rig.exchange(content)).split()[1] == b"200"
+    assert rig.prefill.paths == rig.decode.paths == [PATH]
+    assert all("attacker" not in engine.headers[0]["Host"] for engine in rig.engines)
 
 
 @in_a_loop
 async def test_headers_of_one_connection_do_not_reach_an_engine():
-    engines = Recorder("prefill"), Recorder("decode")
     headers = {"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-End": "2", "Proxy-Authorization": "secret"}
-    rig = Rig(*([engine] for engine in engines))
-    async with rig, rig.post({"prompt": "a"}, headers={**headers, "TE": "trailers"}) as answer:
-        assert answer.status == 200
-    for engine in engines:
+    async with Rig() as rig:
+        assert (await rig.ask(A, headers={**headers, "TE": "trailers"}))[0] == 200
+    for engine in rig.engines:
         assert engine.headers[0]["X-End"] == "2"
         assert not {"X-Hop", "Proxy-Authorization", "TE"} & set(engine.headers[0])
 
@@ -375,54 +365,49 @@ async def test_headers_of_one_connection_do_not_reach_an_engine():
 @in_a_loop
 async def test_body_that_is_too_long_is_refused(monkeypatch, module, limit):
     monkeypatch.setattr(module, limit, 1000)
-    rig = Rig([Recorder("prefill")], [Recorder("decode")])
-    async with rig, rig.post({"prompt": [1] * 1100}) as answer:
-        assert answer.status == 413
-        assert "1000" in (await answer.json())["error"]["message"]
-    async with rig, rig.post({"prompt": "a", "metadata": [[[[[[[[]]]]]]]] * 200}) as answer:
-        assert answer.status == 413
+    async with Rig() as rig:
+        status, said = await rig.ask({"prompt": [1] * 1100})
+        assert (status, "1000" in said["error"]["message"]) == (413, True)
+        assert (await rig.ask({**A, "metadata": [[[[[[[[]]]]]]]] * 200}))[0] == 413
 
 
 @in_a_loop
 async def test_body_that_does_not_arrive_is_given_up(monkeypatch):
     monkeypatch.setattr(proxy, "BODY_TIMEOUT_S", 0.1)
-    async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 99\r\n\r\n{"
-        assert (await exchange(rig, head)).split()[1] == b"408"
+    async with Rig() as rig:
+        assert (await rig.exchange(head(f"POST {PATH} HTTP/1.1", 99) + b"{")).split()[1] == b"408"
 
 
 @in_a_loop
 async def test_request_whose_headers_do_not_arrive_is_closed():
-    async with Rig([Recorder("prefill")], [Recorder("decode")], keepalive_s=0.2) as rig:
-        assert await exchange(rig, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
+    async with Rig(keepalive_s=0.2) as rig:
+        assert await rig.exchange(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n") == b""
 
 
 @pytest.mark.parametrize("silent", ["prefill", "decode"])
 @in_a_loop
 async def test_engine_that_accepts_and_never_answers_is_a_bad_gateway(monkeypatch, silent):
     monkeypatch.setattr(proxy, "ENGINE_TIMEOUT_S", 0.2)
-    engines = {kind: Recorder(kind) for kind in ("prefill", "decode")}
-    engines[silent].pieces = [b" "]
-    engines[silent].go_on.clear()
-    async with Rig([engines["prefill"]], [engines["decode"]]) as rig:
+    async with Rig() as rig:
+        engine = getattr(rig, silent)
+        engine.pieces = [b" "]
+        engine.go_on.clear()
         try:
-            async with rig.post({"prompt": "a"}) as answer:
+            async with rig.post(A) as answer:
                 await answer.read()
                 assert (silent, answer.status) == ("prefill", 502)
         except aiohttp.ClientError:
             assert silent == "decode"  # the status was already sent
-    await asyncio.wait_for(engines[silent].gone.wait(), 60)
+    await asyncio.wait_for(engine.gone.wait(), 60)
 
 
 @in_a_loop
 async def test_client_that_does_not_read_ends_its_request(monkeypatch):
     monkeypatch.setattr(proxy, "CLIENT_TIMEOUT_S", 0.2)
-    decode = Recorder("decode", pieces=[b"x" * 2**20] * 1000)
-    async with Rig([Recorder("prefill")], [decode]) as rig:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]), limit=1)
-        body = b'{"prompt": "a"}'
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n" + body)
-        await asyncio.wait_for(decode.gone.wait(), 60)
+    async with Rig() as rig:
+        rig.decode.pieces = [b"x" * 2**20] * 1000
+        _, writer = await rig.send(head(f"POST {PATH} HTTP/1.1", 15, rest="") + b'{"prompt": "a"}', limit=1)
+        await asyncio.wait_for(rig.decode.gone.wait(), 60)
         writer.close()
 
 
@@ -430,13 +415,9 @@ async def test_client_that_does_not_read_ends_its_request(monkeypatch):
 async def test_large_body_is_parsed_in_another_process(monkeypatch):
     monkeypatch.setattr(proxy, "engine_requests", lambda content: pytest.fail("it was parsed here"))
     metadata = dict.fromkeys(map(str, range(50_000)), 1)
-
-    prefill, decode = Recorder("prefill"), Recorder("decode")
-    async with Rig([prefill], [decode]) as rig:
-        for _ in range(2):
-            async with rig.post({"prompt": "a", "metadata": metadata}) as answer:
-                assert answer.status == 200
-    assert prefill.requests[1]["metadata"] == decode.requests[1]["metadata"] == metadata
+    async with Rig() as rig:
+        assert [(await rig.ask({**A, "metadata": metadata}))[0] for _ in range(2)] == [200] * 2
+    assert rig.prefill.requests[1]["metadata"] == rig.decode.requests[1]["metadata"] == metadata
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -449,59 +430,51 @@ async def test_long_bodies_of_all_clients_have_a_common_limit(monkeypatch, is_ch
         for start in range(0, len(body), 50_000):
             yield body[start : start + 50_000]
 
-    decode = Recorder("decode", pieces=[b"{}", b" "])
-    decode.go_on.clear()
-    async with Rig([Recorder("prefill")], [decode]) as rig:
+    async with Rig() as rig:
+        rig.decode.pieces = b"{}", b" "
+        rig.decode.go_on.clear()
 
         def send():
-            return rig.session.post(f"{rig.url}/v1/completions", data=pieces() if is_chunked else body)
+            return rig.session.post(rig.url + PATH, data=pieces() if is_chunked else body)
 
         async with send() as first:
             async with send() as refused:
                 error = (await refused.json())["error"]
             assert (refused.status, error["type"]) == (503, "server_error")
             assert "it would be more than 300000: send the request again later" in error["message"]
-            async with rig.post({"prompt": "a"}) as short:
+            async with rig.post(A) as short:
                 assert short.status == 200
-            decode.go_on.set()
+            rig.decode.go_on.set()
             assert await first.json() == {}
         async with send() as again:
             assert again.status == 200
-    assert [len(request["prompt"]) for request in decode.requests] == [200_000, 1, 200_000]
+    assert [len(request["prompt"]) for request in rig.decode.requests] == [200_000, 1, 200_000]
 
 
 @in_a_loop
 async def test_client_that_leaves_while_its_large_body_is_parsed_costs_the_others_nothing():
-    decode = Recorder("decode")
-    async with Rig([Recorder("prefill")], [decode]) as rig:
+    async with Rig() as rig:
         body = json.dumps({"prompt": [1] * 1_000_000}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        _, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-        writer.write(head + body)
-        await writer.drain()
+        _, writer = await rig.send(head(f"POST {PATH} HTTP/1.1", len(body), rest="") + body)
         writer.transport.abort()
         prompt = "b" * 200_000
-        async with rig.post({"prompt": prompt}) as answer:
-            assert answer.status == 200
-    assert decode.requests[-1]["prompt"] == prompt
+        assert (await rig.ask({"prompt": prompt}))[0] == 200
+    assert rig.decode.requests[-1]["prompt"] == prompt
 
 
 @in_a_loop
 async def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
     """The process for the longest bodies is stopped, so that the test waits for no time."""
+    async with Rig() as rig:
 
-    async def asked(rig, characters):
-        body = io.BytesIO(json.dumps({"prompt": "b" * characters}).encode())
-        async with rig.session.post(rig.url + "/v1/completions", data=body) as answer:
-            return answer.status
+        async def asked(characters):
+            return (await rig.ask({"prompt": "b" * characters}))[0]
 
-    decode = Recorder("decode")
-    async with Rig([Recorder("prefill")], [decode]) as rig:
-        assert await asked(rig, 2 * SHORT_BODY_BYTES) == 200
+        assert await asked(2 * SHORT_BODY_BYTES) == 200
         (process,) = [child for child in own_children() if "body_process" in str(child.cmdline())]
         process.suspend()
-        sent = [asyncio.create_task(asked(rig, 2 * SHORT_BODY_BYTES)) for _ in range(3)]
-        assert await asked(rig, 200_000) == 200
+        sent = [asyncio.create_task(asked(2 * SHORT_BODY_BYTES)) for _ in range(3)]
+        assert await asked(200_000) == 200
         assert not any(task.done() for task in sent)
         process.resume()
         assert await asyncio.gather(*sent) == [200] * 3
@@ -512,17 +485,14 @@ async def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
 @in_a_loop
 async def test_client_that_ends_its_side_gets_its_answer(version, length):
     body = json.dumps({"prompt": "a" * length}).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    decode = Recorder("decode")
-    async with Rig([Recorder("prefill")], [decode]) as rig:
-        decode.go_on.clear()
-        reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-        writer.write(head + body)
+    async with Rig() as rig:
+        rig.decode.go_on.clear()
+        reader, writer = await rig.send(head(f"POST {PATH} HTTP/{version}", len(body), rest="") + body)
         writer.write_eof()
-        while not decode.requests:
+        while not rig.decode.requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        decode.go_on.set()
+        rig.decode.go_on.set()
         answer = await reader.read()
         writer.close()
     assert answer.count(b"100 Continue") == (0 if version == "1.0" else answer.count(b"HTTP/1.1") - 1)
@@ -530,23 +500,20 @@ async def test_client_that_ends_its_side_gets_its_answer(version, length):
     assert b'{"text": "answer"}]}' in answer
 
 
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
-        b"GET /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
-        *(b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"),
-        *(b"GET /health HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"),
-        b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
-    ],
-)
+ODD = [
+    b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
+    b"GET /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
+    *(b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"),
+    *(b"GET /health HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"),
+    b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("content", ODD)
 @in_a_loop
-async def test_odd_request_is_no_error_of_the_server_and_no_line_of_log(caplog, request_bytes):
-    async with Rig([Recorder("prefill")], [Recorder("decode")]) as rig:
+async def test_odd_request_is_no_error_of_the_server_and_no_line_of_log(caplog, content):
+    async with Rig() as rig:
         for _ in range(3):
-            reader, writer = await asyncio.open_connection("127.0.0.1", rig.port)
-            writer.write(request_bytes)
-            answer = await reader.read()
-            writer.close()
+            answer = await rig.exchange(content)
             assert int(answer.split()[1]) < 500
     assert caplog.text == ""
