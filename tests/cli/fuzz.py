@@ -1,7 +1,7 @@
 """Mutated profiles, variables and command lines, and the judge of what the command makes of them.
 
-    python tests/cli/fuzz.py 20000          runs the cases 0 to 19999, and prints what is wrong with which
-    python tests/cli/fuzz.py 20000 --from 7 --to 8 --show     one case: its files, its command line and what is said
+    python tests/cli/fuzz.py 0 20000        runs the cases 0 to 19999, and prints what is wrong with which
+    python tests/cli/fuzz.py 7 8 --show     one case: its files, its command line and what is said
 
 A case is a function of the seed and its number. The judge wants of every case: no traceback, an exit code that the
 documentation has, an error that says where; and of one that passes, that nothing was ignored: each key of the file,
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import copy
 import functools
-import io
 import json
 import os
 import random
@@ -33,13 +32,16 @@ from unittest import mock
 import typer
 import yaml
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+from terminal import environment, kvbm_here
+
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.key_list import keys
 from kvbm.config.layers import shipped
 from kvbm.config.schema import INTERPOLATED
 from kvbm.config.sizes import parse_size
 from kvbm.config.variables import VARIABLES
-from kvbm_cli.app import run
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.text import whole_text
 
@@ -74,11 +76,6 @@ class Case:
     variables: dict[str, str]
     arguments: list[str]
     sets: list[str] = field(default_factory=list)
-
-    def shown(self) -> str:
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.variables.items())
-        command = f"{variables} kvbm {shlex.join(self.arguments)}".strip()
-        return f"case {self.number}\n{self.contents.decode(errors='backslashreplace')}\n$ {command}"
 
 
 @dataclass(frozen=True)
@@ -291,52 +288,31 @@ def command_line(dice: random.Random, sets: Sequence[str]) -> list[str]:
     return ["serve", "--dry-run", *words[1:]] if words[:1] == ["serve"] else words  # nothing is to be started
 
 
-def said(arguments: Sequence[str]) -> Said:
-    stdout, stderr = io.StringIO(), io.StringIO()
+def variables_of(case: Case, home: Path) -> dict[str, str]:
+    return environment(home, **{**OUTSIDE, **case.variables})
+
+
+def said(case: Case, home: Path, *arguments: str) -> Said:
+    """What the command says of the case; other arguments replace its own."""
     begin = time.process_time()
-    with (
-        contextlib.redirect_stdout(stdout),
-        contextlib.redirect_stderr(stderr),
-        mock.patch("typer.main.get_command", GET_COMMAND),
-    ):
-        exit_code = run(list(arguments))
-    return Said(exit_code, stdout.getvalue(), stderr.getvalue(), time.process_time() - begin)
-
-
-@contextlib.contextmanager
-def surroundings(variables: Mapping[str, str], home: Path) -> Iterator[None]:
-    """These variables and no other of the caller's, in this directory."""
-    kept, place = dict(os.environ), Path.cwd()
-    small = {name: kept[name] for name in ("PATH", "LANG", "PYTHONPATH", "VIRTUAL_ENV") if name in kept}
-    os.environ.clear()
-    os.environ.update({**small, **OUTSIDE, "HOME": str(home), "COLUMNS": "80", **variables})
-    os.chdir(home)
-    try:
-        yield
-    finally:
-        os.chdir(place)
-        os.environ.clear()
-        os.environ.update(kept)
+    with mock.patch("typer.main.get_command", GET_COMMAND):
+        outcome = kvbm_here(*(arguments or case.arguments), home=home, **variables_of(case, home))
+    return Said(outcome.exit_code, outcome.stdout, outcome.stderr, time.process_time() - begin)
 
 
 def judge(case: Case, home: Path) -> tuple[int, list[str]]:
     """The exit code, and what is wrong with what the command makes of the case; nothing, if all is well."""
     (home / NAME).write_bytes(case.contents)
-    with surroundings(case.variables, home):
-        result = said(case.arguments)
-        wrong = [*_manners(case, result)]
-        if result.exit_code == 0 and NAME in case.arguments and "--help" not in case.arguments:
-            sets = [word for text in case.sets for word in ("--set", text)]
-            if case.arguments.count("--set") == len(case.sets) and sets_are_whole(case):
-                wrong += _nothing_ignored(case, said(["profile", "show", NAME, "--json", *sets]))
+    result = said(case, home)
+    wrong = [*_manners(case, result)]
+    words = case.arguments
+    sets = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--set"]
+    if result.exit_code == 0 and NAME in words and "--help" not in words and sets == case.sets:
+        shown = said(case, home, "profile", "show", NAME, "--json", *(f"--set={text}" for text in sets))
+        with mock.patch.dict(os.environ, variables_of(case, home), clear=True):
+            wrong += _nothing_ignored(case, shown)
     left = {path.name for path in home.iterdir()} - {NAME}
     return result.exit_code, [*wrong, *(f"{name} stays behind" for name in left)]
-
-
-def sets_are_whole(case: Case) -> bool:
-    """Whether the mutation of the command line has left the overrides alone."""
-    words = case.arguments
-    return [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--set"] == case.sets
 
 
 def _manners(case: Case, result: Said) -> Iterator[str]:
@@ -546,16 +522,14 @@ def run_cases(numbers: Sequence[int], *, seed: int = SEED) -> Tally:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", type=int, nargs="?", default=CASES)
-    parser.add_argument("--from", dest="begin", type=int, default=0)
-    parser.add_argument("--to", dest="end", type=int)
+    parser.add_argument("begin", type=int)
+    parser.add_argument("end", type=int)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--show", action="store_true")
     options = parser.parse_args()
-    numbers = range(options.begin, options.end or options.cases)
-    if options.show:
-        for number in numbers:
-            show(make_case(number, seed=options.seed))
+    numbers = range(options.begin, options.end)
+    for number in numbers if options.show else ():
+        show(make_case(number, seed=options.seed))
     tally = run_cases(numbers, seed=options.seed)
     for number, wrong in list(tally.wrong.items())[:40]:
         print(f"{number}: {'; '.join(wrong)}")
@@ -564,10 +538,12 @@ def main() -> int:
 
 
 def show(case: Case) -> None:
-    print(case.shown())
-    with tempfile.TemporaryDirectory() as directory, surroundings(case.variables, Path(directory)):
-        Path(NAME).write_bytes(case.contents)
-        result = said(case.arguments)
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in case.variables.items())
+    print(f"case {case.number}\n{case.contents.decode(errors='backslashreplace')}")
+    print(f"$ {variables} kvbm {shlex.join(case.arguments)}")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, NAME).write_bytes(case.contents)
+        result = said(case, Path(directory))
     print(f"exit code {result.exit_code}\n{result.stdout}{result.stderr}")
 
 
