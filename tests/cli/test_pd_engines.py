@@ -163,32 +163,27 @@ def test_dry_run_as_json_has_every_engine(home):
     }
 
 
-def test_all_are_announced_and_a_signal_ends_all(home):
-    with serving(home) as program:
-        processes = psutil.Process(program.pid).children(recursive=True)
-        assert json.load(urllib.request.urlopen(f"{program.url}/health"))["status"] == "ok"
-        assert program.code_after(signal.SIGTERM) == 0
-        noted = filtered(program.stderr.read())
-    for name in NAMES:
-        assert re.search(rf"^{name} +http://127.0.0.1:\[PORT\]$", noted, flags=re.MULTILINE), noted
-    assert all(is_gone(process.pid) for process in processes)
-
-
-def test_ready_as_json_names_every_engine(home):
+def test_ready_as_json_names_every_engine_and_a_signal_ends_all(home):
     with serving(home, "--json") as program:
-        program.code_after(signal.SIGINT)
+        processes = psutil.Process(program.pid).children(recursive=True)
+        assert program.code_after(signal.SIGTERM) == 0
         ready = json.loads(program.url + program.stdout.read())
     assert list(ready["engines"]) == NAMES
     assert ready["url"] not in ready["engines"].values()
+    assert all(is_gone(process.pid) for process in processes)
 
 
-def test_the_death_of_one_is_reported_with_its_name(home):
+def test_all_are_announced_and_the_death_of_one_is_reported_with_its_name(home):
     with serving(home) as program:
+        assert json.load(urllib.request.urlopen(f"{program.url}/health"))["status"] == "ok"
         engines = [one for one in psutil.Process(program.pid).children() if "--kv-transfer-config" in one.cmdline()]
         decode = next(one for one in engines if "PdConnector" not in one.cmdline()[-1])
         os.kill(decode.pid, signal.SIGKILL)
         assert program.wait(timeout=HANGS_S) == 137
-        assert "error: decode 0: the engine exited unexpectedly, with exit code 137" in program.stderr.read()
+        noted = filtered(program.stderr.read())
+    for name in NAMES:
+        assert re.search(rf"^{name} +http://127.0.0.1:\[PORT\]$", noted, flags=re.MULTILINE), noted
+    assert "error: decode 0: the engine exited unexpectedly, with exit code 137" in noted
     eventually(lambda: all(is_gone(one.pid) for one in engines))
 
 

@@ -40,13 +40,14 @@ def fake_plan(mode: str = "", port: int | None = None) -> LaunchPlan:
     return LaunchPlan(argv, {"FAKE": mode}, url, "m")
 
 
-def test_healthy_engine_is_stopped_by_sigterm(tmp_path):
+def test_healthy_engine_is_stopped_by_sigterm_at_the_latest_when_the_context_is_left(tmp_path):
     seen: list[str] = []
-    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
-        engine.wait_healthy(DEADLINE_S, seen.append)
-        assert engine.poll() is None
-        assert engine.stop() == 0
-    assert engine.poll() == 0
+    for stops in (True, False):
+        with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
+            engine.wait_healthy(DEADLINE_S, seen.append)
+            assert engine.poll() is None
+            assert not stops or engine.stop() == 0
+        assert engine.poll() == 0
     assert set(seen) <= {"starting", "loading the weights"}
 
 
@@ -59,24 +60,27 @@ def test_a_stranger_on_the_port_is_not_taken_for_the_engine(tmp_path):
             assert urllib.request.urlopen(plan.health_url).status == 200
 
 
-def test_leaving_the_context_stops_the_engine(tmp_path):
-    with EngineProcess.start(fake_plan(), log_path=tmp_path / "log") as engine:
-        engine.wait_healthy(DEADLINE_S)
-    assert engine.poll() == 0
+def error_of(plan: LaunchPlan, log: Path, deadline_s: float = DEADLINE_S) -> EngineError:
+    """What is said of an engine that does not get healthy. It is gone then."""
+    with EngineProcess.start(plan, log_path=log) as engine:
+        with pytest.raises(EngineError) as caught:
+            engine.wait_healthy(deadline_s)
+        assert is_gone(engine.pid)
+    return caught.value
 
 
-def test_crash_during_the_start_reports_the_log_at_once(tmp_path):
-    log_path = tmp_path / "logs" / "log"
-    with EngineProcess.start(fake_plan("crash"), log_path=log_path) as engine, pytest.raises(EngineError) as caught:
-        engine.wait_healthy(DEADLINE_S)
-    assert caught.value.message.splitlines()[1:] == [
+def test_crash_during_the_start_reports_the_log_at_once_without_that_of_an_earlier_run(tmp_path):
+    log_path = tmp_path / "log"
+    log_path.write_text("an old story\n")
+    error = error_of(fake_plan("crash"), log_path)
+    assert error.message.splitlines()[1:] == [
         "  out of memory",
         f"  {log_path}, last lines:",
         "    loading the weights",
         "    Traceback (most recent call last):",
         "    MemoryError: not enough of it",
     ]
-    assert caught.value.exit_code == 1
+    assert error.exit_code == 1
 
 
 def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path, monkeypatch):
@@ -86,17 +90,11 @@ def test_what_an_engine_says_before_we_are_ready_is_shown_too(tmp_path, monkeypa
 
     start_guard = GuardProcess.__init__
     monkeypatch.setattr(GuardProcess, "__init__", start_guard_late)
-    plan = fake_plan("crash")
-    with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
-        engine.wait_healthy(DEADLINE_S)
-    assert "MemoryError: not enough of it" in caught.value.message
+    assert "MemoryError: not enough of it" in error_of(fake_plan("crash"), tmp_path / "log").message
 
 
 def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path):
-    plan = fake_plan("long_farewell")
-    with EngineProcess.start(plan, log_path=tmp_path / "log") as engine, pytest.raises(EngineError) as caught:
-        engine.wait_healthy(DEADLINE_S)
-    assert caught.value.message.splitlines()[-3:] == [
+    assert error_of(fake_plan("long_farewell"), tmp_path / "log").message.splitlines()[-3:] == [
         "    farewell 19",
         "  first error before them:",
         "    (Worker pid=7) ERROR 11-21 18:03:38 [worker.py:3] the device is gone",
@@ -104,18 +102,8 @@ def test_the_error_that_began_it_is_shown_where_a_long_farewell_follows(tmp_path
 
 
 def test_engine_that_never_gets_healthy_is_killed_in_time(tmp_path):
-    with EngineProcess.start(fake_plan("hang"), log_path=tmp_path / "log") as engine:
-        with pytest.raises(EngineError, match=r"the engine was not healthy after 0\.5 s"):
-            engine.wait_healthy(0.5)
-        assert is_gone(engine.pid)
-
-
-def test_log_of_an_earlier_run_in_the_same_file_is_not_shown(tmp_path):
-    (tmp_path / "log").write_text("an old story\n")
-    with EngineProcess.start(fake_plan("crash"), log_path=tmp_path / "log") as engine:
-        with pytest.raises(EngineError) as caught:
-            engine.wait_healthy(DEADLINE_S)
-        assert "an old story" not in caught.value.message
+    error = error_of(fake_plan("hang"), tmp_path / "log", 0.5)
+    assert "the engine was not healthy after 0.5 s" in error.message
 
 
 def test_stubborn_engine_is_killed_when_patience_ends(tmp_path):
@@ -142,39 +130,31 @@ def test_program_is_not_run_for_a_parent_that_is_gone(tmp_path):
     assert not marker.exists()
 
 
-def test_program_that_does_not_exist_is_a_problem_of_the_environment(tmp_path):
-    plan = LaunchPlan(("/no/such/python",), {}, "http://h", "m")
-    with pytest.raises(EnvironmentProblem, match="`/no/such/python` is not a program"):
-        EngineProcess.start(plan, log_path=tmp_path / "log")
-
-
-def test_missing_library_is_named_with_the_command_that_brings_it(tmp_path):
-    plan = replace(fake_plan(), libraries=("os", "no_such_library"), install="pip install it")
-    with pytest.raises(EnvironmentProblem) as caught:
-        EngineProcess.start(plan, log_path=tmp_path / "log")
-    assert (caught.value.message, caught.value.hint) == ("the engine needs no_such_library", "`pip install it`")
-
-
-def test_log_that_cannot_be_written_is_a_problem_of_the_environment(tmp_path):
-    """Where it became so after the check of the profile."""
+@pytest.mark.parametrize(
+    ("changed", "log", "message", "hint"),
+    [
+        ({"argv": ("/no/such/python",)}, "log", "`/no/such/python` is not a program", None),
+        (
+            {"libraries": ("os", "no_such_library"), "install": "pip install it"},
+            *("log", "the engine needs no_such_library", "`pip install it`"),
+        ),
+        ({}, "file/log", "cannot write the engine's log", None),  # it became so after the check of the profile
+    ],
+)
+def test_engine_that_cannot_be_started_is_a_problem_of_the_environment(tmp_path, changed, log, message, hint):
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentProblem, match="cannot write the engine's log"):
-        EngineProcess.start(fake_plan(), log_path=tmp_path / "file" / "log")
+    with pytest.raises(EnvironmentProblem) as caught:
+        EngineProcess.start(replace(fake_plan(), **changed), log_path=tmp_path / log)
+    assert caught.value.message.startswith(message)
+    assert hint in (None, caught.value.hint)
 
 
-def test_engine_gets_the_profile_and_none_of_our_variables():
-    caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "A": "caller", "B": "caller"}
+def test_engine_gets_the_profile_and_of_our_variables_only_the_credentials_of_its_store():
+    caller = {"DYN_KVBM_CPU_CACHE_GB": "1", "DYN_KVBM_OBJECT_BUCKET": "kv", "A": "caller", "B": "caller"}
     plan = LaunchPlan((), {"A": "profile"}, "", "")
-    seen: Mapping[str, str] = engine_environment(plan, caller)
-    assert seen == {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-
-
-def test_engine_keeps_the_credentials_of_its_store():
-    caller = {"DYN_KVBM_OBJECT_SECRET_KEY": "hunter2", "DYN_KVBM_OBJECT_BUCKET": "kv", "DYN_KVBM_METRICS": "1"}
-    seen = engine_environment(fake_plan(), caller)
-    assert {name: value for name, value in seen.items() if name.startswith("DYN_")} == {
-        "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"
-    }
+    seen: Mapping[str, str] = engine_environment(plan, {**caller, "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"})
+    expected = {"A": "profile", "B": "caller", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    assert seen == {**expected, "DYN_KVBM_OBJECT_SECRET_KEY": "hunter2"}
 
 
 def test_taken_port_is_named():

@@ -48,20 +48,13 @@ def begin(runs: Runs, profile: str, launcher: ProcessIdentity | None = None, **c
     return run
 
 
-def test_facts_survive_the_way_through_the_file():
+def test_facts_survive_the_way_through_the_file_of_any_version():
     written = facts("demo-1", processes={"engine": own()}, state=RunState.HEALTHY, exit_code=3, ended_s=1.5)
     assert RunFacts.from_json(written.to_json()) == written
-
-
-def test_what_a_later_version_adds_is_passed_over():
-    content = {**json.loads(facts("demo-1").to_json()), "colour": "red"}
-    assert RunFacts.from_json(json.dumps(content)).name == "demo-1"
-
-
-def test_what_an_earlier_version_lacks_has_its_default():
     content = json.loads(facts("demo-1", is_baseline=True).to_json())
     del content["is_baseline"], content["format"]
-    assert not RunFacts.from_json(json.dumps(content)).is_baseline
+    found = RunFacts.from_json(json.dumps({**content, "colour": "red"}))  # of an earlier version, and of a later one
+    assert (found.name, found.is_baseline) == ("demo-1", False)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"name": 1}', '{"launcher": {}}', '{"state": "odd"}'])
@@ -222,29 +215,20 @@ def test_what_stop_asks_for_wins_over_the_profile(runs):
 
 
 def test_prometheus_finds_an_engine_while_it_is_healthy_and_not_after_its_end(runs: Runs) -> None:
-    run = begin(runs, "demo")
+    run, killed = begin(runs, "demo"), begin(runs, "demo", NOBODY)
+    killed.write_targets(["127.0.0.1:8001"])
+    killed.close()
     path = run.write_targets(["127.0.0.1:8000"])
     assert path == run.path / TARGETS
     (group,) = json.loads(path.read_text())
     assert group == {"targets": ["127.0.0.1:8000"], "labels": {"run": "demo-1", "profile": "demo"}}
+    without_metrics = begin(runs, "demo")
+    assert without_metrics.write_targets([]) is None
+    assert not (killed.path / TARGETS).exists(), "the next start has removed it"
+    assert not (without_metrics.path / TARGETS).exists()
+    assert path.exists()
     run.end(0, "")
     assert not path.exists()
-
-
-def test_a_launcher_that_was_killed_leaves_no_target_behind_the_next_start(runs: Runs) -> None:
-    dead, living = begin(runs, "demo", NOBODY), begin(runs, "demo")
-    for run in (dead, living):
-        run.write_targets(["127.0.0.1:8000"])
-    dead.close()
-    begin(runs, "demo")
-    assert not (dead.path / TARGETS).exists()
-    assert (living.path / TARGETS).exists()
-
-
-def test_an_engine_without_metrics_is_no_target(runs: Runs) -> None:
-    run = begin(runs, "demo")
-    assert run.write_targets([]) is None
-    assert not (run.path / TARGETS).exists()
 
 
 # Last lines of an engine, as vLLM 0.32 and TensorRT-LLM write them, and the reason with its hint.
