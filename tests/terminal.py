@@ -44,6 +44,7 @@ FILTERS = (
     (r"(kvbm/models/[\w-]+-)[0-9a-f]{12}\b", r"\1[DIGEST]"),
     (r"\(starting, pid \d+\)", "(starting, pid [PID])"),
     (r"(127\.0\.0\.1[: ](?:port )?)\d{5}\b", r"\1[PORT]"),
+    (r"(--port )\d{5}( --extra_llm_api_options)", r"\1[PORT]\2"),
     (r"\b\d+\.\d s\b", "[TIME] s"),
     (r"\bfor \d+ s\b", "for [TIME] s"),
     (r"\b(process|\"pid\":) \d+", r"\1 [PID]"),
@@ -206,16 +207,20 @@ def transcript(
 ) -> str:
     """Do what a transcript says and return what it should be. `$ cat FILE` makes the file unless a command has made it.
     `[ROOT]` is that of the repository, `[TMP]` the working directory. Tools are functions of the test."""
-    shown = ""
+    shown, places = "", {"[ROOT]": str(ROOT), "[TMP]": str(home), "[PYTHON]": sys.executable}
+
+    def placed(text: str) -> str:
+        return re.sub(r"\[(ROOT|TMP|PYTHON)\]", lambda found: places[found[0]], text)
+
     for line, said in steps_of(text):
-        command = line.replace("[ROOT]", str(ROOT)).replace("[TMP]", str(home))
+        command = placed(line)
         words = shlex.split(command)
         program = next(word for word in words if "=" not in word)
         if program == "cat":
             (name,) = words[1:]
             if not (home / name).exists():
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
-                (home / name).write_text(said.replace("[ROOT]", str(ROOT)))
+                (home / name).write_text(placed(said))
             shown += f"$ {line}\n{filtered((home / name).read_text())}"
         elif program in tools:
             with contextlib.chdir(home):
