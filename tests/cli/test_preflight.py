@@ -5,18 +5,17 @@ others with 1 before anything is started.
 """
 
 import re
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from recorded_runs import NOBODY, facts, own
-from terminal import Outcome, filtered, kvbm_here
+from terminal import assert_entry, kvbm_here, steps_of, stored_entries, transcript
 from test_mistakes import LOCK
+from test_mistakes import tools as tools  # the fixture
 from test_runs import begin, begun
 
 from kvbm.config.load import ResolvedProfile, load
@@ -30,115 +29,29 @@ from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.filesystem import missing_mount
 from kvbm_cli.system.process_identity import ProcessIdentity
 
-MINE = "engine:\n  model: synthetic:tiny\ntiers:\n  host:\n    capacity: 256MiB\n"
-VLLM = MINE.replace("model: synthetic:tiny", "kind: vllm\n  model: synthetic:vllm-25m")
-COMMANDS = ("profile check mine.yaml", "serve --dry-run -p mine.yaml", "serve -p mine.yaml", "bench -p mine.yaml")
-DISK = MINE + "  disk:\n    capacity: 256MiB\n    directory: ~/{}\nserver:\n  port: 0\n"
-FREE = MINE + "server: {port: 0}\n"
-
-
-def with_links(home: Path) -> AbstractContextManager[object]:
-    (home / "there").mkdir()
-    for name, target in (("loop", "loop"), ("broken", "absent"), ("link", "there")):
-        (home / name).symlink_to(target)
-    return nullcontext()
-
-
-def taken_port(home: Path) -> AbstractContextManager[object]:
-    return socket.create_server(("127.0.0.1", 18734))
-
-
-@dataclass(frozen=True)
-class Bad:
-    """`said` begins the messages. `is_mistake`: in the profile, else on the machine."""
-
-    profile: str
-    said: tuple[str, ...]
-    is_mistake: bool = False
-    prepare: Callable[[Path], AbstractContextManager[object]] = lambda home: nullcontext()
-    commands: tuple[str, ...] = COMMANDS
-
-
-BAD = {
-    "memory": Bad(FREE.replace("256MiB", "900TB"), ("`tiers.host.capacity` requires 818.5 TiB, but only ",)),
-    "disk space": Bad(
-        MINE + "  disk:\n    capacity: 9PB\nserver: {port: 0}\n", ("`tiers.disk.capacity` requires 8.0 PiB, but ",)
-    ),
-    "missing mount": Bad(DISK.format("mnt/nvme/a"), ("`tiers.disk.directory`: [HOME]/mnt/nvme does not exist: the ",)),
-    "directory in a loop": Bad(
-        DISK.format("loop/a"), ("`tiers.disk.directory`: cannot use [HOME]/loop: too many levels",), True, with_links
-    ),
-    "directory is a loop": Bad(
-        DISK.format("loop"), ("`tiers.disk.directory`: [HOME]/loop is a symbolic link, which is not",), True, with_links
-    ),
-    "directory below a broken link": Bad(
-        DISK.format("broken/a"), ("`tiers.disk.directory`: cannot use [HOME]/broken: no such file",), True, with_links
-    ),
-    "directory is a link": Bad(
-        DISK.format("link"), ("`tiers.disk.directory`: [HOME]/link is a symbolic link, which is not",), True, with_links
-    ),
-    "no model": Bad(
-        FREE.replace("synthetic:tiny", "./no"), ("`engine.model`: there is no directory `[HOME]/no`",), True
-    ),
-    "no interpreter": Bad(
-        FREE.replace("tiers:", "  python: ./no\ntiers:"), ("`engine.python`: `[HOME]/no` is not an executable",), True
-    ),
-    "no engine": Bad(VLLM + "server: {port: 0}\n", ("`[PYTHON]` has no vLLM",)),
-    "port": Bad(
-        MINE + "server: {port: 18734}\n",
-        ("cannot listen on 127.0.0.1 port [PORT]: address already in use",),
-        prepare=taken_port,
-        commands=COMMANDS[:3],  # bench serves on free ports
-    ),
-    "port of metrics": Bad(
-        FREE + "metrics: {serve: true, port: 18734}\n",
-        ("cannot listen on 127.0.0.1 port [PORT] for metrics: address already in use",),
-        prepare=taken_port,
-    ),
-    "several": Bad(
-        FREE.replace("256MiB", "900TB") + "metrics: {serve: true, port: 18734}\n",
-        ("cannot listen on 127.0.0.1 port [PORT] for metrics", "`tiers.host.capacity` requires 818.5 TiB"),
-        prepare=taken_port,
-    ),
-}
+FREE = "engine: {model: synthetic:tiny}\ntiers: {host: {capacity: 256MiB}}\nserver: {port: 0}\n"
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", BAD)
-def test_all_commands_find_the_same(name, tmp_path, monkeypatch):
-    bad = BAD[name]
+@pytest.mark.parametrize("name", stored_entries("preflight"))
+def test_all_commands_find_the_same(name, tmp_path, tools, monkeypatch):
     (tmp_path / "mnt").mkdir()
     monkeypatch.setattr("kvbm_cli.system.filesystem._FOR_MOUNTS", (tmp_path / "mnt",))
-    (tmp_path / "mine.yaml").write_text(bad.profile)
-    with bad.prepare(tmp_path):
-        before = names_in(tmp_path)
-        outcomes = {command: kvbm_here(*command.split(), home=tmp_path) for command in bad.commands}
-        assert names_in(tmp_path) == before, "something was started"
-    found = {command: messages(outcome, tmp_path) for command, outcome in outcomes.items()}
-    assert list(found.values()) == [found[COMMANDS[0]]] * len(found)
-    assert len(bad.said) == len(found[COMMANDS[0]])
-    assert all(text.startswith(said) for text, said in zip(found[COMMANDS[0]], bad.said, strict=True)), found
-    codes = [outcome.exit_code for outcome in outcomes.values()]
-    assert codes == ([2] * 4 if bad.is_mistake else [0, 0, 1, 1])[: len(codes)]
+    entries = stored_entries("preflight")
+    shown = transcript(entries[name], tmp_path, tools=tools)
+    assert_entry("preflight", name, shown, names=entries)
+    answers = [text for line, text in steps_of(shown) if line.startswith("kvbm")]
+    assert [messages(answer) for answer in answers] == [messages(answers[0])] * len(answers)
+    codes = [int(answer[len("exit code: ")]) for answer in answers]
+    assert codes in ([2] * 4, [0, 0, 1, 1][: len(codes)]), "a mistake in the profile, or a problem of the machine"
+    made = {path.name for path in tmp_path.rglob("*")} - {*LOCK, "mnt", "mine.yaml"}
+    assert made <= {"loop", "broken", "link", "there"}, "something was started"
 
 
-def names_in(home: Path) -> list[Path]:
-    return sorted(path for path in home.rglob("*") if path.name not in LOCK)
-
-
-def messages(outcome: Outcome, home: Path) -> list[str]:
+def messages(answer: str) -> list[str]:
     """The errors and warnings with their excerpts, without hints."""
-    text = re.sub(r"only [\d.]+ \w+ (are available|free)", r"only [FREE] \1", filtered(outcome.stderr))
-    text = text.replace(filtered(str(home)), "[HOME]")
-    blocks = re.split(r"^(?:error|warning): ", text, flags=re.MULTILINE)[1:]
+    blocks = re.split(r"^(?:error|warning): ", answer.partition("----- stderr -----\n")[2], flags=re.MULTILINE)[1:]
     return [block.partition("\n\n")[0].rstrip("\n") for block in blocks]
-
-
-def test_a_good_profile_has_no_findings(tmp_path):
-    (tmp_path / "mine.yaml").write_text(FREE)
-    for command in COMMANDS[:2]:
-        outcome = kvbm_here(*command.split(), home=tmp_path)
-        assert (outcome.exit_code, outcome.stderr) == (0, "")
 
 
 FSTAB = (
