@@ -199,41 +199,42 @@ def words_of(line: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:program]), words[program + 1 :]
 
 
-NO_TOOLS: Mapping[str, Callable[..., str]] = {}
+Tools = Mapping[str, Callable[..., str]]  # functions of a test, by the name that a transcript calls them
 
 
-def transcript(
-    text: str, home: Path, *, way: Kvbm = kvbm_here, tools: Mapping[str, Callable[..., str]] = NO_TOOLS
-) -> str:
+def transcript(text: str, home: Path, *, way: Kvbm = kvbm_here, tools: Tools | None = None) -> str:
     """Do what a transcript says and return what it should be. `$ cat FILE` makes the file unless a command has made it.
-    `[ROOT]` is that of the repository, `[TMP]` the working directory. Tools are functions of the test."""
-    shown, places = "", {"[ROOT]": str(ROOT), "[TMP]": str(home), "[PYTHON]": sys.executable}
-
-    def placed(text: str) -> str:
-        return re.sub(r"\[(ROOT|TMP|PYTHON)\]", lambda found: places[found[0]], text)
-
-    for line, said in steps_of(text):
-        command = placed(line)
-        words = shlex.split(command)
-        program = next(word for word in words if "=" not in word)
-        if program == "cat":
-            (name,) = words[1:]
-            if not (home / name).exists():
-                (home / name).parent.mkdir(parents=True, exist_ok=True)
-                (home / name).write_text(placed(said))
-            shown += f"$ {line}\n{filtered((home / name).read_text())}"
-        elif program in tools:
-            with contextlib.chdir(home):
-                shown += f"$ {line}\n{tools[program](*words[1:])}"
-        elif program == "kvbm":
-            variables, words = words_of(command)
-            shown += way(*words, home=home, **variables).text(line)
-        else:
-            done = subprocess.run(["sh", "-ec", command], cwd=home, env=environment(home), capture_output=True)
-            assert done.returncode == 0, (line, done)
-            shown += f"$ {line}\n{filtered((done.stdout + done.stderr).decode())}"
+    `[ROOT]` is that of the repository, `[TMP]` the working directory, `[PYTHON]` this interpreter."""
+    shown = "".join(_step(line, said, home, way, tools or {}) for line, said in steps_of(text))
     assert len(steps_of(shown)) == len(steps_of(text)), "a line of the output looks like a command"
     return shown
+
+
+def _step(line: str, said: str, home: Path, way: Kvbm, tools: Tools) -> str:
+    command = _placed(line, home)
+    words = shlex.split(command)
+    program = next(word for word in words if "=" not in word)
+    if program == "cat":
+        path = home / words[1]
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_placed(said, home))
+        return f"$ {line}\n{filtered(path.read_text())}"
+    if program in tools:
+        with contextlib.chdir(home):
+            return f"$ {line}\n{tools[program](*words[1:])}"
+    if program == "kvbm":
+        variables, words = words_of(command)
+        return way(*words, home=home, **variables).text(line)
+    variables = environment(home, LC_ALL="C")
+    done = subprocess.run(["sh", "-ec", command], cwd=home, env=variables, capture_output=True)
+    assert done.returncode == 0, (line, done)
+    return f"$ {line}\n{filtered((done.stdout + done.stderr).decode())}"
+
+
+def _placed(text: str, home: Path) -> str:
+    places = {"[ROOT]": str(ROOT), "[TMP]": str(home), "[PYTHON]": sys.executable}
+    return re.sub(r"\[(ROOT|TMP|PYTHON)\]", lambda found: places[found[0]], text)
 
 
 def assert_transcript(file: str, name: str, home: Path, **how: Any) -> None:
