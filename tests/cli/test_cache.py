@@ -177,7 +177,6 @@ def test_what_others_have_planted_is_named_and_left_and_the_rest_is_done(name, w
 @pytest.mark.parametrize("name", stored_entries("cache/held"))
 def test_cache_that_an_engine_uses(name, home, caches):
     lock = InstanceLock.take(caches[0])
-    os.utime(caches[0] / LOCK, (time.time() - 10 * DAY - 60,) * 2)
     follow("cache/held", name, home)
     lock.release()
 
@@ -189,6 +188,8 @@ def run(home: Path, command: str, **extra: str) -> Outcome:
 def test_json_and_exports_say_all_that_the_table_says(home, caches):
     lock = InstanceLock.take(caches[0])
     older, newer = listed = json.loads(run(home, "ls --dir caches --json").stdout)
+    rows = [line.split()[-3:] for line in run(home, "ls --dir caches").stdout.splitlines()[1:3]]
+    assert rows == [["process", str(os.getpid()), "Qwen3-8B"], ["h", "-", "Llama-3.1-8B"]]
     lock.release()
     assert (newer["cache"], newer["blocks"], newer["bytes"], newer["slots"]) == (NEW, 3, 3 * BLOCK, 16)
     assert (newer["is_in_use"], newer["pid"], newer["facts"]) == (False, None, {"model": "Llama-3.1-8B"})
