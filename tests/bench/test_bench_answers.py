@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from terminal import assert_entry
+from terminal import assert_said, given_in
 
 from kvbm_cli.bench.judge.answers import answers_of, has_counters, judged_arms, transfers_of
 from kvbm_cli.bench.judge.correctness import (
@@ -79,111 +79,33 @@ def made(
 
 
 SAME, OTHER = (7, 8), (7, 9)
-WITH_FLOOR = ("baseline", "kvbm", "floor")
 
 
-def once(*arms: str, other: str = "", **changes: int) -> list[Measurement]:
-    """A run of each arm. One has other answers, and `changes` are how many requests of an arm differ."""
-    return [made_run(arm, 1, OTHER if arm == other else SAME, differing=changes.get(arm, 0)) for arm in arms]
+def results_of(given: str) -> Results:
+    """From the references, then a line per run: its pair, its arm, and what is unusual of it."""
+    (first, *options), *lines = (line.split("; ") for line in given.splitlines())
+    runs = []
+    for (line,) in lines:
+        place, *notes = line.split(", ")
+        pair, arm = place.split()
+        differing = next((int(note.split()[0]) for note in notes if "differ" in note), 0)
+        answers, g2 = OTHER if "other answers" in notes else SAME, 0 if "nothing loaded" in notes else 16
+        runs.append(made_run(arm, int(pair), answers, differing=differing, g2=g2))
+        if "1 failed" in notes:
+            runs[-1].records[0].error = "HTTP 503"
+    references = first.removeprefix("against ").split(", ")
+    are_pairs_equal = "each pair has other prompts" not in options
+    return made(runs, references, is_recorded="recorded" in options, are_pairs_equal=are_pairs_equal)
 
 
-def repeated(*arms: str, other: str = "", pairs: int = 2) -> list[Measurement]:
-    return [made_run(arm, pair, OTHER if arm == other else SAME) for pair in range(1, pairs + 1) for arm in arms]
-
-
-def one_differs_in_the_second_run(arm: str) -> list[Measurement]:
-    return [*once(arm, "kvbm"), made_run(arm, 2, SAME, differing=1), made_run("kvbm", 2, SAME)]
-
-
-def one_failed() -> list[Measurement]:
-    runs = once("baseline", "kvbm", kvbm=1)
-    runs[1].records[0].error = "HTTP 503"
-    return runs
-
-
-# Runs, references, and what the results are made with.
-CASES: dict[str, tuple[list[Measurement], list[str], dict[str, bool]]] = {
-    # The measured arm and profiles with the same engine are judged.
-    "kvbm against the baseline is judged": (once("kvbm", "baseline", "floor"), ["baseline"], {}),
-    "a profile with other tiers is judged too": (once("kvbm", "small", "floor"), ["small"], {}),
-    "a profile with another engine is not judged": (once("kvbm", "newer"), ["newer"], {}),
-    "the baseline of another engine is not judged": (once("kvbm", "base-newer"), ["base-newer"], {}),
-    "of several references the one with the same engine is judged": (
-        *(once("kvbm", "small", "url-1", "newer"), ["small", "url-1", "newer"], {}),
-    ),
-    "the first of two servers is judged": (once("url-1", "url-2"), ["url-2"], {}),
-    # Without a recording, the first arm without kvbm is the source: only its answers differ from all others.
-    "the baseline is the source": (once(*WITH_FLOOR, other="baseline"), ["baseline"], {}),
-    "a later baseline is the source": (
-        *(once("small", "kvbm", "baseline", "floor", other="baseline"), ["small", "baseline"], {}),
-    ),
-    "the floor is the source without a baseline": (once("small", "kvbm", "floor", other="floor"), ["small"], {}),
-    "a reference with kvbm is the source without both": (once("small", "kvbm", other="small"), ["small"], {}),
-    "another engine is no source": (once("newer", "kvbm", "small", other="small"), ["newer", "small"], {}),
-    "the baseline of another engine is no source": (
-        *(once("base-newer", "kvbm", "floor", other="floor"), ["base-newer"], {}),
-    ),
-    "the baseline of other tiers is the source": (
-        *(once("base-small", "kvbm", "floor", other="base-small"), ["base-small"], {}),
-    ),
-    "the floor is the source against a server": (once("url-1", "kvbm", "floor", other="floor"), ["url-1"], {}),
-    "the reference server is the source": (once("url-2", "url-1", other="url-2"), ["url-2"], {}),
-    "a recording is the source of every arm": (once(*WITH_FLOOR, other="floor"), ["baseline"], {"is_recorded": True}),
-    "each pair has its own source if that ran, else the first": (
-        [
-            *once("baseline", "kvbm"),
-            made_run("baseline", 2, OTHER),
-            made_run("kvbm", 2, OTHER),
-            made_run("kvbm", 3, SAME),
-        ],
-        ["baseline"],
-        {},
-    ),
-    # Controls are runs of the same engine without kvbm.
-    "the baseline against the recording": (once(*WITH_FLOOR), ["baseline"], {"is_recorded": True}),
-    "the floor against the recording": (once("small", "kvbm", "floor"), ["small"], {"is_recorded": True}),
-    "no arm against the recording": (once("small", "kvbm"), ["small"], {"is_recorded": True}),
-    "no arm of this engine against the recording": (once("base-newer", "kvbm"), ["base-newer"], {"is_recorded": True}),
-    "the floor of this engine against the recording": (
-        *(once("base-newer", "kvbm", "floor"), ["base-newer"], {"is_recorded": True}),
-    ),
-    "the baseline of other tiers against the recording": (
-        *(once("base-small", "kvbm"), ["base-small"], {"is_recorded": True}),
-    ),
-    "no server against the recording": (once("url-1", "kvbm"), ["url-1"], {"is_recorded": True}),
-    "two baselines": (once("baseline", "kvbm", "base-small"), ["baseline", "base-small"], {}),
-    "one baseline alone is no control": (once("baseline", "kvbm"), ["baseline"], {}),
-    "two runs of the baseline": (one_differs_in_the_second_run("baseline"), ["baseline"], {}),
-    "two runs of a profile": (one_differs_in_the_second_run("small"), ["small"], {}),
-    "two runs of a server": (one_differs_in_the_second_run("url-1"), ["url-1"], {}),
-    "two runs of another engine are no control": (repeated("newer", "kvbm", other="newer"), ["newer"], {}),
-    "two runs of the baseline of another engine": (
-        *(repeated("base-newer", "kvbm", other="base-newer"), ["base-newer"], {}),
-    ),
-    "pairs with other prompts are no control": (repeated("url-2", "url-1"), ["url-2"], {"are_pairs_equal": False}),
-    "three runs are three comparisons": (repeated("baseline", "kvbm", pairs=3), ["baseline"], {}),
-    # More differences than the control are wrong.
-    "one difference with kvbm alone": (once("baseline", "kvbm", kvbm=1), ["baseline"], {"is_recorded": True}),
-    "one difference with and without kvbm": (
-        *(once("baseline", "kvbm", baseline=1, kvbm=1), ["baseline"], {"is_recorded": True}),
-    ),
-    "differences without kvbm alone": (once("baseline", "kvbm", baseline=2), ["baseline"], {"is_recorded": True}),
-    "failed requests have no answer": (one_failed(), ["baseline"], {}),
-    "without a transfer the block manager was not tested": (
-        *([made_run(arm, 1, SAME, g2=0) for arm in WITH_FLOOR], ["baseline"], {}),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", given_in("bench/judged_answers"))
 def test_answers(name):
     """The judged arms, and what is said of the answers of every arm."""
-    runs, references, options = CASES[name]
-    results = made(runs, references, **options)
+    results = results_of(given_in("bench/judged_answers")[name])
     arms = answers_of(results, results.cells[0])
     assert set(judged_arms(results)) == {arm for arm, one in arms.items() if one.judgement is not None}
-    text = "".join(f"{arm}: {json.dumps(one.to_json())}\n" for arm, one in arms.items())
-    assert_entry("bench/judged_answers", name, f"judged: {judged_arms(results)}\n{text}", names=CASES)
+    lines = [f"judged: {judged_arms(results)}", *(f"{arm}: {json.dumps(one.to_json())}" for arm, one in arms.items())]
+    assert_said("bench/judged_answers", name, "\n".join(lines))
 
 
 @pytest.mark.parametrize(

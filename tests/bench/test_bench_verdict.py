@@ -2,12 +2,14 @@
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import pytest
-from terminal import assert_entry
+import yaml
+from terminal import assert_said, given_in
 
 from kvbm_cli.bench.judge.correctness import (
     AnswerDifference,
@@ -20,17 +22,9 @@ from kvbm_cli.bench.judge.paired import PairedRatio, paired_ratio
 from kvbm_cli.bench.judge.verdict import ClientLoad, Evidence, Verdict, VerdictLimits, judge, worst_of
 
 
-def ratio(low: float, middle: float, high: float) -> PairedRatio:
-    return PairedRatio(
-        ratio=middle,
-        low=low,
-        high=high,
-        typical=middle,
-        request_count=18,
-        session_count=6,
-        run_count=2,
-        run_deviation=0.03,
-    )
+def ratio(low: float, middle: float, high: float, runs: int = 2) -> PairedRatio:
+    deviation = 0.03 if runs > 1 else None
+    return PairedRatio(middle, low, high, middle, 18, 6, run_count=runs, run_deviation=deviation)
 
 
 def outputs(
@@ -46,8 +40,8 @@ def outputs(
     )
 
 
-def client(lateness_ms: float = 2.0, cpu_share: float = 0.05) -> ClientLoad:
-    return ClientLoad("small.1.kvbm", [lateness_ms] * 24, cpu_share)
+def client(lateness_ms: float | list[float] = 2.0, cpu_share: float = 0.05, run: str = "small.1.kvbm") -> ClientLoad:
+    return ClientLoad(run, lateness_ms if isinstance(lateness_ms, list) else [lateness_ms] * 24, cpu_share)
 
 
 GOOD = Evidence(
@@ -67,71 +61,25 @@ GOOD = Evidence(
 )
 
 
-ONE_RUN = replace(GOOD.ratio, run_count=1, run_deviation=None)
-BUSY = {"utilisation": 1.0, "queue_share": 0.9}
-LATE = {"reference_ttft_ms": 100.0, "clients": (client(26.0),)}
-STALLED = ClientLoad("small.1.floor", [1.0] * 22 + [150.0, 400.0], 0.01)
-# What differs from GOOD. `limits` are those of the verdict.
-CASES: dict[str, dict[str, Any]] = {
-    "an interval above one is faster": {},
-    "an interval below one is slower": {"ratio": ratio(0.4, 0.5, 0.8), "measured_ttft_ms": 2000.0},
-    "an interval that holds one from above is the same": {"ratio": ratio(0.9, 1.3, 1.6)},
-    "an interval that holds one from below is the same": {"ratio": ratio(0.6, 0.8, 1.01)},
-    "an interval that is too little above one is the same": {"ratio": ratio(1.01, 1.04, 1.07)},
-    "an interval that is too little below one is the same": {"ratio": ratio(0.94, 0.96, 0.99)},
-    "one answer that differs with kvbm alone is wrong": {"outputs": {"kvbm": outputs(1)}},
-    "fewer differences than without kvbm are no error of kvbm": {"outputs": {"kvbm": outputs(1, without=2)}},
-    "as many differences as without kvbm are no error of kvbm": {"outputs": {"kvbm": outputs(2, without=2)}},
-    "other probabilities are wrong although answers differ without kvbm too": {
-        "outputs": {"kvbm": outputs(2, without=2, logprob=0.9)}
-    },
-    "wrong outputs outrank an invalid run": {
-        "outputs": {"kvbm": outputs(2)},
-        "errors": {"kvbm": 3},
-        "has_loads": False,
-    },
-    "a wrong reference with kvbm counts too and is named": {
-        "reference": "demo-disk",
-        "outputs": {"kvbm": outputs(), "demo-disk": outputs(1)},
-    },
-    "a cache that was not empty is invalid": {
-        "warm_starts": ("the cache was not empty at the start of small.1.baseline",)
-    },
-    "failed requests of the reference are invalid": {"errors": {"baseline": 2}},
-    "failed requests of the floor are invalid": {"errors": {"floor": 1}},
-    "no request that both arms answered is invalid": {"ratio": None},
-    "a late client is invalid": {"clients": (client(), client(101.0))},
-    "a busy client is invalid": {"clients": (client(cpu_share=0.71),)},
-    "an engine without pauses is invalid": {"utilisation": 0.96},
-    "an engine whose requests queue is invalid": {"queue_share": 0.51},
-    "the hint of an overloaded trace is its time scale alone": {"utilisation": 1.0, "is_trace": True},
-    "a gain without a loaded block is invalid": {"has_loads": False},
-    "an arm that loaded nothing may be the same": {"ratio": ratio(0.97, 1.0, 1.03), "has_loads": False},
-    "an arm that loaded nothing may be slower": {"ratio": ratio(0.7, 0.8, 0.9), "has_loads": False},
-    "a closed loop may be busy all the time": {**BUSY, "is_closed_loop": True},
-    "an open loop may not be busy all the time": BUSY,
-    "lateness up to a share of the reference is allowed": {**LATE, "clients": (client(24.0),)},
-    "lateness above this share is invalid": LATE,
-    "lateness up to a limit is allowed": {**LATE, "limits": VerdictLimits(lateness_ms=30.0)},
-    # The interval includes them. More than a tenth of late requests make a run invalid.
-    "single late requests are pointed out": {"clients": (client(), STALLED)},
-    "more late requests are invalid": {"clients": (replace(STALLED, lateness_ms=[1.0] * 20 + [150.0] * 4),)},
-    "a busy reference is pointed out": {"utilisation": 0.75, "queue_share": 0.25},
-    "outputs that were not tested are pointed out": {"outputs": {"kvbm": outputs(transfers=0)}},
-    "outputs that were tested weakly are pointed out": {"outputs": {"kvbm": outputs(logprob=None)}},
-    "one run does not cover differences between runs": {"ratio": ONE_RUN},
-}
+def evidence_of(given: dict[str, Any]) -> Evidence:
+    """Given is what differs from GOOD."""
+    makers: dict[str, Callable[[Any], Any]] = {
+        "ratio": lambda one: ratio(*one) if one else None,
+        "outputs": lambda arms: {arm: outputs(**one) for arm, one in arms.items()},
+        "clients": lambda clients: tuple(client(**one) for one in clients),
+    }
+    return replace(GOOD, **{key: makers.get(key, lambda one: one)(value) for key, value in given.items()})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", given_in("bench/verdicts"))
 def test_verdict(name):
-    changes = dict(CASES[name])
-    limits = changes.pop("limits", VerdictLimits())
-    found = judge(replace(GOOD, **changes), limits)
+    given = yaml.safe_load(given_in("bench/verdicts")[name]) or {}
+    limits = VerdictLimits(**given.pop("limits", {}))
+    found = judge(evidence_of(given), limits)
     lines = [f"{found.verdict.value}: {found.sentence}"]
     lines += [f"reason: {one}" for one in found.reasons] + [f"caveat: {one}" for one in found.caveats]
     lines += [f"hint: {found.hint}"] if found.hint else []
-    assert_entry("bench/verdicts", name, "".join(f"{line}\n" for line in lines), names=CASES)
+    assert_said("bench/verdicts", name, "\n".join(lines))
 
 
 def test_the_verdict_of_several_comparisons_is_the_worst():
