@@ -41,7 +41,7 @@ from kvbm.config.key_list import keys
 from kvbm.config.layers import shipped
 from kvbm.config.schema import INTERPOLATED
 from kvbm.config.sizes import parse_size
-from kvbm.config.variables import VARIABLES
+from kvbm.config.variables import STORE_VARIABLES, VARIABLES
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.text import whole_text
 
@@ -263,7 +263,7 @@ def mutated_variables(dice: random.Random) -> dict[str, str]:
 
 def mutated_set(dice: random.Random, kind: str) -> str:
     path = dice.choice(
-        [*LEAVES, *LEAVES, *SECTIONS, "engine.environment.A", "engine.arguments.enforce_eager", "extends"]
+        [*LEAVES[kind], *LEAVES[kind], *SECTIONS, "engine.environment.A", "engine.arguments.enforce_eager", "extends"]
     )
     if dice.random() < 0.2:
         path = misspelt(dice, path)
@@ -485,8 +485,11 @@ def bare(text: str) -> str:
 
 
 def _variable_is_shown(name: str, text: str, every: Mapping, stderr: str, sets: Mapping[str, str]) -> Iterator[str]:
+    store = str(every.get("tiers.shared.url", {"value": ""})["value"])
     if not name.startswith("DYN_KVBM_") or f"`{name}` has no effect" in stderr:
         return
+    if name in STORE_VARIABLES and store.startswith("s3://"):
+        return  # the store reads it
     key = next((variable.key for variable in VARIABLES if variable.name == name), None)
     is_used = any(entry["origin"] == name for entry in every.values())
     asks_for_nothing = text.strip().lower() in ("0", "false", "no", "off")
