@@ -1,0 +1,198 @@
+"""The loop of reinforcement learning on a real vLLM: generate, pause, update the weights, resume, and again.
+
+Every round interrupts requests whose prompts are asked again with the new weights: some load from host memory, some
+compute. What they stored is stale then. Between two updates nothing is stale, so a pause that keeps the cache must
+leave every block where it is. The truth is computed for each version of the weights by an engine that starts with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import httpx
+import pytest
+import torch
+from kept_results import KeptResults, row_of
+from pairs import is_at_rest
+from safetensors.torch import load_file, save_file
+from traffic import Comparison, Request, asker, assert_equal, repeat, tokens
+from vllm_server import BLOCK_TOKENS, CONNECTOR, Answer, VllmServer
+
+from kvbm_cli.make_model import materialise
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+COMMAND = "nox -s vllm -- tests/vllm/test_weight_updates.py -n 0 -m soak"
+CACHED = 2 * BLOCK_TOKENS
+REQUESTS = [Request(tokens(Random(f"update {number}"), CACHED + 20), 8) for number in range(4)]
+INTERRUPTED, OTHERS = REQUESTS[:2], REQUESTS[2:]
+VERSIONS = 3
+DEADLINE_S = 60.0  # of a call, on a busy machine
+# What vLLM answers if a disk is not cleared within 2 s. The caller repeats the pause.
+NOT_YET = "Failed to reset the KV connector cache"
+PAUSES = (
+    ("/pause?mode=abort", "/resume"),
+    ("/pause?mode=keep", "/resume"),
+    ("/pause?mode=wait", "/resume"),
+    ("/pause?mode=keep&clear_cache=false", "/resume"),  # requests continue with KV of the former weights
+    ("/sleep?level=1&mode=keep", "/wake_up"),
+    ("/pause?mode=abort&clear_cache=false", "/resume"),
+    ("/sleep?level=2&mode=abort", "/wake_up"),
+)
+UPDATES = ({"method": "reload_weights", "name": "weights_path"}, {"method": "take_weights", "name": "directory"})
+KEEPING = (("/pause?mode=keep&clear_cache=false", "/resume"), ("/sleep?level=0&mode=keep", "/wake_up?tags=scheduling"))
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory) -> list[Path]:
+    """The weights of each version; of all but the first, the attention of each layer is another one."""
+    directory = tmp_path_factory.mktemp("versions")
+    made = [shutil.copytree(materialise("vllm-25m"), directory / str(number)) for number in range(VERSIONS)]
+    for number, version in enumerate(made[1:], 1):
+        (path,) = version.glob("*.safetensors")
+        source = torch.Generator().manual_seed(number)
+        weights = load_file(path)
+        for name in sorted(one for one in weights if ".self_attn" in one):
+            noise = torch.randn(weights[name].shape, generator=source)
+            weights[name] = weights[name] + 0.05 * noise.to(weights[name].dtype)
+        save_file(weights, path, metadata={"format": "pt"})
+    return made
+
+
+@pytest.fixture
+def truth(process, versions) -> list[dict[Request, Answer]]:
+    engine, faults = process
+    faults.order()
+    found = []
+    for version in versions:
+        arguments = {"dtype": "float32", "max_model_len": 2048, "enable_prefix_caching": False}
+        engine.start(str(version), num_gpu_blocks_override=60, **arguments)
+        found.append(dict(zip(REQUESTS, engine.answer(REQUESTS), strict=True)))
+    engine.stop()
+    assert len({answers[REQUESTS[0]].tokens for answers in found}) == VERSIONS, "a stale block would not be seen"
+    return found
+
+
+class Loop:
+    """A server, and what each round did."""
+
+    def __init__(self, server: VllmServer, versions: list[Path], truth: list[dict[Request, Answer]]) -> None:
+        self.server, self.versions, self.truth = server, versions, truth
+        self.comparisons: list[Comparison] = []
+        self.longest_s: Counter[str] = Counter()
+        self.repeated = 0
+
+    def call(self, name: str, path: str, **body: object) -> None:
+        begin = time.monotonic()
+        while (answer := self.server.http.post(path, json=body, timeout=DEADLINE_S)).status_code != 200:
+            is_slow_disk = name == "pause" and NOT_YET in answer.text and time.monotonic() - begin < DEADLINE_S
+            assert is_slow_disk, f"{path}: {answer.text}\n{self.server.log_tail()}"
+            self.repeated += 1
+        self.longest_s[name] = max(self.longest_s[name], time.monotonic() - begin)
+
+    def round(self, number: int) -> None:
+        pause, resume = PAUSES[number % len(PAUSES)]
+        with ThreadPoolExecutor(len(INTERRUPTED)) as pool:
+            interrupted = [pool.submit(self.interrupted, request) for request in INTERRUPTED]
+            time.sleep(Random(number).uniform(0, 0.4))
+            self.call("pause", pause)
+            self.update(number)
+            self.call("resume", resume)
+            self.require_ends(interrupted)
+        found = self.check(number)
+        assert [found[request].cached for request in OTHERS] == [0] * len(OTHERS), f"round {number}: a stale block"
+        self.keep(number)
+
+    def interrupted(self, request: Request) -> None:
+        """Ask. The answer begins with the weights of one version and may end with those of the next."""
+        body = self.server.request(request.prompt, 60)
+        with httpx.Client(base_url=self.server.url, timeout=DEADLINE_S, trust_env=False) as client:
+            assert client.post("/v1/completions", json=body).status_code == 200
+
+    def require_ends(self, interrupted: list[Future[None]]) -> None:
+        begin = time.monotonic()
+        for one in interrupted:
+            one.result()
+        self.longest_s["interrupted"] = max(self.longest_s["interrupted"], time.monotonic() - begin)
+
+    def update(self, number: int) -> None:
+        update, version = UPDATES[number % len(UPDATES)], self.version(number)
+        self.call("update", "/collective_rpc", method=update["method"], kwargs={update["name"]: str(version)})
+
+    def version(self, number: int) -> Path:
+        return self.versions[(number + 1) % VERSIONS]
+
+    def check(self, number: int) -> dict[Request, Answer]:
+        found = repeat(asker(self.server), REQUESTS)
+        self.comparisons.append(assert_equal(found, self.truth[(number + 1) % VERSIONS]))
+        return found
+
+    def keep(self, number: int) -> None:
+        """Pause, and change nothing. Then every prompt is in host memory."""
+        pause, resume = KEEPING[number % len(KEEPING)]
+        self.server.wait_until("rest", is_at_rest)
+        self.call("pause", pause)
+        assert self.server.reset_prefix_cache(external=False)
+        self.call("resume", resume)
+        assert [answer.cached for answer in self.check(number).values()] == [CACHED] * len(REQUESTS), f"round {number}"
+        self.server.wait_until("rest", is_at_rest)
+        assert self.server.reset_prefix_cache(external=False)
+
+    def row(self, rounds: int) -> dict[str, object]:
+        totals = Comparison(
+            sum(one.requests for one in self.comparisons),
+            sum(one.tokens for one in self.comparisons),
+            sum(one.ties for one in self.comparisons),
+            max(one.worst for one in self.comparisons),
+            tuple(text for one in self.comparisons for text in one.wrong),
+        )
+        loaded = self.server.metrics()["kvbm_onboard_blocks_h2d"]
+        longest = {name: round(value, 2) for name, value in self.longest_s.items()}
+        facts = {"blocks_loaded": int(loaded), "pauses_repeated": self.repeated, "longest_call_s": longest}
+        return {"rounds": rounds, **row_of(totals), **facts}
+
+
+def start(model: Path, **lower: object) -> VllmServer:
+    tiers = {"host": {"blocks": 200}, **lower}
+    contents = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
+    connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
+    extension = ("--worker-extension-cls", "own_update.OwnUpdate")
+    return VllmServer(model, *extension, blocks=40, max_model_len=2048, connector=connector)
+
+
+def held(
+    server: VllmServer, versions: list[Path], truth: list[dict[Request, Answer]], rounds: int
+) -> dict[str, object]:
+    """Hold so many rounds, and return what they were like."""
+    loop = Loop(server, versions, truth)
+    assert_equal(repeat(asker(server), REQUESTS), truth[0])
+    for number in range(rounds):
+        loop.round(number)
+    row = loop.row(rounds)
+    print(json.dumps(row))
+    assert row["blocks_loaded"] >= rounds * len(REQUESTS) * CACHED // BLOCK_TOKENS
+    metrics = server.metrics()
+    assert metrics["kvbm_disabled"] == metrics["kvbm_faults"] == 0
+    return row
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rounds", [50])
+def test_after_many_updates_an_engine_leaves_nothing_on_disk(rounds, versions, truth, tmp_path):
+    disk = {"blocks": 200, "directory": str(tmp_path)}
+    with start(versions[0], disk=disk) as server:
+        row = held(server, versions, truth, rounds)
+        assert server.metrics()["kvbm_offload_blocks_h2d"] > 0
+        os.killpg(server.process.pid, signal.SIGKILL)
+    with start(versions[0], disk=disk) as server:
+        found = repeat(asker(server), REQUESTS)
+        assert [answer.cached for answer in found.values()] == [0] * len(REQUESTS)
+        assert_equal(found, truth[0])
+    KeptResults("vllm-weight-updates", COMMAND).add(row)
