@@ -284,16 +284,18 @@ class DiskTier(LowerTier):
     def close(self) -> None:
         """Write blocks that are only in host memory, most recently used first, for at most `drain_s`; then close.
 
-        A disk that confirms nothing for DRAIN_HUNG_S is not waited for.
+        Of more blocks than the disk has slots, only the newest are written: older ones would evict them. A disk that
+        confirms nothing for DRAIN_HUNG_S is not waited for.
         """
         began_s = self._clock()
         deadline_s = began_s + self._policy.drain_s
-        counts = self._host.store.counts()
-        newest_first = self._host.store.oldest(counts.inactive)[::-1]
-        absent = [newest_first[index] for index in self.store.missing(newest_first)]
-        due = [one for one in absent if one not in self._departing and one not in self._unowned]
+        newest_first = self._host.store.oldest(self._host.store.counts().inactive)[::-1]
+        absent = self._absent(newest_first)
+        fitting = newest_first[: self._disk.slot_count]
+        self.store.touch(fitting)
         self._queue.clear()
-        self._queue.update(dict.fromkeys(due, began_s))
+        self._queue.update(dict.fromkeys(self._absent(fitting), began_s))
+        due = len(self._queue)
         in_flight = sum(len(write.source.hashes) for write in self._writes.values())
         before, confirmed = self._counters.disk_offload_blocks, 0
         logged_s = moved_s = began_s
@@ -305,14 +307,14 @@ class DiskTier(LowerTier):
                 confirmed, moved_s = self._counters.disk_offload_blocks - before, self._clock()
             if self._clock() - logged_s > LOG_INTERVAL_S:
                 logged_s = self._clock()
-                log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, len(due) + in_flight)
+                log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, due + in_flight)
         is_hung = bool(self._writes or self.reads.are_hung) and self._clock() - moved_s >= DRAIN_HUNG_S
         self._disk.close(0.0 if is_hung or not self.is_on else deadlines.FINISH_S)
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
         done = self._counters.disk_offload_blocks - before
-        left = max(0, len(due) + in_flight - done)
+        left = max(0, len(absent) + in_flight - done)
         log.info("kvbm: the disk confirmed %d blocks of host memory before exit; %d may not be there", done, left)
 
     def _follow_process(self) -> None:
@@ -375,10 +377,14 @@ class DiskTier(LowerTier):
         self._counters.disk_filter_admitted_blocks += len(hashes)
         self._enqueue(hashes)
 
+    def _absent(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the blocks that may be written, and are neither on disk nor on their way there."""
+        absent = [hashes[index] for index in self.store.missing(hashes)]
+        return [one for one in absent if one not in self._unowned and one not in self._departing]
+
     def _enqueue(self, hashes: Sequence[bytes]) -> None:
         """Queue the blocks that are not on disk. Beyond one place per slot of host memory, blocks are dropped."""
-        absent = [h for index in self.store.missing(hashes) if (h := hashes[index]) not in self._unowned]
-        fresh = [h for h in absent if h not in self._departing and h not in self._queue]
+        fresh = [one for one in self._absent(hashes) if one not in self._queue]
         room = max(0, self._host.capacity_blocks - len(self._queue))
         self._queue.update(dict.fromkeys(fresh[:room], self._clock()))
         self._counters.disk_admitted_blocks += min(len(fresh), room)

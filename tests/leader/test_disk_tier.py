@@ -153,9 +153,8 @@ def test_a_block_that_failed_to_be_written_is_not_found():
     rig.close()
 
 
-def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
-    rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
-    old, new = rig.fill("a", 2), rig.fill("b", 2)
+def written_at_the_end(rig):
+    """Close, on a disk that ends every order at once; return what it is told to write, in order."""
     written = []
     run = rig.disk.poll
 
@@ -167,10 +166,52 @@ def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
     rig.disk.poll = poll
     rig.disk_tier._clock = time.monotonic
     rig.leader.close()
-    assert set(written[:2]) == set(new)
-    assert set(written) == {*old, *new}
     assert rig.disk.is_closed
     rig.close()
+    return written
+
+
+def test_at_the_end_host_memory_is_written_to_disk_the_newest_first():
+    rig = make(4, to_disk="frequency", policy={"drain_s": 5.0})
+    old, new = rig.fill("a", 2), rig.fill("b", 2)
+    written = written_at_the_end(rig)
+    assert set(written[:2]) == set(new)
+    assert set(written) == {*old, *new}
+
+
+def test_at_the_end_a_disk_smaller_than_host_memory_gets_the_newest_blocks_only(caplog):
+    """Older ones would evict them."""
+    caplog.set_level("INFO")
+    rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
+    old, new = rig.fill("a", 2), rig.fill("b", 2)
+    assert written_at_the_end(rig) == [*new, old[0]]
+    assert on_disk(rig) == {*new, old[0]}
+    assert "1 may not be there" in caplog.text
+
+
+def test_at_the_end_new_blocks_evict_none_that_are_newer_in_host_memory():
+    """The disk does not know a hit that no engine step has told it."""
+    rig = make(3, to_disk="frequency", policy={"drain_s": 5.0})
+    kept = rig.fill("a", 2)
+    asked_again(rig, kept)  # writes them
+    settled(rig)
+    other = rig.fill("b", 1)
+    asked_again(rig, other)
+    settled(rig)
+    rig.leader._host.store.touch(kept)
+    new = rig.fill("c", 1)
+    assert written_at_the_end(rig) == new
+    assert on_disk(rig) == {*kept, *new}
+
+
+def test_at_the_end_blocks_that_left_the_disk_for_newer_ones_are_not_written_again():
+    rig = make(3, policy={"drain_s": 5.0})
+    for name in ("a", "b", "c"):
+        newest = rig.fill(name, 2)
+        settled(rig)
+    before = on_disk(rig)
+    assert written_at_the_end(rig) == []
+    assert set(newest) < on_disk(rig) == before
 
 
 @pytest.mark.parametrize(("hangs", "said"), [(False, "confirmed 4 blocks"), (True, "confirmed 0 blocks")])

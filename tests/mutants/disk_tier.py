@@ -217,7 +217,7 @@ MUTANTS = (
         bug="the last line of an engine counts blocks that the disk has not confirmed",
         file="kvbm/leader/disk_tier.py",
         old="        done = self._counters.disk_offload_blocks - before\n",
-        new="        done = len(due)\n",
+        new="        done = due\n",
         fails="tests/leader/test_disk_tier.py -k confirmed",
     ),
     Mutant(
@@ -227,6 +227,22 @@ MUTANTS = (
         old="while self.is_writing() and self._clock() < deadline_s and self._clock() - moved_s < DRAIN_HUNG_S:",
         new="while self.is_writing() and self._clock() < deadline_s:",
         fails="tests/leader/test_disk_tier.py -k confirmed",
+    ),
+    Mutant(
+        name="disk-side-drains-more-than-the-disk-holds",
+        bug="at the end, old blocks of host memory evict the newest ones from a smaller disk",
+        file="kvbm/leader/disk_tier.py",
+        old="newest_first[: self._disk.slot_count]",
+        new="newest_first",
+        fails="tests/leader/test_disk_tier.py -k at_the_end",
+    ),
+    Mutant(
+        name="disk-side-drains-without-touching-what-stays",
+        bug="at the end, blocks of host memory evict newer ones that are on disk already",
+        file="kvbm/leader/disk_tier.py",
+        old="        self.store.touch(fitting)\n",
+        new="",
+        fails="tests/leader/test_disk_tier.py -k at_the_end",
     ),
     Mutant(
         name="rates-are-written-again-although-equal",

@@ -64,8 +64,8 @@ MUTANTS = (
         name="trtllm-writes-blocks-without-their-tenant",
         bug="a block of an unknown tenant is written without one, so that it cannot be deleted by tenant",
         file="kvbm/leader/disk_tier.py",
-        old="if (h := hashes[index]) not in self._unowned]",
-        new="if (h := hashes[index])]",
+        old="if one not in self._unowned and one not in self._departing]",
+        new="if one not in self._departing]",
         fails="tests/trtllm/test_disk_of_trtllm.py -k unknown_tenant",
     ),
     Mutant(
