@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from host_pools import LAYOUTS, SGLangHostPool, storage_config
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
+from kvbm.process import deadlines
 from kvbm.sglang_integration import leader_thread, storage
 from kvbm.types import Tier
 
@@ -220,6 +222,47 @@ def test_a_stopped_disk_process_costs_one_deadline_and_writes_no_page_later(disk
         wait_until(lambda: leader_of(backend).is_on and not leader_of(backend).lower_tiers[0].reads._open)
         assert not any(pool.content(page).any() for page in (10, 11, 12))
         assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
+
+
+STOPS_ITSELF = """
+import os, signal, sys
+from pathlib import Path
+
+if "kvbm.disk.service.server" in sys.orig_argv and not Path({pid!r}).exists():
+    Path({pid!r} + ".new").write_text(str(os.getpid()))
+    os.rename({pid!r} + ".new", {pid!r})
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_disk_process_that_is_stopped_while_the_storage_is_attached_is_used_when_it_goes_on(
+    disk, tmp_path, monkeypatch
+):
+    """The first process stops before it says anything, so the start does not wait for it any longer."""
+    pid = tmp_path / "pid"
+    (home := tmp_path / "hook").mkdir()
+    (home / "sitecustomize.py").write_text(STOPS_ITSELF.format(pid=str(pid)))
+    monkeypatch.setenv("PYTHONPATH", str(home))
+    monkeypatch.setattr(deadlines, "START_LIMIT_S", 0.5)
+    pool, keys = SGLangHostPool("page_first"), keys_of("a", 3)
+    expected = filled(pool, range(3))
+    with opened(pool, {"disk": disk}) as backend:
+        wait_until(lambda: pid.exists() and is_stopped(int(pid.read_text())))
+        assert backend.batch_exists(keys) == 0
+        assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [False] * 3
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [False] * 3
+        os.kill(int(pid.read_text()), signal.SIGCONT)
+        wait_until(lambda: leader_of(backend).is_on)
+        assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
+        on_disk(backend, 3)
+        leader_of(backend)._host.store.reset()
+        assert backend.batch_get_v1(keys, pool.indices(10, 11, 12)) == [True] * 3
+        assert_pages(pool, [10, 11, 12], expected)
+        assert leader_of(backend).counters.faults == 0
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_two_engines_share_a_directory(tmp_path):
