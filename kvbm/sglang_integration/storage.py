@@ -162,7 +162,11 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         except BaseException:
             self._segment.close()
             raise
-        log.info("kvbm: %d pages of %d bytes in kvbm's own memory", slots, layout.slot_stride)
+        info = self._segment.info
+        log.info(
+            "kvbm: rank %d allocated %d blocks of %d bytes in host memory (%.2f GB)",
+            self._rank, info.slot_count, info.block_bytes, info.length / 1e9,
+        )  # fmt: skip
 
     @contained(0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:

@@ -2,6 +2,7 @@
 
 kvbm: rank 0 allocated 682 blocks of 1572864 bytes in host memory     the connector: blocks of G2, bytes of a block
 GPU KV cache size: 87,296 tokens                                     vLLM: tokens in G1
+max_total_num_tokens=87296, chunked_prefill_size=4096                SGLang: tokens in G1
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvbm.sizing import ESTIMATE, Sizing
 
 MAX_LOG_BYTES = 16 << 20  # of the end of a log
 _HOST = re.compile(r"kvbm: rank (\d{1,6}) (?:allocated|shares) (\d{1,15}) blocks of (\d{1,15}) bytes")
-_DEVICE = re.compile(r"(?:GPU|CPU) KV cache size: ([\d,]{1,20}) tokens")
+_DEVICE = re.compile(r"(?:(?:GPU|CPU) KV cache size: |\bmax_total_num_tokens=)([\d,]{1,20})\b")
 
 
 @dataclass(frozen=True, slots=True)

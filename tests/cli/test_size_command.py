@@ -61,6 +61,11 @@ def test_the_last_engine_in_a_log_counts():
     assert ReportedSizes.of("") == ReportedSizes(None, None, None)
 
 
+def test_the_log_of_sglang_is_read_too():
+    of_sglang = "[2026-11-28 02:30:12] max_total_num_tokens=3072, chunked_prefill_size=4096, context_len=2048"
+    assert ReportedSizes.of(f"{of_sglang}\n{CONNECTOR.format(64, 4096)}") == ReportedSizes(4096, 64, 3072)
+
+
 def test_the_largest_block_and_the_fewest_blocks_of_all_ranks_count():
     ranks = (CONNECTOR.format(100, 4096), CONNECTOR.format(90, 8192).replace("rank 0", "rank 1"))
     assert ReportedSizes.of("\n".join(ranks)) == ReportedSizes(8192, 90, None)
