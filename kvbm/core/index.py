@@ -14,7 +14,6 @@ Only the store calls this. `states` is the store's; it is read here, never writt
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, compress, repeat
@@ -29,6 +28,7 @@ ENTRIES_PER_DICT = 10_400
 # Comparing bytes is faster while runs of consecutive slots have this many blocks on average.
 _WORTHWHILE_RUN = 8
 _WORTHWHILE_LENGTH = 64  # of the hashes in one call
+LONG_RUN = 64  # slots that are a range in the answers: a shorter range costs more than its slots one by one
 
 
 class HashIndex:
@@ -59,7 +59,7 @@ class HashIndex:
         return list(chain.from_iterable(self.find_runs(hashes)))
 
     def find_runs(self, hashes: Sequence[bytes]) -> list[Sequence[int]]:
-        """Like `find_prefix`, in pieces: consecutive slots are a range, as far as they were found at once."""
+        """Like `find_prefix`, in pieces: a range for each long run of consecutive slots, lists of the others."""
         end, position = len(hashes), 0
         runs: list[Sequence[int]] = []
         joined, allowed = b"", 0
@@ -75,7 +75,7 @@ class HashIndex:
             if slot is None:
                 return runs
             run = self._run_length(joined, position, slot, end - position)
-            runs.append(range(slot, slot + run))
+            _add_run(runs, range(slot, slot + run))
             position += run
             allowed += run - _WORTHWHILE_RUN
         rest = hashes[position:]
@@ -84,8 +84,7 @@ class HashIndex:
             if found is None:
                 break
             slots.append(found)
-        if slots:
-            runs.append(slots)
+        _add_run(runs, slots)
         return runs
 
     def _run_length(self, joined: bytes, position: int, slot: int, limit: int) -> int:
@@ -182,17 +181,35 @@ def is_consecutive(slots: Sequence[int]) -> bool:
 
 
 def ascending_runs(slots: list[int]) -> list[Sequence[int]]:
-    """Return `slots`, which are different, in pieces: a range for each run of consecutive ones, if they ascend in runs
-    that are long enough for that."""
+    """Return `slots`, which are different, in pieces: a range for each long run of consecutive ones, if they ascend and
+    most runs are long; else as they are."""
     count, begin = len(slots), 0
-    if count < 2 * _WORTHWHILE_RUN or slots != sorted(slots):  # which takes less time than a look for other orders
+    if count < _WORTHWHILE_RUN:
         return [slots]
-    if slots[-1] - slots[0] == count - 1:
-        return [range(slots[0], slots[-1] + 1)]
+    sample = slots[:: count // _WORTHWHILE_RUN]
+    if sample != sorted(sample) or slots != sorted(slots):  # sorting what ascends takes little time
+        return [slots]
     runs: list[Sequence[int]] = []
-    while begin < count and len(runs) <= 4 + begin // _WORTHWHILE_RUN:
-        first = slots[begin] - begin
-        end = bisect_right(range(begin, count), first, key=lambda at: slots[at] - at) + begin
-        runs.append(range(slots[begin], slots[end - 1] + 1))
-        begin = end
-    return [*runs, slots[begin:]] if begin < count else runs
+    found = 0
+    while begin < count and found <= 4 + begin // LONG_RUN:
+        end, upto, first = begin + 1, count, slots[begin] - begin
+        step = LONG_RUN
+        while end < upto:  # slots[i] - i never falls, so a run ends where it is not `first` any more
+            middle = min(end + step, upto) - 1
+            if slots[middle] - middle == first:
+                end, step = middle + 1, 2 * step
+            else:
+                upto, step = middle, max(1, (middle - end) // 2)
+        _add_run(runs, range(slots[begin], slots[begin] + end - begin))
+        begin, found = end, found + 1
+    _add_run(runs, slots[begin:])
+    return runs
+
+
+def _add_run(runs: list[Sequence[int]], run: Sequence[int]) -> None:
+    if isinstance(run, range) and len(run) >= LONG_RUN:
+        runs.append(run)
+    elif runs and isinstance(runs[-1], list):
+        runs[-1].extend(run)
+    elif run:
+        runs.append([*run])

@@ -164,15 +164,16 @@ class Ranked(Order):
         self._mark(runs or ascending_runs(slots), self._merged(slots, marks) if self.follows_hints else marks)
 
     def _mark(self, runs: Sequence[Sequence[int]], marks: bytes) -> None:
-        all_marks, at = self.marks, 0
+        all_marks, used_s, now_s, at = self.marks, self._used_s, self.now_s, 0
         for run in runs:
-            self._note_use(run)
             end = at + len(run)
             if isinstance(run, range):
                 all_marks[run.start : run.stop] = marks[at:end]
+                self._note_use(run)
             else:
                 for slot, mark in zip(run, marks[at:end], strict=True):
                     all_marks[slot] = mark
+                    used_s[slot] = now_s
             at = end
 
     def _note_use(self, run: Sequence[int]) -> None:

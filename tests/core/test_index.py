@@ -75,4 +75,9 @@ def test_runs_are_the_slots_in_their_order(gaps, swaps):
 def test_long_runs_are_ranges():
     assert ascending_runs(list(range(7, 107))) == [range(7, 107)]
     assert ascending_runs([*range(100), *range(200, 300)]) == [range(100), range(200, 300)]
-    assert ascending_runs(list(range(0, 200, 2)))[-1] == list(range(10, 200, 2))
+    assert ascending_runs([*range(100), *range(200, 210), *range(300, 310)]) == [
+        range(100),
+        [*range(200, 210), *range(300, 310)],
+    ]
+    assert ascending_runs(list(range(0, 200, 2))) == [list(range(0, 200, 2))]
+    assert ascending_runs([*range(100, 200), *range(100)]) == [[*range(100, 200), *range(100)]]
