@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, compress, repeat
+from itertools import chain, compress, pairwise, repeat
 from operator import eq, itemgetter, mod, mul
 from struct import Struct, iter_unpack
 
@@ -183,15 +183,13 @@ def is_consecutive(slots: Sequence[int]) -> bool:
 def ascending_runs(slots: list[int]) -> list[Sequence[int]]:
     """Return `slots`, which are different, in pieces: a range for each long run of consecutive ones, if they ascend and
     most runs are long; else as they are."""
+    sample = slots[::LONG_RUN]
+    long_runs = sum(after - before == LONG_RUN for before, after in pairwise(sample))
+    if 2 * long_runs < len(sample) or slots != sorted(slots):  # sorting what ascends takes little time
+        return [slots]
     count, begin = len(slots), 0
-    if count < _WORTHWHILE_RUN:
-        return [slots]
-    sample = slots[:: count // _WORTHWHILE_RUN]
-    if sample != sorted(sample) or slots != sorted(slots):  # sorting what ascends takes little time
-        return [slots]
     runs: list[Sequence[int]] = []
-    found = 0
-    while begin < count and found <= 4 + begin // LONG_RUN:
+    while begin < count:
         end, upto, first = begin + 1, count, slots[begin] - begin
         step = LONG_RUN
         while end < upto:  # slots[i] - i never falls, so a run ends where it is not `first` any more
@@ -201,8 +199,7 @@ def ascending_runs(slots: list[int]) -> list[Sequence[int]]:
             else:
                 upto, step = middle, max(1, (middle - end) // 2)
         _add_run(runs, range(slots[begin], slots[begin] + end - begin))
-        begin, found = end, found + 1
-    _add_run(runs, slots[begin:])
+        begin = end
     return runs
 
 

@@ -170,6 +170,11 @@ class Ranked(Order):
             if isinstance(run, range):
                 all_marks[run.start : run.stop] = marks[at:end]
                 self._note_use(run)
+            elif marks.count(marks[0]) == len(marks):
+                mark = marks[0]
+                for slot in run:
+                    all_marks[slot] = mark
+                    used_s[slot] = now_s
             else:
                 for slot, mark in zip(run, marks[at:end], strict=True):
                     all_marks[slot] = mark
@@ -218,20 +223,31 @@ class Ranked(Order):
         if not slots:
             return
         self.now_s += TICK_S
-        runs, marks = runs or ascending_runs(slots[::-1]), b""
+        runs = runs or ascending_runs(slots[::-1])
+        marks = b"".join(map(self.marks_of, runs))
+        inactive, count, at = self.lists.inactive, len(slots), 0
+        if marks.count(marks[0]) == count and not isinstance(runs[0], range):
+            self._append(inactive + (marks[0] & CLASS_MASK), slots)
+            return
         for run in runs:
             self._note_use(run)
-            marks += self.marks_of(run)
-        inactive, count, at = self.lists.inactive, len(slots), 0
-        if marks.count(marks[0]) == count:
-            self.lists.append(inactive + (marks[0] & CLASS_MASK), slots)
-            return
         classes = marks.translate(_CLASS_OF)[::-1]
         while at < count:
             rest = classes[at:]
             end = count - len(rest.lstrip(rest[:1]))
             self.lists.append(inactive + rest[0], slots[at:end])
             at = end
+
+    def _append(self, node: int, slots: list[int]) -> None:
+        """Append to a list like SlotLists, and note the use, in one pass: it runs for every slot."""
+        newer, older, used_s, now_s = self.lists.newer, self.lists.older, self._used_s, self.now_s
+        last = older[node]
+        for slot in slots:
+            newer[last] = slot
+            older[slot] = last
+            used_s[slot] = now_s
+            last = slot
+        self.lists.join(last, node)
 
     def take(self, count: int) -> list[int]:
         found, ends = self._next(count)
