@@ -158,12 +158,10 @@ class OpenAIMock(FakeServer):
                 connection.close()
                 return False
             arrival.first_write_s = arrival.first_write_s or time.monotonic()
-            chunk, is_last = (
-                tokens[start : start + answer.tokens_per_chunk],
-                start + answer.tokens_per_chunk >= len(tokens),
-            )
-            connection.event(event_body(arrival, self.choice_of(arrival, chunk, is_last=is_last)))
-            at += answer.token_ms * len(tokens[start + len(chunk) :][: answer.tokens_per_chunk]) / 1e3
+            end = start + answer.tokens_per_chunk
+            choice = self.choice_of(arrival, tokens[start:end], is_last=end >= len(tokens))
+            connection.event(event_body(arrival, choice))
+            at += answer.token_ms * len(tokens[end : end + answer.tokens_per_chunk]) / 1e3
         return True
 
     @staticmethod
@@ -177,12 +175,10 @@ class OpenAIMock(FakeServer):
         if body.get("return_token_ids"):
             choice["token_ids"] = tokens
         if arrival.path == CHAT:
-            logprobs = {"content": [{"token": text, "logprob": -0.5} for text in texts]}
-            return (
-                choice
-                | {"delta": {"content": "".join(texts)}}
-                | ({"logprobs": logprobs} if body.get("logprobs") else {})
-            )
+            choice["delta"] = {"content": "".join(texts)}
+            if body.get("logprobs"):
+                choice["logprobs"] = {"content": [{"token": text, "logprob": -0.5} for text in texts]}
+            return choice
         choice["text"] = "".join(texts)
         if body.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": texts, "token_logprobs": [-0.5] * len(tokens)}
