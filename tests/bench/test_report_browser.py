@@ -179,7 +179,7 @@ def test_tooltip_shows_values_and_follows_the_policy(browser, report):
     with Shown(browser, report, DESKTOP).ready() as shown:
         bar = shown.page.locator("figure.parts:visible .chart")
         box = bar.bounding_box()
-        bar.hover(position={"x": box["width"] * 0.4, "y": box["height"] * 0.4})
+        bar.hover(position={"x": box["width"] * 0.25, "y": box["height"] * 0.4})
         shown.page.wait_for_timeout(300)
         assert "first token: " in bar.inner_text()
         assert shown.complaints == []
