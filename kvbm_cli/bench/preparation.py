@@ -41,6 +41,7 @@ from kvbm_cli.bench.workload.script import (
     TextWriter,
     TokenWriter,
     Writer,
+    random_text,
     with_canned_answers,
 )
 
@@ -49,6 +50,7 @@ CALIBRATION_REQUESTS = 5
 CALIBRATION_SEED = 2**40 + 17
 PROBE_TIMEOUT_S = 60.0
 PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
+PROBE_CHARACTERS = 1000
 MOST_MISSING_FEATURES = 3
 
 OnRecord = Callable[[RequestRecord], None]
@@ -134,9 +136,10 @@ def _probe(engine: RunningEngine, dialect: Dialect, prompt: tuple[int, ...] | st
 
 
 def _characters_per_token(engine: RunningEngine, dialect: Dialect) -> float:
-    """Measured on one prompt; 4 if the server does not count tokens."""
-    record = _probe(engine, dialect, PROBE_TEXT)
-    return len(PROBE_TEXT) / record.prompt_tokens if record.prompt_tokens else 4.0
+    """Measured on one prompt of the text that prompts have; 4 if the server does not count tokens."""
+    text = random_text(random.Random(0), PROBE_CHARACTERS)
+    record = _probe(engine, dialect, text)
+    return len(text) / record.prompt_tokens if record.prompt_tokens else 4.0
 
 
 async def _send_all(engine: RunningEngine, requests: Sequence[PlannedRequest], timeout_s: float) -> list[RequestRecord]:
