@@ -116,6 +116,16 @@ def served(
     directory: Path, tiers: Mapping[str, Any] | None, modality: str = "image", core: int = 0, **arguments: Any
 ) -> Iterator[ChatClient]:
     """A healthy server, which is stopped in order at the end. Without `tiers` it is the baseline."""
+    write_profile(directory, tiers, modality, **arguments)
+    with (
+        started(directory, _environment(directory, core), *([] if tiers else ["--baseline"])) as (program, url),
+        ChatClient(url, "m") as client,
+    ):
+        yield client
+        client.stop(program)
+
+
+def write_profile(directory: Path, tiers: Mapping[str, Any] | None, modality: str, **arguments: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     template = directory / "chat.jinja"
     template.write_text(TEMPLATE % PLACE[modality])
@@ -126,13 +136,9 @@ def served(
         "onboard": {"policy": "always"},
         "server": {"port": "auto"},
     } | dict(tiers or {})
-    (directory / "mine.yaml").write_text(json.dumps(profile))
-    with (
-        started(directory, _environment(directory, core), *([] if tiers else ["--baseline"])) as (program, url),
-        ChatClient(url, "m") as client,
-    ):
-        yield client
-        client.stop(program)
+    path = directory / "mine.yaml"
+    path.write_text(json.dumps(profile))
+    return path
 
 
 def _environment(directory: Path, core: int) -> dict[str, str]:
