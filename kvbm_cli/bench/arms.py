@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,11 @@ RECORDING = "recording"
 BASELINE, KVBM, FLOOR = "baseline", "kvbm", "floor"
 RESERVED = (RECORDING, BASELINE, KVBM, FLOOR)
 DEFAULT_PAIRS = {"in_turn": 3, "interleaved": 1}
+# Arguments of an engine whose product is the number of its accelerators; the last three are SGLang's.
+RANKS = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+    *("tp_size", "pp_size", "dp_size"),
+)
 
 ArmKind = Literal["kvbm", "baseline", "profile", "floor", "url"]
 _URL = re.compile(r"(?:(?P<name>[A-Za-z0-9_-]{1,40})=)?(?P<url>https?://.*)")
@@ -66,8 +72,17 @@ class Arm:
         """Keys of the engine in which this reference differs; its answers may then differ without being wrong."""
         return tuple(key for key in self.differences if key.startswith("engine."))
 
+    @property
+    def ranks(self) -> int:
+        """Accelerators of the engine, by its profile: 1 for a server by URL."""
+        if self.resolved is None:
+            return 1
+        arguments = self.resolved.profile.engine.arguments
+        return math.prod(getattr(arguments, name, None) or 1 for name in RANKS)
+
     def to_json(self) -> dict[str, object]:
         return {
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
             "kind": self.kind,
             "profile": self.resolved.name if self.resolved else None,
             "url": self.url,

@@ -38,6 +38,20 @@ def test_a_run_has_a_directory_of_its_own_on_the_same_file_system_and_leaves_not
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "ranks"),
+    [
+        ("demo", {}, None),
+        ("vllm", {"tensor_parallel_size": 4, "data_parallel_size": 2}, 8),
+        ("sglang", {"tp_size": 2, "pp_size": 2}, 4),
+    ],
+)
+def test_the_plan_has_the_number_of_accelerators_of_an_arm(name, arguments, ranks):
+    overrides = tuple(f"engine.arguments.{key}={value}" for key, value in arguments.items())
+    resolved = load(name, directories=(profiles_directory(),), overrides=overrides)
+    assert Arm("kvbm", "kvbm", resolved).to_json().get("ranks") == ranks
+
+
 def test_without_a_disk_tier_the_profile_stays_as_it_is():
     demo = load("demo", directories=(profiles_directory(),)).profile
     with fresh_disk(demo) as same:

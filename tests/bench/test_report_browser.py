@@ -143,9 +143,12 @@ def test_verdict_is_on_the_first_screen_of_a_phone(browser, report):
 def test_a_sweep_is_drawn(browser, swept, size, scheme):
     with Shown(browser, swept, size, color_scheme=scheme).ready() as shown:
         shown.page.select_option("#workload", "all")
-        shown.assert_drawn(1 + 3 * CHARTS_OF_A_CELL)
+        shown.assert_drawn(2 + 3 * CHARTS_OF_A_CELL)
         assert shown.page.get_by_role("img", name="ms at").first.is_visible()
         assert not shown.is_too_wide()
+        shown.page.emulate_media(media="print")
+        shown.page.wait_for_timeout(300)
+        shown.assert_drawn(2 + 3 * CHARTS_OF_A_CELL)
         assert (shown.requests, shown.complaints) == ([swept.as_uri()], [])
 
 

@@ -256,18 +256,25 @@ def test_ladder_has_the_paired_ratios_of_the_summary(sample):
     assert chart["lines"] == [{"arm": 1, "points": points}]
 
 
-def test_a_sweep_has_a_point_per_load(tmp_path):
-    write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), rates=(0.5, 1.0, 2.0))
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_sweep_has_a_point_per_load(tmp_path, ranks):
+    summary = write_sample(tmp_path, sessions=6, turns=3, pairs=1, pressures=(None,), rates=(0.5, 1.0, 2.0))
+    summary["arms"]["kvbm"] |= {"ranks": ranks} if ranks > 1 else {}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     page = built(tmp_path)
-    [chart] = [chart for chart in page.charts["charts"] if chart["kind"] == "pareto"]
+    charts = [chart for chart in page.charts["charts"] if chart["kind"] == "pareto"]
+    assert [chart["y"] for chart in charts] == ["TTFT p50, ms", "ITL p50, ms"]
+    assert {chart["x"] for chart in charts} == {"output tokens per second" + (" and GPU" if ranks > 1 else "")}
     arms = [cell["arms"] for cell in summary_in(tmp_path)["cells"]]
     names = page.charts["arms"]
-    assert {names[line["arm"]] for line in chart["lines"]} == {"baseline", "kvbm", "floor"}
-    for line in chart["lines"]:
-        own = [one[names[line["arm"]]] for one in arms]
-        assert line["points"] == sorted(
-            [one["throughput"]["output_tokens_per_s"], one["ttft_ms"]["p50"]] for one in own
-        )
+    for chart, metric in zip(charts, ("ttft_ms", "itl_ms"), strict=True):
+        assert {names[line["arm"]] for line in chart["lines"]} == {"baseline", "kvbm", "floor"}
+        for line in chart["lines"]:
+            own = [one[names[line["arm"]]] for one in arms]
+            share = ranks if names[line["arm"]] == "kvbm" else 1
+            assert line["points"] == sorted(
+                [one["throughput"]["output_tokens_per_s"] / share, one[metric]["p50"]] for one in own
+            )
     assert "conversations-rate0.5" in page.shown
 
 

@@ -81,29 +81,39 @@ def ladder(report: Report) -> Figure | None:
     )
 
 
-def pareto(report: Report) -> Figure | None:
-    """Return the time to first token over the throughput of every arm, a point per load of a sweep; `None` without
-    one."""
+def pareto(report: Report) -> list[Figure]:
+    """Return the time to first token, and the time between tokens, over the throughput of every arm: a point per load
+    of a sweep. Empty without a sweep."""
+    metrics = (("ttft_ms", "TTFT", "time to first token"), ("itl_ms", "ITL", "time between tokens"))
+    found = [_pareto(report, key, short, name) for key, short, name in metrics]
+    return [figure for figure in found if figure is not None]
+
+
+def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
     lines: dict[tuple[str, str], list[list[float]]] = {}
     rows = []
     for cell in report.cells():
         load = _load_of(cell)
         for arm, own in mapping(cell.get("arms")).items():
-            tokens, ttft_ms = number(at(own, "throughput", "output_tokens_per_s")), number(at(own, "ttft_ms", "p50"))
-            if load is None or tokens is None or ttft_ms is None:
+            tokens, time_ms = number(at(own, "throughput", "output_tokens_per_s")), number(at(own, key, "p50"))
+            if load is None or tokens is None or time_ms is None:
                 continue
-            lines.setdefault((arm, _without_load(cell)), []).append([tokens, ttft_ms])
-            rows.append((arm, str(cell["name"]), load, decimal(tokens), milliseconds(ttft_ms)))
+            tokens /= _ranks(report, arm)
+            lines.setdefault((arm, _without_load(cell)), []).append([tokens, time_ms])
+            per_core = decimal(at(own, "cost", "output_tokens_per_core_s"))
+            rows.append((arm, str(cell["name"]), load, decimal(tokens), per_core, milliseconds(time_ms)))
     swept = {line: sorted(points) for line, points in lines.items() if len(points) > 1}
     if not swept:
         return None
     styles = [report.arms().index(arm) for arm, _ in swept]
-    title = "Throughput and time to first token by load"
+    is_per_rank = any(_ranks(report, arm) > 1 for arm, _ in swept)
+    title = f"Throughput{' per GPU' if is_per_rank else ''} and {name} by load"
+    unit = "output tokens per second" + (" and GPU" if is_per_rank else "")
     return Figure(
         kind="pareto",
         title=title,
-        note="A point per load. To the right and down is better: more tokens per second, and a shorter median time to "
-        "first token of the phase that the result is about.",
+        note=f"A point per load. To the right and down is better: more tokens per second, and a shorter median {name} "
+        "of the phase that the result is about.",
         description="Line chart. "
         + "; ".join(
             f"{arm}: " + ", ".join(f"{milliseconds(y)} ms at {decimal(x)} tokens/s" for x, y in points)
@@ -114,10 +124,18 @@ def pareto(report: Report) -> Figure | None:
             (f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)
         ),
         data={
-            "lines": [{"arm": style, "points": points} for style, points in zip(styles, swept.values(), strict=True)]
+            "x": unit,
+            "y": f"{short} p50, ms",
+            "lines": [{"arm": style, "points": points} for style, points in zip(styles, swept.values(), strict=True)],
         },
-        table=table(title, ("Arm", "Run", "Load", "Output tokens/s", "TTFT p50, ms"), rows, names=3),
+        table=table(
+            title, ("Arm", "Run", "Load", unit.capitalize(), "Per core second", f"{short} p50, ms"), rows, names=3
+        ),
     )
+
+
+def _ranks(report: Report, arm: str) -> float:
+    return number(at(report.summary["arms"], arm, "ranks")) or 1.0
 
 
 def _load_of(cell: Mapping[str, Any]) -> str | None:

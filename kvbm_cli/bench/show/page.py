@@ -135,7 +135,7 @@ def _overview(report: Report, figures: FigureList) -> Markup | None:
     found = sections.overview(report)
     if found is None:
         return None
-    drawn = [figures.add(figure) for figure in (ladder(report), pareto(report))]
+    drawn = [figures.add(figure) for figure in (ladder(report), *pareto(report))]
     return element("section", element("h2", "All workloads"), found, drawn)
 
 

@@ -188,9 +188,9 @@
     pareto(chart) {
       const ys = chart.lines.flatMap((line) => line.points.map((p) => p[1]));
       return base({
-        xAxis: across("value", "output tokens per second", { min: 0, axisLabel: { color: colour("muted"), formatter: tick, hideOverlap: true } }),
-        yAxis: logAxis(upwards, "TTFT p50, ms", ys),
-        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [["output tokens per second", digits(at.value[0])], ["median time to first token", `${digits(10 ** at.value[1])} ms`]]) },
+        xAxis: across("value", chart.x, { min: 0, axisLabel: { color: colour("muted"), formatter: tick, hideOverlap: true } }),
+        yAxis: logAxis(upwards, chart.y, ys),
+        tooltip: { ...base({}).tooltip, trigger: "item", formatter: (at) => rows(at.seriesName, [[chart.x, digits(at.value[0])], [chart.y.replace(", ms", ""), `${digits(10 ** at.value[1])} ms`]]) },
         series: chart.lines.map((line) => ({ type: "line", name: data.arms[line.arm], data: line.points.map((p) => [p[0], log(p[1])]), lineStyle: lineStyle(line.arm), itemStyle: { color: armColour(line.arm) }, symbol: SYMBOLS[line.arm % 6], symbolSize: 7 })),
       });
     },
