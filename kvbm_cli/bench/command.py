@@ -21,16 +21,17 @@ from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary, replay_lines
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
-from kvbm_cli.bench.find_limit import LIMIT, find_limits, require_searchable, show_limits
+from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
 from kvbm_cli.bench.lmbenchmark.exchange import csv_files_of
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
-from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory, cannot_write
+from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write
 from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import Setup, caveats_of, missing_runs, planned_runs, show_plan
+from kvbm_cli.bench.show.limit_page import build_limit_report
 from kvbm_cli.bench.show.page import build_report
 from kvbm_cli.bench.show.terminal import WIDTH, BenchProgress, show
 from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summarise
@@ -41,7 +42,7 @@ from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.system.machine import machine, versions
-from kvbm_cli.terminal.console import print_note
+from kvbm_cli.terminal.console import print_data, print_json, print_note
 from kvbm_cli.terminal.show_error import show_warning
 
 INTERRUPTED_EXIT_CODE = 130
@@ -227,7 +228,10 @@ def search(
     words: Sequence[str] = (),
     engines: OpenArm | None = None,
 ) -> int:
-    """Find the limit of every arm, write limit.json, and print it. `words` and `engines`: see `measure`."""
+    """Find the limit of every arm; write limit.json and report.html, and print it.
+
+    `words` and `engines`: see `measure`.
+    """
     with _interruptible(), contextlib.closing(directory):
         try:
             with BenchProgress() as progress:
@@ -240,6 +244,7 @@ def search(
         surroundings = {"command": list(words), **_surroundings(setup.comparison)}
         try:
             directory.write_json(LIMIT, {**found.to_json(), **surroundings})
+            build_limit_report(directory.path)
         except OSError as error:
             raise cannot_write(directory.path, error) from None
         finally:
@@ -268,6 +273,8 @@ def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
     results = Results.read(directory)
     if replay is not None:
         write_replay(replay, results)
+    if directory.has(LIMIT):
+        return report_limit(directory, as_json=as_json)
     old = directory.read_json(SUMMARY) if (path / SUMMARY).exists() else {"caveats": [UNKNOWN_SURROUNDINGS]}
     kept = {name: old.get(name) for name in SURROUNDINGS}
     summary = summarise(results, surroundings=kept, caveats=old.get("caveats", ()))
@@ -278,6 +285,17 @@ def report(path: Path, *, as_json: bool, replay: Path | None = None) -> int:
     finally:
         print_summary(summary, path, as_json=as_json)
     return Verdict(summary["verdict"]).exit_code
+
+
+def report_limit(directory: BenchDirectory, *, as_json: bool) -> int:
+    """`kvbm bench report DIR` of a search: write report.html again."""
+    found = directory.read_json(LIMIT)
+    page = build_limit_report(directory.path)
+    if as_json:
+        print_json(found)
+    else:
+        print_data("\n".join([*(one["sentence"] for one in found["ratios"]), f"report: {page}"]))
+    return 0
 
 
 def write_replay(file: Path, results: Results) -> None:

@@ -3,7 +3,8 @@
 One engine after the other gets the requests of one plan at different rates (`judge/limit.py` chooses them).
 
 A probe empties the cache and sends all requests of the plan at one rate. A rate that does not hold at once is probed
-again. probes.jsonl has every probe, requests.jsonl every request, limit.json the limits of all arms.
+again. probes.jsonl has every probe, requests.jsonl every request, limit.json the limits of all arms, which report.html
+shows.
 """
 
 from __future__ import annotations
@@ -21,40 +22,59 @@ from kvbm_cli.bench.arms import Arm
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import ExperimentProgress, prepare
-from kvbm_cli.bench.judge.limit import Bounds, Condition, LimitOutcome, Ratio, find_limit, outcome_of, ratio_of
+from kvbm_cli.bench.judge.limit import (
+    Bounds,
+    Condition,
+    LimitOutcome,
+    Ratio,
+    find_limit,
+    outcome_of,
+    ratio_of,
+    shown_limit,
+)
+from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS
 from kvbm_cli.bench.load.drive import drive
+from kvbm_cli.bench.load.process import ClientHealth
 from kvbm_cli.bench.preparation import warm_up
-from kvbm_cli.bench.result.directory import REQUESTS, BenchDirectory, cell_plan, run_name
-from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.result.directory import PROBES, REQUESTS, BenchDirectory, cell_plan, run_name
+from kvbm_cli.bench.result.results import RequestRecord, percentile
 from kvbm_cli.bench.setup import Setup
+from kvbm_cli.bench.show.page import FILE_NAME
 from kvbm_cli.bench.workload.plan import Plan
 from kvbm_cli.terminal.console import print_data, print_json, table
 
 MOST_PROBES = 3
 MOST_PROBE_S = 600.0
-PROBES = "probes.jsonl"
-LIMIT = "limit.json"
 SETTLED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class ArmLimit:
-    """`compared` answers were compared with the recorded ones, and `different` of them differed."""
+    """`compared` answers were compared with the recorded ones, and `different` of them differed.
+
+    `doubt` says why the lowest rate that fails may be no limit of the engine.
+    """
 
     arm: str
     bounds: Bounds
     probes: int
     compared: int
     different: int
+    doubt: str | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.bounds.is_known and self.doubt is None
 
     def to_json(self) -> dict[str, Any]:
         high = None if math.isinf(self.bounds.high) else self.bounds.high
         return {
             "arm": self.arm,
             "requests_per_s": {"low": self.bounds.low, "high": high},
-            "is_known": self.bounds.is_known,
+            "is_known": self.is_known,
             "probes": self.probes,
             "answers": {"compared": self.compared, "different": self.different},
+            "doubt": self.doubt,
         }
 
 
@@ -67,7 +87,8 @@ class FoundLimits:
     measured: str
 
     def ratio(self, reference: ArmLimit) -> Ratio | None:
-        return ratio_of(self._measured.bounds, reference.bounds)
+        is_known = self._measured.is_known and reference.is_known
+        return ratio_of(self._measured.bounds, reference.bounds) if is_known else None
 
     @property
     def references(self) -> list[ArmLimit]:
@@ -78,7 +99,7 @@ class FoundLimits:
         ratio = self.ratio(reference)
         limits = ", ".join(map(str, self.conditions))
         if ratio is None:
-            unknown = [one.arm for one in self.arms if one in (reference, self._measured) and not one.bounds.is_known]
+            unknown = [one.arm for one in self.arms if one in (reference, self._measured) and not one.is_known]
             return f"the limit of {' and '.join(unknown)} is not known, so there is no ratio under {limits}"
         between = f"({ratio.low:.2f} to {ratio.high:.2f})"
         if not ratio.is_clear:
@@ -93,10 +114,13 @@ class FoundLimits:
     def notes(self) -> list[str]:
         """Return what makes a limit doubtful."""
         lengths_s = [(one.arm, self.requests / one.bounds.low) for one in self.arms if one.bounds.is_known]
-        return [
+        short = [
             f"a probe at the limit of {arm} takes {length_s:.0f} s, too short for a queue to grow: send more"
             for arm, length_s in lengths_s
             if length_s < SETTLED_S
+        ]
+        return short + [
+            f"the limit of {one.arm} is doubtful: {one.doubt}" for one in self.arms if one.doubt is not None
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -191,6 +215,7 @@ class _LimitSearch:
         assert plan.launches.interval_s is not None
         self._start = 1 / plan.launches.interval_s
         self._probes = self._compared = self._different = 0
+        self._late: dict[float, tuple[float, float]] = {}  # by rate, of its best probe: ms, and share of a core
 
     def run(self, engines: OpenArm) -> ArmLimit:
         self._progress.phase(f"starting {self._arm}")
@@ -201,17 +226,28 @@ class _LimitSearch:
             warm_up(self._engine, self._plan)
             least = len(self._plan.requests) / MOST_PROBE_S
             bounds = find_limit(self._judge, self._start, least=least)
-        return ArmLimit(self._arm, bounds, self._probes, self._compared, self._different)
+        doubt = self._doubt(*self._late.get(bounds.high, (0.0, 0.0)))
+        return ArmLimit(self._arm, bounds, self._probes, self._compared, self._different, doubt)
+
+    def _doubt(self, late_ms: float, cpu_share: float) -> str | None:
+        """Return why a rate at which the client was so late may not fail because of the engine."""
+        limits = [one.limit_ms for one in self._conditions if one.counts_from_launch]
+        if late_ms <= DEFAULT_LIMITS.most_late_ms(min(limits, default=None)):
+            return None
+        return (
+            f"at the lowest rate that fails, the load client was {late_ms:.0f} ms late and used {cpu_share:.0%} of a "
+            "core; repeat the search on an idle machine, or with less load"
+        )
 
     def _judge(self, rate: float) -> LimitOutcome:
         """Probe the rate. A stall of the machine makes a probe fail, so a failure counts when another one fails too."""
         records: list[RequestRecord] = []
         outcomes: list[LimitOutcome] = []
         for _ in range(MOST_PROBES):
-            probed = self._probe(rate)
+            probed, health = self._probe(rate)
             records += probed
             outcomes.append(outcome_of(self._conditions, probed))
-            self._write_probe(rate, probed, outcomes[-1])
+            self._write_probe(rate, probed, outcomes[-1], health)
             if outcomes == [LimitOutcome.HOLDS]:
                 return LimitOutcome.HOLDS
             for one in (LimitOutcome.HOLDS, LimitOutcome.FAILS):
@@ -219,12 +255,17 @@ class _LimitSearch:
                     return one
         return outcome_of(self._conditions, records)
 
-    def _write_probe(self, rate: float, records: Sequence[RequestRecord], outcome: LimitOutcome) -> None:
+    def _write_probe(
+        self, rate: float, records: Sequence[RequestRecord], outcome: LimitOutcome, health: ClientHealth
+    ) -> None:
         shares = {str(one): one.exceeded_share(records) for one in self._conditions}
+        late_ms = max(percentile([one.lateness_ms or 0.0 for one in records], 90), health.loop_lag_p99_ms)
+        late = (round(late_ms, 3), round(health.cpu_share, 4))
+        self._late[rate] = min(late, self._late.get(rate, late))
         line = {"arm": self._arm, "rate": rate, "requests": len(records), "outcome": outcome.value, "exceeded": shares}
-        self._directory.append(PROBES, line)
+        self._directory.append(PROBES, {**line, "client": {"late_ms": late[0], "cpu_share": late[1]}})
 
-    def _probe(self, rate: float) -> tuple[RequestRecord, ...]:
+    def _probe(self, rate: float) -> tuple[tuple[RequestRecord, ...], ClientHealth]:
         self._probes += 1
         plan = at_rate(self._plan, rate)
         text = f"{self._arm}, probe {self._probes}: {rate:.3g} requests/s"
@@ -241,7 +282,7 @@ class _LimitSearch:
         if rate <= self._start and 2 * len(failed) >= len(records):  # not because of the load: slower probes fail too
             message = f"{self._arm} failed {len(failed)} of {len(records)} requests at {rate:.3g} requests/s"
             raise EngineError(f"{message}: {failed[0].error}")
-        return records
+        return records, result.health
 
     def _keep(self, record: RequestRecord) -> None:
         self._directory.append(REQUESTS, record.to_json())
@@ -256,18 +297,12 @@ def show_limits(found: FoundLimits, directory: str | os.PathLike[str], *, as_jso
     if as_json:
         print_json(found.to_json())
         return
-    rows = [(one.arm, _bounds(one), str(one.probes), f"{one.different} of {one.compared}") for one in found.arms]
+    rows = [
+        (one.arm, shown_limit(one.bounds, one.doubt), str(one.probes), f"{one.different} of {one.compared}")
+        for one in found.arms
+    ]
     lines = [table([("arm", "requests/s", "probes", "answers that differ"), *rows], right=(2, 3)), ""]
     lines += [found.sentence(reference) for reference in found.references]
     lines += [f"note: {note}" for note in found.notes]
-    print_data("\n".join([*lines, "", f"every probe: {os.fspath(directory)}"]))
-
-
-def _bounds(one: ArmLimit) -> str:
-    bounds = one.bounds
-    if bounds.low == 0:
-        return "none holds" if math.isinf(bounds.high) else f"none holds, {bounds.high:.3g} fails"
-    if math.isinf(bounds.high):
-        return f"{bounds.low:.3g} holds, none fails"
-    text = f"{bounds.low:.3g} to {bounds.high:.3g}"
-    return text if bounds.is_known else f"{text}: noise forbids an answer"
+    path = os.fspath(directory)
+    print_data("\n".join([*lines, "", f"report: {os.path.join(path, FILE_NAME)}", f"every probe: {path}"]))

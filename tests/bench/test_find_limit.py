@@ -5,6 +5,7 @@ import math
 import random
 import re
 from contextlib import closing
+from html import escape
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from bench_rig import WORKLOAD, MockEngines, SilentProgress, setup_of, without_s
 
 from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
-from kvbm_cli.bench.find_limit import find_limits, require_searchable
+from kvbm_cli.bench.find_limit import ArmLimit, FoundLimits, find_limits, require_searchable
 from kvbm_cli.bench.judge.limit import (
     Bounds,
     Condition,
@@ -25,6 +26,7 @@ from kvbm_cli.bench.judge.limit import (
 from kvbm_cli.bench.result.arm_result import wilson_interval
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.bench.show.limit_page import limit_page
 from kvbm_cli.bench.workload.schema import Schedule
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
@@ -187,8 +189,9 @@ CAPACITY = {"baseline": 10.0, "kvbm": 20.0}
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Engines start and record; their probes run in the time of a queue. Arms in the set refuse every request."""
-    refusing: set[str] = set()
+    """Engines start and record; their probes run in the time of a queue. Arms in the set refuse every request. With
+    `late` in it, requests wait in the client; with `lags`, its event loop does not get a core in time."""
+    given: set[str] = set()
 
     async def drive(plan, targets, *, on_record):
         (target,) = targets
@@ -198,14 +201,16 @@ def simulated(monkeypatch):
             assert request.intended_s == pytest.approx(request.index * plan.launches.interval_s, abs=1e-6)
             records.append(target.record_of(request))
             records[-1].intended_ms = request.intended_s * 1e3
+            records[-1].launched_ms = records[-1].intended_ms + (time.ttft_ms if "late" in given else 0.0)
             records[-1].first_token_ms = records[-1].intended_ms + time.ttft_ms
             records[-1].token_ids = list(request.answer.token_ids)
-            records[-1].error = "HTTP 500: no" if target.arm in refusing else None
+            records[-1].error = "HTTP 500: no" if target.arm in given else None
             on_record(records[-1])
-        return SimpleNamespace(records={target.run: tuple(records)})
+        health = SimpleNamespace(loop_lag_p99_ms=90.0 if "lags" in given else 1.0, cpu_share=0.1)
+        return SimpleNamespace(records={target.run: tuple(records)}, health=health)
 
     monkeypatch.setattr("kvbm_cli.bench.find_limit.drive", drive)
-    return refusing
+    return given
 
 
 def limits_in(path):
@@ -226,6 +231,13 @@ def test_the_command_ends_with_the_sentence_that_compares_both_arms(tmp_path, ca
     shown = " ".join(capsys.readouterr().out.split())
     assert ratio["sentence"] in shown
     assert "note: a probe at the limit of baseline takes 12 s" in shown
+    assert [one["doubt"] for one in found["arms"]] == [None, None]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert f"<h1>{escape(ratio['sentence'])}.</h1>" in page
+    assert "<li>A probe at the limit of baseline takes 12 s, too short for a queue to grow: send more.</li>" in page
+    assert command.report(tmp_path / "run", as_json=False) == 0
+    assert (tmp_path / "run" / "report.html").read_text() == page
+    assert ratio["sentence"] in capsys.readouterr().out
     for one in found["arms"]:
         assert one["answers"] == {"compared": one["probes"] * 120, "different": 0}
     probes = [json.loads(line) for line in (tmp_path / "run" / "probes.jsonl").read_text().splitlines()]
@@ -237,6 +249,46 @@ def test_json_has_what_the_file_has(tmp_path, capsys, simulated):
     command.search(setup_of(MANY), (TTFT,), directory, as_json=True, engines=MockEngines())
     printed = json.loads(capsys.readouterr().out)
     assert printed.items() <= limits_in(tmp_path).items()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0.0, math.inf, "none holds"),
+        (0.0, 2.0, "none holds, 2 fails"),
+        (8.0, math.inf, "8 holds, none fails"),
+        (10.0, 10.2, "10 to 10.2"),
+        (1.0, 100.0, "1 to 100: noise forbids an answer"),
+    ],
+)
+def test_the_page_says_what_is_known_of_a_limit(low, high, text):
+    arm = ArmLimit("kvbm", Bounds(low, high), probes=3, compared=0, different=0)
+    found = FoundLimits((TTFT,), "small", 120, (arm,), "kvbm").to_json()
+    page = limit_page(
+        found, [{"arm": "kvbm", "rate": 1.0, "requests": 1, "outcome": "holds", "exceeded": {str(TTFT): 0}}], []
+    )
+    assert f"<h1>kvbm under ttft_p90&lt;800ms: {text} requests/s.</h1>" in page
+    assert ("Limit found" in page) == (text == "10 to 10.2")
+
+
+@pytest.mark.parametrize(("problem", "late_ms"), [("late", r"2\d\d"), ("lags", "90")])
+def test_a_client_that_was_late_forbids_an_answer(tmp_path, simulated, problem, late_ms):
+    simulated.add(problem)
+    conditions = parse_conditions("ttft_p90<200ms")
+    with closing(BenchDirectory.create(tmp_path / "run")) as directory:
+        found = find_limits(setup_of(MANY), conditions, MockEngines(), directory, SilentProgress())
+    assert found.sentence(found.references[0]).startswith("the limit of baseline and kvbm is not known")
+    doubts = [note for note in found.notes if "doubtful" in note]
+    assert len(doubts) == 2
+    assert re.search(rf"the load client was {late_ms} ms late and used 10% of a core", doubts[0])
+
+
+def test_a_directory_without_its_search_has_no_page(tmp_path, simulated):
+    directory = BenchDirectory.create(tmp_path / "run")
+    command.search(setup_of(MANY), (TTFT,), directory, as_json=True, engines=MockEngines())
+    (tmp_path / "run" / "limit.json").write_text('{"arms": 3}')
+    with pytest.raises(UsageError, match=r"no result of `--find-limit` that can be read"):
+        command.report(tmp_path / "run", as_json=True)
 
 
 def test_a_stall_in_one_probe_is_no_failure(tmp_path, monkeypatch, simulated):

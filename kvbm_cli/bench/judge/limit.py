@@ -58,6 +58,11 @@ class Condition:
         return f"{self.metric}_p{self.percent:g}<{self.limit_ms:g}ms"
 
     @property
+    def counts_from_launch(self) -> bool:
+        """Whether a client that launches late exceeds the limit."""
+        return self.metric in ("ttft", "e2e")
+
+    @property
     def least_requests(self) -> int:
         """Requests from which a probe without any exceeded limit is clear."""
         share = 1 - self.percent / 100
@@ -116,6 +121,16 @@ class Bounds:
     @property
     def middle(self) -> float:
         return math.sqrt(self.low * self.high)
+
+
+def shown_limit(bounds: Bounds, doubt: str | None) -> str:
+    low, high = bounds.low, bounds.high
+    if low == 0:
+        return "none holds" if math.isinf(high) else f"none holds, {high:.3g} fails"
+    if math.isinf(high):
+        return f"{low:.3g} holds, none fails"
+    text = f"{low:.3g} to {high:.3g}"
+    return f"{text}: noise forbids an answer" if not bounds.is_known else f"{text}: doubtful" if doubt else text
 
 
 @dataclass(frozen=True, slots=True)

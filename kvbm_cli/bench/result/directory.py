@@ -6,6 +6,7 @@
     runs.jsonl                 one line per run that has ended
     runs/<run>/                engine.log, server-metrics.jsonl
     summary.json, report.html  the result; `"complete": false` marks an interrupted experiment
+    limit.json, probes.jsonl   of `--find-limit`, in place of summary.json and runs.jsonl
     .lock                      locked by the command that measures
 
 The name of a cell is its workload, with the pressure if there is one; the name of a run is <cell>.<pair>.<arm>.
@@ -30,6 +31,7 @@ DEFAULT_PARENT = Path("kvbm-runs")
 FORMAT = 2  # of plan.json and summary.json
 RUN_FIELDS = {"run": str, "arm": str, "cell": str, "pair": int, "client": dict, "server": dict}
 REQUESTS, RUNS, PLAN, SUMMARY = "requests.jsonl", "runs.jsonl", "plan.json", "summary.json"
+LIMIT, PROBES = "limit.json", "probes.jsonl"
 SERVER_METRICS = "server-metrics.jsonl"  # of a run
 LOCK = ".lock"
 HEAD_BYTES = 64 << 10

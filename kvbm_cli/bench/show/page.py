@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ class FigureList:
 def page(report: Report) -> str:
     """Return the whole document."""
     figures = FigureList()
-    body = element(
-        "main",
+    body = join(
         sections.header(report),
         element("p", WITHOUT_SCRIPTS, class_="notice"),
         sections.key_numbers(report),
@@ -86,22 +86,27 @@ def page(report: Report) -> str:
         _cells(report, figures),
         _about(report),
     )
+    return document(sections.title(report), body, report.arms(), figures)
+
+
+def document(title: str, body: Markup, arms: Sequence[str], figures: FigureList) -> str:
+    """Return the page around its body. The colours of `arms` follow from their order."""
     scripts, style = page_files()
-    data = {"arms": report.arms(), "charts": figures.charts}
+    data = {"arms": list(arms), "charts": figures.charts}
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy(scripts, style)),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="color-scheme", content="light dark"),
-        element("title", sections.title(report)),
+        element("title", title),
         element("style", Markup(style)),
     )
     last = join(
         element("script", json_for_script(data), type="application/json", id="data"),
         [element("script", Markup(script)) for script in scripts],
     )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', body, last), lang='en')}\n"
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body), last), lang='en')}\n"
 
 
 def page_files() -> tuple[list[str], str]:
@@ -348,18 +353,25 @@ def _about(report: Report) -> Markup:
         element("section", element("h2", "Arms and runs"), sections.arms(report), sections.order(report)),
         element("section", element("h2", "Machine and versions"), sections.machine(report.summary)),
         element("section", element("h2", "How to reproduce"), sections.reproduce(report)),
-        element(
-            "footer",
-            "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. "
-            "This file requires no network.",
-        ),
+        footer(),
+    )
+
+
+def footer() -> Markup:
+    return element(
+        "footer",
+        "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. "
+        "This file requires no network.",
     )
 
 
 def build_report(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Path:
     """Write report.html atomically and return its path. EnvironmentProblem if it cannot be written."""
+    return write_page(directory, page(Report.of(directory, results, summary)))
+
+
+def write_page(directory: BenchDirectory, content: str) -> Path:
     path = directory.path / FILE_NAME
-    content = page(Report.of(directory, results, summary))
     try:
         write_atomically(path, content)
     except OSError as error:
