@@ -1,11 +1,14 @@
 """`kvbm bench --find-limit`: the rate at which an engine keeps limits of its times, and the ratio of two engines."""
 
+import importlib.util
 import json
 import math
 import random
 import re
+import sys
 from contextlib import closing
 from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -335,3 +338,44 @@ def test_what_has_no_rate_is_refused(workloads, message):
 def test_too_few_requests_are_refused_before_the_first_probe(tmp_path):
     with closing(BenchDirectory.create(tmp_path / "run")) as directory, pytest.raises(UsageError, match="at least 381"):
         find_limits(setup_of(MANY), parse_conditions("ttft_p99<1s"), MockEngines(), directory, SilentProgress())
+
+
+# -- bench/client/find_limit.py
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Its modules by name. Other folders have modules of the same names."""
+    before = list(sys.path)
+    folder = Path(__file__).resolve().parents[2] / "bench" / "client"
+    found = {}
+    for name in ("server", "find_limit"):
+        spec = importlib.util.spec_from_file_location(f"client_{name}", folder / f"{name}.py")
+        found[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[name])
+    sys.path[:] = before
+    return SimpleNamespace(**found)
+
+
+def test_slots_serve_as_many_requests_as_their_capacity(client):
+    slots = client.server.Slots(4, 0.1, 0.2, seed=1)
+    ends = [slots.end_of(index / 100) for index in range(4000)]
+    assert 4000 / max(ends) == pytest.approx(40, rel=0.02)
+    assert client.server.Slots(4, 0.1, 0.0, seed=1).end_of(5.0) == pytest.approx(5.1)
+
+
+def test_seeds_with_right_limits_and_right_ratios_are_counted(client):
+    script = client.find_limit
+
+    def found(small: Bounds, large: Bounds, doubt: str | None = None):
+        arms = (ArmLimit("large", large, 12, 0, 0), ArmLimit("small", small, 12, 0, 0, doubt))
+        return FoundLimits((TTFT,), "known", 160, arms, "large").to_json()
+
+    right, wide = Bounds(39.5, 40.5), Bounds(43.0, 44.0)
+    given = [(right, Bounds(79, 81), None), (wide, Bounds(86, 88), None), (right, Bounds(79, 81), "late")]
+    seeds = [script.judged(number, found(*one), 1.0) for number, one in enumerate(given)]
+    assert [one["are_limits_right"] for one in seeds] == [True, False, False]
+    assert [one["is_ratio_right"] for one in seeds] == [True, True, False]
+    assert script.summary(seeds)["seeds_with_right_limits"] == 1
+    assert not script.summary(seeds)["is_enough"]
+    assert script.summary(seeds[:1] * 18 + seeds[1:])["is_enough"]
