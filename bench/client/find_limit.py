@@ -30,8 +30,8 @@ from facts import facts  # noqa: E402
 from overhead import server  # noqa: E402
 
 KVBM = (sys.executable, "-c", "import sys; from kvbm_cli.app import run; sys.exit(run(sys.argv[1:]))")
-SLOTS, SERVICE_MS, SPREAD = 4, 100, 0.1
-LIMIT_MS = 140
+SLOTS, SERVICE_MS, SPREAD = 4, 400, 0.1
+LIMIT_MS = 560
 CAPACITIES = {"small": 1e3 * SLOTS / SERVICE_MS, "large": 2e3 * SLOTS / SERVICE_MS}  # requests per second
 PRECISION = 0.05
 NEEDED_SHARE = 0.9
@@ -42,7 +42,7 @@ seed: {seed}
 requests: 160
 prompt_tokens: 20
 answer_tokens: 20
-schedule: {{interval_s: 0.04}}
+schedule: {{interval_s: 0.16}}
 """
 
 
@@ -59,7 +59,7 @@ def found_with(seed: int) -> dict[str, Any]:
         command += ["--workload", str(workload), "--find-limit", f"ttft_p90<{LIMIT_MS}ms", "--output", str(output)]
         start = time.monotonic()
         with (Path(work) / "log").open("w+") as log:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=600, cwd=ROOT)
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, text=True, timeout=900, cwd=ROOT)
             if done.returncode:
                 log.seek(0)
                 raise SystemExit(f"seed {seed}: `kvbm bench` ended with {done.returncode}\n{log.read()}")
@@ -109,7 +109,7 @@ def summary(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--in-parallel", type=int, default=5)
+    parser.add_argument("--in-parallel", type=int, default=20)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     start = time.monotonic()

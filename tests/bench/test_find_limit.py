@@ -18,6 +18,7 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.find_limit import ArmLimit, FoundLimits, find_limits, require_searchable
 from kvbm_cli.bench.judge.limit import (
+    SURELY_ABOVE,
     Bounds,
     Condition,
     LimitOutcome,
@@ -148,6 +149,31 @@ def test_the_interval_of_the_ratio_holds_the_truth():
     ratios = [ratio_of(bounds(20.0, seed), bounds(10.0, seed + 100)) for seed in range(20)]
     assert sum(one.low <= 2 <= one.high for one in ratios) >= 18
     assert all(one.is_clear for one in ratios)
+
+
+@pytest.mark.parametrize("stalled", [{1}, {1, 2}, {3}, {4, 5}])
+def test_a_stall_that_outlasts_all_probes_of_a_rate_is_no_limit(stalled):
+    """Rates that would hold fail. `stalled` are the judgements that fall into a stall."""
+    queue, count = Queue(10.0, 1), iter(range(1, 1000))
+
+    def judge(rate: float) -> LimitOutcome:
+        return LimitOutcome.FAILS if next(count) in stalled else queue.judge(rate)
+
+    found = find_limit(judge, 2.0, least=0.01)
+    assert found.is_known
+    assert abs(found.middle / 10.0 - 1) < 0.05
+
+
+def test_a_machine_that_stalls_again_and_again_knows_no_limit():
+    """Every rate fails, except those that are judged at the end of a search."""
+    calls: list[float] = []
+
+    def judge(rate: float) -> LimitOutcome:
+        calls.append(rate)
+        is_check = any(math.isclose(rate, SURELY_ABOVE * one) for one in calls)
+        return LimitOutcome.HOLDS if rate < 2.0 or is_check else LimitOutcome.FAILS
+
+    assert not find_limit(judge, 4.0, least=0.01).is_known
 
 
 def test_a_search_takes_few_probes():
@@ -371,8 +397,8 @@ def test_seeds_with_right_limits_and_right_ratios_are_counted(client):
         arms = (ArmLimit("large", large, 12, 0, 0), ArmLimit("small", small, 12, 0, 0, doubt))
         return FoundLimits((TTFT,), "known", 160, arms, "large").to_json()
 
-    right, wide = Bounds(39.5, 40.5), Bounds(43.0, 44.0)
-    given = [(right, Bounds(79, 81), None), (wide, Bounds(86, 88), None), (right, Bounds(79, 81), "late")]
+    right, wide = Bounds(9.9, 10.1), Bounds(10.8, 11.0)
+    given = [(right, Bounds(19.8, 20.2), None), (wide, Bounds(21.6, 22.0), None), (right, Bounds(19.8, 20.2), "late")]
     seeds = [script.judged(number, found(*one), 1.0) for number, one in enumerate(given)]
     assert [one["are_limits_right"] for one in seeds] == [True, False, False]
     assert [one["is_ratio_right"] for one in seeds] == [True, True, False]

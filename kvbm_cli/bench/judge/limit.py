@@ -7,7 +7,8 @@ request are alike, so the interval of `itl` counts requests, not gaps. A failed 
 `find_limit` searches the rate. `judge` sends the requests. Rates double, or halve, until one holds and another fails.
 Then the middle of both (of their logarithms) is judged, until they are PRECISION apart. A rate whose outcome stays
 unclear divides the search: the limit is near it, and both of its sides are searched on their own. The result is the
-highest rate that holds and the lowest that fails.
+highest rate that holds and the lowest that fails. At the end, a rate SURELY_ABOVE that one is judged: if it holds, the
+machine was busy when the other one failed, and the search begins again from there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _TIMES: dict[str, Callable[[RequestRecord], Sequence[float | None]]] = {
     "e2e": lambda record: [record.end_to_end_ms],
 }
 PRECISION = 0.03
+SURELY_ABOVE = 1.1  # a limit: this far from it, a rate does not hold by chance
+MOST_SEARCHES = 3
 FARTHEST = 1024.0  # times the rate of the start, above it
 USELESS = 1.5  # the highest rate that holds and the lowest that fails are this far apart: noise hides the limit
 # Two starts of one engine differ by about 3% (TYPICAL_RUN_DEVIATION); a limit comes from one start.
@@ -157,6 +160,16 @@ def ratio_of(measured: Bounds, reference: Bounds) -> Ratio | None:
 def find_limit(judge: Callable[[float], LimitOutcome], start: float, *, least: float) -> Bounds:
     """`judge` returns the outcome of a rate in requests per second; `start` is the first one. No rate below `least` is
     judged."""
+    low, high = _search(judge, start, least)
+    for _ in range(MOST_SEARCHES):
+        above = high * SURELY_ABOVE
+        if low == 0 or high == math.inf or judge(above) is not LimitOutcome.HOLDS:
+            return Bounds(low, high)
+        low, high = _search(judge, above, least)
+    return Bounds(low, math.inf)
+
+
+def _search(judge: Callable[[float], LimitOutcome], start: float, least: float) -> tuple[float, float]:
     low, high = _bracket(judge, start, least)
     unclear: list[float] = []
     while low > 0 and high < math.inf:
@@ -172,7 +185,7 @@ def find_limit(judge: Callable[[float], LimitOutcome], start: float, *, least: f
             high, unclear = rate, [one for one in unclear if one < rate]
         else:
             unclear = sorted([*unclear, rate])
-    return Bounds(low, high)
+    return low, high
 
 
 def _bracket(judge: Callable[[float], LimitOutcome], start: float, least: float) -> tuple[float, float]:
