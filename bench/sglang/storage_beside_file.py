@@ -15,10 +15,7 @@ reads and kvbm never does (O_DIRECT). `cold`: they are not, as with a storage la
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import os
 import random
 import statistics
 import sys
@@ -29,17 +26,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-TESTS = HERE.parents[1] / "tests"
-sys.path[:0] = [str(HERE.parent / "vllm"), str(TESTS), str(TESTS / "sglang")]
+from comparison import ARMS, Place, drop_from_memory, flip_bits, full_disk, parser_of, save
 
-from kvbm.sglang_integration import cpu_server  # noqa: E402
+from kvbm.sglang_integration import cpu_server
 
 cpu_server.prepare()
 
 import pytest  # noqa: E402
-from facts import facts  # noqa: E402
-from filesystems import mounted  # noqa: E402
 from host_pools import SGLangHostPool, pretend_identity, storage_config  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile  # noqa: E402
 
@@ -93,8 +86,8 @@ class Kvbm:
     def forget_memory(self) -> None:
         self._storage._thread._leader._host.store.reset()
 
-    def pages(self) -> list[tuple[Path, int, int]]:
-        """(file, offset, bytes on disk) of each page that was written first."""
+    def places(self) -> list[Place]:
+        """Return where each page is that was written first."""
         (arena,) = self._directory.rglob("arena")
         shape = read_superblock(arena.with_name("superblock"))
         assert shape is not None
@@ -125,7 +118,7 @@ class File:
 
     def forget_memory(self) -> None: ...
 
-    def pages(self) -> list[tuple[Path, int, int]]:
+    def places(self) -> list[Place]:
         return [(path, 0, path.stat().st_blocks * 512) for path in sorted(self._directory.glob("*.bin"))]
 
 
@@ -169,27 +162,19 @@ class Measurement:
             return self.load(one)[1]
 
 
-def drop_pages(directory: Path) -> None:
-    """Let Linux forget the content of the files."""
-    for path in (one for one in directory.rglob("*") if one.is_file()):
-        with path.open("rb") as file:
-            os.fdatasync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def measure_loads(all_of: Sequence[Measurement], rounds: int) -> None:
     """Alternately, in random order within a round."""
     chosen, open_ones = random.Random(1), []
     for one in all_of:
         open_ones.append(one.backend(one.directory, one.pool))
         open_ones[-1].write(KEYS, range(COUNT))
-        one.rows["page_bytes"] = round(statistics.mean(size for *_, size in open_ones[-1].pages()))
+        one.rows["page_bytes"] = round(statistics.mean(size for *_, size in open_ones[-1].places()))
     for _ in range(rounds):
         for kind in ("warm", "cold"):
             for index in chosen.sample(range(len(all_of)), len(all_of)):
                 open_ones[index].forget_memory()
                 if kind == "cold":
-                    drop_pages(all_of[index].directory)
+                    drop_from_memory(all_of[index].directory)
                 taken_ms, found = all_of[index].load(open_ones[index])
                 if found["right"] == COUNT:  # on a busy machine, a load may exceed kvbm's deadline
                     all_of[index].load_ms[kind].append(taken_ms)
@@ -197,15 +182,10 @@ def measure_loads(all_of: Sequence[Measurement], rounds: int) -> None:
         one.close()
 
 
-def flip_bits(one: Measurement) -> dict[str, int]:
+def damage(one: Measurement) -> dict[str, int]:
     with opened(one.backend, one.directory, one.pool) as closed_again:
-        pages = closed_again.pages()
-    for path, offset, size in random.Random(2).sample(pages, FLIPPED):
-        with path.open("r+b") as file:
-            file.seek(offset + size // 2)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+        places = closed_again.places()
+    flip_bits(random.Random(2).sample(places, FLIPPED))
     # kvbm gives up the rest of a load behind a damaged page, so each page is read alone
     total = {"found": 0, "right": 0, "wrong": 0}
     with opened(one.backend, one.directory, one.pool) as damaged:
@@ -220,8 +200,7 @@ def flip_bits(one: Measurement) -> dict[str, int]:
 
 def fill_a_disk(one: Measurement) -> dict[str, int]:
     """Write more than fits, and read what was written last."""
-    (own := one.home / "full").mkdir()
-    with mounted("tmpfs", own) as mount, opened(one.backend, mount / "storage", one.pool, CAPACITY) as full:
+    with full_disk(one.home / "full") as directory, opened(one.backend, directory, one.pool, CAPACITY) as full:
         keys = keys_of("many", MANY)
         for begin in range(0, MANY, COUNT):
             full.write(keys[begin : begin + COUNT], range(COUNT))
@@ -232,31 +211,24 @@ def words(row: dict[str, int]) -> str:
     return f"{row['found']} of {COUNT} pages found, {row['wrong']} of them wrong"
 
 
-def markdown(result: dict[str, Any], all_of: Sequence[Measurement]) -> str:
-    def times(kind: str) -> list[str]:
-        return [f"{statistics.median(one.load_ms[kind]):.1f}" for one in all_of]
-
-    rows = [
-        ("load of 32 pages of 768 KiB, files not in Linux's memory, ms", *times("cold")),
-        ("the same, files in Linux's memory, ms", *times("warm")),
-        ("bytes on disk per page", *(f"{one.rows['page_bytes']:,}" for one in all_of)),
-        ("after a restart", *(words(one.rows["restart"]) for one in all_of)),
-        (f"a flipped bit in {FLIPPED} pages", *(words(one.rows["flipped"]) for one in all_of)),
-        ("other weights under the same name, same directory", *(words(one.rows["other_weights"]) for one in all_of)),
-        ("the newest pages after more writes than fit", *(words(one.rows["full_disk"]) for one in all_of)),
-    ]
-    table = [f"| | {' | '.join(one.backend.name for one in all_of)} |", "| --- | --- | --- |"]
-    table += [f"| {' | '.join(row)} |" for row in rows]
-    head = f"{result['date']}, {result['machine']} ({result['cpu']}), load average {result['load_average']}"
-    return f"{head}\n\n" + "\n".join(table) + "\n"
+def rows_of(all_of: Sequence[Measurement]) -> Iterator[tuple[str, ...]]:
+    for kind, what in (
+        ("cold", "load of 32 pages of 768 KiB, no file in memory"),
+        ("warm", "the same, files in memory"),
+    ):
+        yield f"{what}, ms", *(f"{statistics.median(one.load_ms[kind]):.1f}" for one in all_of)
+    yield "bytes on disk per page", *(f"{one.rows['page_bytes']:,}" for one in all_of)
+    for name, what in (
+        ("restart", "after a restart"),
+        ("flipped", f"a flipped bit in {FLIPPED} pages"),
+        ("other_weights", "other weights under the same name, same directory"),
+        ("full_disk", "the newest pages after more writes than fit"),
+    ):
+        yield what, *(words(one.rows[name]) for one in all_of)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, required=True, help="write OUTPUT.json and OUTPUT.md")
-    options = parser.parse_args()
-    before = os.getloadavg()[0]
+    options = parser_of(__doc__, rounds=15).parse_args()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="kvbm-sglang-") as home:
         identity = pretend_identity(patch)
         patch.setattr(storage, "replica", lambda: 0)  # no scheduler has said which one this is
@@ -264,26 +236,18 @@ def main() -> int:
         for backend in (Kvbm, File):
             (own := Path(home, backend.name)).mkdir()
             all_of.append(Measurement(backend, own))
+        assert [one.backend.name for one in all_of] == list(ARMS)
         measure_loads(all_of, options.rounds)
         for one in all_of:
             one.rows["restart"] = one.again()
-            one.rows["flipped"] = flip_bits(one)
+            one.rows["flipped"] = damage(one)
             identity["weights"] = "b"  # other weights compute other bytes, so whatever is found is wrong
             one.rows["other_weights"] = one.again()
             one.rows["other_weights"]["wrong"] = one.rows["other_weights"]["found"]
             identity["weights"] = "a"
             one.rows["full_disk"] = fill_a_disk(one)
-    result = {
-        "benchmark": "sglang_storage_beside_file",
-        **facts(("sglang", "torch", "kvbm-cli")),
-        "command": ["python", *sys.argv],
-        "load_average": [round(before, 2), round(os.getloadavg()[0], 2)],
-        "backends": {one.backend.name: {**one.rows, "load_ms": one.load_ms} for one in all_of},
-    }
-    text = markdown(result, all_of)
-    options.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    options.output.with_suffix(".md").write_text(text)
-    print(text)
+    backends = {one.backend.name: {**one.rows, "load_ms": one.load_ms} for one in all_of}
+    save(options.output, {"benchmark": "sglang_storage_beside_file", "backends": backends}, list(rows_of(all_of)))
     return 0
 
 
