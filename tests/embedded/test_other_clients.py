@@ -1,4 +1,4 @@
-"""Load clients of other projects, unmodified, against `kvbm serve --profile demo`. One variable for each enables it.
+"""Clients of other projects, unmodified, against `kvbm serve --profile demo`. One variable for each enables it.
 
     KVBM_OPENAI_PYTHON       interpreter with `openai`
     KVBM_AIPERF              the program `aiperf`
@@ -6,6 +6,8 @@
     KVBM_VLLM_PYTHON         interpreter with vLLM, for `vllm bench serve`
     KVBM_LMBENCHMARK         checkout of LMBenchmark
     KVBM_LMBENCHMARK_PYTHON  interpreter with `openai` and `pandas`
+    KVBM_LM_EVAL_PYTHON      interpreter with `lm-eval[api]`
+    KVBM_AGENTS_PYTHON       interpreter with `openai-agents`
 
 Run it with `pytest -n 0 -m soak -s tests/embedded/test_other_clients.py`; -s shows the numbers of each client.
 """
@@ -22,7 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -41,18 +45,31 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+LM_EVAL_TASK = """\
+task: questions
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+generation_kwargs: {{max_gen_toks: {tokens}, until: ["a stop string that no answer has"], temperature: 0.0}}
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("serve")
-    with serving(home) as url:
+    with serving(home, "--profile", "demo") as url:
         yield url
 
 
 @contextmanager
-def serving(home: Path) -> Iterator[str]:
-    command = [sys.executable, "-P", "-c", PROGRAM, "serve", "--profile", "demo", "--port", "0", "--quiet"]
+def serving(home: Path, *arguments: str) -> Iterator[str]:
+    home.mkdir(exist_ok=True)
+    command = [sys.executable, "-P", "-c", PROGRAM, "serve", *arguments, "--port", "0", "--quiet"]
     environment = {**os.environ, "XDG_STATE_HOME": str(home)}
     with (
         (home / "stderr").open("w") as stderr,
@@ -67,6 +84,30 @@ def serving(home: Path) -> Iterator[str]:
             assert server.wait(60) in (0, 143), (home / "stderr").read_text()
         finally:
             server.kill()
+
+
+def arguments_of(engine: str) -> tuple[list[str], str]:
+    """Return the arguments of `kvbm serve`, and the name of the model. G1 is too small for all prompts."""
+    if engine == "embedded":
+        return ["--profile", "demo", "--set", "engine.arguments.num_blocks=200"], MODEL
+    python = given("KVBM_VLLM_PYTHON")
+    small = ("engine.arguments.max_model_len=3072", "engine.arguments.num_gpu_blocks_override=26")
+    settings = [part for one in (f"engine.python={python}", *small) for part in ("--set", one)]
+    return ["--profile", "vllm-cpu-demo", *settings], "synthetic:vllm-81m"
+
+
+def complete(url: str, model: str, prompt: str) -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=CLIENT_S, trust_env=False)
+    return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+
+def cached_tokens(url: str) -> dict[str, int]:
+    """Return how many prompt tokens came from G1 and from kvbm."""
+    page = httpx.get(f"{url}/metrics", timeout=CLIENT_S, trust_env=False).raise_for_status().text
+    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    names = {"g1": "vllm:prefix_cache_hits_total", "kvbm": "vllm:external_prefix_cache_hits_total"}
+    return {key: int(sum(one.value for one in samples if one.name == name)) for key, name in names.items()}
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +229,45 @@ def test_vllm_bench_serve(url: str, tokenizer: Path, tmp_path: Path, mode: str) 
     assert result["total_output_tokens"] == REQUESTS * TOKENS
     means = {name: round(result[f"mean_{name}"], 1) for name in ("ttft_ms", "itl_ms")}
     show(f"vllm bench serve, {mode}", requests=REQUESTS, **means)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_lm_eval(engine: str, tmp_path: Path) -> None:
+    """The expected answers are those of the engine without the block manager, so each run must score 1."""
+    python, arguments, model = given("KVBM_LM_EVAL_PYTHON"), *arguments_of(engine)
+    questions = [f"Question {number}: {'is this a long question? ' * 60}" for number in range(REQUESTS)]
+    with serving(tmp_path / "baseline", *arguments, "--baseline") as url:
+        answers = [complete(url, model, question) for question in questions]
+    lines = [{"question": one, "answer": answer} for one, answer in zip(questions, answers, strict=True)]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "questions.yaml").write_text(LM_EVAL_TASK.format(data=tmp_path / "data.jsonl", tokens=TOKENS))
+    with serving(tmp_path / "kvbm", *arguments) as url:
+        place = f"model={model},base_url={url}/v1/completions,num_concurrent=2,tokenized_requests=False"
+        command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "questions"]
+        command += ["--model_args", f"{place},tokenizer_backend=None", "--include_path", str(tmp_path)]
+        for number in range(2):
+            output = tmp_path / f"{number}"
+            run([*command, "--output_path", str(output)], cwd=tmp_path, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+            (path,) = output.rglob("results_*.json")
+            found = json.loads(path.read_text())
+            assert found["results"]["questions"]["exact_match,none"] == 1.0, found["results"]
+        cached = cached_tokens(url)
+    assert cached["kvbm"] > 0
+    show(f"lm-eval, {engine}", version=found["lm_eval_version"], requests=2 * REQUESTS, **cached)
+
+
+def test_openai_agents(tmp_path: Path) -> None:
+    python, arguments, model = given("KVBM_AGENTS_PYTHON"), *arguments_of("embedded")
+    script = Path(__file__).with_name("agents_client.py")
+    found = []
+    for name, more in (("baseline", ["--baseline"]), ("kvbm", [])):
+        with serving(tmp_path / name, *arguments, *more) as url:
+            output = run([python, str(script), url, model], cwd=tmp_path)
+            found.append(json.loads(output.splitlines()[-1]))
+            cached = cached_tokens(url)
+    baseline, tested = found
+    assert tested["conversation"] == baseline["conversation"]
+    assert cached["kvbm"] > 0
+    del tested["conversation"]
+    show("openai-agents", **tested, **cached)
