@@ -330,8 +330,8 @@ class ShadowCache:
 
 @dataclass(slots=True)
 class _Unseen:
-    """The arrival of a chain. The shadow caches have seen the blocks before `position`; `sampled` are those of these
-    that they have, with their positions."""
+    """The arrival of a chain. The shadow caches have seen the blocks before `position`; `sampled` has those of these
+    blocks that they contain, with their positions."""
 
     hashes: Sequence[bytes]
     arrival: ChainUse
