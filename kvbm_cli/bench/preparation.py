@@ -88,9 +88,11 @@ def capabilities_of(engines: Sequence[RunningEngine], *, seed: int, path: str = 
             return Capabilities(found, TokenWriter(controls[0].tokenize, seed=seed), can_reset)
     found = _common_dialect(engines, replace(dialect, has_token_ids=False), PROBE_TEXT)
     if found is None:
+        fewest = _with_fewer(replace(dialect, has_token_ids=False), MOST_MISSING_FEATURES)
+        errors = [record.error for record in (_probe(one, fewest, PROBE_TEXT) for one in engines) if not record.is_ok]
         raise EngineError(
-            f"a server refused a plain request to {path}",
-            hint="send a request with `curl` to each server to see the error",
+            f"a server refused a plain request to {path}: {errors[0] if errors else 'it answers only now'}",
+            hint="send a request with `curl` to each server",
         )
     return Capabilities(found, TextWriter(_characters_per_token(engines[0], found)), can_reset)
 
