@@ -101,4 +101,28 @@ MUTANTS = (
         new="        if count > 10**6\n    ]\n",
         fails="tests/bench/test_bench_verdict.py",
     ),
+    Mutant(
+        name="bench-limit-of-a-stall",
+        bug="A rate that failed in a stall of the machine is taken for the limit.",
+        file="kvbm_cli/bench/judge/limit.py",
+        old="judge(above) is not LimitOutcome.HOLDS",
+        new="judge(above) is not None",
+        fails="tests/bench/test_find_limit.py -k outlasts",
+    ),
+    Mutant(
+        name="bench-limit-of-a-late-client",
+        bug="A search takes the lateness of the load client for the limit of the engine.",
+        file="kvbm_cli/bench/find_limit.py",
+        old="self.bounds.is_known and self.doubt is None",
+        new="self.bounds.is_known",
+        fails="tests/bench/test_find_limit.py -k was_late",
+    ),
+    Mutant(
+        name="bench-limit-from-one-failed-probe",
+        bug="The first failed probe of a rate decides.",
+        file="kvbm_cli/bench/find_limit.py",
+        old="if outcomes.count(one) == 2:",
+        new="if outcomes.count(one) >= 1:",
+        fails="tests/bench/test_find_limit.py -k stall_in_one_probe",
+    ),
 )
