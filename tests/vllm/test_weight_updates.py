@@ -183,6 +183,11 @@ def held(
     return row
 
 
+def test_weights_that_are_updated_again_and_again_answer_for_themselves(versions, truth):
+    with start(versions[0]) as server:
+        held(server, versions, truth, len(PAUSES))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rounds", [50])
 def test_after_many_updates_an_engine_leaves_nothing_on_disk(rounds, versions, truth, tmp_path):
