@@ -273,11 +273,14 @@ def test_the_command_ends_with_the_sentence_that_compares_both_arms(tmp_path, ca
     assert sum(one["probes"] for one in found["arms"]) == len(probes)
 
 
-def test_json_has_what_the_file_has(tmp_path, capsys, simulated):
+def test_json_has_what_the_file_has_and_a_damaged_file_is_named(tmp_path, capsys, simulated):
     directory = BenchDirectory.create(tmp_path / "run")
     command.search(setup_of(MANY), (TTFT,), directory, as_json=True, engines=MockEngines())
     printed = json.loads(capsys.readouterr().out)
     assert printed.items() <= limits_in(tmp_path).items()
+    (tmp_path / "run" / "limit.json").write_text('{"arms": 3}')
+    with pytest.raises(UsageError, match=r"no result of `--find-limit` that can be read"):
+        command.report(tmp_path / "run", as_json=True)
 
 
 @pytest.mark.parametrize(
@@ -310,14 +313,6 @@ def test_a_client_that_was_late_forbids_an_answer(tmp_path, simulated, problem, 
     doubts = [note for note in found.notes if "doubtful" in note]
     assert len(doubts) == 2
     assert re.search(rf"the load client was {late_ms} ms late and used 10% of a core", doubts[0])
-
-
-def test_a_directory_without_its_search_has_no_page(tmp_path, simulated):
-    directory = BenchDirectory.create(tmp_path / "run")
-    command.search(setup_of(MANY), (TTFT,), directory, as_json=True, engines=MockEngines())
-    (tmp_path / "run" / "limit.json").write_text('{"arms": 3}')
-    with pytest.raises(UsageError, match=r"no result of `--find-limit` that can be read"):
-        command.report(tmp_path / "run", as_json=True)
 
 
 def test_a_stall_in_one_probe_is_no_failure(tmp_path, monkeypatch, simulated):
