@@ -1,10 +1,14 @@
-"""The profile `sglang-cpu-demo` with `kvbm serve`, `top` and `doctor`, as in its guide. `nox -s sglang` runs it."""
+"""The profile `sglang-cpu-demo` with `kvbm serve` and the commands for a running server, as in its guide.
+
+`nox -s sglang` runs it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +20,8 @@ import pytest
 import yaml
 from kvbm_serve import PROGRAM, started
 from sglang_server import PAGE, REST_S, free_port
+
+from kvbm_cli.serve.reported_sizes import ReportedSizes
 
 try:
     metadata.version("sglang")
@@ -43,16 +49,24 @@ def ask(url):
     return answer["text"], sum(details.get(name, 0) for name in ("device", "host")), details.get("storage", 0)
 
 
+def flush(url):
+    """Empty device and host memory. SGLang refuses that while something runs."""
+    end_s = time.monotonic() + REST_S
+    while True:
+        try:
+            return post(f"{url}/flush_cache", {})
+        except urllib.error.HTTPError:
+            assert time.monotonic() < end_s, "SGLang has no rest"
+            time.sleep(0.2)
+
+
 def until_stored(url):
     """Ask with empty device and host memory until the storage has all full pages."""
     end_s = time.monotonic() + REST_S
     while True:
         assert time.monotonic() < end_s, "the pages are not stored"
         time.sleep(1)
-        try:
-            post(f"{url}/flush_cache", {})
-        except urllib.error.HTTPError:
-            continue  # something still runs
+        flush(url)
         text, _, stored = ask(url)
         if stored == HIT:
             return text
@@ -92,9 +106,41 @@ def test_the_same_prompt_after_a_restart_comes_from_disk(home):
     assert {"device", "host", "disk", "computed"} == shown["prompt_tokens_per_s"].keys()
 
 
+def test_commands_show_clear_and_stop_the_running_server(home):
+    with started(home, environment(home)) as (program, url):
+        text = ask(url)[0]
+        until_stored(url)
+        (row,) = json.loads(ran(home, "status", "--json").stdout)
+        assert (row["run"], row["state"], row["url"]) == ("mine-1", "healthy", url)
+        assert ReportedSizes.of(ran(home, "logs").stdout) == sizes(home)
+        assert "the engine reports sizes" not in (home / "stderr").read_text()
+        shown = ran(home, "cache", "ls", "mine").stdout
+        assert "model vllm-25m, blocks of 64 tokens" in shown
+        assert re.search(r"G3 has \d{2} of 953 blocks", shown), shown
+        assert "0 damaged" in ran(home, "cache", "verify", "-p", "./mine.yaml").stdout
+        refused = ran(home, "cache", "clear", "-p", "./mine.yaml", "--yes", code=1)
+        assert "is in use by process" in refused.stderr
+        ran(home, "cache", "clear", "mine", "--yes")
+        flush(url)
+        assert ask(url) == (text, 0, 0), "the pages are still there"
+        ran(home, "stop", "mine")
+        program.wait(STOP_S)  # `kvbm stop` kills a launcher that lingers on a busy machine
+
+
+def sizes(home):
+    """What `kvbm size` computes for this profile."""
+    found = json.loads(ran(home, "size", "-p", "./mine.yaml", "--json").stdout)
+    return ReportedSizes(found["block"]["bytes"], found["tiers"]["G2"]["blocks"], found["tiers"]["G1"]["tokens"])
+
+
+def ran(home, *words, code=0):
+    done = subprocess.run([*PROGRAM, *words], cwd=home, env=environment(home), capture_output=True, text=True)
+    assert done.returncode == code, (words, done.stdout, done.stderr)
+    return done
+
+
 def of_top(home):
-    done = subprocess.run([*PROGRAM, "top", "--json"], cwd=home, env=environment(home), capture_output=True, check=True)
-    (engine,) = json.loads(done.stdout)["engines"]
+    (engine,) = json.loads(ran(home, "top", "--json").stdout)["engines"]
     return engine
 
 
