@@ -35,11 +35,11 @@ def is_between(version: str, bounds: tuple[Release, Release]) -> bool:
 
 
 def requirement(bounds: tuple[Release, Release]) -> str:
-    """`>=0.28,<0.33`"""
+    """`>=0.27,<0.33`"""
     (major, minor), (last_major, last_minor) = bounds
     return f">={major}.{minor},<{last_major}.{last_minor + 1}"
 
 
 def shown(bounds: tuple[Release, Release]) -> str:
-    """`0.28 to 0.32`"""
+    """`0.27 to 0.32`"""
     return " to ".join(f"{major}.{minor}" for major, minor in bounds)

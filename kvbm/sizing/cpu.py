@@ -8,7 +8,7 @@
     with avx512_bf16 (before 0.29: with AMX)               32; with gated delta nets 16 if the argument or model says so
     otherwise                                              as the argument, the model, or the type of the weights says
 
-Sources: `vllm/platforms/cpu.py` of vLLM 0.28 to 0.32, and runs of 0.32 on a CPU with AMX. No variable chooses the
+Sources: `vllm/platforms/cpu.py` of vLLM 0.27 to 0.32, and runs of 0.32 on a CPU with AMX. No variable chooses the
 backend in these versions.
 """
 

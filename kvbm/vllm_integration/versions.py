@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvbm.config.installation import Installation, Release, is_between, release_of, requirement
 
-RUN: tuple[Release, Release] = ((0, 28), (0, 32))
+RUN: tuple[Release, Release] = ((0, 27), (0, 32))
 CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
 
 INSTALL = "pip install 'kvbm-cli[vllm]'"
