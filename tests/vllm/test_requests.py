@@ -2,11 +2,12 @@
 
 import base64
 import io
+from random import Random
 
 import pytest
 import torch
 from pairs import ONBOARDED, Moved, pair_of
-from traffic import TOLERANCE, assert_equal
+from traffic import TOLERANCE, assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, answer_of
 
 from kvbm_cli.make_model import MODELS
@@ -94,3 +95,68 @@ def test_the_embedding_of_a_prompt_is_that_of_an_engine_without_cache(poolers):
         assert moved[EXTERNAL_HITS] == hits, str(moved)
         assert torch.allclose(found, truth, atol=TOLERANCE)
         poolers.forget_g1()
+
+
+# -- many --------------------------------------------------------------------------------------------------------------
+
+REQUESTS, CONTENTS = 100, 20
+LEAST_HITS = 40 * CACHED  # usual: 60 and more
+
+
+def hits_of_many(pair, ask, assert_right):
+    """Ask for contents by number, in an order by chance, and forget G1 after each five. Return the tokens from kvbm."""
+    pair.forget()
+    hits = 0.0
+    for number, content in enumerate(Random(38).choices(range(CONTENTS), k=REQUESTS)):
+        if number % 5 == 0:
+            pair.forget_g1()
+        found, moved = moved_by(pair, lambda content=content: ask(content))
+        assert_right(content, found)
+        hits += moved[EXTERNAL_HITS]
+    print(f"{REQUESTS} requests, {hits:g} tokens from kvbm")
+    return hits
+
+
+def prompt_of(content):
+    return tokens(Random(f"prompt {content}"), len(PROMPT))
+
+
+@pytest.mark.soak
+def test_many_prompts_of_embeddings_are_answered_right(pair):
+    truth = [answer_to(pair.reference, embedded(content)) for content in range(CONTENTS)]
+
+    def assert_right(content, found):
+        assert_equal({0: found}, {0: truth[content]})
+
+    assert hits_of_many(pair, lambda content: answer_to(pair.tested, embedded(content)), assert_right) >= LEAST_HITS
+
+
+@pytest.mark.soak
+def test_many_requests_with_and_without_logprobs_of_the_prompt_are_answered_right(pair):
+    """Every second content is asked with them: it is computed, and its blocks are loaded for nobody."""
+
+    def ask(server, content):
+        body = server.completion(prompt_of(content), **({"prompt_logprobs": 0} if content % 2 else {}))
+        choice = body["choices"][0]
+        of_prompt = [next(iter(one.values()))["logprob"] for one in (choice.get("prompt_logprobs") or [])[1:]]
+        return answer_of(choice, body), torch.tensor(of_prompt)
+
+    truth = [ask(pair.reference, content) for content in range(CONTENTS)]
+
+    def assert_right(content, found):
+        assert_equal({0: found[0]}, {0: truth[content][0]})
+        assert torch.allclose(found[1], truth[content][1], atol=TOLERANCE)
+        assert len(found[1]) == (len(PROMPT) - 1 if content % 2 else 0)
+
+    assert hits_of_many(pair, lambda content: ask(pair.tested, content), assert_right) >= LEAST_HITS / 2
+
+
+@pytest.mark.soak
+def test_many_embeddings_of_prompts_are_those_of_an_engine_without_cache(poolers):
+    truth = [pooled(poolers.reference, "embed", prompt_of(content)) for content in range(CONTENTS)]
+
+    def assert_right(content, found):
+        assert torch.allclose(found, truth[content], atol=TOLERANCE)
+
+    hits = hits_of_many(poolers, lambda content: pooled(poolers.tested, "embed", prompt_of(content)), assert_right)
+    assert hits >= LEAST_HITS
