@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes
+from kvbm.errors import EnvironmentProblems, KvbmError, ProfileMistakes, reason_of
 from kvbm.text.outside import fit_for_message
 from kvbm_cli.terminal.printable import printable
 
@@ -18,7 +18,7 @@ RED, YELLOW, CYAN = "1;31", "1;33", "1;36"
 
 def show_error(message: str, *, cause: BaseException | None = None, hint: str | None = None) -> None:
     lines = [f"{coloured('error:', RED)} {_fit(message)}"]
-    lines += [f"  caused by: {_fit(text)}" for text in _causes(cause)]
+    lines += [f"  caused by: {_fit(text)}" for text in _causes(cause, message)]
     if hint:
         lines += ["", f"{coloured('hint:', CYAN)} {_fit(hint)}"]
     print("\n".join(lines), file=sys.stderr)
@@ -55,9 +55,11 @@ def _show_several(errors: Sequence[KvbmError], noun: str) -> None:
     print(f"{len(errors)} {noun}{rest}", file=sys.stderr)
 
 
-def _causes(cause: BaseException | None) -> Iterator[str]:
+def _causes(cause: BaseException | None, message: str) -> Iterator[str]:
+    """Yield the texts of the chain of causes, but for errors of the operating system whose reason `message` gives."""
     while cause is not None:
-        yield str(cause) or type(cause).__name__
+        if not isinstance(cause, OSError) or reason_of(cause) not in message.lower():
+            yield str(cause) or type(cause).__name__
         cause = cause.__cause__
 
 
