@@ -38,7 +38,7 @@ STILL_RUNNING = 1
 POLL_S = 0.1
 NOTE_TIMEOUT_S = 1.0  # for a launcher to record that it was signalled
 RUNNING = (RunState.STARTING, RunState.HEALTHY)
-LINGER_S = 3.0  # for a launcher that has ended its engine to write to a slow terminal
+LINGER_S = 10.0  # for a launcher that has ended its engine: its terminal or the machine may be slow
 UNKNOWN_TIMEOUT_S = 60.0  # for the engine of a run whose description cannot be read
 GRACE_S = 15.0  # after the deadline, for the launcher and its guard to kill and to remove
 
