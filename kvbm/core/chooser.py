@@ -215,6 +215,7 @@ class History:
 
     def __init__(self, places: int) -> None:
         self._entries = array("Q", bytes(8 * max(1, places)))
+        self._since = 0  # quarters of a second; entries of before are forgotten
 
     def positions(self, end: int) -> list[int]:
         """Return the positions of the blocks of a chain of `end` blocks that it has."""
@@ -231,14 +232,14 @@ class History:
         for index in range(len(positions) - 1, bisect_left(positions, start) - 1, -1):
             name = crc32(hashes[positions[index]])
             entry = entries[name % places]
-            if entry and entry >> 32 == name:
-                return positions[index], (entry & 3) << 4, (entry >> 2 & (1 << 30) - 1) / 4
+            if entry and entry >> 32 == name and (when := entry >> 2 & (1 << 30) - 1) >= self._since:
+                return positions[index], (entry & 3) << 4, when / 4
         return None
 
     def note(self, hashes: Sequence[bytes], arrival: ChainUse, now_s: float) -> None:
         """Note that a chain is used now."""
         entries, places, positions = self._entries, len(self._entries), self.positions(len(hashes))
-        when = (int(now_s * 4) & (1 << 30) - 1) << 2
+        when = (max(self._since, int(now_s * 4)) & (1 << 30) - 1) << 2
         shared_end = bisect_left(positions, arrival.shared_end)
         reused_end = max(shared_end, bisect_left(positions, arrival.reused_end))
         marks = ((shared_end, (REUSED | SHARED) >> 4), (reused_end, REUSED >> 4), (len(positions), 0))
@@ -248,8 +249,9 @@ class History:
                 entries[name % places] = name << 32 | when | bits
             at = end
 
-    def clear(self) -> None:
-        self._entries = array("Q", bytes(8 * len(self._entries)))
+    def clear(self, now_s: float) -> None:
+        """Forget all entries. They stay in the table: to write millions of them would hold up a step."""
+        self._since = int(now_s * 4) + 1
 
 
 class ShadowCache:
@@ -401,7 +403,7 @@ class Adaptive:
     def clear(self) -> None:
         """Forget what is known of blocks. The choice stays: it is about requests."""
         self.see()
-        self._history.clear()
+        self._history.clear(self._time_s)
 
     def choice(self) -> tuple[int, int]:
         """Return the position of the table in TABLES, and the hits of its shadow cache above those of LRU, in

@@ -276,8 +276,10 @@ def test_history_knows_blocks_that_have_left_the_cache():
     assert history.find_last([*names[:8], *chain(500, 8)], 0) == (4, 0x30, 12.5)
     assert history.find_last(names, 13) is None
     assert history.find_last(chain(500, 16), 0) is None
-    history.clear()
+    history.clear(12.6)
     assert history.find_last(names, 0) is None
+    history.note(names, ChainUse(0, 0, 0, 0, 0, False), now_s=12.7)  # in the same quarter of a second
+    assert history.find_last(names, 0)[:2] == (12, 0)
 
 
 def test_history_has_a_quarter_of_the_end_of_a_long_chain_and_little_of_its_beginning():
