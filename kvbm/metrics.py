@@ -150,7 +150,7 @@ class Counters:
     object_write_failures: int = _counter("objects that could not be written to the shared tier")
     offload_failed_blocks: int = _counter("blocks whose copy to host memory failed; they were not registered")
     offload_skipped_blocks: int = _counter(
-        "computed blocks not copied: host memory was full, or too many copies in flight"
+        "computed blocks not copied: host memory was full, too many copies in flight, or evicted before (`on_evict`)"
     )
     offload_declined_blocks: int = _counter(
         "computed blocks not copied because adaptive eviction would not keep them in host memory"

@@ -56,7 +56,7 @@ def resolve_connector(
     else:
         document, mistakes = _of_variables(environment, warns=warns)
     config, wrong = _validated(document, place, is_complete=not mistakes)
-    mistakes += [*wrong, *_unsent_priorities(document, engine, wrong)]
+    mistakes += [*wrong, *_unfit_for(engine, document, wrong)]
     if mistakes:
         raise together(mistakes)
     assert config is not None, "no mistakes means a configuration"
@@ -95,17 +95,18 @@ def _validated(document: Document, place: str, *, is_complete: bool) -> tuple[Co
         return None, mistakes_in(error, document, place, _FILE, is_complete=is_complete)
 
 
-def _unsent_priorities(document: Document, engine: str, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
-    """Yield a mistake for a priority threshold if this engine kind sends no priorities."""
-    key = "offload.min_priority"
-    entry = entry_at(document, key.split("."))
-    if entry is None or not isinstance(entry.value, int) or key in (one.key for one in wrong):
-        return
-    try:
-        OffloadSection.model_construct(min_priority=entry.value).require_priorities_from(engine)
-    except WrongKey as error:
-        hint = "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`"
-        yield Mistake(f"`{key}` {error}", entry.source, hint=hint, key=key)
+def _unfit_for(engine: str, document: Document, wrong: Sequence[Mistake]) -> Iterator[Mistake]:
+    """Yield a mistake for each setting that requires what this engine kind does not say."""
+    hints = {"min_priority": "`unset DYN_KVBM_HOST_OFFLOAD_PREFIX_MIN_PRIORITY`", "to_host": None}
+    for name, hint in hints.items():
+        key, kind = f"offload.{name}", type(OffloadSection.model_fields[name].default)
+        entry = entry_at(document, key.split("."))
+        if entry is None or not isinstance(entry.value, kind) or key in (one.key for one in wrong):
+            continue
+        try:
+            OffloadSection.model_construct(**{name: entry.value}).require_engine(engine)
+        except WrongKey as error:
+            yield Mistake(f"`{key}` {error}", entry.source, hint=hint, key=key)
 
 
 def _written(value: object, place: str) -> Document:

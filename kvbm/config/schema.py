@@ -194,6 +194,7 @@ class Tiers(Section):
 
 
 SENDS_PRIORITIES = frozenset({"tensorrt-llm"})  # requests with a retention configuration
+SHOWS_EVICTIONS = frozenset({"vllm"})  # which blocks the engine evicts next
 
 
 class OffloadSection(Section):
@@ -207,11 +208,12 @@ class OffloadSection(Section):
         description="Minimum priority: blocks of a prompt are offloaded up to the first block with a lower priority. "
         "Only for engines that send priorities.",
     )
-    to_host: Literal["auto", "always", "second_hit"] = Field(
+    to_host: Literal["auto", "always", "second_hit", "on_evict"] = Field(
         default="auto",
         description="Which computed blocks are copied to host memory: all (`always`), those of chains that were used "
-        "before (`second_hit`), or those that host memory would keep (`auto`). Without `eviction: adaptive`, and if a "
-        "lower tier takes every block, `auto` copies all.",
+        "before (`second_hit`), those that the engine is about to evict from device memory (`on_evict`, only vLLM), or "
+        "those that host memory would keep (`auto`). Without `eviction: adaptive`, and if a lower tier takes every "
+        "block, `auto` copies all.",
     )
     to_disk: Literal["frequency", "always", "on_evict"] = Field(
         default="frequency",
@@ -241,11 +243,29 @@ class OffloadSection(Section):
         description="Maximum number of blocks that are counted; the least recently used one is dropped.",
     )
 
-    def require_priorities_from(self, engine: str) -> None:
-        """WrongKey for a threshold with an engine that sends no priorities, because it would offload nothing."""
+    def require_engine(self, engine: str) -> None:
+        """WrongKey for a setting that requires what this kind of engine does not say.
+
+        With a threshold and an engine that sends no priorities, nothing would be offloaded.
+        """
         if self.min_priority > 0 and engine not in SENDS_PRIORITIES:
             message = f"requires an engine that sends priorities, but `{engine}` sends none; remove it"
             raise WrongKey("min_priority", message)
+        if self.to_host == "on_evict" and engine not in SHOWS_EVICTIONS:
+            message = f"`on_evict` requires `vllm`: `{engine}` does not say which blocks it evicts next"
+            raise WrongKey("to_host", message)
+
+    def require_tiers(self, tiers: Tiers) -> None:
+        """WrongKey for a setting that these tiers cannot follow."""
+        if self.to_host == "second_hit" and not tiers.knows_uses:
+            raise WrongKey("to_host", "`second_hit` requires `tiers.host.eviction: adaptive`, which knows earlier uses")
+        if self.to_host == "on_evict" and tiers.host is None:
+            raise WrongKey("to_host", "`on_evict` requires `tiers.host`: without it, host memory is only a buffer")
+        if self.to_host == "on_evict" and tiers.shared is not None and tiers.shared.write:
+            message = (
+                "`on_evict` requires `tiers.shared.write: false`: the store takes the blocks of a request at its end"
+            )
+            raise WrongKey("to_host", message)
 
 
 class OnboardSection(Section):
@@ -416,6 +436,13 @@ class ConnectorConfig(Section):
     metrics: MetricsSection = Field(default=MetricsSection(), description="Cache metrics and logging.")
     events: EventsSection = Field(default=EventsSection(), description="KV events for routers.")
 
+    @field_validator("offload")
+    @classmethod
+    def _fits_tiers(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
+        if (tiers := info.data.get("tiers")) is not None:
+            offload.require_tiers(tiers)
+        return offload
+
     def digest(self) -> str:
         """Digest that is equal in two processes exactly if their configurations are equal."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
@@ -458,9 +485,9 @@ class Profile(Section):
     def _fits_engine_and_tiers(cls, offload: OffloadSection, info: ValidationInfo) -> OffloadSection:
         engine, tiers = info.data.get("engine"), info.data.get("tiers")
         if engine is not None:
-            offload.require_priorities_from(engine.kind)
-        if offload.to_host == "second_hit" and tiers is not None and not tiers.knows_uses:
-            raise WrongKey("to_host", "`second_hit` requires `tiers.host.eviction: adaptive`, which knows earlier uses")
+            offload.require_engine(engine.kind)
+        if tiers is not None:
+            offload.require_tiers(tiers)
         return offload
 
     @field_validator("disaggregated")

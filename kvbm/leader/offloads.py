@@ -4,6 +4,9 @@
 blocks that every rank has proven. One order per step costs the leader and the workers far less than one per request.
 The sources are held in the engine's block pool until every rank has reported, so that an abort or a preemption needs no
 waiting. At most `max_in_flight_blocks` blocks are held at a time.
+
+With `to_host: on_evict`, `advance` notes blocks, and `step` orders copies of those that the engine evicts next
+(late_offloads.py). Their sources are not held: `settle` drops a block that the engine has evicted during its copy.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.core.ranking import PLAIN_MARK, known_blocks, picked_marks
+from kvbm.leader.late_offloads import LateOffloads
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
@@ -65,7 +69,8 @@ class _Batch:
 
 @dataclass(slots=True)
 class _OffloadInFlight:
-    """An order until its copies have stopped. `dropped` are the positions of blocks that are not registered."""
+    """An order until its copies have stopped. `dropped` are the positions of blocks that are not registered. With
+    sources that are not held, `contents` is what the engine had in them."""
 
     order: Offload
     target: Reservation
@@ -75,6 +80,7 @@ class _OffloadInFlight:
     dropped: set[int] = field(default_factory=set)
     is_void: bool = False
     is_held: bool = True
+    contents: Sequence[object] = ()
 
     def wanted(self) -> list[bytes]:
         """Return the hashes of the blocks that `_end` registers if their copies succeed."""
@@ -101,6 +107,9 @@ class Offloads:
         self._collected = _Batch()  # for the next order
         self._snapshots = _Batch()  # for the end of the next order
         self._keeps_unwritten = False  # whether a collected block may only evict blocks that are on disk
+        self._late: LateOffloads | None = None
+        if context.settings.to_host == "on_evict" and context.callbacks.evictions is not None:
+            self._late = LateOffloads(context.callbacks.evictions, context)
 
     def unwritten_blocks(self, end: int) -> int | None:
         """Return how many G2 blocks a chain of `end` blocks must not evict, because a lower tier has still to write
@@ -116,6 +125,9 @@ class Offloads:
         `block_ids[i]` is the G1 block of `hashes[i]`, or NO_BLOCK. A long chain is examined in slices over several
         steps.
         """
+        if self._late is not None:
+            self._note(self._late, progress, hashes, block_ids, end)
+            return
         if progress.is_declined:
             progress.considered = max(progress.considered, end)
             return
@@ -167,6 +179,22 @@ class Offloads:
             progress.considered = end
             self._counters.offload_skipped_blocks += left_out
 
+    def _note(
+        self, late: LateOffloads, progress: OffloadProgress, hashes: Sequence[bytes], block_ids: Sequence[int], end: int
+    ) -> None:
+        """Like `advance`, for blocks that are copied before the engine evicts them."""
+        begin = progress.considered
+        if progress.can_wait:
+            end = min(end, begin + self._slices.size)
+        fresh, sources, marks = hashes[begin:end], block_ids[begin:end], progress.marks(begin, end)
+        if begin == 0 or marks:
+            self._host.store.touch(fresh, marks)
+        if NO_BLOCK in sources:
+            kept = [position for position, block_id in enumerate(sources) if block_id != NO_BLOCK]
+            fresh, sources, marks = [fresh[i] for i in kept], [sources[i] for i in kept], picked_marks(marks, kept)
+        late.note(fresh, sources, progress.tenant, marks)
+        progress.considered = end
+
     def _worthwhile(self, progress: OffloadProgress, absent: list[int], marks: bytes, collected: int) -> list[int]:
         """Return those of the `absent` blocks that host memory would keep, with `collected` others in this step.
 
@@ -200,6 +228,8 @@ class Offloads:
 
         Most running requests complete one block at a time. Those are handled together, which takes a third of the time.
         """
+        if self._late is not None:
+            return [advance_one(one) for one in completed]
         singles: dict[int, tuple[OffloadProgress, bytes, int]] = {}
         considered: list[int] = []
         evicted, generated = self._evicted_after(len(completed)), self._settings.offload_generated
@@ -270,6 +300,8 @@ class Offloads:
     def step(self) -> tuple[Offload, ...]:
         """Return one order for everything that was collected; snapshots come last, as the least recent blocks."""
         self._step += 1
+        if self._late is not None:
+            return self._order_late(self._late)
         batch, snapshots = self._collected, self._snapshots
         self._collected, self._snapshots = _Batch(), _Batch()
         batch.extend(snapshots)
@@ -279,12 +311,31 @@ class Offloads:
             self._drop(batch, left_out)
         if not batch.hashes:
             return ()
-        target = self._host.reserve(len(batch.hashes), keeps_unwritten=self._keeps_unwritten)
+        flight = self._begin(batch, keeps_unwritten=self._keeps_unwritten)
         self._keeps_unwritten = False
+        return (flight.order,)
+
+    def _begin(self, batch: _Batch, *, keeps_unwritten: bool) -> _OffloadInFlight:
+        target = self._host.reserve(len(batch.hashes), keeps_unwritten=keeps_unwritten)
         assert target is not None, (len(batch.hashes), self._host.store.counts())
         order = Offload(generation=target.generation, block_ids=tuple(batch.block_ids), slots=target.slots)
-        self.in_flight[order.generation] = _OffloadInFlight(order, target, batch, self._step, self._clock())
-        return (order,)
+        flight = _OffloadInFlight(order, target, batch, self._step, self._clock())
+        self.in_flight[order.generation] = flight
+        return flight
+
+    def _order_late(self, late: LateOffloads) -> tuple[Offload, ...]:
+        """Return one order for the noted blocks that the engine evicts next."""
+        unwritten = self.unwritten_blocks(0)
+        room = self._settings.max_in_flight_blocks - self.queue()[0]
+        picks = late.pick(min(room, self._host.store.available - (unwritten or 0)), self._departing)
+        if not picks:
+            return ()
+        block_ids, contents, names, tenants, marks = map(list, zip(*picks, strict=True))
+        self._departing.update(names)
+        batch = _Batch(names, block_ids, tenants, bytearray(marks))
+        flight = self._begin(batch, keeps_unwritten=unwritten is not None)
+        flight.is_held, flight.contents = False, contents
+        return (flight.order,)
 
     def overdue(self) -> tuple[Offload, ...]:
         """Return the orders without a result, each once every `overdue_steps` steps."""
@@ -297,7 +348,9 @@ class Offloads:
         """Read the control words and register what has arrived. Late orders first, so that heads end up more recent."""
         if not self.in_flight:
             return
-        flights = list(self.in_flight.values())[::-1]
+        flights = list(self.in_flight.values())
+        if self._late is None:  # which copies tails before heads
+            flights.reverse()
         are_reported = [True]
         if len(flights) > 1:  # a word per order and rank is read faster than all of them
             are_reported = self._host.are_reported([flight.target for flight in flights])
@@ -313,7 +366,10 @@ class Offloads:
     def queue(self) -> tuple[int, float | None]:
         """Return how many blocks wait for their copy or its result, and since when the oldest order has been out."""
         oldest = next(iter(list(self.in_flight.values())), None)
-        return self._held_blocks, None if oldest is None else oldest.born_s
+        blocks = self._held_blocks
+        if self._late is not None:
+            blocks = sum(len(flight.order.block_ids) for flight in list(self.in_flight.values()))
+        return blocks, None if oldest is None else oldest.born_s
 
     def are_blocks_held(self) -> bool:
         return self._held_blocks > 0
@@ -325,6 +381,8 @@ class Offloads:
         for batch in (self._collected, self._snapshots):
             self._drop(batch, range(len(batch.hashes)))
         self._departing.clear()
+        if self._late is not None:
+            self._late.reset()
 
     def discard(self, block_ids: Set[int]) -> None:
         """Register nothing that is copied from these G1 blocks."""
@@ -335,12 +393,16 @@ class Offloads:
                 self._departing.difference_update([flight.batch.hashes[position] for position in fresh])
         for batch in (self._collected, self._snapshots):
             self._drop(batch, batch.positions_of(block_ids))
+        if self._late is not None:
+            self._late.forget(block_ids)
 
     def discard_tenant(self, tenant: bytes) -> None:
         """Register nothing of a tenant that is collected or in flight."""
         batches = [self._collected, self._snapshots, *(flight.batch for flight in self.in_flight.values())]
         pairs = (pair for batch in batches for pair in zip(batch.block_ids, batch.tenants, strict=True))
         self.discard({block_id for block_id, owner in pairs if owner == tenant})
+        if self._late is not None:
+            self._late.forget_tenant(tenant)
 
     def abandon(self) -> None:
         """Release the sources of what is in flight, which is not registered: the engine may overwrite them now."""
@@ -383,6 +445,10 @@ class Offloads:
             flight.target.release()
             return
         self._departing.difference_update(flight.wanted())
+        if self._late is not None:
+            evicted = self._late.changed(flight.order.block_ids, flight.contents) - flight.dropped
+            flight.dropped |= evicted
+            self._counters.offload_skipped_blocks += len(evicted)
         hashes, tenants = flight.batch.hashes, flight.batch.tenants
         failed = is_ready.count(False)
         if flight.dropped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.groups import Group
 from kvbm.metrics import WINDOW_REQUESTS
@@ -30,6 +30,21 @@ class SpanNote:
     facts: Mapping[str, int | float | str]
 
 
+class EvictionQueue(Protocol):
+    """The blocks of G1 that no request uses, in the order in which the engine evicts them."""
+
+    def contents_of(self, block_ids: Sequence[int]) -> Sequence[object]:
+        """Return what the engine has in each block: another object each time that it fills the block."""
+        ...
+
+    def first(self, count: int, *, again: bool) -> Sequence[tuple[int, object]]:
+        """Return those of the next `count` blocks that have a content, each with it, the one that is evicted first
+        first. To be called once in each engine step. Without `again`, nothing as long as the engine has evicted few of
+        those that were examined last.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LeaderCallbacks:
     """Functions that the leader calls.
@@ -42,7 +57,8 @@ class LeaderCallbacks:
     knows; None for what it has not. `chain_of(token_ids, salt)` returns the hashes of the full blocks of a prompt; None
     if the engine has several chains for it.
     `spans` gets what was done for each request; None if spans are off. `ended` gets the chain of each request that has
-    ended, and how many of its first blocks were looked up; None without `metrics.capacities`.
+    ended, and how many of its first blocks were looked up; None without `metrics.capacities`. `evictions` is None if
+    the engine does not say which blocks it evicts next.
     """
 
     hold: Callable[[Sequence[int]], None]
@@ -55,6 +71,7 @@ class LeaderCallbacks:
     ended: Callable[[Sequence[bytes], int], None] | None = None
     hint_of: Callable[[str], tuple[object, object]] = lambda request_id: (None, None)
     chain_of: Callable[[Sequence[int], str | None], Sequence[bytes] | None] = lambda token_ids, salt: None
+    evictions: EvictionQueue | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +131,7 @@ class LeaderSettings:
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
     blocks only pass through it to the disk. With `has_adaptive_host`, it evicts as docs/concepts/eviction.md describes,
     else the least recently used block; with `has_adaptive_disk`, the disk does. `to_host` says which blocks are copied
-    to host memory: `auto`, `always` or `second_hit`.
+    to host memory: `auto`, `always`, `second_hit`, or `on_evict`, which is `always` if the engine has no EvictionQueue.
     `shared` is None unless the profile has the tier, which may be off anyway.
     """
 

@@ -33,6 +33,7 @@ from kvbm.vllm_integration.announcer import Announcer
 from kvbm.vllm_integration.block_tables import tables_of
 from kvbm.vllm_integration.cache_groups import is_plain
 from kvbm.vllm_integration.descriptions import forms_of
+from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
 from kvbm.vllm_integration.media import Media
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, prompt_hashes
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
@@ -149,6 +150,7 @@ class SchedulerSide:
             )
             self._tables.announcer = self._announcer
         notes_of = None if self._announcer is None else self._announcer.notes_of
+        evictions = self._evictions(self._pool)
         progress = progress_log("of disk space")
         self.leader = open_leader(
             self.boundary,
@@ -166,10 +168,21 @@ class SchedulerSide:
                 ended=self._telemetry.ended,
                 hint_of=self._hint_of,
                 chain_of=self._chain_of,
+                evictions=evictions,
             ),
         )
         self._telemetry.watch(self.leader, idle_engine.wake)
         log.info("kvbm: %d blocks in host memory over %d ranks", self.leader.region.slot_count, len(segments))
+
+    def _evictions(self, pool: BlockPool) -> VllmEvictionQueue | None:
+        """Return which blocks vLLM evicts next, if the profile needs it; None, with a warning, if that is not known."""
+        if self._config.offload.to_host != "on_evict":
+            return None
+        if self._snapshots is None and pool.enable_caching:
+            return VllmEvictionQueue(pool)
+        reason = "the model has states" if pool.enable_caching else "vLLM's prefix caching is off"
+        log.warning("kvbm: %s: `offload.to_host: on_evict` has no effect, all computed blocks are copied", reason)
+        return None
 
     def _identity_of_blocks(self) -> Future[Description]:
         """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""

@@ -65,6 +65,20 @@ def test_a_configuration_in_the_wrong_place_is_refused(extra: dict[str, Any], ke
     assert hint in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("engine", "to_host", "words"),
+    [
+        ("sglang", "on_evict", "requires `vllm`: `sglang` does not say"),
+        ("tensorrt-llm", "on_evict", "requires `vllm`: `tensorrt-llm` does not say"),
+        ("vllm", "second_hit", "requires `tiers.host.eviction: adaptive`"),
+    ],
+)
+def test_a_setting_that_the_engine_or_the_tiers_cannot_follow_is_refused(engine: str, to_host: str, words: str) -> None:
+    contents = {"tiers": {"host": {"blocks": 7}}, "offload": {"to_host": to_host}}
+    with pytest.raises(ProfileError, match=f"`offload.to_host` `{to_host}` {words}"):
+        resolve_connector({"kvbm": contents}, {}, engine=engine)
+
+
 def test_keys_of_others_are_reported_once_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
     for warns in (True, False):
         resolve_connector({"cache": {}}, {GIGABYTES: "1"}, engine="vllm", warns=warns)

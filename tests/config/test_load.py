@@ -226,6 +226,26 @@ FILE_MISTAKES = {
         "  FILE:6:20\n    |\n  6 | offload: {to_host: second_hit}\n    |                    ^^^^^^^^^^",
         None,
     ),
+    "copies before evictions of an engine that shows none": (
+        f"{BASE}offload: {{to_host: on_evict}}\n",
+        "`offload.to_host` `on_evict` requires `vllm`: `embedded` does not say which blocks it evicts next\n"
+        "  FILE:6:20\n    |\n  6 | offload: {to_host: on_evict}\n    |                    ^^^^^^^^",
+        None,
+    ),
+    "copies before evictions without host memory": (
+        "engine: {kind: vllm, model: m}\ntiers: {disk: {capacity: 1GB, directory: /d}}\noffload: {to_host: on_evict}\n",
+        "`offload.to_host` `on_evict` requires `tiers.host`: without it, host memory is only a buffer\n"
+        "  FILE:3:20\n    |\n  3 | offload: {to_host: on_evict}\n    |                    ^^^^^^^^",
+        None,
+    ),
+    "copies before evictions for a store that takes blocks earlier": (
+        "engine: {kind: vllm, model: m}\ntiers: {host: {blocks: 1}, shared: {url: s3://b/p, protection: none}}\n"
+        "offload: {to_host: on_evict}\n",
+        "`offload.to_host` `on_evict` requires `tiers.shared.write: false`: the store takes the blocks of a request at "
+        "its end\n"
+        "  FILE:3:20\n    |\n  3 | offload: {to_host: on_evict}\n    |                    ^^^^^^^^",
+        None,
+    ),
     "boolean that is not one": (
         f"{BASE}offload: {{generated: on}}\n",
         "`offload.generated` must be true or false, not the text `on`\n"

@@ -54,7 +54,9 @@ def pattern(block_hash: bytes, rank: int, piece: int) -> np.ndarray:
 
 class G1:
     """The toy engine's blocks: reference counts, and for each rank two storages like two layers. `replicas` consecutive
-    ranks have equal bytes."""
+    ranks have equal bytes. `evictions`: the order in which the engine evicts blocks, if it says so."""
+
+    evictions = None
 
     def __init__(self, block_count: int, rank_count: int, replicas: int = 1) -> None:
         self.block_count = block_count
@@ -313,9 +315,10 @@ class Rig:
         more_tiers=(),
         has_manual_clock=True,
         hints=None,
+        g1: type[G1] = G1,
         **settings,
     ) -> None:
-        self.g1 = G1(blocks, ranks, replicas)
+        self.g1 = g1(blocks, ranks, replicas)
         self.ranks: list[Rank] = []
         for rank in range(ranks):
             owner = self.ranks[rank - rank % replicas].segment.info if rank % replicas else None
@@ -351,6 +354,7 @@ class Rig:
                 trace=trace,
                 spans=spans,
                 ended=ended,
+                evictions=self.g1.evictions,
                 **({"clock": lambda: self.now_s} if has_manual_clock else {}),
             ),
             [*lower_tiers(self.disk, self.store), *more_tiers],

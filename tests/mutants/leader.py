@@ -6,6 +6,30 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="leader-registers-blocks-that-were-evicted-during-their-copy",
+        bug="a block that is copied without a hold is registered although another request has written to it",
+        file="kvbm/leader/offloads.py",
+        old="            flight.dropped |= evicted\n",
+        new="",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
+        name="leader-copies-blocks-under-the-name-of-their-former-content",
+        bug="a noted block is copied although the engine has filled it with something else since",
+        file="kvbm/leader/late_offloads.py",
+        old="            if note[0] is not content:",
+        new="            if content is None:",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
+        name="leader-takes-equal-contents-for-the-same",
+        bug="a block that was evicted and is being computed again counts as complete",
+        file="kvbm/leader/late_offloads.py",
+        old="if now is not then}",
+        new="if now != then}",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
         name="leader-never-looks-again",
         bug="an idle engine reports a disk as off for hours after it answers again",
         file="kvbm/leader/leader.py",

@@ -51,7 +51,7 @@ CLASSES = {
     "vllm.forward_context": ["ForwardContext"],
     "vllm.v1.core.block_pool": ["BlockPool"],
     "vllm.v1.core.kv_cache_manager": ["KVCacheBlocks", "KVCacheManager"],
-    "vllm.v1.core.kv_cache_utils": ["KVCacheBlock"],
+    "vllm.v1.core.kv_cache_utils": ["FreeKVCacheBlockQueue", "KVCacheBlock"],
     "vllm.v1.core.sched.output": [
         "SchedulerOutput",
         "CachedRequestData",

@@ -1,0 +1,105 @@
+"""LateOffloads: which blocks `offload.to_host: on_evict` copies to host memory, those that the engine evicts next.
+
+    computed   -> `note`: the leader keeps its name, and what the engine has in it
+    evictable  -> the engine may use the block again, or give it to another request; it says neither
+    next       -> `pick`: near the head of the engine's queue, and with the content that was noted
+    copied     -> `changed`: a block without that content was evicted during its copy, and is not registered
+
+A *content* is an object of the engine, compared by identity: the engine makes another one whenever it fills a block
+again, even with equal tokens. So a block that has the noted content after its copy was not written since it was noted.
+Blocks under a copy are not held: the engine would evict others in their place, and use them last when they come back.
+
+There is at most one note per block of G1. A picked block has none: it is in host memory, or its copy has failed. A
+request that uses it again notes it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+from kvbm.core.ranking import PLAIN
+
+if TYPE_CHECKING:
+    from kvbm.leader.lower_tier import TierContext
+    from kvbm.leader.settings import EvictionQueue
+
+STEPS_AHEAD = 2
+FADING = 1 - 1 / 256  # of the demand, in each step that fills a block: it halves in 177 such steps
+
+Note = tuple[object, bytes, bytes, int]  # content, sequence hash, tenant, mark
+Pick = tuple[int, object, bytes, bytes, int]  # G1 block, and its note
+
+
+class LateOffloads:
+    """See the module's text. Watches the next blocks in the engine's queue, STEPS_AHEAD times as many as it has lately
+    filled in a step. At most as many as may be in flight, and no more than a step can examine."""
+
+    def __init__(self, queue: EvictionQueue, context: TierContext) -> None:
+        self._queue = queue
+        self._store = context.host.store
+        self._counters = context.counters
+        self._most = min(context.settings.max_in_flight_blocks, context.settings.slice_blocks)
+        self._filled = 0  # blocks since the last step
+        self._demand = 0.0  # the most blocks that a step has filled; older steps count less
+        self._notes: dict[int, Note] = {}
+        self._is_behind = False  # whether a block of the last step had no room
+
+    def note(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, marks: bytes) -> None:
+        """Note that these blocks are complete, or that the coming forward pass completes them."""
+        notes, lost = self._notes, []
+        found = zip(self._queue.contents_of(block_ids), hashes, repeat(tenant), marks or repeat(PLAIN), strict=False)
+        for block_id, new in zip(block_ids, found, strict=True):
+            old = notes.get(block_id)
+            if old is None or old[0] is not new[0]:
+                self._filled += 1
+                if old is not None:
+                    lost.append(old[1])
+            notes[block_id] = new
+        if lost:
+            self._counters.offload_skipped_blocks += len(self._store.missing(lost))
+
+    def pick(self, room: int, departing: Set[bytes]) -> list[Pick]:
+        """Return up to `room` blocks to copy in this step, the head of a chain before its tail. `departing` are the
+        names of blocks in flight."""
+        notes = self._notes
+        wanted: dict[bytes, Pick] = {}
+        for block_id, content in self._queue.first(self._window(), again=self._is_behind):
+            note = notes.get(block_id)
+            if note is None:
+                continue
+            if note[0] is not content:
+                del notes[block_id]
+            elif note[1] not in departing:
+                wanted[note[1]] = (block_id, *note)
+        names = list(wanted)[::-1]
+        absent = [names[position] for position in self._store.touch(names)]
+        chosen = absent[max(0, len(absent) - room) :]  # those that are evicted first
+        self._is_behind = len(chosen) < len(absent)
+        for name in (wanted.keys() - absent).union(chosen):
+            del notes[wanted[name][0]]
+        return [wanted[name] for name in chosen]
+
+    def _window(self) -> int:
+        """Return how many blocks are watched. The engine takes a step's worth of them at once, before the next look."""
+        if self._filled:
+            self._demand = max(self._filled, self._demand * FADING)
+            self._filled = 0
+        return min(self._most, math.ceil(STEPS_AHEAD * self._demand))
+
+    def changed(self, block_ids: Sequence[int], contents: Sequence[object]) -> set[int]:
+        """Return the positions of blocks that have not these contents any more."""
+        found = self._queue.contents_of(block_ids)
+        return {index for index, (now, then) in enumerate(zip(found, contents, strict=True)) if now is not then}
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._notes.pop(block_id, None)
+
+    def forget_tenant(self, tenant: bytes) -> None:
+        self.forget([block_id for block_id, note in self._notes.items() if note[2] == tenant])
+
+    def reset(self) -> None:
+        self._notes.clear()

@@ -1,0 +1,306 @@
+"""`offload.to_host: on_evict`: blocks are copied to host memory when the engine is about to evict them."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from evicting_g1 import EvictingG1
+from rig import Rig, chain
+
+from kvbm.core.groups import Group
+from kvbm.core.ranking import CLASS_MASK, NEW
+from kvbm.leader.offloads import NO_BLOCK
+
+
+def late_rig(*, slots: int = 16, blocks: int = 32, reach: int = 8, **settings) -> Rig:
+    return Rig(slots=slots, blocks=blocks, g1=EvictingG1, to_host="on_evict", max_in_flight_blocks=reach, **settings)
+
+
+@pytest.fixture
+def rig():
+    rig = late_rig()
+    yield rig
+    rig.close()
+
+
+def serve(rig: Rig, name: str, hashes: list[bytes]) -> tuple[int, int]:
+    """A request from its lookup to its end. Returns how many blocks came from G1 and from host memory."""
+    blocks = rig.g1.find(hashes)
+    local = len(blocks)
+    loaded = rig.leader.match(name, hashes, local) or 0
+    if loaded:
+        target = rig.g1.allocate(loaded)
+        assert target is not None
+        rig.leader.onboard(name, hashes, local, target)
+        while not (results := rig.step()):
+            pass
+        for block, one in zip(target, hashes[local:], strict=False):
+            assert rig.g1.holds(block, one) or block in results[0].failed_block_ids, "wrong bytes from host memory"
+            rig.g1.compute(block, one)
+        blocks += target
+    fresh = rig.g1.allocate(len(hashes) - len(blocks))
+    assert fresh is not None
+    for block, one in zip(fresh, hashes[len(blocks) :], strict=True):
+        rig.g1.compute(block, one)
+    blocks += fresh
+    rig.leader.offload(name, hashes, blocks, computed_blocks=len(hashes), prompt_blocks=len(hashes))
+    rig.step()
+    rig.leader.finish(name, hashes)
+    rig.g1.free(blocks[::-1])
+    return local, loaded
+
+
+def let_be_evicted(rig: Rig, hashes: list[bytes]) -> None:
+    """Serve a chain of four blocks, and then others until its blocks are among the next ones."""
+    serve(rig, "a", hashes)
+    serve(rig, "filler", chain("filler", 20))
+    assert rig.leader.counters.offload_blocks == 0
+    rig.g1.allocate(4)
+
+
+def in_host(rig: Rig, hashes: list[bytes]) -> list[bool]:
+    return [rig.leader._host.store.contains(one) for one in hashes]
+
+
+def idle(rig: Rig, steps: int = 2) -> None:
+    for _ in range(steps):
+        rig.step()
+
+
+def test_nothing_is_copied_while_g1_has_room(rig):
+    for number in range(3):
+        serve(rig, f"r{number}", chain(f"c{number}", 8))
+    idle(rig)
+    assert rig.leader.counters.offload_blocks == 0
+    assert rig.g1.references.total() == 0
+
+
+def test_blocks_are_copied_before_they_are_evicted_tail_first(rig):
+    first = chain("first", 8)
+    serve(rig, "first", first)
+    serve(rig, "second", chain("second", 20))  # four blocks are left, then the first chain is evicted
+    rig.step()
+    assert in_host(rig, first) == [False] * 4 + [True] * 4
+    serve(rig, "third", chain("third", 8))
+    idle(rig)
+    assert rig.g1.evicted == first[:3:-1]
+    assert in_host(rig, first) == [True] * 8
+    assert rig.leader.counters.offload_skipped_blocks == 0
+
+
+def test_a_working_set_of_g1_and_host_memory_together_is_found(rig):
+    conversations = [chain(f"c{number}", 4) for number in range(8)]  # 32 blocks; G1 has 32, some of which are ahead
+    for turn in range(4):
+        for number, hashes in enumerate(conversations):
+            found = serve(rig, f"{turn}-{number}", hashes)
+            assert turn == 0 or sum(found) == 4, (turn, number)
+
+
+def test_a_block_that_the_engine_filled_again_is_not_copied_under_its_former_name(rig):
+    old, new = chain("old", 4), chain("new", 4)
+    serve(rig, "old", old)
+    for block in [block for block, content in rig.g1.contents.items() if content.name in old]:
+        rig.g1.use([block])
+        rig.g1.compute(block, new[0])  # of a request that the leader does not know
+        rig.g1.free([block])
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, old) == [False] * 4
+
+
+def test_a_block_that_was_filled_again_with_the_same_tokens_is_not_copied(rig):
+    """Nobody says whether the engine has finished it."""
+    hashes = chain("a", 4)
+    serve(rig, "a", hashes)
+    for block, content in list(rig.g1.contents.items()):
+        rig.g1.contents[block] = type(content)(content.name)
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [False] * 4
+
+
+@pytest.mark.parametrize("forget", ["reset", "discard", "tenant"])
+def test_forgotten_blocks_are_not_copied(rig, forget):
+    hashes = chain("a", 4)
+    serve(rig, "a@t", hashes)
+    if forget == "reset":
+        rig.leader.reset()
+    elif forget == "discard":
+        rig.leader.discard_offloads(list(rig.g1.contents))
+    else:
+        rig.leader.forget_host(b"t")
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [False] * 4
+
+
+def test_another_tenant_is_not_forgotten(rig):
+    hashes = chain("a", 4)
+    serve(rig, "a@t", hashes)
+    rig.leader.forget_host(b"other")
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [True] * 4
+
+
+def test_a_copy_changes_neither_the_order_of_eviction_nor_the_references(rig):
+    let_be_evicted(rig, chain("a", 4))
+    queue = list(rig.g1.queue)
+    rig.order()
+    assert rig.leader._offloads.queue()[0] == 4
+    assert (rig.g1.queue, rig.g1.references.total()) == (queue, 4)
+    assert not rig.leader.settle_offloads()
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+def test_a_block_that_is_filled_again_during_its_copy_is_not_registered(rig, is_same):
+    hashes = chain("a", 4)
+    let_be_evicted(rig, hashes)
+    rig.order()
+    block = next(block for block, content in rig.g1.contents.items() if content.name == hashes[2])
+    rig.g1.use([block])
+    rig.g1.compute(block, hashes[2] if is_same else bytes(16))
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+    assert in_host(rig, hashes) == [True, True, False, True]
+    assert rig.leader.counters.offload_skipped_blocks == 1
+
+
+def test_a_block_that_a_request_uses_during_its_copy_is_registered(rig):
+    hashes = chain("a", 4)
+    let_be_evicted(rig, hashes)
+    rig.order()
+    rig.g1.find(hashes)
+    for rank in rig.ranks:
+        rank.run_all()
+    rig.settle()
+    assert in_host(rig, hashes) == [True] * 4
+
+
+def test_blocks_that_found_no_room_are_tried_again():
+    rig = late_rig(slots=4)
+    serve(rig, "a", chain("a", 4))
+    serve(rig, "b", chain("b", 4))
+    with rig.leader._host.store.allocate(4):
+        serve(rig, "filler", chain("filler", 24))
+        rig.step()
+        assert rig.leader.counters.offload_blocks == 0
+    rig.step()
+    assert in_host(rig, chain("a", 4)) == [True] * 4
+    rig.close()
+
+
+def test_blocks_that_were_evicted_without_a_copy_are_counted(rig):
+    serve(rig, "a", chain("a", 32))
+    serve(rig, "b", chain("b", 32))  # evicts all at once, before a step
+    assert (rig.leader.counters.offload_blocks, rig.leader.counters.offload_skipped_blocks) == (0, 32)
+    idle(rig)
+    serve(rig, "c", chain("c", 32))
+    assert (rig.leader.counters.offload_blocks, rig.leader.counters.offload_skipped_blocks) == (8, 32 + 24)
+
+
+def test_a_copy_that_fails_is_a_miss_and_its_blocks_are_free_again(rig):
+    hashes = chain("a", 4)
+    serve(rig, "a", hashes)
+    rig.ranks[0].copier.next("fail")
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [False] * 4
+    assert rig.leader.counters.offload_failed_blocks == 4
+    assert rig.g1.references.total() == 0
+    assert serve(rig, "again", hashes) == (4, 0)  # and noted again
+    serve(rig, "more", chain("more", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [True] * 4
+
+
+def test_a_block_that_a_window_has_left_is_not_noted():
+    rig = late_rig(groups=(Group(16, window_tokens=32),))
+    hashes = chain("a", 4)
+    blocks = rig.g1.allocate(4)
+    for block, one in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, one)
+    table = [NO_BLOCK, NO_BLOCK, *blocks[2:]]
+    rig.leader.offload("a", hashes, table, computed_blocks=4, prompt_blocks=4)
+    rig.step()
+    rig.leader.finish("a", hashes)
+    rig.g1.free(blocks[::-1])
+    serve(rig, "filler", chain("filler", 24))
+    idle(rig)
+    assert in_host(rig, hashes) == [False, False, True, True]
+    rig.close()
+
+
+def test_twice_as_many_blocks_are_watched_as_a_step_fills():
+    rig = late_rig(slots=64, blocks=64, reach=64)
+    for number in range(16):
+        serve(rig, f"r{number}", chain(f"c{number}", 3))
+    assert rig.leader.counters.offload_blocks == 0
+    rig.g1.allocate(16)
+    idle(rig)
+    assert rig.leader.counters.offload_blocks == 6
+    rig.close()
+
+
+def test_a_long_chain_is_noted_in_slices():
+    rig = late_rig(slots=64, blocks=64, reach=16, slice_blocks=4)
+    hashes = chain("a", 20)
+    blocks = rig.g1.allocate(20)
+    for block, one in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, one)
+    considered = 0
+    for expected in (4, 8, 12, 16, 20, 20):
+        considered = rig.leader.offload("a", hashes, blocks, computed_blocks=20, prompt_blocks=20)
+        assert considered == expected
+        rig.step()
+    rig.close()
+
+
+def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
+    rig = late_rig(has_adaptive_host=True)
+    store = rig.leader._host.store
+    hashes = chain("a", 4)
+    for name in ("first", "second"):
+        rig.now_s += 1
+        rig.leader.match(name, hashes, 0)
+        serve(rig, name, hashes)
+        serve(rig, f"{name}-filler", chain(f"{name}-filler", 24))
+    idle(rig)
+    with store.pin(hashes) as held:
+        marks = {store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots}
+    assert min(marks) > NEW
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_loads_bring_the_right_bytes_whatever_is_shared_evicted_and_reset(seed):
+    """`serve` compares the bytes of each load."""
+    random = Random(seed)
+    rig = late_rig(slots=random.choice((6, 12, 40)), reach=random.choice((2, 8, 20)), ranks=random.choice((1, 2)))
+    stems = [chain(f"stem{number}", 6) for number in range(6)]
+    loaded = 0
+    for number in range(120):
+        stem = random.choice(stems)
+        hashes = stem[: random.randint(1, 6)] + chain(f"tail{random.randrange(8)}-{stem[0].hex()}", random.randrange(4))
+        loaded += serve(rig, f"r{number}", hashes)[1]
+        action = random.random()
+        if action < 0.02:
+            rig.leader.reset()
+            rig.g1.contents.clear()
+        elif action < 0.05:
+            rig.ranks[0].copier.next("fail")
+        elif action < 0.1 and rig.g1.queue:
+            block = random.choice(rig.g1.queue)
+            rig.g1.use([block])
+            rig.g1.compute(block, bytes(16))
+            rig.g1.free([block])
+        elif action < 0.2:
+            rig.order()  # a step whose copies are late
+    rig.ranks[0].copier.heal()
+    idle(rig, 4)
+    assert rig.g1.references.total() == 0
+    assert len(rig.g1.queue) == rig.g1.block_count
+    assert loaded or random
+    rig.close()
