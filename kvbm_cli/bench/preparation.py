@@ -51,7 +51,7 @@ CALIBRATION_SEED = 2**40 + 17
 PROBE_TIMEOUT_S = 60.0
 PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
 PROBE_CHARACTERS = 1000
-MOST_MISSING_FEATURES = 3
+MOST_MISSING_FEATURES = 4
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -107,14 +107,15 @@ def _of_kind(engine: RunningEngine, dialect: Dialect, *, seed: int) -> Capabilit
     if tokenize is not None:
         dialect = replace(dialect, token_id_fields=engine.traits.token_id_fields)
         return Capabilities(dialect, TokenWriter(tokenize, seed=seed), can_reset=True)
-    dialect = replace(dialect, has_token_ids=False)
+    has_logprobs = "logprobs" in engine.traits.token_id_fields
+    dialect = replace(dialect, has_token_ids=False, has_chat_logprobs=has_logprobs)
     return Capabilities(dialect, TextWriter(_characters_per_token(engine, dialect)), can_reset=True)
 
 
 def _common_dialect(
     engines: Sequence[RunningEngine], dialect: Dialect, prompt: tuple[int, ...] | str
 ) -> Dialect | None:
-    """Return the first of four dialects that all servers accept; `None` if they accept none."""
+    """Return the first of five dialects that all servers accept; `None` if they accept none."""
     for fewer in range(MOST_MISSING_FEATURES + 1):
         tried = _with_fewer(dialect, fewer)
         records = [_probe(engine, tried, prompt) for engine in engines]
@@ -128,8 +129,9 @@ def _with_fewer(dialect: Dialect, count: int) -> Dialect:
     return replace(
         dialect,
         has_token_ids=dialect.has_token_ids and count < 1,
-        has_ignore_eos=count < 2,
-        has_usage=count < 3,
+        has_chat_logprobs=count < 2,
+        has_ignore_eos=count < 3,
+        has_usage=count < 4,
     )
 
 
@@ -254,7 +256,7 @@ class Preparation:
         """Text is encoded if prompts are token ids: a prompt cannot have both."""
         token_ids: Content = tuple(record.token_ids) or self.capabilities.writer.encoded(record.text)
         if isinstance(token_ids, str):
-            return RecordedAnswer(text=record.text)
+            return RecordedAnswer((), tuple(record.logprobs), record.text)
         return RecordedAnswer(token_ids, tuple(record.logprobs), record.text)
 
 

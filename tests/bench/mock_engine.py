@@ -65,6 +65,7 @@ class Options:
     model: str = "mock"
     has_tokenize: bool = True
     has_token_ids: bool = True
+    has_chat_logprobs: bool = True
     has_ignore_eos: bool = True
     has_usage: bool = True
     refuses_all: bool = False
@@ -74,6 +75,7 @@ class Options:
         if self.is_like_trtllm:
             return {*(body.keys() - TRTLLM_FIELDS), *(("logprobs",) if body.get("logprobs") else ())}
         return body.keys() & {
+            *(() if self.has_chat_logprobs or "messages" not in body else ("logprobs",)),
             *(() if self.has_ignore_eos else ("ignore_eos", "min_tokens")),
             *(() if self.has_usage else ("stream_options",)),
         }
@@ -264,7 +266,8 @@ class MockEngine(OpenAIMock):
     def choice_of(self, arrival: Arrival, tokens: list[int], *, is_last: bool) -> dict[str, Any]:
         choice = super().choice_of(arrival, tokens, is_last=is_last)
         if not self.model.options.has_token_ids:
-            choice = {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}
+            absent = ("token_ids",) if arrival.path == CHAT else ("token_ids", "logprobs")
+            choice = {key: value for key, value in choice.items() if key not in absent}
         if not self.model.options.is_like_trtllm:
             return choice
         has_text = arrival.json.get("detokenize") is not False

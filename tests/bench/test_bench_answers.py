@@ -164,6 +164,10 @@ LAST_DIFFERS = answer(5, 6, 8, logprobs=(-1.0, -2.25, -9.0))
         (THREE, LAST_DIFFERS, 2, 0.25),
         (THREE, answer(5, 6, 7), None, None),
         (THREE, answer(4, logprobs=(-1.0,)), 0, 0.0),
+        # Without token ids, those of equal texts with as many tokens.
+        (Answer(None, (-1.0, -2.0), "yes"), Answer(None, (-1.0, -2.25), "yes"), None, 0.25),
+        (Answer(None, (-1.0, -2.0), "yes"), Answer(None, (-1.0,), "yes"), None, None),
+        (Answer(None, (-1.0, -2.0), "yes"), Answer(None, (-1.0, -2.25), "yet"), 2, None),
     ],
 )
 def test_the_first_difference_of_two_answers(first, second, position, logprob):

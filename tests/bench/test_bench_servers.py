@@ -118,11 +118,17 @@ def answers_of(summary) -> list[dict]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "responses"])
-def test_other_endpoints_are_measured_and_judged_by_text(tmp_path, endpoint):
+@pytest.mark.parametrize(
+    ("endpoint", "server", "logprob"),
+    [("chat", PLAIN, 0.0), ("chat", replace(PLAIN, has_chat_logprobs=False), None), ("responses", PLAIN, None)],
+)
+def test_other_endpoints_are_measured_and_judged_by_text(tmp_path, endpoint, server, logprob):
+    """The log-probabilities of a chat show what equal texts hide; a server may refuse to send them."""
     workload = WORKLOAD.model_copy(update={"endpoint": endpoint})
-    summary, (server, other) = measured(tmp_path, PLAIN, PLAIN, workload=workload)
-    assert all((one["compared"], one["different"]) == (REQUESTS, 0) for one in answers_of(summary)), summary["reasons"]
+    summary, (server, other) = measured(tmp_path, server, PLAIN, workload=workload)
+    for one in answers_of(summary):
+        assert (one["compared"], one["different"]) == (REQUESTS, 0), summary["reasons"]
+        assert one["largest_logprob_difference"] == logprob
     key = "messages" if endpoint == "chat" else "input"
     last = [server.bodies[-1][key], other.bodies[-1][key]]
     assert [one["role"] for one in last[0]] == ["system", "user", "assistant", "user"]

@@ -34,7 +34,8 @@ Key = tuple[int, ...]  # names a request within a comparison, such as (pair, ses
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client received. `token_ids` is `None` if the server sends none; `text` is used instead."""
+    """What the client received. `token_ids` is `None` if the server sends none; `text` is used instead. `logprobs` has
+    one value per token, or none."""
 
     token_ids: tuple[int, ...] | None
     logprobs: tuple[float, ...] = ()
@@ -120,14 +121,20 @@ def _first_difference(first: tuple[int, ...] | str, second: tuple[int, ...] | st
 
 
 def _logprob_difference(first: Answer, second: Answer) -> float | None:
-    """Largest difference before the first different token; `None` if a side lacks a logprob for each token."""
-    if first.token_ids is None or second.token_ids is None or not first.logprobs:
+    """Largest difference before the first different token; `None` if a side lacks a logprob for each token. Answers
+    without token ids must have equal texts of as many tokens."""
+    if first.token_ids is not None and second.token_ids is not None:
+        if len(first.logprobs) != len(first.token_ids) or len(second.logprobs) != len(second.token_ids):
+            return None
+        position = _first_difference(first.token_ids, second.token_ids)
+    elif first.text is None or first.text != second.text or len(first.logprobs) != len(second.logprobs):
         return None
-    if len(first.logprobs) != len(first.token_ids) or len(second.logprobs) != len(second.token_ids):
+    else:
+        position = None
+    if not first.logprobs:
         return None
-    position = _first_difference(first.token_ids, second.token_ids)
-    end = len(first.token_ids) if position is None else position
-    return max((abs(a - b) for a, b in zip(first.logprobs[:end], second.logprobs[:end], strict=True)), default=0.0)
+    pairs = list(zip(first.logprobs, second.logprobs, strict=False))[:position]
+    return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 def more_often(measured: int, measured_count: int, control: int, control_count: int) -> float:
@@ -260,7 +267,10 @@ def _not_tested(evidence: OutputEvidence, logprob_limit: float) -> str | None:
         return "the server does not report whether blocks came from G2, G3 or G4"
     if not evidence.transfers.are_proven:
         return "no block came from G2, G3 or G4, so the block manager was not tested"
-    unknown = "it is unknown how often this engine repeats its own answers; `--pairs 2` compares two runs without kvbm"
+    unknown = (
+        "it is unknown how often this engine repeats its own answers; of an engine that kvbm starts, `--pairs 2` "
+        "compares two runs without kvbm"
+    )
     if evidence.control is None and (measured.different_count or measured.logprob is None):
         return f"{evidence.counts}; {unknown}"
     if evidence.control_logprob is None and (measured.logprob or 0.0) > logprob_limit:

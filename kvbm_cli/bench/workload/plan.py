@@ -37,11 +37,13 @@ IMAGE = "image"  # of a part; its message is that of the user's text after it
 class Dialect:
     """What the server understands beyond OpenAI's API. All arms of a run get the same bodies.
 
-    `token_id_fields` make it answer with token ids, if it has them. `path` is the endpoint of all prompts.
+    `token_id_fields` make it answer with token ids and their log-probabilities, if it has them; chats have only the
+    latter. `path` is the endpoint of all prompts.
     """
 
     model: str
     has_token_ids: bool = True
+    has_chat_logprobs: bool = True
     has_ignore_eos: bool = True
     has_usage: bool = True
     token_id_fields: Mapping[str, object] = field(default_factory=lambda: RETURN_TOKEN_IDS)
@@ -60,6 +62,8 @@ class Dialect:
                 fields |= {"min_tokens": answer_tokens, "ignore_eos": True}
         if self.has_token_ids:
             fields |= self.token_id_fields
+        elif self.path == CHAT and self.has_chat_logprobs:
+            fields["logprobs"] = True
         return fields
 
 
