@@ -52,6 +52,16 @@ class SlotLists:
             last = slot
         self.join(last, which)
 
+    def prepend(self, which: int, slots: Iterable[int]) -> None:
+        """Put `slots`, which are in no list, at the oldest end, the last one oldest."""
+        newer, older = self.newer, self.older
+        first = newer[which]
+        for slot in slots:
+            newer[slot] = first
+            older[first] = slot
+            first = slot
+        self.join(which, first)
+
     def take(self, which: int, count: int) -> list[int]:
         """Remove and return the `count` oldest slots, oldest first. The list must hold as many."""
         newer = self.newer

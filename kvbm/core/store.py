@@ -324,6 +324,15 @@ class BlockStore:
             self._order.add(inactive[::-1], runs if len(inactive) == len(slots) else ())
         return absent
 
+    def evict_next(self, hashes: Sequence[bytes]) -> None:
+        """Make those of `hashes` that are registered and not pinned the next ones to be evicted, the last one first.
+        Not for adaptive eviction."""
+        assert self.adaptive is None, "classes have an order of their own"
+        slots = dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None)
+        inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
+        self._lists.remove(inactive)
+        self._lists.prepend(self._lists.inactive, inactive)
+
     def oldest(self, count: int) -> tuple[bytes, ...]:
         """Return the hashes of up to `count` blocks that would be evicted first, in that order."""
         return self._index.hashes_of(self._order.first(count))

@@ -376,7 +376,10 @@ class Leader(EngineTiers):
             if not self._has_states:
                 recent = hashes[:end]  # once: a long chain is copied
                 for store in self._stores():
-                    self._slices.run(store.touch, recent)
+                    if store is self._host.store and self._offloads.has_spare(progress):
+                        self._slices.run(store.evict_next, recent, order=1)
+                    else:
+                        self._slices.run(store.touch, recent)
         if request.hint is not None and self._is_one_chain and not is_preempted:
             self._end_hint(request.hint, request.tenant, chains[0])
         self.counters.lost_state_tokens += request.lost_state_tokens

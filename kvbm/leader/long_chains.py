@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
@@ -43,12 +43,15 @@ class Slices:
         self._waiting: deque[tuple[int, Callable[[], object]]] = deque()  # (blocks, action)
         self._releases: deque[PinnedBlocks] = deque()
 
-    def run(self, action: Callable[[Sequence[bytes]], object], hashes: Sequence[bytes]) -> None:
-        """Call `action` with `hashes`, in slices over the next steps if there are many. The tail comes first."""
+    def run(
+        self, action: Callable[[Sequence[bytes]], object], hashes: Sequence[bytes], *, order: Literal[1, -1] = -1
+    ) -> None:
+        """Call `action` with `hashes`, in slices over the next steps if there are many. The tail comes first; with the
+        `order` 1, the head."""
         if len(hashes) <= self.size:
             action(hashes)
             return
-        for begin in range(0, len(hashes), self.size)[::-1]:
+        for begin in range(0, len(hashes), self.size)[::order]:
             part = hashes[begin : begin + self.size]
             self._waiting.append((len(part), partial(action, part)))
 

@@ -187,7 +187,7 @@ class Offloads:
         if progress.can_wait:
             end = min(end, begin + self._slices.size)
         fresh, sources, marks = hashes[begin:end], block_ids[begin:end], progress.marks(begin, end)
-        if begin == 0 or marks:
+        if marks or not self.has_spare(progress):
             self._host.store.touch(fresh, marks)
         if NO_BLOCK in sources:
             kept = [position for position, block_id in enumerate(sources) if block_id != NO_BLOCK]
@@ -322,6 +322,11 @@ class Offloads:
         flight = _OffloadInFlight(order, target, batch, self._step, self._clock())
         self.in_flight[order.generation] = flight
         return flight
+
+    def has_spare(self, progress: OffloadProgress) -> bool:
+        """Whether blocks that a request has used are in host memory without need: they are in G1, and are copied when
+        they leave it. Not those that a window has left. Adaptive eviction ranks all blocks itself."""
+        return self._late is not None and progress.can_wait and self._host.store.adaptive is None
 
     def _order_late(self, late: LateOffloads) -> tuple[Offload, ...]:
         """Return one order for the noted blocks that the engine evicts next."""

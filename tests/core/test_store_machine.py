@@ -138,6 +138,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.order += reversed(touched)
 
     @rule(hashes=batches)
+    def evict_next(self, hashes):
+        if self.store.adaptive is not None:
+            return
+        self.store.evict_next(hashes)
+        moved = [sequence_hash for sequence_hash in dict.fromkeys(hashes) if sequence_hash in self.order]
+        rest = [sequence_hash for sequence_hash in self.order if sequence_hash not in moved]
+        self.order = [*reversed(moved), *rest]
+
+    @rule(hashes=batches)
     def forget(self, hashes):
         self.store.forget(hashes)
         for sequence_hash in hashes:

@@ -233,6 +233,35 @@ def test_a_block_that_a_window_has_left_is_not_noted():
     rig.close()
 
 
+def test_host_memory_evicts_blocks_that_are_in_g1_again_first_tail_first(rig):
+    first, other = chain("first", 4), chain("other", 4)
+    serve(rig, "first", first)
+    serve(rig, "other", other)
+    for number in range(4):
+        serve(rig, f"filler{number}", chain(f"filler{number}", 8))
+    assert in_host(rig, first + other) == [True] * 8
+    assert serve(rig, "again", first) == (0, 4)
+    assert rig.leader._host.store.oldest(4) == tuple(first[::-1])
+    assert serve(rig, "in g1", first) == (4, 0)
+    assert rig.leader._host.store.oldest(4) == tuple(first[::-1])
+
+
+def test_the_tail_of_a_chain_of_many_slices_is_evicted_first():
+    rig = late_rig(slots=64, blocks=64, reach=16, slice_blocks=4)
+    hashes, host = chain("a", 14), rig.leader._host
+    host.register(host.reserve(14), hashes, [True] * 14).release()
+    blocks = rig.g1.allocate(14)
+    for block, one in zip(blocks, hashes, strict=True):
+        rig.g1.compute(block, one)
+    for _ in range(4):
+        rig.leader.offload("a", hashes, blocks, computed_blocks=14, prompt_blocks=14)
+        rig.step()
+    rig.leader.finish("a", hashes)
+    idle(rig, 4)
+    assert host.store.oldest(14) == tuple(hashes[::-1])
+    rig.close()
+
+
 def test_twice_as_many_blocks_are_watched_as_a_step_fills():
     rig = late_rig(slots=64, blocks=64, reach=64)
     for number in range(16):

@@ -96,8 +96,8 @@ MUTANTS = (
         name="leader-ages-hot-prefixes",
         bug="a hit in G1 does not refresh the chain in G2",
         file="kvbm/leader/leader.py",
-        old="                    self._slices.run(store.touch, recent)",
-        new="                    pass",
+        old="                        self._slices.run(store.touch, recent)",
+        new="                        pass",
         fails="tests/leader",
     ),
     Mutant(
