@@ -143,6 +143,13 @@ def _skipped(facts: CellFacts) -> tuple[int, Why] | None:
     lost = skipped + failed
     if not lost or lost < SKIPPED * (lost + copied):
         return None
+    if (facts.profile.get("offload") or {}).get("to_host") == "on_evict":
+        text = (
+            f"{lost:,} of {lost + copied:,} blocks were not copied to host memory: {skipped:,} because the engine "
+            f"evicted them before their copy had ended, {failed:,} because the copy failed. {_saved(facts)}; "
+            "`offload.to_host: always` copies blocks when they are computed"
+        )
+        return lost, Why("offload-skipped", text, "offload.to_host")
     limit = (facts.profile.get("transfer") or {}).get("max_concurrent")
     now = "" if limit is None else f" (now {limit})"
     text = (
