@@ -130,6 +130,41 @@ def test_without_the_prefix_cache_of_vllm_all_blocks_are_copied_at_once(engine):
     assert engine.totals()[OFFLOADED] == 10
 
 
+@pytest.fixture
+def pool():
+    """A pool of vLLM with 64 blocks, all cached and free."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    pool = BlockPool(65, enable_caching=True, hash_block_size=16)
+    for block in pool.blocks[1:]:
+        block.set_block_hash(bytes((block.block_id,)))
+    return pool
+
+
+def test_the_queue_is_examined_again_when_an_eighth_of_what_was_seen_is_evicted(pool):
+    from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
+
+    queue = VllmEvictionQueue(pool)
+    assert [block_id for block_id, _ in queue.first(32, again=False)] == list(range(1, 33))
+    pool.get_new_blocks(4)
+    assert queue.first(32, again=False) == []
+    pool.get_new_blocks(1)
+    assert [block_id for block_id, _ in queue.first(32, again=False)] == list(range(6, 38))
+    assert [block_id for block_id, _ in queue.first(32, again=True)] == list(range(6, 38))
+    pool.touch([pool.blocks[10]])  # the fifth one; a request uses it again
+    assert [block_id for block_id, _ in queue.first(32, again=False)] == [*range(6, 10), *range(11, 39)]
+    assert len(queue.first(1000, again=True)) == 58
+
+
+def test_an_evicted_block_has_another_content(pool):
+    from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
+
+    queue = VllmEvictionQueue(pool)
+    before = queue.contents_of([1, 2])
+    pool.get_new_blocks(1)
+    assert [old is new for old, new in zip(before, queue.contents_of([1, 2]), strict=True)] == [False, True]
+
+
 def test_vllm_makes_a_new_hash_whenever_it_caches_a_block():
     """So the hash of a block is another object after vLLM has used the block for something else, or again."""
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
