@@ -58,22 +58,27 @@ class LateOffloads:
                 if old is not None:
                     lost.append(old[1])
             notes[block_id] = new
-        if lost:
-            self._counters.offload_skipped_blocks += len(self._store.missing(lost))
+        self._count_lost(lost)
+
+    def _count_lost(self, hashes: list[bytes]) -> None:
+        """Count blocks that the engine has evicted, unless they are in host memory."""
+        if hashes:
+            self._counters.offload_skipped_blocks += len(self._store.missing(hashes))
 
     def pick(self, room: int, departing: Set[bytes]) -> list[Pick]:
         """Return up to `room` blocks to copy in this step, the head of a chain before its tail. `departing` are the
         names of blocks in flight."""
-        notes = self._notes
+        notes, lost = self._notes, []
         wanted: dict[bytes, Pick] = {}
         for block_id, content in self._queue.first(self._window(), again=self._is_behind):
             note = notes.get(block_id)
             if note is None:
                 continue
             if note[0] is not content:
-                del notes[block_id]
+                lost.append(notes.pop(block_id)[1])
             elif note[1] not in departing:
                 wanted[note[1]] = (block_id, *note)
+        self._count_lost(lost)
         names = list(wanted)[::-1]
         absent = [names[position] for position in self._store.touch(names)]
         chosen = absent[max(0, len(absent) - room) :]  # those that are evicted first

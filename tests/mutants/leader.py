@@ -22,6 +22,14 @@ MUTANTS = (
         fails="tests/leader/test_late_offloads.py",
     ),
     Mutant(
+        name="leader-evicts-the-head-of-a-spare-chain-first",
+        bug="of a long chain that is in G1 again, host memory evicts the head first, without which the rest is useless",
+        file="kvbm/leader/leader.py",
+        old="self._slices.run(store.evict_next, recent, order=1)",
+        new="self._slices.run(store.evict_next, recent)",
+        fails="tests/leader/test_late_offloads.py",
+    ),
+    Mutant(
         name="leader-takes-equal-contents-for-the-same",
         bug="a block that was evicted and is being computed again counts as complete",
         file="kvbm/leader/late_offloads.py",
