@@ -89,11 +89,13 @@ class Region:
         order_memory()
         return bool(found) and all(bool(np.array_equal(words, wanted)) for words in found)
 
-    def slot_results(self, slots: Sequence[int], generation: int) -> list[SlotState]:
+    def slot_results(self, slots: Sequence[int], generation: int, *, may_differ: bool = False) -> list[SlotState]:
         """Return the result of transfer `generation` for each slot.
 
         EMPTY until every rank has reported, because a rank that has not reported may still be copying. Then READY if
         all ranks are READY, else FAILED. For a lost rank, which copies no more, everything unproven has FAILED.
+
+        `may_differ`: the source may have changed between the copies of two replicas, so different bytes prove nothing.
         """
         of_replicas = [replicas.result(generation, self._is_lost) for replicas in self._replicated]
         if SlotState.EMPTY in of_replicas:
@@ -105,7 +107,8 @@ class Region:
         order_memory()
         states = combined(found, generation, self._are_lost_shards)
         if SlotState.FAILED in of_replicas:
-            self.has_different_copies |= any(replicas.are_different for replicas in self._replicated)
+            are_different = any(replicas.are_different for replicas in self._replicated)
+            self.has_different_copies |= are_different and not may_differ
             return [SlotState.EMPTY if state is SlotState.EMPTY else SlotState.FAILED for state in states]
         return states
 

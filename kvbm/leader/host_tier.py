@@ -141,9 +141,9 @@ class HostTier:
         """For many transfers at once: whether `results` may be known. Reads one word per transfer and rank."""
         return self.region.are_reported([t.slots[0] for t in targets], [t.generation for t in targets])
 
-    def results(self, target: Reservation) -> list[bool] | None:
-        """Return which slots all ranks have proven; None until every rank has reported."""
-        states = self.region.slot_results(target.slots, target.generation)
+    def results(self, target: Reservation, *, may_differ: bool = False) -> list[bool] | None:
+        """Return which slots all ranks have proven; None until every rank has reported. `may_differ`: see Region."""
+        states = self.region.slot_results(target.slots, target.generation, may_differ=may_differ)
         if states.count(SlotState.READY) == len(states):
             return [True] * len(states)
         return None if SlotState.EMPTY in states else [state is SlotState.READY for state in states]

@@ -311,12 +311,12 @@ class Leader(EngineTiers):
         return self._look_again_s is not None and self._clock() >= self._look_again_s
 
     def settle_offloads(self) -> bool:
-        """Register offloads that have ended; return whether others hold G1 blocks. May be called between steps."""
+        """Register offloads that have ended; return whether others read G1 blocks. May be called between steps."""
         self._offloads.settle()
-        return self._offloads.are_blocks_held()
+        return self._offloads.are_blocks_read()
 
     def abandon_offloads(self) -> None:
-        """Release the G1 blocks of the offloads in flight, which then end as failed. Onboards keep their blocks."""
+        """Give up the offloads in flight, which then end as failed, and release their blocks. Onboards keep theirs."""
         self._offloads.abandon()
 
     def has_pending(self) -> bool:

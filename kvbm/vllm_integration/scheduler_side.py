@@ -506,19 +506,20 @@ class SchedulerSide:
         """Give the offloads RESET_PATIENCE_S to end, unless others use blocks too, and drop those that have not ended.
 
         Between two steps nothing else makes them release their blocks, and an engine inside the user's process runs no
-        steps after its last request.
+        steps after its last request. Those that hold no blocks must end too: before 0.33, vLLM does not say that it
+        sleeps, and unmaps the KV cache after a reset.
         """
         if self.leader is None or self._pool is None:
             return
         references = sum(block.ref_cnt for block in self._pool.blocks if not block.is_null)
-        if not references or references != self.leader.held_references():
+        if references != self.leader.held_references():
             return
         deadline_s = time.monotonic() + RESET_PATIENCE_S
-        while is_held := self.leader.settle_offloads():
+        while are_running := self.leader.settle_offloads():
             if time.monotonic() > deadline_s:
                 break
             time.sleep(RESET_POLL_S)
-        if is_held:
+        if are_running:
             log.warning("kvbm: copies to host memory did not end within %g s; dropping them", RESET_PATIENCE_S)
             self.leader.abandon_offloads()
 

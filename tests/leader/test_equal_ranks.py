@@ -146,6 +146,22 @@ def test_different_kv_turns_the_cache_off(rank, caplog):
     rig.close()
 
 
+@pytest.mark.parametrize("give_up", ["discard_offloads", "abandon_offloads"])
+def test_ranks_that_copy_a_block_before_and_after_the_engine_reuses_it_do_not_turn_the_cache_off(rig, give_up):
+    blocks = rig.compute("a", HASHES)
+    rig.order()
+    rig.ranks[0].run_all()
+    getattr(rig.leader, give_up)(*[blocks][: give_up == "discard_offloads"])
+    for block in blocks:
+        rig.g1.compute(block, bytes(16))
+    for rank in rig.ranks[1:]:
+        rank.run_all()
+    rig.settle()
+    rig.settle()
+    assert cached_blocks(rig) == 0
+    assert rig.leader.counters.disabled == 0
+
+
 def test_different_kv_of_one_of_two_pairs_of_ranks_turns_the_cache_off():
     """Two KV heads on four ranks."""
     rig = Rig(ranks=4, replicas=2, slots=24, blocks=32)

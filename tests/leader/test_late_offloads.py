@@ -11,6 +11,7 @@ from rig import Rig, chain
 from kvbm.core.groups import Group
 from kvbm.core.ranking import CLASS_MASK, NEW
 from kvbm.leader.offloads import NO_BLOCK
+from kvbm.types import Tier
 
 
 def late_rig(*, slots: int = 16, blocks: int = 32, reach: int = 8, **settings) -> Rig:
@@ -144,7 +145,54 @@ def test_a_copy_changes_neither_the_order_of_eviction_nor_the_references(rig):
     rig.order()
     assert rig.leader._offloads.queue()[0] == 4
     assert (rig.g1.queue, rig.g1.references.total()) == (queue, 4)
+    assert not rig.leader.orders_in_flight()
+
+
+def test_a_copy_that_runs_is_waited_for_until_it_ends_or_is_abandoned(rig):
+    """The engine may unmap its memory then."""
+    hashes = chain("a", 4)
+    let_be_evicted(rig, hashes)
+    rig.order()
+    assert rig.leader.settle_offloads()
+    rig.leader.reset()
+    assert rig.leader.settle_offloads(), "it reads the blocks although nobody wants them"
+    rig.leader.abandon_offloads()
     assert not rig.leader.settle_offloads()
+    rig.ranks[0].run_all()
+    rig.settle()
+    assert in_host(rig, hashes) == [False] * 4
+    assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_equal_ranks_that_copy_a_block_before_and_after_its_eviction_do_not_turn_the_cache_off(forget):
+    rig = late_rig(ranks=2, replicas=2)
+    hashes = chain("a", 4)
+    let_be_evicted(rig, hashes)
+    rig.order()
+    rig.ranks[0].run_all()
+    for block in rig.g1.allocate(8):  # all that was ordered is evicted
+        rig.g1.compute(block, bytes(16))
+    if forget:
+        rig.leader.reset()
+    rig.ranks[1].run_all()
+    rig.settle()
+    rig.settle()
+    assert in_host(rig, hashes) == [False] * 4
+    assert rig.leader.counters.disabled == 0
+    rig.close()
+
+
+def test_equal_ranks_with_different_kv_turn_the_cache_off():
+    rig = late_rig(ranks=2, replicas=2)
+    hashes = chain("a", 4)
+    let_be_evicted(rig, hashes)
+    for block in range(32):
+        rig.g1.storages[1][0][block * 512] += 1
+    rig.step()
+    rig.settle()
+    assert rig.leader.counters.disabled == 1
+    rig.close()
 
 
 @pytest.mark.parametrize("is_same", [False, True])

@@ -1003,6 +1003,14 @@ def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, m
     assert fake_engine.pool.get_num_free_blocks() == 11
 
 
+def test_a_reset_waits_for_copies_that_hold_no_blocks(fake_engine, monkeypatch):
+    fake_engine.pool.free_blocks(fake_engine.blocks)
+    are_running = [True, True, False]
+    monkeypatch.setattr(fake_engine.scheduler.leader, "settle_offloads", lambda: are_running.pop(0))
+    assert fake_engine.pool.reset_prefix_cache() is True
+    assert are_running == []
+
+
 def test_a_reset_under_a_running_request_fails_at_once_and_drops_nothing(fake_engine):
     fake_engine.step()
     began_s = time.monotonic()
