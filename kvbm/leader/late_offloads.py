@@ -49,16 +49,13 @@ class LateOffloads:
 
     def note(self, hashes: Sequence[bytes], block_ids: Sequence[int], tenant: bytes, marks: bytes) -> None:
         """Note that these blocks are complete, or that the coming forward pass completes them."""
-        notes, lost = self._notes, []
-        found = zip(self._queue.contents_of(block_ids), hashes, repeat(tenant), marks or repeat(PLAIN), strict=False)
-        for block_id, new in zip(block_ids, found, strict=True):
-            old = notes.get(block_id)
-            if old is None or old[0] is not new[0]:
-                self._filled += 1
-                if old is not None:
-                    lost.append(old[1])
-            notes[block_id] = new
-        self._count_lost(lost)
+        notes = self._notes
+        contents = self._queue.contents_of(block_ids)
+        known = [(content, notes[one]) for one, content in zip(block_ids, contents, strict=True) if one in notes]
+        changed = [note[1] for content, note in known if note[0] is not content]
+        self._filled += len(block_ids) - len(known) + len(changed)
+        self._count_lost(changed)
+        notes.update(zip(block_ids, zip(contents, hashes, repeat(tenant), marks or repeat(PLAIN)), strict=False))
 
     def _count_lost(self, hashes: list[bytes]) -> None:
         """Count blocks that the engine has evicted, unless they are in host memory."""

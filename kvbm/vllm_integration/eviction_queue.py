@@ -38,12 +38,9 @@ class VllmEvictionQueue:
             return []
         queue: FreeKVCacheBlockQueue = self._pool.free_block_queue
         count = min(count, queue.num_free_blocks)
-        found, self._probe = [], None
-        block = queue.fake_free_list_head.next_free_block
-        for position in range(count):
-            if position == count // PROBE_SHARE:
-                self._probe = block
-            if (content := block.block_hash) is not None:
-                found.append((block.block_id, content))
+        blocks, block = [], queue.fake_free_list_head.next_free_block
+        for _ in range(count):
+            blocks.append(block)
             block = block.next_free_block
-        return found
+        self._probe = blocks[count // PROBE_SHARE] if blocks else None
+        return [(block.block_id, content) for block in blocks if (content := block.block_hash) is not None]
