@@ -107,6 +107,9 @@ class GroupedTables:
     def offload(self, leader: GuardedLeader, due: Due, output: SchedulerOutput) -> None:
         """Offload the blocks that the next forward pass completes."""
         for tracked, computed_tokens in due:
+            for cache_group, table in zip(self._groups, tracked.block_ids, strict=True):
+                if not isinstance(cache_group.group, StateGroup):
+                    _give_up(table, cache_group.group.first_needed_block(computed_tokens))
             self._offload_groups(leader, tracked, _tokens_after(tracked, computed_tokens, output))
 
     def offload_snapshot(self, leader: GuardedLeader, tracked: VllmRequest, snapshot: Snapshot) -> None:
@@ -198,6 +201,15 @@ class PlainTables(GroupedTables):
 
 def tables_of(groups: Sequence[TransferGroup], snapshots: Snapshots | None) -> GroupedTables:
     return PlainTables(groups) if is_plain(groups) else GroupedTables(groups, snapshots)
+
+
+def _give_up(table: list[int], end: int) -> None:
+    """Remove the blocks before `end`, which vLLM may have given to others, and does not report. They are offloaded in
+    the step that completes them, but not if their names become certain later."""
+    index = min(end, len(table)) - 1
+    while index >= 0 and table[index] != NO_BLOCK:
+        table[index] = NO_BLOCK
+        index -= 1
 
 
 def _tokens_after(tracked: VllmRequest, computed_tokens: int, output: SchedulerOutput) -> int:

@@ -43,11 +43,13 @@ from kvbm.core.groups import Group, StateGroup
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
 from kvbm.leader.leader import Leader
+from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.request import LoadResult
 from kvbm.metrics import Counters, Facts
 from kvbm.observe.series import SeriesCollector
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
+from kvbm.vllm_integration.block_tables import GroupedTables
 from kvbm.vllm_integration.cache_groups import (
     KNOWS_FAILED_REQUESTS,
     REPORTS_HIT_SOURCES,
@@ -56,7 +58,7 @@ from kvbm.vllm_integration.cache_groups import (
     decline_reason,
 )
 from kvbm.vllm_integration.engine_facts import VllmFacts
-from kvbm.vllm_integration.request import UNLIMITED, _limit
+from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, _limit
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats, StatsSource
 from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
@@ -134,6 +136,29 @@ def test_latent_and_chunked_attention_are_known():
     chunked = ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64)
     groups = [found.group for found in cache_groups(cache(latent, chunked))]
     assert groups == [Group(16), Group(16, chunk_tokens=64)]
+
+
+def test_blocks_that_a_window_has_left_before_their_names_were_certain_are_not_offloaded():
+    """vLLM may have given them to another request, whose KV they then have."""
+    names = SimpleNamespace(certain_tokens=lambda: 0, name=lambda name, end: name)
+    request = SimpleNamespace(request_id="r", num_prompt_tokens=128, block_hashes=[bytes((n,)) * 32 for n in range(8)])
+    tracked = VllmRequest(request, UNLIMITED, UNLIMITED, names, block_ids=[[1, 2, 3, 4], [5, 6, 7, 8]])
+    tables = GroupedTables(cache_groups(cache(WINDOW, FULL)))
+    tables.bind(BlockPool(20, enable_caching=True, hash_block_size=16))
+    offered = []
+
+    def offload(request_id, chain, table, *, computed_blocks, prompt_blocks, group):
+        offered.append((group, table[:computed_blocks]))
+        return computed_blocks
+
+    leader = SimpleNamespace(offload=offload)
+    step = SimpleNamespace(num_scheduled_tokens={"r": 64}, scheduled_spec_decode_tokens={})
+    tables.offload(leader, [(tracked, 0)], step)
+    assert offered == [(0, []), (1, [])]
+    names.certain_tokens = lambda: UNLIMITED
+    tables.extend(tracked, [[15, 16, 17, 18], [11, 12, 13, 14]])
+    tables.offload(leader, [(tracked, 64)], step)  # of 64 tokens, the next one attends to the last 39
+    assert offered[2:] == [(0, [1, 2, 3, 4, 11, 12, 13, 14]), (1, [NO_BLOCK, 6, 7, 8, 15, 16, 17, 18])]
 
 
 @pytest.mark.skipif(not KNOWS_FAILED_REQUESTS, reason="several groups are declined before 0.30")
