@@ -316,7 +316,7 @@ class Leader(EngineTiers):
         return self._offloads.are_blocks_read()
 
     def abandon_offloads(self) -> None:
-        """Give up the offloads in flight, which then end as failed, and release their blocks. Onboards keep theirs."""
+        """Give up the offloads in flight, which end as failed, and release their blocks. Onboards keep their blocks."""
         self._offloads.abandon()
 
     def has_pending(self) -> bool:
