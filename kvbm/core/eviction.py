@@ -44,23 +44,11 @@ class SlotLists:
 
     def append(self, which: int, slots: Iterable[int]) -> None:
         """Put `slots`, which are in no list, at the newest end, the last one newest."""
-        newer, older = self.newer, self.older
-        last = older[which]
-        for slot in slots:
-            newer[last] = slot
-            older[slot] = last
-            last = slot
-        self.join(last, which)
+        _link(which, slots, self.newer, self.older)
 
     def prepend(self, which: int, slots: Iterable[int]) -> None:
         """Put `slots`, which are in no list, at the oldest end, the last one oldest."""
-        newer, older = self.newer, self.older
-        first = newer[which]
-        for slot in slots:
-            newer[slot] = first
-            older[first] = slot
-            first = slot
-        self.join(which, first)
+        _link(which, slots, self.older, self.newer)
 
     def take(self, which: int, count: int) -> list[int]:
         """Remove and return the `count` oldest slots, oldest first. The list must hold as many."""
@@ -114,6 +102,17 @@ class SlotLists:
         """Make two slots or nodes neighbours."""
         self.newer[older] = newer
         self.older[newer] = older
+
+
+def _link(which: int, slots: Iterable[int], newer: memoryview[int], older: memoryview[int]) -> None:
+    """Put `slots` at the newest end of a list; at its oldest one if `newer` and `older` change places."""
+    last = older[which]
+    for slot in slots:
+        newer[last] = slot
+        older[slot] = last
+        last = slot
+    newer[last] = which
+    older[which] = last
 
 
 class Order(Protocol):
