@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.arms import RECORDING
@@ -51,7 +52,8 @@ CALIBRATION_SEED = 2**40 + 17
 PROBE_TIMEOUT_S = 60.0
 PROBE_TEXT = "Blocks of a prompt are kept in host memory, and brought back when it comes again. " * 24
 PROBE_CHARACTERS = 1000
-MOST_MISSING_FEATURES = 4
+FEATURES = ("has_token_ids", "has_chat_logprobs", "has_ignore_eos", "has_usage")  # that not every server has
+PROBE_TOKENS = 2
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -88,7 +90,7 @@ def capabilities_of(engines: Sequence[RunningEngine], *, seed: int, path: str = 
             return Capabilities(found, TokenWriter(controls[0].tokenize, seed=seed), can_reset)
     found = _common_dialect(engines, replace(dialect, has_token_ids=False), PROBE_TEXT)
     if found is None:
-        fewest = _with_fewer(replace(dialect, has_token_ids=False), MOST_MISSING_FEATURES)
+        *_, fewest = _ever_fewer(replace(dialect, has_token_ids=False))
         errors = [record.error for record in (_probe(one, fewest, PROBE_TEXT) for one in engines) if not record.is_ok]
         raise EngineError(
             f"a server refused a plain request to {path}: {errors[0] if errors else 'it answers only now'}",
@@ -115,28 +117,27 @@ def _of_kind(engine: RunningEngine, dialect: Dialect, *, seed: int) -> Capabilit
 def _common_dialect(
     engines: Sequence[RunningEngine], dialect: Dialect, prompt: tuple[int, ...] | str
 ) -> Dialect | None:
-    """Return the first of five dialects that all servers accept; `None` if they accept none."""
-    for fewer in range(MOST_MISSING_FEATURES + 1):
-        tried = _with_fewer(dialect, fewer)
+    """Return the first dialect, of those with ever fewer features, that all servers accept; `None` if there is none."""
+    for tried in _ever_fewer(dialect):
         records = [_probe(engine, tried, prompt) for engine in engines]
         if all(record.is_ok and (not tried.has_token_ids or record.token_ids) for record in records):
             return tried
     return None
 
 
-def _with_fewer(dialect: Dialect, count: int) -> Dialect:
-    """Without the first `count` features that not every server has."""
-    return replace(
-        dialect,
-        has_token_ids=dialect.has_token_ids and count < 1,
-        has_chat_logprobs=count < 2,
-        has_ignore_eos=count < 3,
-        has_usage=count < 4,
-    )
+def _ever_fewer(dialect: Dialect) -> Iterator[Dialect]:
+    """Yield the dialect, and then those that lack one more of FEATURES each, as far as that changes a request."""
+    yield dialect
+    for feature in FEATURES:
+        change: dict[str, Any] = {feature: False}
+        fewer = replace(dialect, **change)
+        if fewer.fields(PROBE_TOKENS) != dialect.fields(PROBE_TOKENS):
+            yield fewer
+        dialect = fewer
 
 
 def _probe(engine: RunningEngine, dialect: Dialect, prompt: tuple[int, ...] | str) -> RequestRecord:
-    return asyncio.run(_send_all(engine, [unplanned(dialect, (prompt,), 2)], PROBE_TIMEOUT_S))[0]
+    return asyncio.run(_send_all(engine, [unplanned(dialect, (prompt,), PROBE_TOKENS)], PROBE_TIMEOUT_S))[0]
 
 
 def _characters_per_token(engine: RunningEngine, dialect: Dialect) -> float:

@@ -89,7 +89,7 @@ def compare_answers(reference: Mapping[Key, Answer], measured: Mapping[Key, Answ
         compared += 1
         if (position := _first_difference(*sides)) is not None:
             differences.append(AnswerDifference(key, position))
-        if (logprob := _logprob_difference(first, second)) is not None:
+        if (logprob := _logprob_difference(first, second, position)) is not None:
             logprobs.append(logprob)
     return OutputDifference(compared, tuple(differences), max(logprobs, default=None), incomparable)
 
@@ -120,21 +120,19 @@ def _first_difference(first: tuple[int, ...] | str, second: tuple[int, ...] | st
     return next((position for position in range(shorter) if first[position] != second[position]), shorter)
 
 
-def _logprob_difference(first: Answer, second: Answer) -> float | None:
-    """Largest difference before the first different token; `None` if a side lacks a logprob for each token. Answers
-    without token ids must have equal texts of as many tokens."""
+def _logprob_difference(first: Answer, second: Answer, position: int | None) -> float | None:
+    """Largest difference before `position`, where the answers differ first; `None` if a side lacks a logprob for each
+    token. Answers without token ids must have equal texts of as many tokens."""
     if first.token_ids is not None and second.token_ids is not None:
-        if len(first.logprobs) != len(first.token_ids) or len(second.logprobs) != len(second.token_ids):
-            return None
-        position = _first_difference(first.token_ids, second.token_ids)
-    elif first.text is None or first.text != second.text or len(first.logprobs) != len(second.logprobs):
-        return None
+        counts = [(len(first.logprobs), len(first.token_ids)), (len(second.logprobs), len(second.token_ids))]
     else:
-        position = None
-    if not first.logprobs:
+        counts = [(len(first.logprobs), len(second.logprobs))]
+        if position is not None:
+            return None
+    if not first.logprobs or any(one != other for one, other in counts):
         return None
-    pairs = list(zip(first.logprobs, second.logprobs, strict=False))[:position]
-    return max((abs(a - b) for a, b in pairs), default=0.0)
+    pairs = zip(first.logprobs[:position], second.logprobs[:position], strict=True)
+    return max((abs(one - other) for one, other in pairs), default=0.0)
 
 
 def more_often(measured: int, measured_count: int, control: int, control_count: int) -> float:
