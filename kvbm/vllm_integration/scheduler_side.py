@@ -21,7 +21,6 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.hashing import tenant
 from kvbm.host.processes import boot_id
 from kvbm.identity.description import Description, describe
-from kvbm.leader.offloads import NO_BLOCK
 from kvbm.leader.opening import EngineAtStart, open_leader
 from kvbm.leader.request import LoadResult
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
@@ -34,6 +33,7 @@ from kvbm.vllm_integration.block_tables import tables_of
 from kvbm.vllm_integration.cache_groups import is_plain
 from kvbm.vllm_integration.descriptions import forms_of
 from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
+from kvbm.vllm_integration.former_weights import FormerWeights
 from kvbm.vllm_integration.media import Media
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, prompt_hashes
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
@@ -95,13 +95,15 @@ class SchedulerSide:
         self._media = Media(facts.hash_bytes, encodes_here=facts.encodes_here)
         self._keeps_blocks = False  # for the next start, or for other engines
         self._description: Future[Description] | None = None
-        self._stale: set[str] = set()  # requests with KV of former weights
+        self._live: dict[str, Request] = {}  # all of them
+        self._former: FormerWeights | None = None
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
+        self.others_load = False  # another connector of this engine loads KV
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
+        self._pool, self._former = pool, FormerWeights(pool)
         vars(pool)["reset_prefix_cache"] = partial(self._reset_pool, pool.reset_prefix_cache)
         self._tables.bind(pool)
         self._create_leader()
@@ -229,6 +231,9 @@ class SchedulerSide:
 
     @hook()
     def add_request(self, request: Request) -> None:
+        self._live[request.request_id] = request
+        if self._former is not None and self._former.has_changed and self._is_computed_elsewhere(request):
+            self._former.taint(request)
         media = self._media.add(request)
         adapter = request.lora_request
         if adapter is not None and self._adapters.use(adapter):
@@ -291,7 +296,7 @@ class SchedulerSide:
     def _offload_snapshot(self, tracked: VllmRequest, snapshot: Snapshot) -> None:
         is_generated = snapshot.tokens > tracked.request.num_prompt_tokens
         is_wanted = self._config.offload.generated or not is_generated
-        if is_wanted and snapshot.request_id not in self._stale:
+        if is_wanted and not self._is_stale(tracked.request):
             assert self.leader is not None
             self._tables.offload_snapshot(self.leader, tracked, snapshot)
 
@@ -313,7 +318,6 @@ class SchedulerSide:
         self.leader.onboard(request.request_id, load[0], 0, load[1], tokens=external_tokens)
         self._loading.add(request.request_id)
         tracked.loaded = external_tokens
-        tracked.block_ids = self._tables.own(tables)  # if the weights change before it runs, these are stale
         return True
 
     @contained((0, 0))
@@ -327,9 +331,9 @@ class SchedulerSide:
         self._count_prompt(request)
         tracked = self._requests.pop(request.request_id, None)
         self._due_tokens.pop(request.request_id, None)
-        if request.request_id in self._stale and tracked is not None:
-            self._evict_stale(tracked)
-            self._stale.discard(request.request_id)
+        self._live.pop(request.request_id, None)
+        if self._former is not None:
+            self._former.end(request.request_id)
         if self.leader is not None and tracked is not None:
             self.leader.finish(request.request_id, *self._tables.chains(tracked))
 
@@ -365,7 +369,6 @@ class SchedulerSide:
         assert self.leader is not None
         for request_id in (output.preempted_req_ids or set()) - self._loading:  # a load starts after a preemption
             self._forget_preempted(request_id)
-            self._stale.discard(request_id)
         self._loading.clear()
         self._media.look_again()
         for snapshot in self._snapshots.handed_over(output) if self._snapshots is not None else ():
@@ -376,7 +379,9 @@ class SchedulerSide:
         for new in output.scheduled_new_reqs:
             if (tracked := requests.get(new.req_id)) is not None:
                 tracked.block_ids = self._tables.own(new.block_ids)
-                self._tables.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
+                self._inherit(tracked, new.block_ids)
+                if not self._is_stale(tracked.request):
+                    self._tables.offload(self.leader, [(tracked, new.num_computed_tokens)], output)
         resumed, extend = cached.resumed_req_ids, self._tables.extend
         scheduled, due_tokens, due = output.num_scheduled_tokens, self._due_tokens.get, []
         running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
@@ -384,14 +389,13 @@ class SchedulerSide:
             if block_ids is not None and (tracked := requests.get(request_id)) is not None:
                 if request_id in resumed:  # it has only these blocks
                     tracked.block_ids = self._tables.own(block_ids)
-                    self._stale.discard(request_id)
+                    self._inherit(tracked, block_ids)
                 else:
                     extend(tracked, block_ids)
             if computed + scheduled[request_id] >= due_tokens(request_id, UNLIMITED):
                 due.append((requests[request_id], computed))
+        due = [one for one in due if not self._is_stale(one[0].request)]
         self._tables.offload(self.leader, due, output)
-        for request_id in self._stale:
-            self._evict_stale(requests[request_id])
         self._step = output.total_num_scheduled_tokens, time.monotonic()
 
     @hook(when_off=True)
@@ -465,23 +469,29 @@ class SchedulerSide:
     def _forget(self, why: str) -> bool:
         """Forget every block in every tier and in vLLM's prefix cache; keep no later one for the next start.
 
-        Requests that have KV of the former weights continue with it. Their blocks are never offloaded, and are removed
-        from vLLM's prefix cache as often as it adds them, or else other requests would bring them back to us.
+        Requests that have KV of the former weights continue with it. Their blocks are never offloaded, and vLLM's
+        prefix cache never gets them, or else other requests would bring them back to us.
         """
         if self.leader is None:
             return True
-        assert self._pool is not None
+        assert self._former is not None
         if self._keeps_blocks:
             self._keeps_blocks = False
             log.warning("kvbm: %s: no block of this engine will stay on disk after it exits", why)
-        self._stale = {request_id for request_id, tracked in self._requests.items() if any(tracked.block_ids)}
-        self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_hash is not None})
+        self._former.change(self._live.values())
         return self.leader.reset(ends_persistence=True)
 
-    def _evict_stale(self, tracked: VllmRequest) -> None:
-        assert self._pool is not None
-        held = {block_id for table in tracked.block_ids for block_id in table if block_id != NO_BLOCK}
-        self._pool.evict_blocks({block_id for block_id in held if self._pool.blocks[block_id].block_hash is not None})
+    def _is_stale(self, request: Request) -> bool:
+        return self._former is not None and self._former.is_stale(request)
+
+    def _inherit(self, tracked: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
+        if self._former is not None and self._former.has_changed:
+            self._former.inherit(tracked.request, [block_id for table in tables for block_id in table])
+
+    def _is_computed_elsewhere(self, request: Request) -> bool:
+        """Return whether another connector may load KV for a request: its engine may not have changed its weights."""
+        parameters = request.kv_transfer_params
+        return self.others_load or (isinstance(parameters, Mapping) and bool(parameters.get("do_remote_prefill")))
 
     def close(self) -> None:
         """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.request import RequestStatus
 
 from kvbm.boundary import Boundary
 from kvbm.config.schema import ConnectorConfig
@@ -73,6 +74,9 @@ PLAIN = {  # of a request
     "resumable": False,
     "prompt_is_token_ids": None,
     "mm_features": [],
+    "num_preemptions": 0,
+    "num_computed_tokens": 0,
+    "status": RequestStatus.RUNNING,
 }
 WINDOW = SlidingWindowSpec(**SHAPE, sliding_window=40)
 
@@ -570,22 +574,6 @@ def test_a_reset_is_taken_for_a_change_of_the_weights(side):
     assert cached_blocks(side) == []
 
 
-def test_blocks_of_requests_with_former_weights_leave_the_prefix_cache_of_vllm(side):
-    """They are cached by vLLM again and again while such a request runs."""
-    request = SimpleNamespace(request_id="r", block_hashes=[], num_prompt_tokens=16, **PLAIN)
-    side.add_request(request)
-    side._requests["r"].block_ids = [[1, 2]]
-    side.weights_may_change("a test")
-    assert side._stale == {"r"}
-    block = side._pool.blocks[2]
-    again = make_block_hash_with_group_id(bytes([9]) * 32, 0)
-    block.set_block_hash(again) if hasattr(block, "set_block_hash") else setattr(block, "block_hash", again)
-    side._pool.cached_block_hash_to_block.insert(again, block)
-    assert cached_blocks(side) == [2]
-    side.end_request(request)
-    assert (cached_blocks(side), side._stale) == ([], set())
-
-
 def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
     def request(**keys):
         adapter = LoRARequest("mine", 1, str(tmp_path), **keys)
@@ -828,20 +816,6 @@ def test_a_load_brings_all_attention_blocks_and_one_block_per_state_group():
     assert engine.leader.loads == [
         ([hashed(2, 1), hashed(3, 1), hashed(4, 1), hashed(4, 0), hashed(4, 2)], [12, 13, 14, 9, 16], 48)
     ]
-
-
-@needs_states
-def test_loaded_blocks_leave_the_prefix_cache_if_the_weights_change_before_the_request_runs():
-    """vLLM gives them their names in the step after the load."""
-    engine = StateEngine(found=48)
-    tables = [0, 0, 9], [10, 11, 12], [0, 0, 13]
-    engine.allocate(*tables, external=48)
-    engine.side.weights_may_change("a test")
-    name_block(engine.pool, 10, 0, 1)
-    name_block(engine.pool, 13, 2, 2)
-    engine.step((0, 9, 48), (2, 13, 48), tables=tables)
-    assert cached_blocks(engine.side) == []
-    assert engine.leader.snapshots == []
 
 
 @needs_states
