@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from state_models import BLOCK, MODELS, SMALL, CheckedEngine, right_answers, start_tested
+from state_models import BLOCK, MODELS, SMALL, CheckedEngine, noise_of, right_answers, start_tested
 from traffic import Request, conversations, tokens
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,8 +32,9 @@ def model(request, process):
     engine, faults = process
     truth = right_answers(engine, request.param, TALKS, (*ENDS_AT_BLOCK, *BRANCHES, *PROMPTS, *GROWING))
     blocks, host_blocks = SMALL[request.param]
+    noise = noise_of(engine, request.param, truth, GROWING, blocks)
     start_tested(engine, request.param, blocks=blocks, cache={"tiers": {"host": {"blocks": host_blocks}}})
-    yield CheckedEngine(engine, faults, truth, request.param)
+    yield CheckedEngine(engine, faults, truth, request.param, noise)
     engine.stop()
 
 
