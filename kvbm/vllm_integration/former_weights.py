@@ -4,7 +4,7 @@ A block belongs to the weights with which every token of its prefix was computed
 
     change     every block that is allocated or has a name is stale, and every request that has KV
     register   vLLM gives no name to a block of a stale request or of a table with a stale block, which are stale then
-    hand out   a block that the pool hands out anew is not stale any more
+    hand out   a block that the pool hands out again is not stale any more
     preempt    a request that lost its blocks computes them again: it is stale only if it finds a stale block
 
 vLLM registers blocks and looks for them within one call of `schedule`, before it calls the connector. So this must
