@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_process import FOLLOWED_TOKENS, EngineProcess
 from pairs import Faults
-from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, compare, take_turns
+from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, compare, own_noise, take_turns
 from vllm_server import FAULTY_CONNECTOR, Answer
 
 BLOCK = 64
@@ -35,7 +35,6 @@ SMALL = {
     "vllm-nemotron-h": (28, 75),
     "vllm-mamba2": (9, 22),
 }
-BFLOAT16_TOLERANCE = 0.15  # states in sums of bfloat16; a snapshot that is left out changes it by 1
 AT_ONCE = 5  # conversations
 
 
@@ -47,7 +46,7 @@ class CheckedEngine:
     faults: Faults
     truth: dict[Request, Answer]
     preset: str
-    noise: float = 0.0  # by how much vLLM alone differs from itself on this machine after preemptions
+    noise: float  # see `noise_of`
 
     @property
     def is_exact(self) -> bool:
@@ -56,7 +55,7 @@ class CheckedEngine:
     @property
     def tolerance(self) -> float:
         """By how much log-probabilities may differ. In another batch or other steps, sums are rounded differently."""
-        return TOLERANCE if self.is_exact else max(BFLOAT16_TOLERANCE, 2 * self.noise)
+        return TOLERANCE if self.is_exact else 2 * self.noise
 
     def check(self, requests: Sequence[Request], concurrency: int = 4) -> dict[str, float]:
         """The answers must be right. Returns by how much the counters grew."""
@@ -89,37 +88,26 @@ class CheckedEngine:
 def right_answers(
     engine: EngineProcess, preset: str, talks: Sequence[Conversation], others: Sequence[Request] = ()
 ) -> dict[Request, Answer]:
-    """The turns of the conversations, then the other requests."""
-    engine.start(preset, num_gpu_blocks_override=200, enable_prefix_caching=False, **_COMMON, **MODELS[preset])
-    truth: dict[Request, Answer] = {}
-    for first in range(0, len(talks), AT_ONCE):  # so many fit into host memory, all do not
-        truth |= take_turns(engine.answer, talks[first : first + AT_ONCE])
-    truth |= zip(others, engine.answer(others), strict=True)
-    engine.stop()
-    return truth
-
-
-def noise_of(
-    engine: EngineProcess, preset: str, truth: dict[Request, Answer], requests: Sequence[Request], blocks: int
-) -> float:
-    """Return by how much log-probabilities of vLLM alone differ from `truth` if G1 is so small that it preempts. How
-    sums of bfloat16 are rounded depends on the processor."""
-    if MODELS[preset]["dtype"] != "bfloat16":
-        return 0.0
+    """The turns of the conversations, then the other requests. The engine is left for `noise_of`."""
     engine.start(
         preset,
-        num_gpu_blocks_override=blocks,
+        num_gpu_blocks_override=200,
         enable_prefix_caching=False,
         logits_processors=[FOLLOWED_TOKENS],
         **_COMMON,
         **MODELS[preset],
     )
-    answers = engine.answer(requests, len(requests), [truth[request].tokens for request in requests])
-    engine.stop()
-    expected = {request: truth[request] for request in requests}
-    noise = compare(dict(zip(requests, answers, strict=True)), expected, 9.0, has_followed=True).worst
-    assert noise < 0.4, "too much to notice a wrong state, which changes a log-probability by 1"
-    return noise
+    truth: dict[Request, Answer] = {}
+    for first in range(0, len(talks), AT_ONCE):  # so many fit into host memory, all do not
+        truth |= take_turns(engine.answer, talks[first : first + AT_ONCE])
+    truth |= zip(others, engine.answer(others), strict=True)
+    return truth
+
+
+def noise_of(engine: EngineProcess, preset: str, truth: dict[Request, Answer], requests: Sequence[Request]) -> float:
+    """Return by how much the engine of `right_answers` differs from itself. In float32 `TOLERANCE` is enough."""
+    is_exact = MODELS[preset]["dtype"] != "bfloat16"
+    return 0.0 if is_exact else own_noise(engine.answer, {request: truth[request] for request in requests})
 
 
 def start_tested(

@@ -31,8 +31,8 @@ SHORT = ("vllm-qwen3-next", "vllm-mamba2")  # the second has no attention
 def model(request, process):
     engine, faults = process
     truth = right_answers(engine, request.param, TALKS, (*ENDS_AT_BLOCK, *BRANCHES, *PROMPTS, *GROWING))
+    noise = noise_of(engine, request.param, truth, GROWING)
     blocks, host_blocks = SMALL[request.param]
-    noise = noise_of(engine, request.param, truth, GROWING, blocks)
     start_tested(engine, request.param, blocks=blocks, cache={"tiers": {"host": {"blocks": host_blocks}}})
     yield CheckedEngine(engine, faults, truth, request.param, noise)
     engine.stop()

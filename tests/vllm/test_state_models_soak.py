@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from state_models import BLOCK, MODELS, CheckedEngine, right_answers, start_tested
+from state_models import BLOCK, MODELS, CheckedEngine, noise_of, right_answers, start_tested
 from traffic import conversations
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(0)]
@@ -57,7 +57,13 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def truth(process):
-    return cache(lambda preset: right_answers(process[0], preset, TALKS))
+    """The right answers of a model, and their noise."""
+
+    def found(preset):
+        answers = right_answers(process[0], preset, TALKS)
+        return answers, noise_of(process[0], preset, answers, list(answers))
+
+    return cache(found)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -65,11 +71,11 @@ def truth(process):
 def test_two_hundred_answers_are_those_of_an_engine_without_cache(preset, name, process, truth, tmp_path):
     engine, faults = process
     variant = VARIANTS[name]
-    expected = truth(preset)
+    expected, noise = truth(preset)
     faults.order(**variant.faults)
     start_tested(engine, preset, blocks=variant.blocks, cache=variant.cache(str(tmp_path)), **variant.arguments)
     try:
-        moved = CheckedEngine(engine, faults, expected, preset).check(list(expected), variant.concurrency)
+        moved = CheckedEngine(engine, faults, expected, preset, noise).check(list(expected), variant.concurrency)
     finally:
         engine.stop()
         faults.order()
