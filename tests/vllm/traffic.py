@@ -155,7 +155,7 @@ def own_noise(ask_all: Callable[..., Sequence[Answer]], truth: dict[Request, Ans
     """Return by how much log-probabilities of an engine without cache differ from its own `truth`. It computes the
     beginning of each answer again as a part of the prompt, in one step, as after a preemption. In bfloat16, how much
     this changes depends on the CPU. `ask_all` is `SteppedEngine.answer` of an engine with FOLLOWED_TOKENS."""
-    worst = 0.0
+    worst = TOLERANCE
     for share in (1 / 3, 2 / 3):
         starts = [round(request.max_tokens * share) for request in truth]
         rests = [answer.tokens[start:] for answer, start in zip(truth.values(), starts, strict=True)]
