@@ -34,7 +34,7 @@ from kvbm.vllm_integration.cache_groups import cache_groups, decline_reason
 from kvbm.vllm_integration.engine_facts import VllmFacts, rank_count_of, rank_of
 from kvbm.vllm_integration.identity import identity
 from kvbm.vllm_integration.idle_engine import watch_cores
-from kvbm.vllm_integration.placement import require_parent, require_role
+from kvbm.vllm_integration.placement import loading_sibling, require_parent, require_role
 from kvbm.vllm_integration.replicas import replicas_of
 from kvbm.vllm_integration.scheduler_side import SchedulerSide
 from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats
@@ -92,6 +92,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             watch_cores()
             preempt_before_resets(DynamoConnector)
         else:
+            self._sibling = loading_sibling()
             self._worker = self.worker_side_class()(
                 config,
                 kv_cache_config,
@@ -101,11 +102,6 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             )
             if config.metrics.nvtx:
                 annotate(self._worker, RANK_HOOKS)
-
-    def keep_nothing(self, reason: str) -> None:
-        """Let no block outlive this engine. Call it before vLLM binds its block pool."""
-        if self._scheduler is not None:
-            self._scheduler.doubt = reason
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -131,7 +127,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> Handshake | None:
-        return self._worker.handshake() if self._worker is not None else None
+        return self._worker.handshake(self._sibling) if self._worker is not None else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -65,9 +65,6 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
         # Recompute blocks that cannot be loaded. DynamoConnector sets this for itself, but vLLM reads the parent's.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        if entries["connectors"][NIXL].get("kv_role") != "kv_producer":
-            ours: Any = self._connectors[0]
-            ours.keep_nothing("another engine computes a part of them, whose weights are not known")
 
     def get_handshake_metadata(self) -> PdHandshake:
         return PdHandshake(tuple(child.get_handshake_metadata() for child in self._connectors))

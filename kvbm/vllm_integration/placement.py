@@ -70,6 +70,21 @@ def require_parent() -> None:
         )
 
 
+def loading_sibling() -> str:
+    """Return a connector of this worker's engine that may load blocks that kvbm then stores, empty if there is none."""
+    engine: VllmConfig | None = get_current_vllm_config_or_none()
+    if engine is None or engine.kv_transfer_config is None:
+        return ""
+    return next((str(child.kv_connector) for child in _children(engine.kv_transfer_config) if _may_load(child)), "")
+
+
+def _may_load(config: KVTransferConfig) -> bool:
+    """Whether a connector is neither ours nor known to load nothing in its role."""
+    connector: type[Any] = KVConnectorFactory.get_connector_class(config)
+    is_producer = connector.__name__ in _ASYNCHRONOUS and not config.is_kv_consumer
+    return not (is_producer or connector.__module__.startswith("kvbm."))
+
+
 def _children(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
     """Yield the connectors inside `config`, those of nested MultiConnectors too."""
     if not issubclass(KVConnectorFactory.get_connector_class(config), MultiConnector):

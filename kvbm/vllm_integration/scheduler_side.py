@@ -132,6 +132,8 @@ class SchedulerSide:
                     hint="set the same DYN_KVBM_* variables for every process, or put the configuration into "
                     "`kv_connector_extra_config`",
                 )
+        if sibling := ours[0].sibling:
+            self.doubt = f"`{sibling}` may load blocks of other weights"
         self._create_leader()
 
     def _create_leader(self) -> None:

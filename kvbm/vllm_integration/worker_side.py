@@ -48,11 +48,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Handshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not there when types are checked
-    """What each rank sends to the leader once: the location of its segment, and its configuration."""
+    """What each rank sends to the leader once: the location of its segment, its configuration, and another connector
+    that may load blocks, empty if there is none."""
 
     segment: SegmentInfo
     config_digest: str
     boot_id: str
+    sibling: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ class WorkerSide:
             on_copier=partial(annotate, ranges=COPIES) if self._config.metrics.nvtx else None,
         )
 
-    def handshake(self) -> Handshake | None:
-        return Handshake(self._worker.info, self._config.digest(), boot_id()) if self._worker else None
+    def handshake(self, sibling: str = "") -> Handshake | None:
+        return Handshake(self._worker.info, self._config.digest(), boot_id(), sibling) if self._worker else None
 
     def unregister_kv_caches(self) -> None:
         """Wait for the copies that run, because vLLM is about to unmap the KV cache, and start no others. Raises

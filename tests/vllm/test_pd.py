@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -132,22 +131,6 @@ class Child:
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], str]) -> None:
         self.told = metadata
-
-
-@pytest.mark.parametrize(("role", "pulls"), [("kv_producer", False), ("kv_consumer", True), ("kv_both", True)])
-def test_blocks_that_another_engine_may_have_computed_are_not_kept(
-    role: str, pulls: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvbm.vllm_integration.connector import DynamoConnector
-    from kvbm.vllm_integration.pd import MultiConnector, PdConnector
-
-    ours = DynamoConnector.__new__(DynamoConnector)
-    ours._scheduler = SimpleNamespace(doubt="")
-    monkeypatch.setattr(MultiConnector, "__init__", lambda self, **_: setattr(self, "_connectors", [ours, None]))
-    connectors = [{"kv_connector": "DynamoConnector"}, {"kv_connector": "NixlConnector", "kv_role": role}]
-    transfer = SimpleNamespace(kv_connector_extra_config={"connectors": connectors})
-    PdConnector(SimpleNamespace(kv_transfer_config=transfer), None, None)
-    assert bool(ours._scheduler.doubt) == pulls
 
 
 class Request:

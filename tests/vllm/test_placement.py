@@ -54,6 +54,31 @@ def test_it_runs_alone_in_pd_and_with_connectors_that_have_no_handshake(monkeypa
     check(monkeypatch, config)
 
 
+PRODUCER = NIXL | {"kv_role": "kv_producer"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, ""),
+        (OURS, ""),
+        (pd(), "NixlConnector"),
+        (pd(kv_connector_extra_config={"connectors": [OURS, PRODUCER]}), ""),
+        (multi(OURS), ""),
+        (multi(OURS, PRODUCER), ""),
+        (multi(OURS, NIXL), "NixlConnector"),
+        (multi(EXAMPLE, OURS), "ExampleConnector"),
+        (multi(OURS, EXAMPLE | {"kv_role": "kv_producer"}), "ExampleConnector"),
+        (multi(multi(OURS), multi(EXAMPLE)), "ExampleConnector"),
+    ],
+)
+def test_a_sibling_that_may_load_blocks_is_named(monkeypatch, config, expected):
+    """ExampleConnector loads whatever its role is."""
+    engine = config and SimpleNamespace(kv_transfer_config=KVTransferConfig(**config))
+    monkeypatch.setattr(placement, "get_current_vllm_config_or_none", lambda: engine)
+    assert placement.loading_sibling() == expected
+
+
 class ReportsFailures(ExampleConnector):
     """Loads within a step, and reports what failed after it."""
 

@@ -268,6 +268,13 @@ def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(na
         side.accept_handshakes([handshake(), handshake(**{name: "other"})])
 
 
+def test_blocks_that_a_sibling_may_have_loaded_do_not_outlive_the_engine():
+    """It may have kept them from weights that the engine no longer has."""
+    side = scheduler_side(cache_groups(cache(FULL)))
+    side.accept_handshakes([handshake(sibling="ExampleConnector")])
+    assert "`ExampleConnector`" in side._described().result()[1]
+
+
 def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():
     with pytest.raises(EnvironmentProblem, match="1 of 2 ranks"):
         scheduler_side(cache_groups(cache(FULL)), rank_count=2).accept_handshakes([handshake()])

@@ -187,7 +187,7 @@ def test_each_public_method_of_ours_is_a_hook_of_some_version() -> None:
     module = ast.parse((INTEGRATION / "connector.py").read_text())
     (owner,) = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "DynamoConnector"]
     public = {node.name for node in owner.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
-    assert public - ALL_HOOKS == {"worker_side_class", "keep_nothing"}
+    assert public - ALL_HOOKS == {"worker_side_class"}
 
 
 def test_every_version_that_we_say_was_run_has_a_result() -> None:
