@@ -15,6 +15,7 @@ import os
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvbm.identity import digests
@@ -46,11 +47,12 @@ class FileContent:
 class Loading:
     """One load of the files in a directory. *Owns* a watch until `end`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, every: bool = False) -> None:
         """May raise OSError."""
-        first = look(directory)
+        self._look = partial(look, every=every)
+        first = self._look(directory)
         self._watch = ChangeWatch.watch(first.way, (path for path, _ in first.paths()))
-        self._before = look(directory)
+        self._before = self._look(directory)
         self._pins = _Pins(self._before)
         names = [{path: found[:2] for path, found in one.way.items()} for one in (first, self._before)]
         self._knows_moves = self._watch is not None and names[0] == names[1]
@@ -59,7 +61,7 @@ class Loading:
         """Look again, and begin to digest. Raises Unidentified or OSError."""
         try:
             try:
-                after = look(Path(self._before.root))
+                after = self._look(Path(self._before.root))
             finally:
                 noticed = None if self._watch is None else self._watch.end()
             _require_traces(after)
@@ -72,10 +74,10 @@ class Loading:
             raise
 
 
-def begun(directory: Path) -> Loading | Unidentified:
+def begun(directory: Path, *, every: bool = False) -> Loading | Unidentified:
     """Begin to watch a load. Raises nothing: the engine loads whatever happens here."""
     try:
-        return Loading(directory)
+        return Loading(directory, every=every)
     except OSError as error:
         return Unidentified(str(error))
 
@@ -90,12 +92,12 @@ def ended(loading: Loading | Unidentified) -> FileContent | Unidentified:
         return Unidentified(str(error))
 
 
-def content_of(directory: Path, found: FileContent | Unidentified | None) -> FileContent:
+def content_of(directory: Path, found: FileContent | Unidentified | None, *, every: bool = False) -> FileContent:
     """Return what an engine has loaded. `found` is what `ended` returned, None if nothing watched the load. Raises
     Unidentified or OSError."""
     if isinstance(found, Unidentified):
         raise found
-    return loaded(directory) if found is None else found
+    return loaded(directory, every=every) if found is None else found
 
 
 def require_format(load_format: str, known: Collection[str]) -> None:
@@ -111,9 +113,12 @@ def with_weights(found: FileContent) -> FileContent:
     return found
 
 
-def loaded(path: Path) -> FileContent:
-    """Return the content of files that were loaded after the process started. Raises Unidentified or OSError."""
-    found = look(path)
+def loaded(path: Path, *, every: bool = False) -> FileContent:
+    """Return the content of files that were loaded after the process started. Raises Unidentified or OSError.
+
+    `every`: of all files, whatever their suffixes.
+    """
+    found = look(path, every=every)
     _require_traces(found)
     if (changed := found.changed_after(process_start_ns())) is not None:
         raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")

@@ -5,6 +5,8 @@
     adapters               adapter_*
     ignored                everything else, and hidden files and directories
 
+Code can read any file. So with `every`, all files count, except those in `.git`, `.cache` and `__pycache__`.
+
 Subdirectories count, symbolic links are followed. More files than the engine loads cost hits, never answers.
 
 Loading takes minutes, and files can be exchanged meanwhile. `changed_since` compares with a look before loading.
@@ -37,6 +39,7 @@ from kvbm.identity.content import METHOD, QUIET_NS, Signature, hides_changes, si
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors"})
 OTHER_SUFFIXES = frozenset({".json", ".py", ".model", ".txt", ".tiktoken", ".jinja", ".yaml", ".yml"})
+NEVER_LOADED = frozenset({".git", ".cache", "__pycache__"})
 ADAPTER = "adapter_"
 INDEX_SUFFIX = ".index.json"
 MAX_INDEX_BYTES = 128 << 20
@@ -116,11 +119,11 @@ class Look:
         return None
 
 
-def look(path: Path) -> Look:
-    """Look at a model directory, or at one file. Raises OSError if something cannot be read."""
+def look(path: Path, *, every: bool = False) -> Look:
+    """Look at a directory, or at one file. `every`: at all files. Raises OSError if something cannot be read."""
     root = Path(os.path.abspath(path))
     taken_ns = time.time_ns()
-    walk = _Walk(root)
+    walk = _Walk(root, every)
     names = list(islice(walk.files(), MAX_FILES + 1))
     if len(names) > MAX_FILES:
         raise OSError(f"{root} has too many files for a model")
@@ -148,8 +151,9 @@ def process_start_ns() -> int:
 class _Walk:
     """Finds the files that count, and notes directories and links on the way."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, every: bool) -> None:
         self._root = root
+        self._every = every
         self.places: dict[str, Signature] = {}
         self.way: dict[str, Signature] = {}
         self._seen: set[tuple[int, int]] = set()
@@ -171,14 +175,15 @@ class _Walk:
         with os.scandir(directory) as entries:
             ordered = sorted(entries, key=lambda entry: entry.name)
         for entry in ordered:
-            if entry.name.startswith(".") or not os.path.exists(entry.path):  # a broken link cannot be loaded
+            is_left_out = entry.name in NEVER_LOADED if self._every else entry.name.startswith(".")
+            if is_left_out or not os.path.exists(entry.path):  # a broken link cannot be loaded
                 continue
             if entry.is_symlink():
                 self.note_way(entry.path)
             inner = os.path.join(name, entry.name)
             if entry.is_dir():
                 yield from self.files(inner)
-            elif _is_weights(inner) or _is_other(inner):
+            elif self._every or _is_weights(inner) or _is_other(inner):
                 yield inner
 
     def note_way(self, path: str) -> None:

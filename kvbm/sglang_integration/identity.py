@@ -144,7 +144,7 @@ def _content(options: dict[str, Any], directory: Path) -> FileContent:
     """Return the content of the model's files. Raises Unidentified or OSError."""
     load_format = str(getattr(options.get("load_format"), "value", options.get("load_format")))
     require_format(load_format, LOAD_FORMATS)
-    return with_weights(content_of(directory))
+    return with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
 
 
 def _has_media(options: dict[str, Any], configuration: Mapping[str, Any]) -> bool:

@@ -46,14 +46,17 @@ def register() -> None:
     scheduler.__init__ = __init__
 
 
-def content_of(directory: Path) -> FileContent:
-    """Return the content of the files that SGLang has loaded from a directory. Raises Unidentified or OSError."""
+def content_of(directory: Path, *, every: bool) -> FileContent:
+    """Return the content of the files that SGLang has loaded from a directory, with `every` of all that it has.
+
+    Raises Unidentified or OSError.
+    """
     from kvbm.identity import loading
 
     path = os.path.abspath(directory)
     if (begun := _BEGUN.pop(path, None)) is not None:
         _LOADED[path] = loading.ended(begun)
-    return loading.content_of(directory, _LOADED.get(path))
+    return loading.content_of(directory, _LOADED.get(path), every=every)
 
 
 def _begin(server_args: Any) -> None:
@@ -69,4 +72,4 @@ def _begin(server_args: Any) -> None:
         directory = snapshot_of(str(server_args.model_path), *names)
     except (Unidentified, OSError):
         return  # the files are not there yet; the storage says why nothing is kept
-    _BEGUN[os.path.abspath(directory)] = begun(directory)
+    _BEGUN[os.path.abspath(directory)] = begun(directory, every=bool(getattr(server_args, "trust_remote_code", False)))

@@ -61,7 +61,7 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
 def _content(arguments: Any, directory: Path) -> FileContent:
     """Return the content of the model's files. Raises Unidentified or OSError."""
     require_format(str(getattr(arguments, "load_format", "auto")), LOAD_FORMATS)
-    return with_weights(loaded(directory))
+    return with_weights(loaded(directory, every=bool(getattr(arguments, "trust_remote_code", False))))
 
 
 def _digest(arguments: Any, directory: Path) -> str | Hashed:

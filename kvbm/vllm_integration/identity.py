@@ -21,7 +21,7 @@ from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
 from kvbm.identity.machine import cpu_features, release_of, version_of
 from kvbm.identity.options import Options
-from kvbm.vllm_integration.loads import content_of, directory_of, models_of
+from kvbm.vllm_integration.loads import content_of, directory_of, models_of, runs_its_code
 from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
 
@@ -157,7 +157,7 @@ def _content(model: Any, load: Any) -> FileContent:
         raise Unidentified(f"the code of the model has a revision of its own, `{code_revision}`")
     if getattr(model, "model_class_overrides", None):
         raise Unidentified("`model_class_overrides` replaces the code of the model")
-    return with_weights(content_of(directory_of(model, load)))
+    return with_weights(content_of(directory_of(model, load), every=runs_its_code(model)))
 
 
 def _instruction_set() -> str:

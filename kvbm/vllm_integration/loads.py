@@ -51,11 +51,14 @@ def register() -> None:
     executor.__init__ = __init__
 
 
-def content_of(directory: Path) -> FileContent:
-    """Return the content of the files that vLLM has loaded from a directory. Raises Unidentified or OSError."""
+def content_of(directory: Path, *, every: bool = False) -> FileContent:
+    """Return the content of the files that vLLM has loaded from a directory, with `every` of all that it has.
+
+    Raises Unidentified or OSError.
+    """
     from kvbm.identity import loading
 
-    return loading.content_of(directory, _LOADED.get(os.path.abspath(directory)))
+    return loading.content_of(directory, _LOADED.get(os.path.abspath(directory)), every=every)
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[Any, Any]]:
@@ -88,6 +91,11 @@ def directory_of(model: Any, load: Any) -> Path:
     return found
 
 
+def runs_its_code(model: Any) -> bool:
+    """Return whether vLLM may run code of the model's directory, which can read any file."""
+    return bool(getattr(model, "trust_remote_code", False))
+
+
 def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
     """Yield the loads of a model and of a draft model. Raises nothing: vLLM loads whatever happens here."""
     if getattr(vllm_config, "lora_config", None) is not None or not any(_keeps_blocks(vllm_config)):
@@ -100,7 +108,7 @@ def _begun(vllm_config: Any) -> Iterator[tuple[str, Loading | Unidentified]]:
             directory = directory_of(model, load)
         except (Unidentified, OSError):
             continue  # the files are not there yet; the connector says why nothing is kept
-        yield os.path.abspath(directory), begun(directory)
+        yield os.path.abspath(directory), begun(directory, every=runs_its_code(model))
 
 
 def _keeps_blocks(vllm_config: Any) -> Iterator[bool]:

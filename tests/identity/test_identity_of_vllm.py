@@ -196,8 +196,23 @@ def test_code_of_another_repository_is_in_doubt(tmp_path, trust_remote_code, is_
     assert ("another repository" in doubt) == is_in_doubt
 
 
+@pytest.mark.parametrize("name", ["scales.dat", "data/noise", ".hidden"])
+def test_every_file_counts_if_the_code_of_the_model_runs(tmp_path, name):
+    """That code can read any of them. Without it, names of caches stay."""
+    path = model(tmp_path / "model")
+    base, plain = weights(path, trust_remote_code=True), weights(path)
+    assert base == plain
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_bytes(b"1")
+    first = weights(path, trust_remote_code=True)
+    assert first != base
+    (path / name).write_bytes(b"2")
+    assert weights(path, trust_remote_code=True) != first
+    assert weights(path) == plain
+
+
 def test_a_file_that_cannot_be_read_is_in_doubt(tmp_path, monkeypatch):
-    def fails(directory):
+    def fails(directory, *, every):
         raise PermissionError(13, "denied")
 
     monkeypatch.setattr(loading, "look", fails)

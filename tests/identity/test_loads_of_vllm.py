@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -57,6 +58,15 @@ def test_files_that_were_exchanged_while_vllm_loaded_are_in_doubt(tmp_path, exec
     executor(config_of(path), load=lambda: exchange(path / name, (path / name).read_bytes()))
     with pytest.raises(Unidentified, match=f"`{name}` changed while"):
         loads.content_of(path)
+
+
+def test_a_file_that_only_code_of_the_model_reads_is_watched_too(tmp_path, executor):
+    path = model(tmp_path / "model")
+    config = config_of(path)
+    config.model_config = replace(config.model_config, trust_remote_code=True)
+    executor(config, load=lambda: (path / "scales.dat").write_bytes(b"1"))
+    with pytest.raises(Unidentified, match=r"scales\.dat"):
+        loads.content_of(path, every=True)
 
 
 def test_a_model_that_vllm_has_downloaded_is_in_doubt(tmp_path, executor):

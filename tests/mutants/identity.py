@@ -150,11 +150,19 @@ MUTANTS = (
         fails="tests/identity/test_loading.py -k quiet_for_a_minute",
     ),
     Mutant(
+        name="identity-of-vllm-ignores-files-of-code",
+        bug="code of the model's directory can read a file that does not count",
+        file="kvbm/vllm_integration/identity.py",
+        old="every=runs_its_code(model)",
+        new="every=False",
+        fails="tests/identity/test_identity_of_vllm.py -k every_file",
+    ),
+    Mutant(
         name="identity-of-vllm-ignores-the-look-before",
         bug="files that were exchanged while vLLM loaded are taken for the loaded ones",
         file="kvbm/identity/loading.py",
-        old="    return loaded(directory) if found is None else found\n",
-        new="    return loaded(directory)\n",
+        old="    return loaded(directory, every=every) if found is None else found\n",
+        new="    return loaded(directory, every=every)\n",
         fails="tests/identity/test_loads_of_vllm.py",
     ),
     Mutant(

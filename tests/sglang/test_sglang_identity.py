@@ -172,6 +172,20 @@ def test_content_of_the_weights_counts(sglang, model):
     assert described()[0] != before
 
 
+@pytest.mark.parametrize(("trust_remote_code", "counts"), [(True, True), (False, False)])
+def test_every_file_counts_if_the_code_of_the_model_runs(sglang, model, trust_remote_code, counts):
+    sglang.arguments.trust_remote_code = trust_remote_code
+    found = []
+    for content_of_file in (b"1", b"2"):
+        (model / "scales.dat").write_bytes(content_of_file)
+        loads._WRAPPED.clear()
+        loads._LOADED.clear()
+        started(sglang)
+        found.append(described())
+    assert [doubt for _, doubt in found] == ["", ""]
+    assert (found[0] != found[1]) == counts
+
+
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [

@@ -299,6 +299,13 @@ def test_the_maximum_length_counts_for_models_whose_kv_depends_on_it(model):
     assert facts_of(model, max_seq_len=10) != facts_of(model, max_seq_len=20)
 
 
+@pytest.mark.parametrize(("trust_remote_code", "counts"), [(True, True), (False, False)])
+def test_every_file_counts_if_the_code_of_the_model_runs(model, trust_remote_code, counts):
+    before = facts_of(model, trust_remote_code=trust_remote_code)
+    (Path(model) / "scales.dat").write_bytes(b"1")
+    assert (facts_of(model, trust_remote_code=trust_remote_code) != before) == counts
+
+
 DOUBTS = {
     "no files": ({"model": "/no/such/model"}, "`/no/such/model` has no local files"),
     "adapters": ({"lora_config": object()}, "a block's hash covers the number of an adapter, not its content"),
