@@ -113,14 +113,14 @@ def with_weights(found: FileContent) -> FileContent:
     return found
 
 
-def loaded(path: Path, *, every: bool = False) -> FileContent:
+def loaded(path: Path, *, every: bool = False, start_ns: int | None = None) -> FileContent:
     """Return the content of files that were loaded after the process started. Raises Unidentified or OSError.
 
-    `every`: of all files, whatever their suffixes.
+    `every`: of all files, whatever their suffixes. `start_ns`: they may have been loaded from then on.
     """
     found = look(path, every=every)
     _require_traces(found)
-    if (changed := found.changed_after(process_start_ns())) is not None:
+    if (changed := found.changed_after(process_start_ns() if start_ns is None else start_ns)) is not None:
         raise Unidentified(f"`{changed or path}` changed after the engine was started, or just before; {AGAIN}")
     return _content(found, _Pins(found))
 

@@ -140,10 +140,11 @@ def look(path: Path, *, every: bool = False) -> Look:
     return Look(str(root), taken_ns, files, walk.places, way, weights, silent, quiet_ns)
 
 
-def process_start_ns() -> int:
-    """Return when this process started, in nanoseconds since 1970."""
-    process = stat_of(os.getpid())
-    assert process is not None, "this process is alive"
+def process_start_ns(pid: int | None = None) -> int:
+    """Return when a process, by default this one, started, in nanoseconds since 1970; 0 if it has ended."""
+    process = stat_of(os.getpid() if pid is None else pid)
+    if process is None:
+        return 0
     since_boot_ns = process.started * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
 

@@ -17,10 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.identity.code import code_of
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
 from kvbm.identity.machine import cpu_features, release_of, version_of
 from kvbm.identity.options import Options
+from kvbm.vllm_integration.code import roots_of
 from kvbm.vllm_integration.loads import content_of, directory_of, models_of, runs_its_code
 from kvbm.vllm_integration.options import OMITTED, environment, length, sections
 from kvbm.vllm_integration.weight_updates import reports_weight_updates
@@ -125,7 +127,9 @@ def _model(vllm_config: VllmConfig) -> tuple[dict[str, object], str]:
 def _identified(vllm_config: VllmConfig) -> dict[str, object]:
     models = models_of(vllm_config)
     options = Options(directory_of(*models[0]), OMITTED)
+    code = code_of(roots_of(vllm_config), "vllm")
     return {
+        **({"code": code} if code else {}),
         "weights": [
             text
             for model, load in models

@@ -10,6 +10,8 @@ from typing import Any
 class HfConfig:
     """A configuration of Hugging Face. Some values are attributes only, as there."""
 
+    __module__ = "transformers"
+
     def __init__(self, **facts: object) -> None:
         self._facts = {"model_type": "llama", **facts}
         self._commit_hash = self._facts.pop("_commit_hash", None)
