@@ -1,6 +1,6 @@
 """Code: the content of modules from outside an engine's own package that can compute KV, and of what they import.
 
-    root       a module that the engine was told to use: of a model class, a worker, a plugin
+    root       a module that the engine has to use: of a model class, a worker, a plugin
     brought    a module that a file of these imports, also within a function
     known      the standard library, kvbm, the engine, and all that the engine requires: their versions count elsewhere
 

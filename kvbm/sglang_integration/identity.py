@@ -14,10 +14,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbm.identity.code import code_of, plugins, registered
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, require_format, with_weights
@@ -48,6 +49,12 @@ _OTHER_WEIGHTS = (
     *("custom_weight_loader", "modelexpress_config", "checkpoint_engine_wait_weights_before_ready"),
     *("remote_instance_weight_loader_seed_instance_ip", "weight_cache_mode", "uno_lora_path"),
 )
+# Registries of classes and functions that compute KV. Quantisation by vLLM's classes counts as SGLang's own.
+_REGISTRIES = (
+    ("sglang.srt.models.registry", "ModelRegistry.models"),
+    ("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
+    ("sglang.srt.layers.quantization", "QUANTIZATION_METHODS"),
+)
 # Variables of addresses, ranks, logs, limits, places, and of one start.
 _OTHER_VARIABLES = re.compile(
     "_(HOST|PORT|IP|ADDR|ADDRESS|RANK|RUN_ID|LOG|LOGGING|LOGGER|DEBUG|TRACE|PROFILE|PROFILER|TIMEOUT|INTERVAL|DIR|PATH)(_|$)"
@@ -76,6 +83,8 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         facts["model"] = str(options["model_path"])
         directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
         facts["weights"] = _content(options, directory)
+        if code := code_of(_roots(), "sglang"):
+            facts["code"] = code
         facts["options"] = Options(directory).digest(_counting(options))
         facts["environment"] = _environment(Options(directory))
         configuration = configuration_of(directory)
@@ -145,6 +154,18 @@ def _content(options: dict[str, Any], directory: Path) -> FileContent:
     load_format = str(getattr(options.get("load_format"), "value", options.get("load_format")))
     require_format(load_format, LOAD_FORMATS)
     return with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
+
+
+def _roots() -> Iterator[object]:
+    """Yield classes, functions and names of modules that may compute KV, those of SGLang itself too."""
+    for registry in _REGISTRIES:
+        yield from (
+            found for found in registered(*registry) if not str(getattr(found, "__module__", "")).startswith("vllm.")
+        )
+    allowed = os.environ.get("SGLANG_PLUGINS")
+    yield from plugins("sglang.srt.plugins", None if allowed is None else allowed.split(","))
+    if package := os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
+        yield package
 
 
 def _has_media(options: dict[str, Any], configuration: Mapping[str, Any]) -> bool:

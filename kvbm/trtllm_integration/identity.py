@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbm.identity.code import code_of, registered
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
 from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
@@ -21,6 +22,7 @@ from kvbm.identity.snapshot import snapshot_of
 DISTRIBUTIONS = ("tensorrt_llm", "torch", "transformers")
 LOAD_FORMATS = frozenset({"auto", "AUTO", "LoadFormat.AUTO", "0"})  # that read the files in the directory of the model
 
+_MODELS = ("MODEL_CLASS_MAPPING", "MODEL_CLASS_VISION_ENCODER_MAPPING")  # registries of model classes
 # Arguments that say where the model is, how much fits, how requests are scheduled, and what is reported.
 _NOT_KV = frozenset(
     {"model", "tokenizer", "postprocess_tokenizer_dir", "revision", "tokenizer_revision", "tokenizer_mode"}
@@ -47,6 +49,9 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
     try:
         directory = snapshot_of(str(getattr(arguments, "model", "")), getattr(arguments, "revision", None))
         facts["weights"] = _content(arguments, directory)
+        models = (one for name in _MODELS for one in registered("tensorrt_llm._torch.models.modeling_utils", name))
+        if code := code_of(models, "tensorrt_llm"):
+            facts["code"] = code
         facts["arguments"] = _digest(arguments, directory)
         facts["length"] = _length(arguments, directory)
     except (Unidentified, OSError) as error:

@@ -150,6 +150,14 @@ MUTANTS = (
         fails="tests/identity/test_loading.py -k quiet_for_a_minute",
     ),
     Mutant(
+        name="identity-ignores-what-code-imports",
+        bug="a module that a model class of the user imports can be edited between two starts",
+        file="kvbm/identity/code.py",
+        old="        waiting |= brought - known - found.keys()\n",
+        new="",
+        fails="tests/identity/test_code.py -k imports",
+    ),
+    Mutant(
         name="identity-of-vllm-ignores-files-of-code",
         bug="code of the model's directory can read a file that does not count",
         file="kvbm/vllm_integration/identity.py",

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from host_pools import storage_config
 
-from kvbm.identity import content
+from kvbm.identity import code, content
 from kvbm.identity.description import describe
 from kvbm.sglang_integration import loads, weight_updates
 from kvbm.sglang_integration.identity import identity
@@ -184,6 +184,51 @@ def test_every_file_counts_if_the_code_of_the_model_runs(sglang, model, trust_re
         found.append(described())
     assert [doubt for _, doubt in found] == ["", ""]
     assert (found[0] != found[1]) == counts
+
+
+def with_variable(sglang, monkeypatch, directory):
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "own_code.models")
+
+
+def with_plugin(sglang, monkeypatch, directory):
+    (directory / "own-1.dist-info").mkdir()
+    (directory / "own-1.dist-info" / "METADATA").write_text("Name: own\nVersion: 1\n")
+    (directory / "own-1.dist-info" / "entry_points.txt").write_text("[sglang.srt.plugins]\none = own_code:register\n")
+
+
+def with_class(sglang, monkeypatch, directory):
+    own = importlib.import_module("own_code").Own
+    monkeypatch.setitem(sys.modules, "sglang.srt.models.registry", SimpleNamespace(ModelRegistry=Models({"Own": own})))
+
+
+class Models(SimpleNamespace):
+    def __init__(self, models):
+        self.models = models
+
+
+def with_backend(sglang, monkeypatch, directory):
+    backends = {"own": importlib.import_module("own_code").backend}
+    name = "sglang.srt.layers.attention.attention_registry"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(ATTENTION_BACKENDS=backends))
+
+
+@pytest.mark.parametrize("prepare", [with_variable, with_plugin, with_class, with_backend])
+def test_code_from_outside_sglang_counts_by_content(sglang, monkeypatch, tmp_path, prepare):
+    started(sglang)
+    plain = described()
+    assert "code" not in plain[0]
+    monkeypatch.setattr(code, "process_start_ns", lambda pid=None: time.time_ns() + 100 * 10**9)
+    path = tmp_path / "own_code.py"
+    path.write_text("class Own: ...\ndef backend(runner): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("own_code", None)
+    prepare(sglang, monkeypatch, tmp_path)
+    first = described()
+    path.write_text(path.read_text() + "# edited\n")
+    assert first[1] == described()[1] == ""
+    assert plain[0].get("code") != first[0]["code"] != described()[0]["code"]
+    monkeypatch.setattr(code, "process_start_ns", lambda pid=None: 0)
+    assert "code of `own_code`" in described()[1]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@ by a later lookup. A disk that fails costs hits and no token."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from bookkeeping import tier_of
@@ -17,7 +20,7 @@ from interface import MAIN, V1_2, VERSIONS, arguments
 from test_tokens import assert_right, conversations, drawn, everywhere
 from test_traps import output
 
-from kvbm.identity import loading
+from kvbm.identity import code, loading
 from kvbm.identity.description import describe
 from kvbm.trtllm_integration.identity import identity
 from kvbm.types import Tier
@@ -304,6 +307,21 @@ def test_every_file_counts_if_the_code_of_the_model_runs(model, trust_remote_cod
     before = facts_of(model, trust_remote_code=trust_remote_code)
     (Path(model) / "scales.dat").write_bytes(b"1")
     assert (facts_of(model, trust_remote_code=trust_remote_code) != before) == counts
+
+
+def test_a_model_class_of_the_user_counts_by_content(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "process_start_ns", lambda pid=None: time.time_ns() + HOUR_NS)
+    (tmp_path / "own_code.py").write_text("class Own: ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("own_code", None)
+    plain = facts_of(model)
+    models = {"Own": importlib.import_module("own_code").Own}
+    name = "tensorrt_llm._torch.models.modeling_utils"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(MODEL_CLASS_MAPPING=models))
+    first = facts_of(model)
+    (tmp_path / "own_code.py").write_text("class Own: pass")
+    assert "code" not in plain
+    assert first["code"] != facts_of(model)["code"]
 
 
 DOUBTS = {

@@ -13,7 +13,7 @@ import torch
 from pairs import NO_CACHE, adapters_of
 from safetensors.torch import load_file, save_file
 from traffic import assert_equal, tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
+from vllm_server import BLOCK_TOKENS, CONNECTOR, HERE, VllmServer, wait_until_old
 
 from kvbm_cli.make_model import materialise
 
@@ -210,6 +210,83 @@ def test_an_engine_with_another_file_load_format_rope_or_override_starts_without
     for path in original.iterdir():
         shutil.copy2(path, model)
     restart(cached=CACHED)
+
+
+OWN_CODE = """
+from vllm import ModelRegistry
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+SCALE = 1.0
+
+
+def scaled(name, weight):
+    return weight * SCALE if name.endswith("v_proj.weight") else weight
+
+
+class Model(Qwen3ForCausalLM):
+    def load_weights(self, weights):
+        return super().load_weights((name, scaled(name, weight)) for name, weight in weights)
+
+
+class Worker(CPUWorker):
+    def load_model(self, *arguments, **keys):
+        super().load_model(*arguments, **keys)
+        for name, weight in self.model_runner.model.named_parameters():
+            if ".layers.3." in name and "qkv_proj" in name:
+                weight.data.mul_(SCALE)
+
+
+def register():
+    ModelRegistry.register_model("Qwen3ForCausalLM", Model)
+"""
+
+
+def own_code(home, scale):
+    """Write a module whose version stays, as of an editable install. Return where it is found."""
+    (home / "own_code.py").write_text(OWN_CODE.replace("SCALE = 1.0", f"SCALE = {scale}"))
+    return {"PYTHONPATH": os.pathsep.join((str(home), str(HERE), str(HERE.parent.parent)))}
+
+
+def as_plugin(home):
+    info = home / "own_code-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: own-code\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nown_code = own_code:register\n")
+
+
+@pytest.mark.parametrize("is_worker", [False, True], ids=["model class", "worker"])
+def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_itself(tmp_path, is_worker):
+    """The edited code finds no block of the former one. The former code, put back, finds its own."""
+    model, home, disk = materialise("vllm-25m"), tmp_path / "code", tmp_path / "disk"
+    arguments = ("--worker-cls", "own_code.Worker") if is_worker else ()
+    home.mkdir()
+    if not is_worker:
+        as_plugin(home)
+    seen = []
+
+    def restart(scale, *, is_known):
+        environment = own_code(home, scale) | {"PYTHONDONTWRITEBYTECODE": "1"}
+        wait_until_old(home, has_code=True)
+        with (
+            VllmServer(model, NO_CACHE, *arguments, environment=environment, wait=False) as cold,
+            start(model, disk, *arguments, cores="1", environment=environment, wait=False) as server,
+        ):
+            server.wait_healthy()
+            cold.wait_healthy()
+            answer, other = server.ask(ONE), server.ask(OTHER)
+            assert (answer.cached, other.cached) == ((CACHED,) * 2 if is_known else (0, 0))
+            assert WARNING not in server.log()
+            assert_equal({"one": answer, "other": other}, {"one": cold.ask(ONE), "other": cold.ask(OTHER)})
+            if not is_known:
+                server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= 2 * CACHED // BLOCK_TOKENS)
+            kill(server)
+        seen.append(answer)
+
+    restart("1.0", is_known=False)
+    restart("1.5", is_known=False)
+    assert differs(*seen)
+    restart("1.0", is_known=True)
 
 
 def other_weights_as_pt(model):

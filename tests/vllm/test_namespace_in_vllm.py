@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
+import sys
 import time
 
 import pytest
 import vllm.config
-from vllm import EngineArgs
+from vllm import EngineArgs, ModelRegistry
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import quantization
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends import registry
 from vllm.v1.core import kv_cache_utils
 
-from kvbm.identity import loading
+from kvbm.identity import code, loading
 from kvbm.identity.description import describe
 from kvbm.leader.opening import namespace_of
 from kvbm.vllm_integration import identity
@@ -144,3 +149,97 @@ def test_every_name_that_does_not_count_exists_in_some_version():
     sections = {"VllmConfig": OTHER_SECTIONS} | OMITTED
     for name, omitted in sections.items():
         assert omitted <= {*getattr(vllm.config, name).__dataclass_fields__, *former}, name
+
+
+# -- code from outside vLLM --------------------------------------------------------------------------------------------
+
+OWN_CODE = """
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class Model(LlamaForCausalLM):
+    pass
+
+
+class Backend(CPUAttentionBackend):
+    pass
+
+
+class Worker(CPUWorker):
+    pass
+
+
+class Layer:
+    pass
+
+
+class Method(QuantizationConfig):
+    get_name = get_supported_act_dtypes = get_min_capability = None
+    get_config_filenames = from_config = get_quant_method = None
+"""
+
+
+def register_class(module):
+    ModelRegistry.register_model("OwnForCausalLM", module.Model)
+
+
+def register_lazily(module):
+    ModelRegistry.register_model("OwnForCausalLM", "own_code:Model")
+
+
+def register_attention(module):
+    registry.register_backend(registry.AttentionBackendEnum.CUSTOM, "own_code.Backend")
+
+
+def register_layer(module):
+    custom_op.CustomOp.register_oot(module.Layer, name="OwnLayer")
+
+
+def register_quantization(module):
+    quantization.register_quantization_config("own")(module.Method)
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """A module of the user, imported; vLLM's registries are as before afterwards."""
+    path = tmp_path / "own_code.py"
+    path.write_text(OWN_CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(code, "process_start_ns", lambda pid=None: time.time_ns() + HOUR_NS)
+    for holder, name in (
+        (ModelRegistry, "models"),
+        (registry, "_ATTN_OVERRIDES"),
+        (custom_op, "op_registry_oot"),
+        (quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG"),
+    ):
+        monkeypatch.setattr(holder, name, dict(getattr(holder, name)))
+    monkeypatch.setattr(quantization, "QUANTIZATION_METHODS", list(quantization.QUANTIZATION_METHODS))
+    yield importlib.import_module("own_code")
+    del sys.modules["own_code"]
+
+
+@pytest.mark.parametrize(
+    "register", [register_class, register_lazily, register_attention, register_layer, register_quantization]
+)
+def test_code_that_is_registered_counts_by_content(copies, base, own_code, register):
+    register(own_code)
+    first = name_of(copies[0])
+    with open(own_code.__file__, "a") as file:
+        file.write("# edited\n")
+    assert len({name_of(copies[0]), first, base}) == 3
+
+
+@pytest.mark.parametrize("option", ["worker_cls", "worker_extension_cls"])
+def test_code_of_an_own_worker_counts_by_content(copies, base, own_code, option):
+    first = name_of(copies[0], **{option: "own_code.Worker"})
+    with open(own_code.__file__, "a") as file:
+        file.write("# edited\n")
+    assert len({name_of(copies[0], **{option: "own_code.Worker"}), first, base}) == 3
+
+
+def test_an_engine_without_such_code_has_no_fact_about_it(copies):
+    """Its caches keep the names that they had before code counted."""
+    assert "code" not in facts_of(copies[0])[0]

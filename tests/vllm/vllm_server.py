@@ -270,11 +270,12 @@ class VllmServer(VllmClient):
         return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def wait_until_old(*models: Path) -> None:
+def wait_until_old(*models: Path, has_code: bool = False) -> None:
     """Files that are newer than the process of an engine are in doubt, and the blocks of their model do not outlive it.
-    Waits until the clock's slack has passed, if a test has just written them; on an overlay, until they are quiet."""
+    Waits until the clock's slack has passed, if a test has just written them; for code, and on an overlay, until they
+    are quiet."""
     newest_ns = max((path.lstat().st_ctime_ns for one in models for path in (one, *one.rglob("*"))), default=0)
-    slack_s = SLACK_S if all(map(writes_back, models)) else QUIET_NS / 1e9
+    slack_s = SLACK_S if not has_code and all(map(writes_back, models)) else QUIET_NS / 1e9 + 1
     time.sleep(max(0, newest_ns / 1e9 + slack_s - time.time()))
 
 
