@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -233,7 +235,7 @@ class Worker(CPUWorker):
     def load_model(self, *arguments, **keys):
         super().load_model(*arguments, **keys)
         for name, weight in self.model_runner.model.named_parameters():
-            if ".layers.3." in name and "qkv_proj" in name:
+            if ".layers.3.input_layernorm" in name:
                 weight.data.mul_(SCALE)
 
 
@@ -248,6 +250,13 @@ def own_code(home, scale):
     return {"PYTHONPATH": os.pathsep.join((str(home), str(HERE), str(HERE.parent.parent)))}
 
 
+@pytest.fixture
+def home():
+    """A directory next to which no other test makes entries: those could hide that it was renamed."""
+    with tempfile.TemporaryDirectory(prefix="kvbm-code-") as directory:
+        yield Path(directory)
+
+
 def as_plugin(home):
     info = home / "own_code-1.dist-info"
     info.mkdir()
@@ -256,11 +265,10 @@ def as_plugin(home):
 
 
 @pytest.mark.parametrize("is_worker", [False, True], ids=["model class", "worker"])
-def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_itself(tmp_path, is_worker):
+def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_itself(home, tmp_path, is_worker):
     """The edited code finds no block of the former one. The former code, put back, finds its own."""
-    model, home, disk = materialise("vllm-25m"), tmp_path / "code", tmp_path / "disk"
+    model, disk = materialise("vllm-25m"), tmp_path / "disk"
     arguments = ("--worker-cls", "own_code.Worker") if is_worker else ()
-    home.mkdir()
     if not is_worker:
         as_plugin(home)
     seen = []
@@ -268,18 +276,12 @@ def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_
     def restart(scale, *, is_known):
         environment = own_code(home, scale) | {"PYTHONDONTWRITEBYTECODE": "1"}
         wait_until_old(home, has_code=True)
-        with (
-            VllmServer(model, NO_CACHE, *arguments, environment=environment, wait=False) as cold,
-            start(model, disk, *arguments, cores="1", environment=environment, wait=False) as server,
-        ):
-            server.wait_healthy()
-            cold.wait_healthy()
-            answer, other = server.ask(ONE), server.ask(OTHER)
-            assert (answer.cached, other.cached) == ((CACHED,) * 2 if is_known else (0, 0))
-            assert WARNING not in server.log()
-            assert_equal({"one": answer, "other": other}, {"one": cold.ask(ONE), "other": cold.ask(OTHER)})
+        with start(model, disk, *arguments, cores="1", environment=environment) as server:
+            answer = server.ask(ONE)
+            assert "will not stay on disk" not in server.log()
+            assert answer.cached == (CACHED if is_known else 0)
             if not is_known:
-                server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= 2 * CACHED // BLOCK_TOKENS)
+                server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= CACHED // BLOCK_TOKENS)
             kill(server)
         seen.append(answer)
 
@@ -287,6 +289,7 @@ def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_
     restart("1.5", is_known=False)
     assert differs(*seen)
     restart("1.0", is_known=True)
+    assert_equal({"one": seen[2]}, {"one": seen[0]})
 
 
 def other_weights_as_pt(model):
