@@ -165,7 +165,7 @@ class Media:
             self._sessions[request.request_id] = request, len(features)
         if not features:
             return None
-        is_here = self._encodes_here and not _is_computed_elsewhere(request.kv_transfer_params)
+        is_here = self._encodes_here and not is_computed_elsewhere(request.kv_transfer_params)
         adapter = request.lora_request
         media = sorted((self._medium(feature, is_here, adapter) for feature in features), key=lambda one: one.offset)
         return RequestMedia(media, self._hash_bytes, self._clock() + PATIENCE_S)
@@ -254,6 +254,7 @@ def _digest(*parts: bytes, size: int = 32) -> bytes:
     return found.digest()
 
 
-def _is_computed_elsewhere(params: object) -> bool:
-    """Whether another engine computes the prompt of a request (disaggregated prefill): under which media is unknown."""
+def is_computed_elsewhere(params: object) -> bool:
+    """Whether another engine computes the prompt of a request (disaggregated prefill): with which media and weights is
+    unknown."""
     return isinstance(params, Mapping) and bool(params.get("do_remote_prefill"))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _IN_CONFIG = "in `--kv-transfer-config`"
-_ASYNCHRONOUS = frozenset({"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"})
+# They load beside the steps, and only what another engine has prefilled for a request.
+PD_CONNECTORS = frozenset({"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"})
 
 
 def require_role(config: KVTransferConfig) -> None:
@@ -81,7 +82,7 @@ def loading_sibling() -> str:
 def _may_load(config: KVTransferConfig) -> bool:
     """Whether a connector is neither ours nor known to load nothing in its role."""
     connector: type[Any] = KVConnectorFactory.get_connector_class(config)
-    is_producer = connector.__name__ in _ASYNCHRONOUS and not config.is_kv_consumer
+    is_producer = connector.__name__ in PD_CONNECTORS and not config.is_kv_consumer
     return not (is_producer or connector.__module__.startswith("kvbm."))
 
 
@@ -100,7 +101,7 @@ def _may_fail_in_a_step(config: KVTransferConfig) -> bool:
     reports = connector.get_block_ids_with_load_errors
     is_ours = reports.__module__.partition(".")[0] == "kvbm"
     return not (
-        is_ours or reports is KVConnectorBase_V1.get_block_ids_with_load_errors or connector.__name__ in _ASYNCHRONOUS
+        is_ours or reports is KVConnectorBase_V1.get_block_ids_with_load_errors or connector.__name__ in PD_CONNECTORS
     )
 
 

@@ -34,7 +34,8 @@ from kvbm.vllm_integration.cache_groups import is_plain
 from kvbm.vllm_integration.descriptions import forms_of
 from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
 from kvbm.vllm_integration.former_weights import FormerWeights
-from kvbm.vllm_integration.media import Media
+from kvbm.vllm_integration.media import Media, is_computed_elsewhere
+from kvbm.vllm_integration.placement import PD_CONNECTORS
 from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, prompt_hashes
 from kvbm.vllm_integration.snapshots import Snapshot, Snapshots
 from kvbm.vllm_integration.telemetry import KvbmStats, StatsSource
@@ -98,7 +99,7 @@ class SchedulerSide:
         self._live: dict[str, Request] = {}  # all of them
         self._former: FormerWeights | None = None
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
-        self.others_load = False  # another connector of this engine loads KV
+        self._sibling = ""  # another connector, which may load KV for any request
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -134,6 +135,7 @@ class SchedulerSide:
                 )
         if sibling := ours[0].sibling:
             self.doubt = f"`{sibling}` may load blocks of other weights"
+            self._sibling = "" if sibling in PD_CONNECTORS else sibling
         self._create_leader()
 
     def _create_leader(self) -> None:
@@ -234,7 +236,7 @@ class SchedulerSide:
     @hook()
     def add_request(self, request: Request) -> None:
         self._live[request.request_id] = request
-        if self._former is not None and self._former.has_changed and self._is_computed_elsewhere(request):
+        if self._former is not None and self._former.has_changed and is_computed_elsewhere(request.kv_transfer_params):
             self._former.taint(request)
         media = self._media.add(request)
         adapter = request.lora_request
@@ -480,20 +482,20 @@ class SchedulerSide:
         if self._keeps_blocks:
             self._keeps_blocks = False
             log.warning("kvbm: %s: no block of this engine will stay on disk after it exits", why)
+        if self._sibling and not self._former.has_changed:
+            log.warning(
+                "kvbm: %s: no block is offloaded any more: `%s` may load blocks of former weights", why, self._sibling
+            )
         self._former.change(self._live.values())
         return self.leader.reset(ends_persistence=True)
 
     def _is_stale(self, request: Request) -> bool:
-        return self._former is not None and self._former.is_stale(request)
+        former = self._former
+        return former is not None and (former.is_stale(request) or (former.has_changed and bool(self._sibling)))
 
     def _inherit(self, tracked: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         if self._former is not None and self._former.has_changed:
             self._former.inherit(tracked.request, [block_id for table in tables for block_id in table])
-
-    def _is_computed_elsewhere(self, request: Request) -> bool:
-        """Return whether another connector may load KV for a request: its engine may not have changed its weights."""
-        parameters = request.kv_transfer_params
-        return self.others_load or (isinstance(parameters, Mapping) and bool(parameters.get("do_remote_prefill")))
 
     def close(self) -> None:
         """Write blocks that are only in host memory to disk. The ranks have ended; their memory is still mapped."""

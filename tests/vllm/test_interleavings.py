@@ -278,3 +278,15 @@ def test_kv_of_another_engine_is_kept_only_until_the_weights_change(world, has_c
     here.finish()
     named = sum(block.block_hash is not None for block in here.scheduler.kv_cache_manager.block_pool.blocks)
     assert (named > 0, here.side.leader.counters.offload_blocks > 0) == (not has_changed, not has_changed)
+
+
+@pytest.mark.parametrize("has_changed", [False, True])
+def test_nothing_is_offloaded_beside_a_connector_that_may_load_kv_of_former_weights(world, monkeypatch, has_changed):
+    """Which blocks that connector loads is unknown. vLLM serves them from G1 as without kvbm."""
+    monkeypatch.setattr("kvbm.vllm_integration.connector.loading_sibling", lambda: "ExampleConnector")
+    here = world(1)
+    if has_changed:
+        here.change()
+    here.add("first", 1)
+    here.finish()
+    assert (here.side.leader.counters.offload_blocks > 0) == (not has_changed)
