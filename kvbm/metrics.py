@@ -11,24 +11,20 @@ Prometheus recommends.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-Made = TypeVar("Made")
-
 WINDOW_REQUESTS = 1000
 TRANSFER_BOUNDS_S = tuple(0.0005 * 4**i for i in range(8))  # 0.5 ms to 8.2 s
 MATCH_BOUNDS_S = tuple(0.000016 * 4**i for i in range(8))  # 16 µs to 0.26 s
-REST = 4  # times as long as a page has taken passes before the next one: nothing else of the process runs meanwhile
 HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
 _LOWER = {Tier.DISK: "disk", Tier.SHARED: "shared"}
 
@@ -317,20 +313,3 @@ class KvbmCollector:
             yield blocks
         for name, value in self._wear().items():
             yield GaugeMetricFamily(name, DISK_GAUGES[name], value=value)
-
-
-class PagePace:
-    """Lets pages of metrics take at most a fifth of the time. The caller waits for `wait_s` before each."""
-
-    def __init__(self) -> None:
-        self._free_at_s = 0.0
-
-    def wait_s(self) -> float:
-        return max(0.0, self._free_at_s - time.monotonic())
-
-    def make(self, page: Callable[[], Made]) -> Made:
-        began_s = time.monotonic()
-        made = page()
-        ended_s = time.monotonic()
-        self._free_at_s = ended_s + REST * (ended_s - began_s)
-        return made

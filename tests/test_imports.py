@@ -117,7 +117,11 @@ RULES = (  # the first that fits a module counts
     Rule(
         "kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"), never=ENGINES[2:]
     ),
-    Rule("kvbm.embedded.http", ("kvbm.embedded.engine", "kvbm.config.launch_plan", "kvbm.metrics"), never=ENGINES[2:]),
+    Rule(
+        "kvbm.embedded.http",
+        ("kvbm.embedded.engine", "kvbm.config.launch_plan", "kvbm.observe.shared_page"),
+        never=ENGINES[2:],
+    ),
     Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
     Rule("kvbm_cli.cache.disk_verification", ("kvbm.disk", "kvbm.host.processes")),  # imported by its command
     Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe

@@ -15,17 +15,16 @@ import logging
 import os
 import socket
 import struct
-import threading
-import time
+from collections.abc import Awaitable
 from pathlib import Path
-from socketserver import BaseRequestHandler, UnixStreamServer
 from typing import TYPE_CHECKING
 
-from kvbm.host import threads
-from kvbm.observe.bounded_server import CLIENT_TIMEOUT_S, BoundedServer
+from kvbm.observe.bounded_server import BACKLOG, BoundedServer
 from kvbm.observe.control_desk import MAX_BYTES
 
 if TYPE_CHECKING:
+    import asyncio
+
     from kvbm.observe.control_desk import ControlDesk
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -33,25 +32,35 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 log = logging.getLogger(__name__)
 
 
-class ControlServer:
+class ControlServer(BoundedServer):
     """Serves `desk` in `directory`. Raises OSError if the socket cannot be made."""
 
     def __init__(self, directory: Path, desk: ControlDesk, *, engine: int) -> None:
+        self._desk = desk
         self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._name = f"control-{engine}-{os.getpid()}.sock"
         try:
             self._remove()
-            self._server = _SocketServer(f"/proc/self/fd/{self._directory}/{self._name}", desk)
+            listening = _listening(f"/proc/self/fd/{self._directory}/{self._name}")
+            super().__init__(listening, "kvbm-control", most_bytes=MAX_BYTES)
         except BaseException:
             os.close(self._directory)
             raise
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvbm-control", daemon=True)
-        threads.start(self._thread)
+
+    async def request(self, reader: asyncio.StreamReader, client: socket.socket) -> Awaitable[bytes] | None:
+        pid, uid, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        sender = f"process {pid} of user {uid}"
+        if uid not in (os.geteuid(), 0):
+            log.warning("kvbm: control: %s was refused, the engine belongs to user %d", sender, os.geteuid())
+            return None
+        line = await reader.readuntil(b"\n")
+        return self._reply(line[:-1], sender)
+
+    async def _reply(self, message: bytes, sender: str) -> bytes:
+        return await self.in_thread(self._desk.reply, message, sender) + b"\n"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        super().close()
         with contextlib.suppress(OSError):
             self._remove()
         os.close(self._directory)
@@ -59,6 +68,19 @@ class ControlServer:
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._name, dir_fd=self._directory)
+
+
+def _listening(path: str) -> socket.socket:
+    """Return a socket at `path`. The file gets the mode of the descriptor, so that it is never open to others."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        os.fchmod(listening.fileno(), 0o600)
+        listening.bind(path)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening
 
 
 def opened(directory: str | None, desk: ControlDesk, *, engine: int) -> ControlServer | None:
@@ -70,48 +92,3 @@ def opened(directory: str | None, desk: ControlDesk, *, engine: int) -> ControlS
     except (OSError, RuntimeError) as error:
         log.warning("kvbm: `kvbm cache` cannot reach this engine, because its socket cannot be made: %s", error)
         return None
-
-
-class _SocketServer(BoundedServer, UnixStreamServer):
-    def __init__(self, path: str, desk: ControlDesk) -> None:
-        self.desk = desk
-        super().__init__(path, _ControlHandler)
-
-    def server_bind(self) -> None:
-        """Create the socket with its mode: the file gets the mode of the descriptor, so that it is never open."""
-        os.fchmod(self.socket.fileno(), 0o600)
-        super().server_bind()
-
-
-class _ControlHandler(BaseRequestHandler):
-    request: socket.socket
-    server: _SocketServer
-
-    def handle(self) -> None:
-        pid, uid, _ = _CREDENTIALS.unpack(
-            self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        sender = f"process {pid} of user {uid}"
-        if uid not in (os.geteuid(), 0):
-            log.warning("kvbm: control: %s was refused, the engine belongs to user %d", sender, os.geteuid())
-            return
-        message = self._line()
-        if message is not None:
-            self.request.settimeout(CLIENT_TIMEOUT_S)
-            self.request.sendall(self.server.desk.reply(message, sender) + b"\n")
-
-    def _line(self) -> bytes | None:
-        """Return the first line; None if it does not come in time, or is too long."""
-        end_s = time.monotonic() + CLIENT_TIMEOUT_S
-        received = b""
-        while b"\n" not in received and len(received) <= MAX_BYTES:
-            self.request.settimeout(max(0.001, end_s - time.monotonic()))
-            try:
-                more = self.request.recv(MAX_BYTES)
-            except TimeoutError:
-                return None
-            if not more or time.monotonic() > end_s:
-                return None
-            received += more
-        line, _, _ = received.partition(b"\n")
-        return line if len(line) <= MAX_BYTES else None

@@ -1,8 +1,8 @@
 """Metrics server: the kvbm_* series on a separate port, where the dashboards of NVIDIA's block manager scrape them.
 
 It runs in the leader's process. The port is bound before the leader exists, so that a used port fails the start-up; the
-collector is registered later. HTTP threads answer scrapes and only read. Their number is bounded, and none
-waits long for its client: the process is the engine's. Pages are made one at a time, in a fifth of the time.
+collector is registered later. A scrape only reads. Scrapes that wait share a page, and pages are made in a fifth of the
+time: the process is the engine's.
 """
 
 from __future__ import annotations
@@ -10,55 +10,53 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.metrics import PagePace
-from kvbm.observe.bounded_server import CLIENT_TIMEOUT_S, BoundedServer
-from kvbm.observe.control_route import ControlRoute
+from kvbm.observe.bounded_server import BACKLOG, BoundedServer
+from kvbm.observe.control_route import PATH, ControlRoute
+from kvbm.observe.shared_page import SharedPage
 
 if TYPE_CHECKING:
+    import asyncio
+
     from prometheus_client.registry import Collector
 
     from kvbm.observe.control_desk import ControlDesk
 
 MAX_PORT = 65535
+MAX_HEAD_BYTES = 1 << 16
 HOST = "127.0.0.1"
+TEXT, JSON = "text/plain; version=0.0.4; charset=utf-8", "application/json"
 
 log = logging.getLogger(__name__)
 
 
-class MetricsServer:
+class MetricsServer(BoundedServer):
     """Serves `GET /metrics` at `host` and `port`, and with a token `POST /control`; port 0 selects a free one.
 
     Raises EnvironmentProblem if it cannot listen there.
     """
 
     def __init__(self, host: str, port: int, control_token: str | None = None) -> None:
-        from prometheus_client import CollectorRegistry, make_wsgi_app
+        from prometheus_client import CollectorRegistry, generate_latest
 
-        self._registry = CollectorRegistry()
-        self._control: ControlRoute | None = None
         if port > MAX_PORT:
             raise EnvironmentProblem(f"port {port} for metrics is above {MAX_PORT}", hint=_HINT)
+        self._registry = CollectorRegistry()
+        self._page = SharedPage(lambda: generate_latest(self._registry))
+        self._control = None if control_token is None else ControlRoute(control_token)
         try:
-            kind = _server_of(host)
-            app: Any = _Paced(make_wsgi_app(self._registry))
-            if control_token is not None:
-                app = self._control = ControlRoute(control_token, app)
-            self._server = make_server(host, port, app, kind, handler_class=_Handler)
+            listening = _listening(host, port)
         except OSError as error:  # includes a host name that does not resolve
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
             raise EnvironmentProblem(
                 f"cannot listen on {host} port {port} for metrics: {reason.lower()}", hint=_HINT
             ) from None
-        self.port = int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvbm-metrics", daemon=True)
-        self._thread.start()
+        self.port = int(listening.getsockname()[1])
+        super().__init__(listening, "kvbm-metrics", most_bytes=MAX_HEAD_BYTES)
         log.info("kvbm: metrics at http://%s:%d/metrics", f"[{host}]" if ":" in host else host, self.port)
 
     def show(self, collector: Collector) -> None:
@@ -69,53 +67,40 @@ class MetricsServer:
         if self._control is not None:
             self._control.desk = desk
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    async def request(self, reader: asyncio.StreamReader, client: socket.socket) -> Awaitable[bytes]:
+        """Read a request. Every path except that of control has the page."""
+        line, *fields = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, _, target = line.partition(" ")
+        route = self._control
+        if route is None or target.split(" ")[0].split("?")[0] != PATH:
+            return self._scraped(method)
+        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        sender = str(client.getpeername()[0])
+        refused = route.refusal(method, headers, sender)
+        if refused is not None or route.desk is None:
+            return _answer(refused or HTTPStatus.SERVICE_UNAVAILABLE)
+        message = await reader.readexactly(int(headers.get("content-length") or 0))
+        return self._controlled(route.desk, message, sender)
+
+    async def _scraped(self, method: str) -> bytes:
+        if method != "GET":
+            return await _answer(HTTPStatus.METHOD_NOT_ALLOWED)
+        return await _answer(HTTPStatus.OK, await self._page.get(), TEXT)
+
+    async def _controlled(self, desk: ControlDesk, message: bytes, sender: str) -> bytes:
+        return await _answer(HTTPStatus.OK, await self.in_thread(desk.reply, message, sender))
 
 
-def _server_of(host: str) -> type[_Server]:
-    """Return the server for the family of an address. Raises OSError."""
+async def _answer(status: HTTPStatus, body: bytes = b"", content_type: str = JSON) -> bytes:
+    head = f"HTTP/1.0 {status} {status.phrase}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket of the family of an address. Raises OSError."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    return type("_ServerOfFamily", (_Server,), {"address_family": family})
-
-
-class _Paced:
-    """An application that answers one request at a time, and rests after it."""
-
-    def __init__(self, app: Callable[..., Any]) -> None:
-        self._app = app
-        self._turn = threading.Lock()
-        self._pace = PagePace()
-
-    def __call__(self, *request: Any) -> Any:
-        with self._turn:
-            time.sleep(self._pace.wait_s())
-            return self._pace.make(lambda: self._app(*request))
-
-
-class _Server(BoundedServer, WSGIServer):
-    """The server of the standard library, within bounds."""
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_TIMEOUT_S
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
-
-    def get_stderr(self) -> Any:
-        return _Nowhere()
-
-
-class _Nowhere:
-    """For what wsgiref writes about a client that leaves: a traceback each."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None: ...
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 _HINT = (

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from itertools import pairwise
-from typing import Any
 
 from server_rig import Stats
 
 from kvbm.embedded.http.metrics import EngineMetrics
-from kvbm.metrics import REST
-from kvbm.observe.metrics_server import _Paced
+from kvbm.observe.shared_page import REST
 
 PAGE_S = 0.02
 
@@ -44,23 +41,4 @@ def test_scrapes_that_wait_share_a_page_that_is_made_after_them() -> None:
 
     asyncio.run(scrape())
     rests_s = [began_s - ended_s for (_, ended_s), (began_s, _) in pairwise(metrics.times_s)]
-    assert min(rests_s) > REST * PAGE_S * 0.9
-
-
-def test_the_own_port_makes_one_page_at_a_time_and_rests_after_it() -> None:
-    times_s: list[tuple[float, float]] = []
-
-    def app(*request: Any) -> None:
-        began_s = time.monotonic()
-        time.sleep(PAGE_S)
-        times_s.append((began_s, time.monotonic()))
-
-    paced = _Paced(app)
-    threads = [threading.Thread(target=paced, args=({}, None)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(times_s) == 4
-    rests_s = [began_s - ended_s for (_, ended_s), (began_s, _) in pairwise(times_s)]
     assert min(rests_s) > REST * PAGE_S * 0.9

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import stat
+import statistics
 import subprocess
 import sys
 import threading
@@ -17,10 +18,13 @@ from pathlib import Path
 
 import pytest
 from rig import Rig, chain
+from slow_clients import slow_clients
+from waiting import eventually
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
 from kvbm.observe import bounded_server, control_desk
+from kvbm.observe.bounded_server import MAX_CLIENTS
 from kvbm.observe.control_desk import MAX_BYTES, ControlDesk
 from kvbm.observe.control_server import opened
 from kvbm.observe.telemetry import Telemetry
@@ -179,7 +183,7 @@ def test_a_wrong_message_is_refused_with_the_reason(served, message, why):
 
 
 def test_a_message_that_is_too_long_or_never_ends_is_cut_off(served, monkeypatch):
-    monkeypatch.setattr("kvbm.observe.control_server.CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(bounded_server, "CLIENT_TIMEOUT_S", 0.2)
     assert sent(served, b"x" * (MAX_BYTES + 1) + b"\n") == b""
     assert sent(served, b"{") == b""
     assert "answer" in reply(served, {"verb": "ls"})
@@ -191,18 +195,6 @@ def test_an_engine_that_takes_no_step_refuses_in_time_and_does_nothing(leader, s
     assert reply(served, {"verb": "clear"})["refused"].startswith("the engine takes no step, so that nothing was done")
     leader.is_stuck = False
     assert reply(served, {"verb": "ls"})["answer"]["tiers"][0]["states"]["evictable"] == 4
-
-
-def test_clients_that_say_nothing_take_few_threads_and_others_are_answered_afterwards(served):
-    before = threading.active_count()
-    silent = [connected(served) for _ in range(100)]
-    assert threading.active_count() - before <= bounded_server.MAX_CLIENTS
-    for connection in silent:
-        connection.close()
-    end_s = time.monotonic() + 60
-    while sent(served, b'{"verb": "ls"}\n') == b"":
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 def fuzzed(random_: random.Random) -> bytes:
@@ -340,3 +332,81 @@ def test_a_token_that_cannot_be_used_fails_the_start(tmp_path, content, why):
         path.write_text(content)
     with pytest.raises(EnvironmentProblem, match=why):
         Telemetry(MetricsSection(serve=True, port=0, control_token_file=str(path)))
+
+
+# -- slow clients ------------------------------------------------------------------------------------------------------
+
+SCRAPES = 50
+TO_CONTROL = b"POST /control HTTP/1.1\r\nAuthorization: Bearer %b\r\nContent-Length: 20000\r\n\r\n"
+WAYS = {
+    "silent": (b"", b"", False),
+    "headers": (b"GET /metrics HTTP/1.1\r\n", b"X: y\r\n", False),
+    "one_endless_header": (b"GET /metrics HTTP/1.1\r\nX: ", b"y", False),
+    "body": (TO_CONTROL % TOKEN.encode(), b" ", False),
+    "body_without_token": (TO_CONTROL % b"?", b" ", False),
+    "answer": (b"GET /metrics HTTP/1.1\r\n\r\n", b"", True),
+    "answer_never_read": (b"GET /metrics HTTP/1.1\r\n\r\n", b"", False),
+}
+
+
+def took_s(answer: bytes, expected: bytes, began_s: float) -> float:
+    assert expected in answer
+    return time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_scrape_and_message_is_answered_beside_slow_clients(url, way):
+    begin, drip, reads = WAYS[way]
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    times_s = []
+    with slow_clients(100, lambda: socket.create_connection(address), begin, drip, reads=reads):
+        for number in range(SCRAPES):
+            began_s = time.monotonic()
+            message = urllib.request.Request(f"{url}/control", data=b'{"verb": "ls"}', headers=headers)
+            with urllib.request.urlopen(message if number % 5 == 4 else f"{url}/metrics", timeout=30) as answer:
+                times_s.append(took_s(answer.read(), b"engine", began_s))
+    assert statistics.median(times_s) < 1, times_s
+
+
+@pytest.mark.parametrize("drip", [b"", b" "])
+def test_every_message_on_the_socket_is_answered_beside_slow_clients(served, drip):
+    times_s = []
+    with slow_clients(100, lambda: connected(served), b"{", drip):
+        for _ in range(SCRAPES):
+            began_s = time.monotonic()
+            times_s.append(took_s(sent(served, b'{"verb": "ls"}\n'), b"engine", began_s))
+    assert statistics.median(times_s) < 1, times_s
+
+
+def test_a_client_that_drips_is_closed_after_its_time(url, monkeypatch):
+    monkeypatch.setattr(bounded_server, "CLIENT_TIMEOUT_S", 0.3)
+
+    def is_closed() -> bool:
+        try:
+            client.sendall(b"X: y\r\n")
+            return client.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as client:
+        client.setblocking(False)
+        client.sendall(b"GET /metrics HTTP/1.1\r\n")
+        eventually(is_closed)
+
+
+def test_the_oldest_unfinished_client_goes_first_and_no_client_takes_a_thread(served):
+    threads = threading.active_count()
+    silent = [connected(served) for _ in range(MAX_CLIENTS)]
+    assert "answer" in json.loads(sent(served, b'{"verb": "ls"}\n'))
+    assert threading.active_count() <= threads + 1
+    for client in silent:
+        client.setblocking(False)
+    assert silent[0].recv(1) == b""
+    for client in silent[1:]:
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
+    for client in silent:
+        client.close()
