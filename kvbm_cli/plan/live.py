@@ -65,15 +65,14 @@ def show_live(
 
 def plan_of(name: str, page: MetricsPage) -> EnginePlan | None:
     """Return None if the engine measures nothing."""
-    found = sorted(
-        {labels["capacity"] for labels in page.labels_of(HIT_RATE_AT) if _is_number(labels.get("capacity", ""))},
-        key=float,
-    )
+    measured: dict[str, dict[str, float]] = {eviction: {} for eviction in EVICTIONS}
+    for labels, rate in page.series.get(HIT_RATE_AT, ()):
+        if _is_number(size := labels.get("capacity", "")) and (eviction := labels.get("eviction")) in measured:
+            measured[eviction][size] = rate
+    found = sorted({size for of_one in measured.values() for size in of_one}, key=float)
     host = sum(page.values("kvbm_tier_capacity_bytes", tier="host"))
     rates = {
-        eviction: [page.values(HIT_RATE_AT, capacity=size, eviction=eviction)[0] for size in found]
-        for eviction in EVICTIONS
-        if all(page.values(HIT_RATE_AT, capacity=size, eviction=eviction) for size in found)
+        eviction: [of_one[size] for size in found] for eviction, of_one in measured.items() if len(of_one) == len(found)
     }
     if not found or not rates or not host:
         return None

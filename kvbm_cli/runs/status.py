@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get, get_metrics
+from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.quantities import duration
 from kvbm_cli.terminal.show_error import show_warning
@@ -29,12 +29,11 @@ WHY_OFF = {  # as of the engine's last step, the first that is true
 FREE = "free"
 UNREACHABLE = "no answer"
 UNREADABLE = "unreadable"
-_OFF = re.compile(r"^kvbm_(disk|shared)_(off|unnamed|silent)(?:\{[^}\n]*\})? 1(?:\.0)?$", re.MULTILINE)
-_EVICTION = re.compile(
-    r"^kvbm_((?:disk_)?eviction_(?:order|gain_percent))(?:\{[^}\n]*\})? (-?\d{1,9})(?:\.0)?$", re.MULTILINE
-)
 ORDERS = ("lru", "adaptive: lru", "adaptive: probation", "adaptive: incumbents")  # by `kvbm_eviction_order`
-_BLOCKS = re.compile(r'^kvbm_(host|disk)_blocks\{.*?state="(\w+)".*?\} (\d{1,15}(?:\.\d+)?(?:e\+0?\d)?)$', re.MULTILINE)
+BLOCKS = {"kvbm_host_blocks": "host", "kvbm_disk_blocks": "disk"}
+EVICTION = tuple(f"{tier}eviction_{what}" for tier in ("", "disk_") for what in ("order", "gain_percent"))
+OFF = {(tier, why): f"kvbm_{tier}_{why}" for tier in ("disk", "shared") for why in WHY_OFF}
+NAMES = frozenset([*BLOCKS, *OFF.values(), *(f"kvbm_{name}" for name in EVICTION)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +182,19 @@ def _probe(run: EngineRun) -> RunStatus:
     eviction: dict[str, int] = {}
     if is_healthy and not run.facts.is_baseline:
         text = get_metrics(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
-        for tier, state, count in _BLOCKS.findall(text):
-            states = blocks.setdefault(tier, {})
-            states[state] = states.get(state, 0) + int(float(count))
-        off = _off(text)
-        eviction = {name: int(value) for name, value in _EVICTION.findall(text)}
+        page = MetricsPage.parse(text, NAMES)
+        for name, tier in BLOCKS.items():
+            for labels, count in page.series.get(name, ()):
+                states, state = blocks.setdefault(tier, {}), labels.get("state", "")
+                states[state] = states.get(state, 0) + int(count)
+        off = _off(page)
+        eviction = {name: int(found[-1]) for name in EVICTION if (found := page.values(f"kvbm_{name}"))}
     return RunStatus(run, is_healthy, blocks, off, eviction)
 
 
-def _off(metrics: str) -> dict[str, str]:
+def _off(page: MetricsPage) -> dict[str, str]:
     """Return why each tier is off, if it is."""
-    found = set(_OFF.findall(metrics))
+    found = {of for of, name in OFF.items() if 1 in page.values(name)}
     return {tier: next(why for why in WHY_OFF if (tier, why) in found) for tier in TIERS if (tier, "off") in found}
 
 

@@ -5,19 +5,19 @@ A page of vLLM has hundreds of lines, most of them buckets of histograms. Only t
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(?<!\w)(\w+)="((?:[^"\\]|\\.)*)"')
 TOTAL = "_total"
+LARGEST, SMALLEST = 1e30, 1e-30  # so that no sum, product or ratio of a few values overflows
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """Series by name without `_total`: labels and value. A value that is not finite is left out."""
+    """Series by name without `_total`: labels and value. A value that is not finite, or beyond LARGEST, is left out."""
 
     series: dict[str, list[tuple[dict[str, str], float]]]
     is_readable: bool = True
@@ -53,4 +53,6 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    if not abs(value) <= LARGEST:  # NaN too
+        return None
+    return value if abs(value) >= SMALLEST else 0.0

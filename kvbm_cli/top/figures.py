@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from kvbm_cli.system.metrics_page import MetricsPage
+from kvbm_cli.system.metrics_page import LARGEST, MetricsPage
 
 SOURCES = ("device", "host", "disk", "object", "computed")
 TIERS = ("host", "disk", "object")
@@ -38,6 +39,7 @@ NAMES = frozenset(
     ]
 )
 ENGINE = "engine"
+MOST_ENGINES = 1000  # of a page, and series of a name that belong to each of them
 NOTHING = MetricsPage({})
 
 
@@ -120,16 +122,16 @@ class Figures:
 
 def engines_of(page: MetricsPage) -> dict[str, MetricsPage]:
     """Split a page by its engines. Series without that label belong to each of them."""
-    found = [labels.get(ENGINE, "") for labels in page.labels_of("kvbm_info")]
-    return {
-        engine: MetricsPage(
-            {
-                name: [(labels, value) for labels, value in series if labels.get(ENGINE, engine) == engine]
-                for name, series in page.series.items()
-            }
-        )
-        for engine in dict.fromkeys(found)
-    }
+    names = islice(dict.fromkeys(labels.get(ENGINE, "") for labels in page.labels_of("kvbm_info")), MOST_ENGINES)
+    found = {engine: MetricsPage({}) for engine in names}
+    for name, series in page.series.items():
+        shared = [one for one in series if ENGINE not in one[0]][:MOST_ENGINES]
+        for of_one in found.values():
+            of_one.series[name] = list(shared)
+        for labels, value in series:
+            if (engine := labels.get(ENGINE)) in found:
+                found[engine].series[name].append((labels, value))
+    return found
 
 
 def figures(pairs: Sequence[tuple[Reading, Reading]]) -> Figures:
@@ -174,7 +176,7 @@ def _rate(pairs: Sequence[tuple[Reading, Reading]], name: str, **labels: str) ->
 def _tokens(pairs: Sequence[tuple[Reading, Reading]]) -> dict[str, float]:
     """Return prompt tokens per second by source, of SGLang from its own counters."""
     of_sglang = [(old, new) for old, new in pairs if new.page.values("sglang:prompt_tokens")]
-    others = [pair for pair in pairs if pair not in of_sglang]
+    others = [(old, new) for old, new in pairs if not new.page.values("sglang:prompt_tokens")]
     found = _known({name: _rate(others, "kvbm_prompt_tokens", source=name) for name in SOURCES})
     total = _rate(of_sglang, "sglang:prompt_tokens")
     if total is None:
@@ -210,10 +212,18 @@ def _buckets(pairs: Sequence[tuple[Reading, Reading]], source: str, target: str)
 def _counts(page: MetricsPage, source: str, target: str) -> dict[float, float]:
     wanted = {"source": source, "target": target}.items()
     return {
-        float(labels["le"]): value
+        bound: value
         for labels, value in page.series.get("kvbm_transfer_seconds_bucket", ())
-        if wanted <= labels.items()
+        if wanted <= labels.items() and (bound := _bound(labels.get("le", ""))) is not None
     }
+
+
+def _bound(text: str) -> float | None:
+    try:
+        bound = float(text)
+    except ValueError:
+        return None
+    return bound if bound == math.inf or abs(bound) <= LARGEST else None
 
 
 def _quantile(share: float, buckets: Sequence[tuple[float, float]]) -> float | None:
@@ -252,11 +262,11 @@ def _tiers(pages: Sequence[MetricsPage]) -> dict[str, tuple[float, float]]:
 
 
 def _queues(pages: Sequence[MetricsPage]) -> dict[str, tuple[float, float]]:
-    names = [labels.get("queue", "") for page in pages for labels in page.labels_of("kvbm_queue_blocks")]
-    return {
-        name: (
-            _sum(pages, "kvbm_queue_blocks", queue=name) or 0.0,
-            max((age for page in pages for age in page.values("kvbm_queue_oldest_seconds", queue=name)), default=0.0),
-        )
-        for name in dict.fromkeys(names)
-    }
+    found: dict[str, tuple[float, float]] = {}
+    for labels, count in (one for page in pages for one in page.series.get("kvbm_queue_blocks", ())):
+        name = labels.get("queue", "")
+        found[name] = found.get(name, (0.0, 0.0))[0] + count, 0.0
+    for labels, age in (one for page in pages for one in page.series.get("kvbm_queue_oldest_seconds", ())):
+        if (name := labels.get("queue", "")) in found:
+            found[name] = found[name][0], max(found[name][1], age)
+    return found

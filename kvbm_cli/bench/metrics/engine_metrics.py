@@ -10,6 +10,7 @@ total that a page had; only the totals are exact enough for differences, so the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -28,6 +29,7 @@ WRITE_AMPLIFICATION = "kvbm_disk_write_amplification"
 KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 MOVES = {"onboard": "g2_to_g1", "offload": "g1_to_g2"}
 QUANTITIES = ("bytes", "blocks", "seconds")
+_SIZE = re.compile("[0-9]{1,18}")
 SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
 
 
@@ -174,11 +176,10 @@ def _first(sources: tuple[MetricSource, ...], page: MetricsPage) -> float | None
 
 def _vllm_sizes(engines: list[dict[str, str]]) -> dict[str, int]:
     """Sum up data-parallel engines. vLLM reports `None` as text until the blocks are allocated."""
-    blocks = [int(labels["num_gpu_blocks"]) for labels in engines if labels.get("num_gpu_blocks", "").isdigit()]
-    sizes = [int(labels["block_size"]) for labels in engines if labels.get("block_size", "").isdigit()]
-    tokens = [
-        int(labels["kv_cache_size_tokens"]) for labels in engines if labels.get("kv_cache_size_tokens", "").isdigit()
-    ]
+    blocks, sizes, tokens = (
+        [int(text) for labels in engines if _SIZE.fullmatch(text := labels.get(name, ""))]
+        for name in ("num_gpu_blocks", "block_size", "kv_cache_size_tokens")
+    )
     facts = {"block_size": sizes[0]} if sizes else {}
     if blocks:
         facts["g1_blocks"] = sum(blocks)

@@ -1,0 +1,81 @@
+"""No text from outside takes more than linear time: each reader gets the worst text for it, at the size of its limit.
+
+The CPU time for a text is compared with that for a quarter of it, in the thread of the test: about 4 times as much if
+it is linear, 16 times if it is quadratic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvbm_cli.bench.metrics.engine_metrics import NAMES as BENCH_NAMES
+from kvbm_cli.plan import live
+from kvbm_cli.runs import status
+from kvbm_cli.system.http_client import MAX_METRICS_BYTES
+from kvbm_cli.system.metrics_page import MetricsPage
+from kvbm_cli.top import figures
+
+METRICS_BYTES = MAX_METRICS_BYTES // 8  # the whole takes seconds, linear or not
+MOST_TIMES = 9.0
+SPARE_S = 0.5
+
+
+def top(text: str) -> None:
+    engines = figures.engines_of(MetricsPage.parse(text, figures.NAMES))
+    figures.figures([(figures.Reading(0.0, page), figures.Reading(1.0, page)) for page in engines.values()])
+
+
+def plan(text: str) -> None:
+    found = live.plan_of("engine", MetricsPage.parse(text, figures.NAMES))
+    if found is not None:
+        live.text(found, None)
+
+
+def of_status(text: str) -> None:
+    status._off(MetricsPage.parse(text, status.NAMES))
+
+
+def bench_sample(text: str) -> None:
+    MetricsPage.parse(text, BENCH_NAMES)
+
+
+def numbered(line: str, size: int, head: str = "") -> str:
+    """Return so many characters of lines with a number each."""
+    return head + "".join(line.format(number) for number in range(size // len(line.format(10_000))))
+
+
+METRICS = {
+    "a label without quotes": lambda size: f"kvbm_info{{{'a' * size}}} 1\n",
+    "a label without its end": lambda size: "kvbm_info{" + 'a="\\"' * (size // 5) + "} 1\n",
+    "labels without an end": lambda size: "kvbm_info{" + "} " * (size // 2) + "\n",
+    "spaces": lambda size: "kvbm_info" + " " * size + "x y z\n",
+    "states": lambda size: "kvbm_host_blocks{" + 'state="a"} 1 ' * (size // 13) + "\n",
+    "engines": lambda size: numbered('kvbm_info{{engine="{0}"}} 1\nkvbm_disabled 1\n', size),
+    "queues": lambda size: numbered('kvbm_queue_blocks{{queue="{0}"}} 1\n', size, 'kvbm_info{engine="0"} 1\n'),
+    "capacities": lambda size: numbered(
+        'kvbm_hit_rate_at{{capacity="{0}.5",eviction="lru"}} 1\n',
+        size,
+        'kvbm_tier_capacity_bytes{tier="host"} 1\n',
+    ),
+}
+Reader = Callable[[str], object]
+CASES: list[tuple[str, Reader, Callable[[int], str], int]] = [
+    (f"{reader.__name__}: {name}", reader, text, METRICS_BYTES)
+    for reader in (top, plan, of_status, bench_sample)
+    for name, text in METRICS.items()
+]
+
+
+@pytest.mark.parametrize(("reader", "text", "size"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_reading_takes_linear_time(reader: Reader, text: Callable[[int], str], size: int) -> None:
+    quarter_s, whole_s = (_seconds(reader, text(count)) for count in (size // 4, size))
+    assert whole_s < MOST_TIMES * quarter_s + SPARE_S
+
+
+def _seconds(reader: Reader, text: str) -> float:
+    began_s = time.thread_time()
+    reader(text)
+    return time.thread_time() - began_s
