@@ -11,7 +11,7 @@ leader, and advances the questions that are open. It never waits for one of them
 
 A thread of SGLang waits at most LIMIT_S for the next answer, and `total_s` altogether. Then it gives the question up:
 the leader's thread closes it, and what arrives later stays in G2. Only SGLang's thread copies, so that nothing is
-written into SGLang's memory after that.
+written into SGLang's memory after that. Between `refuse` and `accept`, all questions are given up at once.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class LeaderThread:
         self._drain_s = drain_s
         self._inbox: SimpleQueue[_Open[Any] | None] = SimpleQueue()
         self._open: list[_Open[Any]] = []
+        self._asked: set[_Open[Any]] = set()  # each by the thread that asks it
+        self._is_refusing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvbm-leader", daemon=True)
         threads.start(self._thread)
@@ -75,8 +77,11 @@ class LeaderThread:
         """Return the answer; None if it did not come in time. `copy` runs in this thread, for each loan."""
         asked = _Open(begin)
         end_s = time.monotonic() + self._total_s
-        self._inbox.put(asked)
+        self._asked.add(asked)
         try:
+            if self._is_refusing:
+                return None
+            self._inbox.put(asked)
             while True:
                 loan = asked.answers.get(timeout=max(0.0, min(limit_s, end_s - time.monotonic())))
                 if loan is None:
@@ -88,8 +93,19 @@ class LeaderThread:
         except Empty:
             return None
         finally:
+            self._asked.discard(asked)
             asked.is_given_up = True
             self._inbox.put(None)
+
+    def refuse(self) -> None:
+        """Answer all questions with None, those that wait too. Any thread may call it."""
+        self._is_refusing = True
+        for asked in self._asked.copy():
+            asked.answers.put(None)
+
+    def accept(self) -> None:
+        """Answer questions again."""
+        self._is_refusing = False
 
     def wake(self) -> None:
         """Begin the next turn now. Any thread may call it."""

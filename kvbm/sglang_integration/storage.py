@@ -37,7 +37,7 @@ from kvbm.identity.machine import version_of
 from kvbm.leader.opening import EngineAtStart, open_storage_leader
 from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
-from kvbm.sglang_integration import weight_updates
+from kvbm.sglang_integration import flushes, weight_updates
 from kvbm.sglang_integration.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.sglang_integration.identity import identity
 from kvbm.sglang_integration.leader_thread import LeaderThread
@@ -98,6 +98,8 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the tiers. Raises EnvironmentProblem."""
+        flushes.build_hashes()
+        flushes.watch(self)
         self.mem_pool_host = mem_pool_host
         pool = self._pool = HostPool(mem_pool_host)
         self._pools = {KV_POOL: pool}
@@ -253,6 +255,14 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         if thread is not None and thread.close() and self._segment is not None:
             self._segment.close()
         self._telemetry.close()
+
+    def refuse_questions(self) -> None:
+        if self._thread is not None:
+            self._thread.refuse()
+
+    def accept_questions(self) -> None:
+        if self._thread is not None:
+            self._thread.accept()
 
     def weights_may_change(self, cause: str) -> None:
         """Read and write nothing any more: pages that are computed from now on may have other weights."""

@@ -1,4 +1,4 @@
-"""Checks of the engine: version, connector, CUDA and NIXL of its interpreter, NVIDIA's `kvbm`, and its ports."""
+"""Checks of the engine: version, connector, compiler, CUDA and NIXL of its interpreter, NVIDIA's `kvbm`, its ports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm.config.engine import SglangEngine
 from kvbm.config.installation import shown
 from kvbm.errors import EnvironmentProblem, ProfileError
+from kvbm.sglang_integration.flushes import TO_INSTALL
 from kvbm.sglang_integration.launch import CPU_MODULE
 from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
 from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
+COMPILER_TIMEOUT_S = 60.0
 QUICK_TIMEOUT_S = 8.0
 MODULES = {
     "vllm": ["kvbm.vllm_integration.connector"],
@@ -58,6 +60,8 @@ def checks(context: DoctorContext) -> Iterator[Check]:
         yield from _arguments(context.resolved)
     if profile is not None:
         yield _connector(context, python, modules_of(profile))
+        if isinstance(profile.engine, SglangEngine):
+            yield _compiler(context, python)
     yield _cuda(context, python)
     yield from _nixl(context, python)
 
@@ -123,7 +127,18 @@ def _run_probe(
     return context.answer_of(_NAMES[probe], python, "engine", [probe, *arguments], timeout_s=timeout_s, remedy=remedy)
 
 
-_NAMES = {"connector": "connector", "cuda": "CUDA", "nixl": "NIXL"}
+def _compiler(context: DoctorContext, python: str) -> Check:
+    """Check what SGLang needs to build the extension that names its pages; kvbm lets it do that at its start."""
+    answer = _run_probe(context, python, "compiler", [], timeout_s=COMPILER_TIMEOUT_S)
+    if isinstance(answer, Check):
+        return answer
+    if missing := answer["missing"]:
+        finding = f"SGLang builds an extension when it starts, and lacks {', '.join(missing)}"
+        return failure("compiler", finding, f"install {TO_INSTALL}")
+    return ok("compiler", "a C++ compiler, ninja, and the headers of Python and OpenSSL")
+
+
+_NAMES = {"compiler": "compiler", "connector": "connector", "cuda": "CUDA", "nixl": "NIXL"}
 
 
 def _cuda(context: DoctorContext, python: str) -> Check:

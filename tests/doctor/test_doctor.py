@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -468,3 +469,38 @@ def test_arguments_that_serve_would_refuse_fail(profile, override, finding, tmp_
     (check,) = found(override)
     assert check.state.value == "failure"
     assert finding in check.finding
+
+
+COMPILER = """#!/bin/sh
+grep -q "{fails}" "$2" && exit 1
+exit 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("programs", "fails", "missing"),
+    [
+        ({"c++", "ninja"}, "nothing", []),
+        ({"c++"}, "Python.h", ["ninja", "the headers of Python"]),
+        ({"c++", "ninja"}, "openssl/sha.h", ["the headers of OpenSSL"]),
+        ({"ninja"}, "", ["a C++ compiler (`c++`)"]),
+    ],
+)
+def test_what_sglang_requires_to_build_its_extension_is_named(programs, fails, missing, tmp_path, monkeypatch):
+    for name in programs:
+        (tmp_path / name).write_text(COMPILER.format(fails=fails))
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "grep").symlink_to(shutil.which("grep"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    answer = ENGINE_PROBES["compiler"]([])
+    assert answer == {"missing": missing}
+
+    resolved = load("sglang", directories=[profiles_directory()])
+    here = machine(tmp_path / "machine", answers={"compiler": answer})
+    context = DoctorContext(here, None, resolved, resolved.profile.tiers, size_of(resolved), True, lambda text: None)
+    (check,) = [one for one in engine_checks(context) if one.name == "compiler"]
+    assert check.state.value == ("failure" if missing else "ok")
+    if missing:
+        assert ", ".join(missing) in check.finding
+        assert "ninja-build" in check.remedy

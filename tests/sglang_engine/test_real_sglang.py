@@ -108,6 +108,17 @@ def test_the_storage_is_detached_attached_and_cleared_while_the_server_runs(mode
         assert server.counters()["kvbm_faults"] == 0
 
 
+def test_the_cache_is_flushed_right_after_the_first_request_of_a_new_machine(model, expected, tmp_path):
+    """Where SGLang has not yet compiled its extension that names pages."""
+    place = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    with serving(profile_of(model, disk_at(tmp_path / "disk"), environment=place), tmp_path / "log") as server:
+        assert server.ask(PROMPTS[0]).answer.tokens == expected[0]
+        server.wait_for("kvbm_offload_blocks_h2d", 10)
+        server.flush()
+        reply = server.ask(PROMPTS[0])
+        assert (reply.answer.tokens, reply.cached["storage"]) == (expected[0], HIT)
+
+
 def test_two_engines_share_a_directory(model, expected, tmp_path):
     """The second answers from what the first has computed."""
     tiers = {"host": {"capacity": "512MiB"}, "shared": {"url": f"file://{tmp_path}/shared"}}

@@ -2,6 +2,8 @@
 
 `connector`: imports the modules in the other arguments: `{"seconds": ..., "error": null or its first line}`.
 
+`compiler`: what is missing of that with which SGLang builds an extension when it starts: `{"missing": [...]}`.
+
 `cuda`: versions of torch, its CUDA and the driver, and the number of usable devices.
 
 `nixl`: which NIXL plugins can create a backend: `{"version": ..., "plugins": {name: null or the error}}`. The other
@@ -22,8 +24,12 @@ import importlib
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +58,28 @@ def connector(modules: Sequence[str]) -> dict[str, object]:
     except Exception as caught:
         error = _first_line(caught)
     return {"seconds": time.monotonic() - started, "error": error}
+
+
+def compiler(ignored: Sequence[str]) -> dict[str, object]:
+    """Torch takes the compiler from the variable CXX, and ninja from PATH."""
+    command = shlex.split(os.environ.get("CXX", "c++"))
+    missing = [] if shutil.which("ninja") else ["ninja"]
+    if shutil.which(command[0]) is None:
+        return {"missing": [f"a C++ compiler (`{command[0]}`)", *missing]}
+    headers = {"Python.h": "the headers of Python", "openssl/sha.h": "the headers of OpenSSL"}
+    missing += [name for header, name in headers.items() if not _compiles(command, header, "-fsyntax-only")]
+    if headers["openssl/sha.h"] not in missing and not _compiles(command, "openssl/sha.h", "-lcrypto"):
+        missing.append("OpenSSL's library `libcrypto`")
+    return {"missing": missing}
+
+
+def _compiles(command: Sequence[str], header: str, *flags: str) -> bool:
+    include = f"-I{sysconfig.get_paths()['include']}"
+    with tempfile.TemporaryDirectory() as directory:
+        source, program = Path(directory, "a.cpp"), Path(directory, "a.out")
+        source.write_text(f"#include <{header}>\nint main() {{ return 0; }}\n")
+        built = [*command, include, str(source), "-o", str(program), *flags]
+        return subprocess.run(built, capture_output=True).returncode == 0
 
 
 def cuda(ignored: Sequence[str]) -> dict[str, object]:
@@ -285,7 +313,7 @@ def round_trip(arguments: Sequence[str]) -> dict[str, object]:
     return {"legs": trip.run(), "io": trip.io_name}
 
 
-PROBES = {"connector": connector, "cuda": cuda, "nixl": nixl, "round_trip": round_trip}
+PROBES = {"compiler": compiler, "connector": connector, "cuda": cuda, "nixl": nixl, "round_trip": round_trip}
 
 if __name__ == "__main__":
     _exit(PROBES[sys.argv[1]](sys.argv[2:]))
