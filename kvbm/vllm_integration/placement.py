@@ -80,10 +80,10 @@ def loading_sibling() -> str:
 
 
 def _may_load(config: KVTransferConfig) -> bool:
-    """Whether a connector is neither ours nor known to load nothing in its role."""
+    """Whether a connector is neither ours, nor derived from ours, nor known to load nothing in its role."""
     connector: type[Any] = KVConnectorFactory.get_connector_class(config)
     is_producer = connector.__name__ in PD_CONNECTORS and not config.is_kv_consumer
-    return not (is_producer or connector.__module__.startswith("kvbm."))
+    return not (is_producer or any(one.__module__.partition(".")[0] == "kvbm" for one in connector.__mro__))
 
 
 def _children(config: KVTransferConfig) -> Iterator[KVTransferConfig]:

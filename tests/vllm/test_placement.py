@@ -54,6 +54,7 @@ def test_it_runs_alone_in_pd_and_with_connectors_that_have_no_handshake(monkeypa
     check(monkeypatch, config)
 
 
+DERIVED = FAULTY_CONNECTOR  # from ours
 PRODUCER = NIXL | {"kv_role": "kv_producer"}
 
 
@@ -62,6 +63,7 @@ PRODUCER = NIXL | {"kv_role": "kv_producer"}
     [
         (None, ""),
         (OURS, ""),
+        (DERIVED, ""),
         (pd(), "NixlConnector"),
         (pd(kv_connector_extra_config={"connectors": [OURS, PRODUCER]}), ""),
         (multi(OURS), ""),
