@@ -165,7 +165,10 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_more_clients_than_descriptors_cost_neither_log_nor_time_and_others_are_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"])
+def test_more_clients_than_descriptors_cost_neither_log_nor_time_and_others_are_answered(
+    tmp_path: Path, begin: bytes
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -182,7 +185,7 @@ def test_more_clients_than_descriptors_cost_neither_log_nor_time_and_others_are_
             assert server.poll() is None
             time.sleep(0.05)
         for _ in range(CLIENTS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)).sendall(begin)
         before_s = cpu_s(server.pid)
         time.sleep(WATCHED_S)
         assert cpu_s(server.pid) - before_s < WATCHED_S / 10

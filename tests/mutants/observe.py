@@ -97,6 +97,14 @@ MUTANTS = (
         fails="tests/cli/test_runs.py -k not_after_its_end",
     ),
     Mutant(
+        name="metrics-keep-slow-clients",
+        bug="with all places taken by slow clients, nobody else is answered",
+        file="kvbm/observe/bounded_server.py",
+        old="            oldest = next(iter(self._unfinished))",
+        new="            oldest = next(reversed(self._unfinished))",
+        fails=f"{CONTROL} -k oldest_unfinished",
+    ),
+    Mutant(
         name="control-answers-every-user",
         bug="another user may clear the cache if the modes let it reach the socket",
         file="kvbm/observe/control_server.py",

@@ -5,7 +5,8 @@
     await BoundedSite(runner, host, port).start()
 
 - **Descriptors**: a server keeps RESERVED of them for itself. Without room for a new client, it closes the connection
-  that has been idle longest. asyncio would log a traceback for each place in the backlog, thousands in a second.
+  that has been idle longest, or else the oldest whose request is not whole. asyncio would log a traceback for each
+  place in the backlog, thousands in a second.
 - **Half-closed**: a client may end its side after its request and still gets the answer. A client that has left looks
   the same until something is sent to it. So the server sends what clients ignore: interim responses (`100 Continue`),
   and comments in a stream of events. The kernel of a client that has left resets the connection, and the request is
@@ -33,7 +34,7 @@ BACKLOG = 1024
 KEEPALIVE_S = 75.0
 ACCEPTED_AT_ONCE = 64
 READ_BYTES = 2**15  # at once; 256 KiB with chunks of one byte, asyncio's default, hold up the event loop for 0.2 s
-RESERVED = 32  # descriptors for files, engines and the next start of a thread
+RESERVED = 160  # descriptors for files, engines, the next start of a thread, and 128 clients of the metrics port
 LEAST_CONNECTIONS = 8
 PAUSE_S = 0.1  # if there is no room for a client and no connection is idle
 FIRST_PROBE_S, LAST_PROBE_S = 0.05, 2.0
@@ -94,13 +95,14 @@ class Connection(RequestHandler):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open, for an answer to a whole request."""
         is_asked = self._request_count > 0 and not self.is_idle
-        if self._has_ended or not is_asked or not self._has_whole_bodies():
+        if self._has_ended or not is_asked or not self.has_whole_bodies:
             return False
         self._has_ended = True
         self._probe()
         return True
 
-    def _has_whole_bodies(self) -> bool:
+    @property
+    def has_whole_bodies(self) -> bool:
         payloads = [payload for _, payload in self._messages]
         if self._current_request is not None:
             payloads.append(self._current_request.content)
@@ -239,12 +241,13 @@ class _Acceptor:
         return self._make_request(message, *arguments)
 
     def _close_idle(self) -> bool:
-        """Close the oldest connection without a request. Return whether there was one."""
-        for connection in self._server.connections:
-            if isinstance(connection, Connection) and connection.is_idle and connection.transport is not None:
-                connection.force_close()
-                return True
-        return False
+        """Close the oldest connection without a request, or else with a part of one. Return whether there was one."""
+        opened = [one for one in self._server.connections if isinstance(one, Connection) and one.transport is not None]
+        idle = (one for one in opened if one.is_idle)
+        connection = next(idle, None) or next((one for one in opened if not one.has_whole_bodies), None)
+        if connection is not None:
+            connection.force_close()
+        return connection is not None
 
     def _pause(self, listening: socket.socket) -> None:
         self._loop.remove_reader(listening.fileno())
