@@ -5,7 +5,8 @@ KvbmError(message, *, hint=None)
 │  └─ ProfileMistakes    several of these, found together                            exit 2
 ├─ UsageError            the command line is wrong                                   exit 2
 ├─ EnvironmentProblem    this machine lacks a library, a permission, memory, a port  exit 1
-│  └─ EnvironmentProblems several of these, found together                           exit 1
+│  ├─ EnvironmentProblems several of these, found together                           exit 1
+│  └─ TierProblem        the state of a disk; the engine starts without the tier
 ├─ EngineError           the engine did not start, or died                           its own exit code
 ├─ TransferError         a copy failed; becomes a failed result, never reaches the engine
 └─ InvariantError        a bug of ours; the message carries ids, states and counts
@@ -68,6 +69,11 @@ class EnvironmentProblems(EnvironmentProblem):
     def __init__(self, problems: Sequence[EnvironmentProblem]) -> None:
         super().__init__("\n".join([f"{len(problems)} problems", *(one.message for one in problems)]))
         self.problems = tuple(problems)
+
+
+class TierProblem(EnvironmentProblem):
+    """A directory of a tier cannot be used in its present state: no space, a link, an I/O error. An engine runs without
+    the tier until it can be opened."""
 
 
 class EngineError(KvbmError):

@@ -35,7 +35,7 @@ from kvbm.disk.files import (
 )
 from kvbm.disk.index import index_files
 from kvbm.disk.superblock import read_superblock
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, TierProblem
 from kvbm.host.processes import process_namespace, stat_of
 from kvbm.host.tree import Tree
 
@@ -93,7 +93,13 @@ class InstanceLock:
             os.utime(self._fd)
 
     def release(self) -> None:
-        """May be called twice."""
+        """Record that no engine owns the instance, and unlock it. May be called twice."""
+        with suppress(OSError):
+            os.ftruncate(self._fd, 0)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the files. A forked child has the same lock, which stays with its parent."""
         self.directory.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -135,8 +141,13 @@ def claim_new(home: Path) -> InstanceLock:
     while True:
         instance = home / secrets.token_hex(8)
         make_private_directory(instance)
-        if (lock := InstanceLock.take(instance)) is not None:
-            return lock
+        try:
+            if (lock := InstanceLock.take(instance)) is not None:
+                return lock
+        except BaseException:
+            with suppress(OSError):  # without a lock, another engine may use it
+                os.rmdir(instance)
+            raise
 
 
 def await_predecessor(
@@ -165,17 +176,20 @@ def await_predecessor(
 
 def _is_in_use(instance: Path) -> bool:
     """Return whether its lock is held by a process whose parent, an engine, is alive or not visible from here."""
-    if not is_locked(instance):
-        return False
+    return is_locked(instance) and _has_living_engine(instance) is not False
+
+
+def _has_living_engine(instance: Path) -> bool | None:
+    """Return whether the engine that has not released it is alive, None if there is none or it is not visible."""
     try:
         fd = open_private(instance / LOCK, os.O_RDONLY)
         with open(fd, encoding="ascii", errors="replace") as lock:
             holder = lock.read(HOLDER_BYTES).split()
         if len(holder) != 3 or not holder[0].isdecimal() or holder[2] != _process_namespace():
-            return True
+            return None
         engine = stat_of(int(holder[0]))
     except (OSError, EnvironmentProblem):
-        return True
+        return None
     return engine is not None and str(engine.started) == holder[1]
 
 
@@ -200,11 +214,11 @@ def _process_namespace() -> str:
 def reclaim_oldest(directory: Path) -> bool:
     """Remove the least recently used free instance of any namespace. Return False if there is none.
 
-    An instance of another format is never removed.
+    An instance of another format is never removed, nor one whose disk process has died while its engine lives.
     """
     for instance in instances(directory, []):
         with suppress(EnvironmentProblem):
-            lock = InstanceLock.take(instance)
+            lock = None if _has_living_engine(instance) else InstanceLock.take(instance)
             if lock is None:
                 continue
             try:
@@ -245,7 +259,9 @@ def device_of(directory: Path) -> int:
             return os.stat(path).st_dev
         except (FileNotFoundError, NotADirectoryError):
             continue
-    raise EnvironmentProblem(f"cannot find the file system of {directory}")
+        except OSError as error:
+            raise problem(f"cannot use {path}", error) from error
+    raise TierProblem(f"cannot find the file system of {directory}")
 
 
 def instances(directory: Path, skipped: list[Skipped]) -> list[Path]:
@@ -338,7 +354,7 @@ _HELD: weakref.WeakSet[InstanceLock] = weakref.WeakSet()
 def _close_in_child() -> None:
     """Release the locks in a forked child: it shares the open files and would keep them locked after the engine."""
     for lock in _HELD:
-        lock.release()
+        lock.drop()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.disk.settings import Progress
-from kvbm.errors import EnvironmentProblem, path_hint
+from kvbm.errors import EnvironmentProblem, TierProblem, path_hint
 from kvbm.host.directories import make_private_directories
 from kvbm.host.libc import LIBC, last_error
 from kvbm.host.tree import Tree
@@ -41,11 +41,12 @@ DIO_OFFSET_ALIGN_AT = 156
 
 UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ROOM_HINT = "lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
 
 LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class NoRoom(EnvironmentProblem):
+class NoRoom(TierProblem):
     """The file system, a quota or a process limit does not allow that much space."""
 
 
@@ -67,7 +68,7 @@ def make_private_directory(path: Path) -> None:
     except OSError as error:
         raise problem(f"cannot create directory {path}", error) from error
     if not stat.S_ISDIR(found.st_mode):
-        raise EnvironmentProblem(f"{path} is not a directory (links are not followed)")
+        raise TierProblem(f"{path} is not a directory (links are not followed)")
     _require_private(path, found)
 
 
@@ -117,13 +118,13 @@ def require_usable_parent(directory: Path) -> None:
         hint = f"{cause}, or set another `tiers.disk.directory`" if cause else "set `tiers.disk.directory`"
         raise problem(f"cannot create directory {directory}", error, hint=hint) from error
     if not stat.S_ISDIR(found.st_mode):
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"{directory} is not a directory (links are not followed)",
             hint="set `tiers.disk.directory` to the directory itself",
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         is_own = found.st_uid == os.geteuid()
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
             hint=f"run `chmod o-w {shlex.quote(str(directory))}`" if is_own else "set another `tiers.disk.directory`",
         )
@@ -138,10 +139,11 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def problem(what: str, error: OSError, *, hint: str | None = None) -> EnvironmentProblem:
+def problem(what: str, error: OSError, *, hint: str | None = None) -> TierProblem:
     """Translate an OSError, with its errno name."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
-    return EnvironmentProblem(f"{what}: {error.strerror or error} ({name})", hint=hint)
+    kind = NoRoom if error.errno in NO_ROOM else TierProblem
+    return kind(f"{what}: {error.strerror or error} ({name})", hint=hint or (ROOM_HINT if kind is NoRoom else None))
 
 
 class Arena:
@@ -193,14 +195,10 @@ class Arena:
                 os.ftruncate(self.fd, min(before, length))
             if not isinstance(error, OSError):
                 raise
+            what = f"cannot resize {self.path} to {length} bytes"
             if error.errno in NO_ROOM:
-                why = problem(
-                    f"no space for {self.path}, which requires {length} bytes ({length / 2**30:.2f} GiB)", error
-                )
-                raise NoRoom(
-                    why.message, hint="lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
-                ) from error
-            raise problem(f"cannot resize {self.path} to {length} bytes", error) from error
+                what = f"no space for {self.path}, which requires {length} bytes ({length / 2**30:.2f} GiB)"
+            raise problem(what, error) from error
 
     def alignment(self) -> Alignment:
         """Return the alignment of direct I/O; a page if the kernel does not report it."""
@@ -284,6 +282,9 @@ def dio_alignment(fd: int) -> Alignment | None:
 
 
 def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Progress | None) -> None:
+    room = os.fstatvfs(fd)
+    if room.f_blocks and end - start > room.f_bfree * room.f_frsize:  # other programs keep what is left
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         for at in range(start, end, FALLOCATE_BYTES):
             fallocate(fd, 0, at, min(FALLOCATE_BYTES, end - at))
@@ -319,7 +320,7 @@ def _private(fd: int, path: Path) -> int:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            raise EnvironmentProblem(f"{path} is not a regular file with a single hard link")
+            raise TierProblem(f"{path} is not a regular file with a single hard link")
         _require_private(path, found)
     except BaseException:
         os.close(fd)
@@ -329,12 +330,12 @@ def _private(fd: int, path: Path) -> int:
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}",
             hint=f"run `sudo chown -R {os.geteuid()} {shlex.quote(str(path))}`, or set `tiers.disk.directory`",
         )
     if found.st_mode & OTHERS:
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
             hint=f"run `chmod go-rwx {shlex.quote(str(path))}`",
         )

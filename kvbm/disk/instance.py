@@ -12,10 +12,12 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +35,10 @@ from kvbm.disk.directory import (
     remove_instance,
 )
 from kvbm.disk.files import (
+    NO_ROOM,
     PAGE_BYTES,
+    ROOM_HINT,
+    UNSUPPORTED,
     Arena,
     NoRoom,
     make_private_directory,
@@ -43,14 +48,16 @@ from kvbm.disk.files import (
     sync_directory,
 )
 from kvbm.disk.health import DiskCounters
-from kvbm.disk.index import BlockIndex, Recovered, index_files, is_damage
+from kvbm.disk.index import PRIMARY_CODE, BlockIndex, Recovered, index_files, is_damage
 from kvbm.disk.settings import DiskSettings, Namespace, Progress
 from kvbm.disk.superblock import Superblock, read_superblock, write_superblock
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, TierProblem
 
 WORD_BYTES = 8
 MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
 PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +83,15 @@ class _NewInstance:
     payload_bytes: int
     hash_bytes: int
     progress: Progress | None
+
+    def with_room(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns; with `reclaim`, remove unused caches as long as it finds no room."""
+        while True:
+            try:
+                return function()
+            except NoRoom:
+                if not self.settings.reclaim or not reclaim_oldest(self.settings.directory):
+                    raise
 
 
 class Instance:
@@ -112,9 +128,9 @@ class Instance:
         wanted = _NewInstance(settings, namespace, payload_bytes, hash_bytes, progress)
         require_usable_parent(settings.directory)
         if not settings.persist:
-            return cls._open_unnamed(wanted)
+            return wanted.with_room(partial(cls._open_unnamed, wanted))
         home = settings.directory / namespace.digest.hex()
-        make_private_directory(home)
+        wanted.with_room(partial(make_private_directory, home))
         unusable_count = 0
         for path in existing_instances(home, only=only):
             try:
@@ -131,7 +147,7 @@ class Instance:
                 unusable_count += 1
                 logger.exception("cannot use the disk cache %s, using another one", path)
         else:
-            opened = cls._open_locked(claim_new(home), wanted)
+            opened = cls._open_locked(wanted.with_room(partial(claim_new, home)), wanted)
         opened.losses.unusable_instances = unusable_count
         return opened
 
@@ -150,14 +166,7 @@ class Instance:
     def _open_locked(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
         """*Consumes* the lock."""
         try:
-            arena = Arena.open(lock.path / ARENA)
-            try:
-                instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted))
-                instance.lock = lock
-                instance._recover(wanted)
-            except BaseException:
-                arena.close()
-                raise
+            instance = wanted.with_room(partial(cls._recovered, lock, wanted))
         except BaseException:
             if not (lock.path / SUPERBLOCK).exists():
                 with suppress(EnvironmentProblem):
@@ -165,6 +174,18 @@ class Instance:
             lock.release()
             raise
         lock.touch()
+        return instance
+
+    @classmethod
+    def _recovered(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
+        arena = Arena.open(lock.path / ARENA)
+        try:
+            instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted))
+            instance.lock = lock
+            instance._recover(wanted)
+        except BaseException:
+            arena.close()
+            raise
         return instance
 
     def renew_index(self) -> None:
@@ -238,7 +259,8 @@ class Instance:
         try:
             write_superblock(self.path / SUPERBLOCK, superblock)
         except OSError as error:
-            raise problem(f"cannot write {self.path / SUPERBLOCK}", error) from error
+            if superblock != former or error.errno not in NO_ROOM:
+                raise problem(f"cannot write {self.path / SUPERBLOCK}", error) from error
 
     def _load_index(self, slot_count: int) -> Recovered:
         """Load the valid rows: within the arena, of the right lengths, one per slot, and the newest per hash."""
@@ -250,7 +272,7 @@ class Instance:
             return found
         except sqlite3.Error as error:
             if not is_damage(error):
-                raise EnvironmentProblem(f"cannot open {path}: {error}") from error
+                raise _index_problem(f"cannot open {path}", error) from error
             logger.warning("the index %s is damaged (%s): starting with an empty disk cache", path, error)
         except OSError as error:
             raise problem(f"cannot open {path}", error) from error
@@ -262,7 +284,7 @@ class Instance:
             self.index = _open_index(path)
             return self.index.load(self.shape.hash_bytes)
         except sqlite3.Error as error:
-            raise EnvironmentProblem(f"cannot create {path}: {error}") from error
+            raise _index_problem(f"cannot create {path}", error) from error
         except OSError as error:
             raise problem(f"cannot create {path}", error) from error
 
@@ -337,13 +359,7 @@ def _is_compatible(former: Superblock, shape: Shape) -> bool:
 def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
     """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
     settings = wanted.settings
-    while True:
-        try:
-            arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=wanted.progress)
-            break
-        except NoRoom:
-            if not settings.reclaim or not reclaim_oldest(settings.directory):
-                raise
+    arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=wanted.progress)
     try:
         if settings.o_direct:
             arena.use_direct_io(settings.allocator)
@@ -352,13 +368,22 @@ def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
         arena.prove(shape.arena_bytes - PROBE_BYTES)
     except OSError as error:
         what = f"cannot write and read {arena.path}{' with O_DIRECT' if settings.o_direct else ''}"
-        raise problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None) from error
+        why = problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None)
+        is_setting = settings.o_direct and error.errno in UNSUPPORTED
+        raise (EnvironmentProblem(why.message, hint=why.hint) if is_setting else why) from error
 
 
 def _open_index(path: Path) -> BlockIndex:
     """Raise sqlite3.Error or OSError."""
     os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     return BlockIndex.open(path)
+
+
+def _index_problem(what: str, error: sqlite3.Error) -> TierProblem:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if code & PRIMARY_CODE == sqlite3.SQLITE_FULL:
+        return NoRoom(f"{what}: {error}", hint=ROOM_HINT)
+    return TierProblem(f"{what}: {error}")
 
 
 def _remove(*paths: Path) -> None:

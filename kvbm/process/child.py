@@ -25,10 +25,11 @@ class Opening(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What the child should serve cannot be opened."""
+    """What the child should serve cannot be opened. `can_pass`: a TierProblem."""
 
     message: str
     hint: str | None
+    can_pass: bool = False
 
 
 class Status(NamedTuple):

@@ -1,8 +1,9 @@
 """FirstOpening: how long the start of an engine waits until the child process of a tier has opened its files or store.
 
 A thread opens the tier. The engine waits for it as long as there is progress, and starts without a tier that hangs: the
-thread continues, so that a tier that answers later is used later. A problem that is found in time ends the start. Two
-tiers are opened in parallel: if both hang, the start takes no longer than with one.
+thread continues, so that a tier that answers later is used later. The same holds for a disk in a state that does not
+allow it (TierProblem). Another problem that is found in time, as a wrong setting, ends the start. Two tiers are opened
+in parallel: if both hang, the start takes no longer than with one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
+from kvbm.errors import TierProblem
 from kvbm.process import deadlines
 
 log = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ class FirstOpening:
         """`tier` and `place` are for the log."""
         self._names = place, tier
         self._lock = threading.Lock()
-        self._end: Future[None] = Future()
+        self._end: Future[bool] = Future()
         self._until_s = time.monotonic() + deadlines.START_LIMIT_S
         self._has_begun = False
         self._is_awaited = True
@@ -39,15 +41,17 @@ class FirstOpening:
     def succeed(self) -> None:
         with self._lock:
             self._is_awaited = False
-            self._end.set_result(None)
+            self._end.set_result(True)
 
     def fail(self, error: Exception) -> bool:
         """Return whether the start of the engine ends with this error. Otherwise the opening is tried again."""
         with self._lock:
-            is_awaited, self._is_awaited = self._is_awaited, False
-            if is_awaited:
+            ends_start, self._is_awaited = self._is_awaited and not isinstance(error, TierProblem), False
+            if ends_start:
                 self._end.set_exception(error)
-            return is_awaited
+            else:
+                self._end.set_result(False)
+            return ends_start
 
     def wait(self) -> bool:
         """Return whether it is open; if it takes too long, log it and return False. Raises the error of `fail`."""
@@ -58,5 +62,4 @@ class FirstOpening:
                     self._is_awaited = False
                     log.warning("kvbm: %s does not answer: starting without the %s tier, until it does", *self._names)
                     return False
-        self._end.result()
-        return True
+        return self._end.result()

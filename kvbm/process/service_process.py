@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, TierProblem
 from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import Close, Logged, Opening, Problem, Status
@@ -43,7 +43,7 @@ Result = TypeVar("Result", bound=HasTicket)
 Counters = TypeVar("Counters", bound=HasTimesOff)
 
 
-class UnresponsiveProcess(EnvironmentProblem):
+class UnresponsiveProcess(TierProblem):
     """It does not answer while it opens what it serves."""
 
 
@@ -160,7 +160,8 @@ class ServiceProcess(ABC, Generic[Order, Result, Counters]):
                 self.counters = message.counters
                 self.counters.times_off += self._silences
             case Problem():
-                raise EnvironmentProblem(message.message, hint=message.hint)
+                kind = TierProblem if message.can_pass else EnvironmentProblem
+                raise kind(message.message, hint=message.hint)
             case Logged():
                 log_for(message)
 
@@ -201,7 +202,7 @@ class ServiceProcess(ABC, Generic[Order, Result, Counters]):
             if self._is_open:
                 return
         code = self._child.wait(deadlines.EXIT_S)
-        raise EnvironmentProblem(f"{place}: the {self.tier} process {how_it_ended(code)} while it opened")
+        raise TierProblem(f"{place}: the {self.tier} process {how_it_ended(code)} while it opened")
 
     def _send(self, message: object) -> None:
         """Send a message; once the child has exited, fail all orders in flight."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import EnvironmentProblem, TierProblem
 from kvbm.process import deadlines
 from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.process.child import (
@@ -136,7 +136,7 @@ def serve_leader(
             with beating(channel) as send:
                 storage, opened = open_storage(order, send, log)
         except EnvironmentProblem as error:
-            channel.send(Problem(error.message, error.hint))
+            channel.send(Problem(error.message, error.hint, isinstance(error, TierProblem)))
             send_all(channel)
             return 1
         channel.send(opened)

@@ -9,8 +9,11 @@ from disk_rig import assembled, instance_of, opened
 from filesystems import Unavailable, mounted
 
 from kvbm.disk.files import NoRoom
+from kvbm.disk.settings import Namespace
 from kvbm.errors import EnvironmentProblem
+from kvbm_cli.store.caches import list_caches
 
+OTHER = Namespace(bytes(16), {"model": "another model"})
 SMALL = {"block_count": 64, "host_slots": 64, "shard_bytes": (64 << 10,)}
 DIRECT = ["ext4", "ext4-1k", "ext4-4096-sectors", "xfs", "xfs-4096-sectors", "btrfs", "tmpfs", "overlay"]
 
@@ -138,3 +141,24 @@ def test_removed_and_full_directory_do_not_hold_up_the_end(mount):
             path.unlink()
         instance.rmdir()
         rig.wait_until(lambda: not rig.tier.is_on)
+
+
+@pytest.mark.parametrize("persist", [True, False])
+@pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
+def test_a_full_volume_has_room_for_another_identity_if_unused_caches_may_go(mount, kind, persist):
+    directory = mount(kind)
+    serves_and_survives(directory)
+    fill_disk(directory, leaving=512)
+    wanted = {**SMALL, "block_count": 48, "namespace": OTHER, "persist": persist}
+    with opened(directory, **SMALL) as living:
+        for reclaim in (False, True):
+            with pytest.raises(NoRoom, match=r"ENOSPC|disk is full"), opened(directory, **wanted, reclaim=reclaim):
+                pass
+        assert set(living.recovered()) == set(range(16)), "that of a living engine stays"
+    with pytest.raises(NoRoom), opened(directory, **wanted):
+        pass
+    assert len(list_caches(directory)) == 1
+    with opened(directory, **wanted, reclaim=True) as rig:
+        assert all(rig.write(range(16), range(16)).is_good)
+        assert all(rig.read(range(16), range(16)).is_good)
+    assert [cache.namespace for cache in list_caches(directory)] == [OTHER.digest.hex()] * persist

@@ -20,6 +20,7 @@ from disk_rig import opened as opened_here
 from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 from waiting import slept_s
 
+from kvbm.disk.directory import reclaim_oldest
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service.client import DiskClient, DiskSupervisor
 from kvbm.errors import EnvironmentProblem
@@ -537,3 +538,17 @@ def test_a_disk_that_never_gets_its_name_ends_at_once(tmp_path: Path) -> None:
         rig.tier.close(LIMIT_S)
         assert time.monotonic() - began_s < LIMIT_S
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cache_of_a_living_engine_is_not_removed_while_it_has_no_disk_process(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", LIMIT_S)
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        (cache,) = list_caches(tmp_path)
+        assert not cache.is_locked
+        assert not reclaim_oldest(tmp_path)
+    with opened(tmp_path) as rig:  # of the next engine, which ends
+        assert rig.recovered() == {1: 0}
+    assert reclaim_oldest(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import types
 from concurrent.futures import Future
 
 import pytest
@@ -29,11 +30,11 @@ def segments():
     segment.close()
 
 
-def opened(tmp_path, segments, *names, identity):
+def opened(tmp_path, segments, *names, identity, space=types.MappingProxyType({"blocks": 8})):
     """The disk and the shared tier, those of them that are in `names`."""
     tiers = {
         "host": {"blocks": 8},
-        "disk": {"blocks": 8, "directory": str(tmp_path / "disk")},
+        "disk": {**space, "directory": str(tmp_path / "disk")},
         "shared": {"url": f"file://{tmp_path}/store", "protection": "none"},
     }
     config = ConnectorConfig.model_validate({"tiers": {name: tiers[name] for name in ("host", *names)}})
@@ -121,10 +122,49 @@ def test_two_tiers_that_hang_delay_a_start_as_long_as_one(tmp_path, segments, ch
     shared.close(1.0)
 
 
-@pytest.mark.parametrize("wrong", ["disk", "store"])
-def test_no_process_remains_if_one_of_the_tiers_cannot_be_used(tmp_path, segments, children, wrong):
-    (tmp_path / wrong).write_text("a file")
-    with pytest.raises(EnvironmentProblem, match=str(tmp_path / wrong)):
-        opened(tmp_path, segments, "disk", "shared", identity=identified())
+STATES = {  # path, of which tier; NAME is that of the namespace
+    "the directory": ("disk", "disk"),
+    "a namespace": ("disk/NAME", "disk"),
+    "the directory of the store": ("store", "shared"),
+    "the version in the store": ("store/v1", "shared"),
+    "a namespace in the store": ("store/v1/NAME", "shared"),
+}
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("place", STATES)
+def test_an_engine_starts_without_a_tier_whose_directory_is_something_else(
+    tmp_path, segments, children, monkeypatch, caplog, place, kind
+):
+    """The other tier is used, and this one when the directory can be used. Nothing is created through a link."""
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", 0.05)
+    name, wrong = STATES[place]
+    path = tmp_path / name.replace("NAME", namespace_of(segments, (FACTS, ""))[0].digest.hex())
+    if path == tmp_path / "store" and kind == "link":
+        pytest.skip("the directory of a store may be a link")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.symlink_to(elsewhere) if kind == "link" else path.touch()
+    tiers = dict(
+        zip(["disk", "shared"], opened(tmp_path, segments, "disk", "shared", identity=identified()), strict=True)
+    )
+    failing = tiers.pop(wrong)
+    (working,) = tiers.values()
+    eventually(lambda: working.poll() or working.is_on)
+    eventually(lambda: len(children) > 3)  # opened in vain more than once
+    failing.poll()
+    assert not failing.is_on
+    assert caplog.text.count(f"the {wrong} tier is off until it can be opened") == 1
+    assert list(elsewhere.iterdir()) == []
+    path.unlink()
+    eventually(lambda: failing.poll() or failing.is_on)
+    for tier in (working, failing):
+        tier.close(1.0)
+
+
+def test_no_process_remains_if_a_setting_of_one_of_the_tiers_is_wrong(tmp_path, segments, children):
+    with pytest.raises(EnvironmentProblem, match="smaller than one block"):
+        opened(tmp_path, segments, "disk", "shared", identity=identified(), space={"capacity": "4096B"})
     assert len(children) == 2
     eventually(lambda: all(child.poll() is not None for child in children))

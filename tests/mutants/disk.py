@@ -388,6 +388,22 @@ MUTANTS = (
         fails="tests/embedded/test_disk_in_engine.py -k does_not_answer",
     ),
     Mutant(
+        name="disk-in-a-bad-state-ends-the-start",
+        bug="an engine whose disk is full, or a link, does not start",
+        file="kvbm/process/first_opening.py",
+        old="self._is_awaited and not isinstance(error, TierProblem)",
+        new="self._is_awaited",
+        fails="tests/leader/test_late_identity.py -k something_else",
+    ),
+    Mutant(
+        name="disk-of-a-living-engine-is-reclaimed",
+        bug="the cache of an engine is removed while its killed disk process is replaced",
+        file="kvbm/disk/directory.py",
+        old="None if _has_living_engine(instance) else InstanceLock.take(instance)",
+        new="InstanceLock.take(instance)",
+        fails="tests/disk/test_supervisor.py -k living_engine",
+    ),
+    Mutant(
         name="tiers-that-hang-hold-up-a-start-one-after-the-other",
         bug="a start with two tiers that hang takes two deadlines",
         file="kvbm/leader/opening.py",

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvbm.errors import EnvironmentProblem
+from kvbm.errors import TierProblem
 from kvbm.host.threads import allowed_cores
 from kvbm.host.tree import NOT_ENTERED, Tree
 from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer, most_writing, wrong_length
@@ -76,7 +76,7 @@ class DirectoryStore(TimedStore):
     @classmethod
     def open(cls, root: Path, *, threads: int, facts_key: str, facts: bytes, writes: bool) -> DirectoryStore:
         """Create the directory and write the description of the namespace, unless this engine only reads. Raises
-        EnvironmentProblem if the directory cannot be used."""
+        TierProblem if the directory cannot be used."""
         require_directory(root)
         try:
             with os.scandir(root) as entries:
@@ -85,7 +85,7 @@ class DirectoryStore(TimedStore):
             store = cls(root, root / facts_key, threads=threads, creates_once=creates_once, writes=writes)
         except OSError as error:
             only_reads = "; set `tiers.shared.write: false` for an engine that only reads" if writes else ""
-            raise EnvironmentProblem(
+            raise TierProblem(
                 f"cannot use the directory {root} of `tiers.shared.url`: {_reason(error)}",
                 hint=f"check its permissions with `ls -ld {shlex.quote(str(root))}`{only_reads}",
             ) from error
@@ -267,15 +267,15 @@ def write_all(descriptor: int, buffers: Sequence[Buffer]) -> None:
 
 def require_directory(root: Path) -> None:
     """Create the directory, in an existing one: a missing mount point must not become a directory. Raises
-    EnvironmentProblem."""
+    TierProblem."""
     try:
         root.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     except FileExistsError as error:
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"{root} of `tiers.shared.url` is not a directory", hint="set the path of a directory"
         ) from error
     except OSError as error:
-        raise EnvironmentProblem(
+        raise TierProblem(
             f"cannot use the directory {root} of `tiers.shared.url`: {error.strerror}",
             hint=f"mount its file system, or run `mkdir -p {shlex.quote(str(root))}`",
         ) from error
