@@ -190,6 +190,16 @@ def test_disk_on_an_existing_claim_needs_no_space_of_the_node():
     assert deployed(found).volumes["blocks"]["persistentVolumeClaim"] == {"claimName": "blocks"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "expected"),
+    [("claim", "", True), ("claim", "false", False), ("claim", "true", True), ("ephemeral", "", False)],
+)
+def test_unused_caches_on_a_persistent_volume_make_room_unless_the_user_keeps_them(kind, key, expected):
+    disk = f"tiers.disk.enabled=true,tiers.disk.volume.kind={kind},tiers.disk.volume.claim=blocks"
+    found = deployed(objects("--set", f"{disk},tiers.disk.keys.reclaim={key}" if key else disk))
+    assert found.profile.profile.tiers.disk.reclaim is expected
+
+
 def test_one_value_lets_prometheus_scrape_the_engines_and_grafana_show_them():
     assert not [one for one in all_objects() if is_monitoring(one)]
     found = {one["kind"]: one for one in all_objects("--set", "monitoring.enabled=true") if is_monitoring(one)}

@@ -82,6 +82,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- if .Values.tiers.disk.enabled -}}
 {{- $disk := dict "capacity" (printf "%dGiB" (int64 .Values.tiers.disk.capacityGiB)) "directory" "/var/cache/kvbm/blocks" "drain_s" .Values.tiers.disk.drainSeconds -}}
+{{- if and (eq .Values.tiers.disk.volume.kind "claim") (not (hasKey .Values.tiers.disk.keys "reclaim")) -}}
+{{- $_ := set $disk "reclaim" true -}}
+{{- end -}}
 {{- $_ := set $tiers "disk" (merge $disk .Values.tiers.disk.keys) -}}
 {{- end -}}
 {{- if .Values.tiers.shared.enabled -}}
