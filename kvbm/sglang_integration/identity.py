@@ -26,7 +26,7 @@ from kvbm.identity.machine import cpu_features, precision_variables, release_of,
 from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
 from kvbm.sglang_integration.launch import STAND_INS_VARIABLE
-from kvbm.sglang_integration.loads import content_of
+from kvbm.sglang_integration.loads import OURS, content_of
 
 DISTRIBUTIONS = ("sglang", "torch", "transformers")
 LOAD_FORMATS = frozenset(  # that read the files in the directory of the model
@@ -92,6 +92,15 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
     except (Unidentified, OSError) as error:
         return facts, f"the engine cannot be identified: {error}"
     return facts, _doubt(options, configuration)
+
+
+def is_attached() -> bool:
+    """Return whether SGLang was started without kvbm's storage."""
+    try:
+        arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
+    except (ImportError, AttributeError, ValueError):
+        return True
+    return OURS not in str(getattr(arguments, "hicache_storage_backend_extra_config", None))
 
 
 def part_of(storage: Any) -> list[int]:

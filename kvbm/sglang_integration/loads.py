@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.sglang_integration import weight_updates
+
 if TYPE_CHECKING:
     from kvbm.identity.digests import Unidentified
     from kvbm.identity.loading import FileContent, Loading
@@ -41,6 +43,8 @@ def register() -> None:
     def __init__(self: Any, server_args: Any, *arguments: Any, **keys: Any) -> None:
         if OURS in str(getattr(server_args, "hicache_storage_backend_extra_config", None)):
             _begin(server_args)
+        elif getattr(server_args, "enable_hierarchical_cache", False):  # a storage can be attached later
+            weight_updates.begin()
         load(self, server_args, *arguments, **keys)
 
     scheduler.__init__ = __init__
@@ -64,7 +68,6 @@ def _begin(server_args: Any) -> None:
     from kvbm.identity.digests import Unidentified
     from kvbm.identity.loading import begun
     from kvbm.identity.snapshot import snapshot_of
-    from kvbm.sglang_integration import weight_updates
 
     weight_updates.begin()
     try:

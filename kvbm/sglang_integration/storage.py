@@ -39,7 +39,7 @@ from kvbm.leader.settings import EngineTraits, LeaderCallbacks
 from kvbm.observe.telemetry import Telemetry
 from kvbm.sglang_integration import flushes, weight_updates
 from kvbm.sglang_integration.host_pool import Addresses, HostPool, copy_in, copy_out
-from kvbm.sglang_integration.identity import identity
+from kvbm.sglang_integration.identity import identity, is_attached
 from kvbm.sglang_integration.leader_thread import LeaderThread
 from kvbm.sglang_integration.ranks import for_rank, replica
 
@@ -94,12 +94,14 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         self._segment: Segment | None = None
         self._thread: LeaderThread | None = None
         self._is_complete = False  # SGLang has registered all pools
+        self._doubt = ""  # why the files of the model may not describe the weights
         self._cause = ""  # why nothing is read or written any more
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the tiers. Raises EnvironmentProblem."""
         flushes.build_hashes()
         flushes.watch(self)
+        self._doubt = weight_updates.watch(self, is_attached=is_attached())
         self.mem_pool_host = mem_pool_host
         pool = self._pool = HostPool(mem_pool_host)
         self._pools = {KV_POOL: pool}
@@ -245,7 +247,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             yield
             return leader.reset()
 
-        if not self._ask(reset):
+        if self._thread is None or self.boundary.is_off or not self._thread.ask(reset):
             log.error("kvbm: the storage was not cleared")
 
     @contained()
@@ -268,11 +270,11 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
         """Read and write nothing any more: pages that are computed from now on may have other weights."""
         if not self._cause:
             self._cause = cause
-            log.warning("kvbm: `%s` can change the weights: no page is read or stored until SGLang is restarted", cause)
+            log.warning("kvbm: no page is read or stored until SGLang is restarted: %s", cause)
 
     def _described(self, pool: dict[str, object]) -> Future[Description]:
         facts, doubt = identity(self._storage, pool, zero_copy=self._zero_copy)
-        return describe(facts, weight_updates.watch(self) or doubt)
+        return describe(facts, self._doubt or doubt)
 
     def _info(self) -> dict[str, str]:
         """Return the labels of the metric `kvbm_info`."""

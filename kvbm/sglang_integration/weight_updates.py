@@ -1,10 +1,12 @@
 """Weight updates: notices what can change the weights of a running SGLang, before it happens.
 
-SGLang has no hook for a storage backend there. All ways lead through two classes in the process of the scheduler, whose
-methods this module wraps:
+SGLang has no hook for a storage backend there. So this module wraps what all ways lead through, in the process of the
+scheduler. SGLang looks these names up at each call, so that a storage that is attached later notices them, too:
 
-    WeightUpdater                   of each model: from disk, from tensors, from another process, from a training job
-    SchedulerWeightUpdaterManager   /release_memory_occupation, which may give the weights away
+    WeightUpdater            of each model: from disk, from tensors, from another process, from a training job
+    WeightChecker            `/weights_checker` can give all parameters random values
+    _export_static_state     `/release_memory_occupation` gives the weights away
+    UnifiedRadixCache        takes what a prefetch has brought: nothing, if the weights have changed meanwhile
 
 `begin` is called before the model is loaded (loads.py). So a storage that is attached to a running server also knows
 what happened before.
@@ -15,15 +17,26 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
-MANAGER = ("sglang.srt.managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager")
+CHECKER = ("sglang.srt.utils.weight_checker", "WeightChecker")
+TREE = ("sglang.srt.mem_cache.unified_radix_cache", "UnifiedRadixCache")
 UPDATES = (
     *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
     *("begin_weight_update", "init_weights_update_group", "load_weights_from_distributed"),
 )
-RELEASES = ("release_memory_occupation",)
+# Where, and what is called there -> what a user calls it.
+CHANGES: Mapping[tuple[str, str], Mapping[str, str]] = {
+    UPDATER: {name: name for name in UPDATES},
+    CHECKER: {"_reset_tensors": "weights_checker"},
+    (MANAGER, ""): {"_export_static_state": "release_memory_occupation"},
+}
+PREFETCHES = ("check_prefetch_progress", "_handle_prefetch_result")
+UNKNOWN = "kvbm does not notice changes of the weights in this SGLang"
+MISSED = f"{UNKNOWN}: is `kvbm` missing in `SGLANG_PLUGINS`?"
 
 
 class UpdateListener(Protocol):
@@ -33,11 +46,11 @@ class UpdateListener(Protocol):
 
 
 class _Watch:
-    """The watch of this process. `cause` is the first change since it began. `is_whole`: it missed none."""
+    """The watch of this process. `cause`: the first change since it began, a sentence. `is_whole`: it missed none."""
 
     def __init__(self) -> None:
         self.listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
-        self.wrapped: set[type] = set()
+        self.wrapped: set[Any] = set()
         self.cause: str | None = None
         self.is_whole = False
 
@@ -46,44 +59,90 @@ class _Watch:
         for listener in list(self.listeners):
             listener.weights_may_change(cause)
 
+    def forbids_prefetches(self) -> bool:
+        """Return whether what a prefetch has brought was computed by other weights."""
+        return self.cause is not None and len(self.listeners) > 0
+
 
 _WATCH = _Watch()
 
 
 def begin() -> None:
     """Begin to watch, before the model is loaded."""
-    found = [(_class(*UPDATER), UPDATES), (_class(*MANAGER), RELEASES)]
-    _WATCH.is_whole = all(callable(getattr(owner, name, None)) for owner, names in found for name in names)
-    for owner, names in found if _WATCH.is_whole else ():
-        if owner is not None and owner not in _WATCH.wrapped:
-            _WATCH.wrapped.add(owner)
-            for name in names:
-                _wrap(owner, name)
+    _WATCH.is_whole = _wrap_all()
 
 
-def watch(listener: UpdateListener) -> str:
+def watch(listener: UpdateListener, *, is_attached: bool) -> str:
     """Call `listener` before the weights may change, for as long as it lives. Return why the files of the model may not
-    describe the weights, empty if they do."""
+    describe the weights, empty if they do. `is_attached`: SGLang was started without this storage.
+
+    Pages that SGLang still has from former weights would be stored as those of the present ones. So the listener is
+    called at once if the weights may have changed before.
+    """
     _WATCH.listeners.add(listener)
-    if not _WATCH.is_whole:
-        return "kvbm does not notice changes of the weights in this SGLang: is `kvbm` missing in `SGLANG_PLUGINS`?"
-    return "" if _WATCH.cause is None else f"`{_WATCH.cause}` can have changed the weights"
+    if _WATCH.cause is not None:
+        listener.weights_may_change(_WATCH.cause)
+    elif not _wrap_all():
+        _WATCH.note(UNKNOWN)
+    elif not _WATCH.is_whole and is_attached:
+        _WATCH.note(MISSED)
+    return _WATCH.cause or ("" if _WATCH.is_whole else MISSED)
 
 
-def _class(module: str, name: str) -> type | None:
+def _wrap_all() -> bool:
+    """Wrap what is not wrapped yet. Return False, and wrap nothing, if this SGLang lacks any of it."""
+    found = {_owner(*place): names for place, names in CHANGES.items()}
+    tree = _owner(*TREE)
+    wanted: list[tuple[Any, Iterable[str]]] = [*found.items(), (tree, PREFETCHES)]
+    if not all(callable(getattr(owner, name, None)) for owner, names in wanted for name in names):
+        return False
+    for owner, names in found.items():
+        if owner not in _WATCH.wrapped:
+            for name, cause in names.items():
+                _wrap(owner, name, functools.partial(_noting, cause))
+    if tree not in _WATCH.wrapped:
+        _wrap(tree, "check_prefetch_progress", _releasing)
+        _wrap(tree, "_handle_prefetch_result", _dropping)
+    _WATCH.wrapped |= {tree, *found}
+    return True
+
+
+def _owner(module: str, name: str) -> Any:
     try:
-        owner: type | None = getattr(importlib.import_module(module), name, None)
+        found = importlib.import_module(module)
     except ImportError:
         return None
-    return owner
+    return getattr(found, name, None) if name else found
 
 
-def _wrap(owner: type, name: str) -> None:
+def _wrap(owner: Any, name: str, changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(changed(original)))
 
-    @functools.wraps(original)
-    def method(self: Any, *arguments: Any, **keys: Any) -> Any:
-        _WATCH.note(name)
-        return original(self, *arguments, **keys)
 
-    setattr(owner, name, method)
+def _noting(cause: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*arguments: Any, **keys: Any) -> Any:
+        _WATCH.note(f"`{cause}` can have changed the weights")
+        return original(*arguments, **keys)
+
+    return method
+
+
+def _releasing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without host memory of its own (`buffer_only`), SGLang holds pages of a prefetch until the request runs."""
+
+    def method(self: Any, request: Any) -> Any:
+        if _WATCH.forbids_prefetches() and self.buffer_pipeline is not None:
+            self.buffer_pipeline.release_staged_hold(request)
+        return original(self, request)
+
+    return method
+
+
+def _dropping(original: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Any, operation: Any) -> Any:
+        if _WATCH.forbids_prefetches():
+            return self.release_aborted_request(operation.handle)
+        return original(self, operation)
+
+    return method

@@ -3,8 +3,8 @@
     python tests/sglang/collect_surface.py sglang-0.5.23-*.whl ...
 
 adds each version to `surfaces.json`, or replaces it. `test_sglang_contract.py` holds kvbm against every version there.
-A surface has for each class its attributes, and its methods with their parameters; and how the factory of storage
-backends constructs one.
+A surface has for each class its attributes, and its methods with their parameters; single functions that kvbm wraps or
+calls; and how the factory of storage backends constructs one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,17 @@ CLASSES = {
     "sglang/srt/mem_cache/pool_host/base.py": ("HostKVCache",),
     "sglang/srt/mem_cache/pool_host/mha.py": ("MHATokenToKVPoolHost",),
     "sglang/srt/model_executor/model_runner_components/weight_updater.py": ("WeightUpdater",),
-    "sglang/srt/managers/scheduler_components/weight_updater.py": ("SchedulerWeightUpdaterManager",),
     "sglang/srt/managers/scheduler.py": ("Scheduler",),
+}
+FUNCTIONS = {  # also methods
+    "sglang/srt/managers/cache_controller.py": ("_stop_storage_threads",),
+    "sglang/srt/managers/scheduler_components/weight_updater.py": ("_export_static_state",),
+    "sglang/srt/mem_cache/buffer_mode/pipeline.py": ("release_staged_hold",),
+    "sglang/srt/mem_cache/cpp_utils/native_hash.py": ("get_native_hash",),
+    "sglang/srt/mem_cache/unified_radix_cache.py": (
+        *("check_prefetch_progress", "_handle_prefetch_result", "release_aborted_request"),
+    ),
+    "sglang/srt/utils/weight_checker.py": ("_reset_tensors",),
 }
 FACTORY = "sglang/srt/mem_cache/storage/backend_factory.py"
 
@@ -42,7 +51,14 @@ def collect(wheel: zipfile.ZipFile) -> dict[str, object]:
         for node in ast.walk(factory)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "backend_class"
     ]
-    return {"classes": found, "constructs": sorted(constructs)}
+    functions = {
+        node.name: ast.unparse(node.args)
+        for path, wanted in FUNCTIONS.items()
+        if path in names
+        for node in ast.walk(ast.parse(wheel.read(path)))
+        if isinstance(node, ast.FunctionDef) and node.name in wanted
+    }
+    return {"classes": found, "constructs": sorted(constructs), "functions": functions}
 
 
 def _class(node: ast.ClassDef) -> dict[str, object]:

@@ -104,7 +104,7 @@ def pretend_identity(patch):
         return {**facts, "pool": pool, "zero_copy": zero_copy, "part": part_of(config)}, ""
 
     patch.setattr(storage, "identity", identity)
-    patch.setattr(storage.weight_updates, "watch", lambda listener: "")
+    patch.setattr(storage.weight_updates, "watch", lambda listener, **_: "")
     return facts
 
 

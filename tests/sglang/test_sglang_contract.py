@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from collect_surface import FILE
 
-from kvbm.sglang_integration import host_pool, identity, ranks, storage, weight_updates
+from kvbm.sglang_integration import flushes, host_pool, identity, ranks, storage, weight_updates
 from kvbm.sglang_integration.storage import KvbmHiCacheStorage
 from kvbm.sglang_integration.versions import TESTED
 
@@ -82,11 +82,19 @@ def test_the_host_pools_have_what_we_read(surface):
 
 
 def test_what_changes_weights_can_be_watched(surface):
-    for (_, owner), names in (
-        (weight_updates.UPDATER, weight_updates.UPDATES),
-        (weight_updates.MANAGER, weight_updates.RELEASES),
-    ):
-        assert set(names) <= surface["classes"][owner]["methods"].keys()
+    assert set(weight_updates.UPDATES) <= surface["classes"]["WeightUpdater"]["methods"].keys()
+    wrapped = {name for place, names in weight_updates.CHANGES.items() for name in names}
+    assert wrapped - set(weight_updates.UPDATES) <= surface["functions"].keys()
+
+
+def test_what_we_wrap_or_call_has_the_parameters_that_we_pass(surface):
+    arguments = {name: [one.arg for one in parameters(text).args] for name, text in surface["functions"].items()}
+    assert arguments["check_prefetch_progress"] == ["self", "request"]
+    assert arguments["_handle_prefetch_result"] == ["self", "operation"]
+    assert arguments["release_aborted_request"] == ["self", "request"]
+    assert arguments["release_staged_hold"][:2] == ["self", "request"]
+    assert arguments[flushes.STOP] == ["self"]
+    assert arguments["get_native_hash"] == ["token_ids", "prior_digest", "page_size"]
 
 
 def test_the_scheduler_is_constructed_with_the_options_first(surface):

@@ -67,12 +67,32 @@ def sglang(monkeypatch, model):
     class WeightUpdater:
         pass
 
-    class Manager:
-        def release_memory_occupation(self, request):
-            return "released"
+    class WeightChecker:
+        pass
 
-    for name in weight_updates.UPDATES:
-        setattr(WeightUpdater, name, lambda self, *arguments, _name=name: (_name, arguments))
+    class UnifiedRadixCache:
+        """`taken`: what a prefetch has brought, and the tree has taken. `released`: what it has not."""
+
+        def __init__(self, *, is_buffer_only=False):
+            self.taken, self.released = [], []
+            hold = SimpleNamespace(release_staged_hold=self.released.append)
+            self.buffer_pipeline = hold if is_buffer_only else None
+
+        def check_prefetch_progress(self, request):
+            return True
+
+        def _handle_prefetch_result(self, operation):
+            self.taken.append(operation.handle)
+
+        def release_aborted_request(self, request):
+            self.released.append(request)
+
+    manager = ModuleType(weight_updates.MANAGER)
+    owners = {weight_updates.UPDATER: WeightUpdater, weight_updates.CHECKER: WeightChecker}
+    owners[weight_updates.MANAGER, ""] = manager
+    for place, names in weight_updates.CHANGES.items():
+        for name in names:
+            setattr(owners[place], name, lambda *arguments, _name=name: (_name, arguments[-1]))
 
     class Scheduler:
         def __init__(self, server_args, on_load=lambda: None):
@@ -84,7 +104,9 @@ def sglang(monkeypatch, model):
         "arg_groups.arg_utils": {"namespace_of": lambda kind: SECTIONS},
         "configs.model_config": {"is_multimodal_model": lambda names: "LlavaForCausalLM" in names},
         weight_updates.UPDATER[0].removeprefix("sglang.srt."): {"WeightUpdater": WeightUpdater},
-        weight_updates.MANAGER[0].removeprefix("sglang.srt."): {weight_updates.MANAGER[1]: Manager},
+        weight_updates.CHECKER[0].removeprefix("sglang.srt."): {"WeightChecker": WeightChecker},
+        weight_updates.TREE[0].removeprefix("sglang.srt."): {"UnifiedRadixCache": UnifiedRadixCache},
+        weight_updates.MANAGER.removeprefix("sglang.srt."): {},
         "managers.scheduler": {"Scheduler": Scheduler},
     }
     packages = {"sglang", "sglang.srt"}
@@ -99,10 +121,11 @@ def sglang(monkeypatch, model):
         module = ModuleType(f"sglang.srt.{name}")
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
+    monkeypatch.setitem(sys.modules, weight_updates.MANAGER, manager)
     monkeypatch.setattr(weight_updates, "_WATCH", weight_updates._Watch())
     for name in ("_WRAPPED", "_BEGUN", "_LOADED"):
         monkeypatch.setattr(loads, name, type(getattr(loads, name))())
-    return SimpleNamespace(arguments=arguments, scheduler=Scheduler, updater=WeightUpdater, manager=Manager)
+    return SimpleNamespace(arguments=arguments, scheduler=Scheduler, owners=owners, tree=UnifiedRadixCache)
 
 
 def started(sglang, on_load=lambda: None):
@@ -275,26 +298,78 @@ class Heard:
         self.causes.append(cause)
 
 
-@pytest.mark.parametrize("name", [*weight_updates.UPDATES, *weight_updates.RELEASES])
-def test_every_way_to_change_the_weights_is_noticed_before_it_happens(name, sglang):
+CHANGES = [(place, name, cause) for place, names in weight_updates.CHANGES.items() for name, cause in names.items()]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the load", "when the storage is attached"])
+@pytest.mark.parametrize(("place", "name", "cause"), CHANGES, ids=[name for _, name, _ in CHANGES])
+def test_every_way_to_change_the_weights_is_noticed_before_it_happens(place, name, cause, is_late, sglang):
+    if not is_late:
+        started(sglang)
+    heard = Heard()
+    doubt = weight_updates.watch(heard, is_attached=False)
+    assert bool(doubt) == is_late
+    owner = sglang.owners[place]
+    answer = getattr(owner() if isinstance(owner, type) else owner, name)("request")
+    assert len(heard.causes) == 1
+    assert f"`{cause}`" in heard.causes[0]
+    assert answer == (name, "request")
+    later = Heard()
+    assert f"`{cause}`" in weight_updates.watch(later, is_attached=True)
+    assert later.causes == heard.causes, "a storage that is attached later stores nothing either"
+
+
+def test_a_storage_that_is_attached_to_a_server_without_one_notices_changes(sglang):
+    sglang.arguments.hicache_storage_backend_extra_config = None
+    sglang.arguments.enable_hierarchical_cache = True
     started(sglang)
     heard = Heard()
-    assert weight_updates.watch(heard) == ""
-    owner = sglang.updater if name in weight_updates.UPDATES else sglang.manager
-    answer = getattr(owner(), name)("request")
-    assert heard.causes == [name]
-    assert answer == ("released" if name in weight_updates.RELEASES else (name, ("request",)))
-    assert name in weight_updates.watch(Heard()), "a storage that is attached later knows it too"
+    assert weight_updates.watch(heard, is_attached=True) == ""
+    assert heard.causes == []
+    sglang.owners[weight_updates.UPDATER]().update_weights_from_disk("request")
+    assert len(heard.causes) == 1
 
 
-def test_without_the_entry_point_the_weights_are_in_doubt(sglang):
-    assert "SGLANG_PLUGINS" in weight_updates.watch(Heard())
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_without_the_entry_point_the_weights_are_in_doubt(is_attached, sglang):
+    """What SGLang computed before a storage was attached may have been stored as that of other weights."""
+    heard = Heard()
+    assert "SGLANG_PLUGINS" in weight_updates.watch(heard, is_attached=is_attached)
+    assert len(heard.causes) == is_attached
 
 
-def test_a_version_without_these_methods_is_in_doubt(sglang):
-    delattr(sglang.updater, "update_weights_from_ipc")
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_version_without_these_methods_stores_nothing(is_attached, sglang):
+    delattr(sglang.owners[weight_updates.UPDATER], "update_weights_from_ipc")
     started(sglang)
-    assert weight_updates.watch(Heard())
+    heard = Heard()
+    assert weight_updates.watch(heard, is_attached=is_attached)
+    assert len(heard.causes) == 1
+
+
+@pytest.mark.parametrize("is_buffer_only", [False, True])
+def test_what_a_prefetch_brought_before_the_weights_changed_is_not_used_afterwards(is_buffer_only, sglang):
+    started(sglang)
+    heard = Heard()
+    weight_updates.watch(heard, is_attached=False)
+    tree = sglang.tree(is_buffer_only=is_buffer_only)
+    tree._handle_prefetch_result(SimpleNamespace(handle="before"))
+    assert (tree.taken, tree.released) == (["before"], [])
+    sglang.owners[weight_updates.UPDATER]().update_weights_from_disk("request")
+    tree._handle_prefetch_result(SimpleNamespace(handle="under way"))
+    assert tree.check_prefetch_progress("held")
+    assert tree.taken == ["before"]
+    assert tree.released == (["under way", "held"] if is_buffer_only else ["under way"])
+
+
+def test_prefetches_of_another_storage_are_left_alone(sglang):
+    sglang.arguments.hicache_storage_backend_extra_config = None
+    sglang.arguments.enable_hierarchical_cache = True
+    started(sglang)
+    tree = sglang.tree()
+    sglang.owners[weight_updates.UPDATER]().update_weights_from_disk("request")
+    tree._handle_prefetch_result(SimpleNamespace(handle="theirs"))
+    assert tree.taken == ["theirs"]
 
 
 def test_an_engine_without_kvbm_pays_nothing(sglang):

@@ -345,6 +345,10 @@ def test_after_a_change_of_the_weights_nothing_is_read_or_written(disk):
         assert backend.batch_set_v1(keys[1:], pool.indices(1)) == [False]
     with opened(pool, {"disk": disk}) as backend:
         assert backend.batch_exists(keys) == 1
+        backend.weights_may_change("update_weights_from_disk")
+        backend.clear()
+    with opened(pool, {"disk": disk}) as backend:
+        assert backend.batch_exists(keys) == 0, "pages are cleared also then"
 
 
 def test_clear_forgets_every_page(disk):
