@@ -87,6 +87,8 @@ LIMITS = (
     Limit("enable_attention_dp", False, _RANKS),
     Limit("ray_worker_extension_cls", None, _WEIGHTS),
     Limit("sleep_config", None, _WEIGHTS),
+    Limit("enable_sleep", False, _WEIGHTS),
+    Limit("orchestrator_type", "rpc", _WEIGHTS),
     Limit(
         "scheduler_config.capacity_scheduler_policy",
         "GUARANTEED_NO_EVICT",

@@ -11,7 +11,8 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem
 
-_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config")  # of reinforcement learning, which updates weights
+# Of reinforcement learning, which updates weights. TensorRT-LLM calls no hook of a connector then.
+_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config", "enable_sleep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,11 @@ def decline_reason(arguments: Any, *, reports_resets: bool) -> str | None:
         return "beam width is larger than 1: the hash of a block covers only the first beam"
     if getattr(arguments, "speculative_config", None) is not None:
         return "it has a speculative configuration, which the connector interface does not support"
-    if (name := next((one for one in _WEIGHT_UPDATES if getattr(arguments, one, None) is not None), None)) is not None:
-        return f"`{name}` can change its weights in memory, which TensorRT-LLM does not report to connectors"
+    changes = [name for name in _WEIGHT_UPDATES if getattr(arguments, name, None) not in (None, False)]
+    if str(getattr(arguments, "orchestrator_type", None)) == "ray":  # whose workers let a caller run any method
+        changes.append("orchestrator_type: ray")
+    if changes:
+        return f"`{changes[0]}` can change its weights in memory, which TensorRT-LLM does not report to connectors"
     if int(getattr(mapping, "pp_size", 1)) > 1:
         return "pipeline parallelism is not supported"
     if int(getattr(mapping, "cp_size", 1)) > 1:

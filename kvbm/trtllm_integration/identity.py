@@ -58,8 +58,6 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
         return facts, f"the engine cannot be identified: {error}"
     if getattr(arguments, "lora_config", None) is not None:
         return facts, "a block's hash covers the number of an adapter, not its content"
-    if str(getattr(arguments, "orchestrator_type", None) or "") == "ray":
-        return facts, "with `orchestrator_type: ray`, the weights in memory can change"
     return facts, ""
 
 

@@ -168,7 +168,7 @@ MUTANTS = (
         name="trtllm-serves-engines-whose-weights-change",
         bug="blocks of the former weights are used after an update of the weights in memory",
         file="kvbm/trtllm_integration/engine_facts.py",
-        old='_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config")',
+        old='_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config", "enable_sleep")',
         new='_WEIGHT_UPDATES = ("sleep_config",)',
         fails="tests/trtllm/test_traps.py -k not_supported",
     ),

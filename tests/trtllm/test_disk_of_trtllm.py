@@ -328,7 +328,6 @@ DOUBTS = {
     "no files": ({"model": "/no/such/model"}, "`/no/such/model` has no local files"),
     "adapters": ({"lora_config": object()}, "a block's hash covers the number of an adapter, not its content"),
     "dummy weights": ({"load_format": "dummy"}, "load format `dummy` does not read files that kvbm knows"),
-    "updates": ({"orchestrator_type": "ray"}, "with `orchestrator_type: ray`, the weights in memory can change"),
     "an object": ({"speculation": object()}, "an argument of type `object` has no text form"),
 }
 

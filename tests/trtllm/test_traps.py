@@ -501,6 +501,8 @@ def wait_for_log(caplog, text):
         ({"speculative_config": object()}, "speculative configuration"),
         ({"ray_worker_extension_cls": "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"}, "change its weights"),
         ({"sleep_config": object()}, "change its weights"),
+        ({"enable_sleep": True}, "change its weights"),
+        ({"orchestrator_type": "ray"}, "change its weights"),
     ],
 )
 def test_an_engine_that_is_not_supported_serves_without_the_cache(more, reason, caplog):
