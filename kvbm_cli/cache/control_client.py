@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.text.outside import shown
+from kvbm_cli.runs.run_client import living, require_own
 from kvbm_cli.runs.run_directory import CONTROL_SOCKETS, EngineRun
 
 TIMEOUT_S = 5.0  # the engine answers within a second, or says why not
@@ -31,13 +32,11 @@ class Reply:
 
 def ask(run: EngineRun, message: Mapping[str, str]) -> list[Reply]:
     """Return the reply of each engine of a run. Raises EnvironmentProblem if none can be asked."""
-    name = run.facts.name
-    if not run.is_living:
-        raise EnvironmentProblem(f"`{name}` is not running")
+    run, name = living(run), run.facts.name
     problems, replies = [], []
     for path in sorted(run.path.glob(CONTROL_SOCKETS)):
         try:
-            replies.append(_exchange(path, message))
+            replies.append(_exchange(run, path, message))
         except ConnectionRefusedError:  # left by an engine that was killed
             continue
         except (BrokenPipeError, ConnectionResetError):
@@ -52,7 +51,7 @@ def ask(run: EngineRun, message: Mapping[str, str]) -> list[Reply]:
     )
 
 
-def _exchange(path: Path, message: Mapping[str, str]) -> Reply:
+def _exchange(run: EngineRun, path: Path, message: Mapping[str, str]) -> Reply:
     """Raise OSError, or ValueError, KeyError or TypeError for an answer of another form."""
     end_s = time.monotonic() + TIMEOUT_S
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -60,6 +59,7 @@ def _exchange(path: Path, message: Mapping[str, str]) -> Reply:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(TIMEOUT_S)
             connection.connect(f"/proc/self/fd/{directory}/{path.name}")  # a socket's path has at most 107 bytes
+            require_own(run, connection)
             connection.sendall(json.dumps(dict(message)).encode() + b"\n")
             text = b""
             while not text.endswith(b"\n"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from kvbm.errors import EnvironmentProblem, UsageError
+from kvbm.errors import UsageError
 from kvbm.hashing import tenant
 from kvbm.text.outside import shown
 from kvbm.types import Tier
 from kvbm_cli.cache.control_client import Reply, ask
+from kvbm_cli.runs.run_client import living
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.terminal.confirmation import is_confirmed
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
@@ -59,12 +59,7 @@ def clear_blocks(reference: str, *, tier: str | None, salt: str | None, digest: 
 
 
 def live_run(reference: str) -> EngineRun:
-    run = Runs.of_user().one(reference)
-    if run.is_elsewhere:
-        raise EnvironmentProblem(
-            f"`{run.facts.name}` runs in another container", hint=f"run `kvbm cache ls {shlex.quote(reference)}` there"
-        )
-    return run
+    return living(Runs.of_user().one(reference))
 
 
 def owner_of(salt: str | None, digest: str | None) -> str | None:

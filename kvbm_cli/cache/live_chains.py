@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.errors import EngineError, ProfileError, UsageError, reason_of
+from kvbm.errors import EngineError, EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.text.outside import shown
 from kvbm_cli.cache.control_client import Reply, ask
 from kvbm_cli.cache.live_caches import live_run, note_refusals, owner_of
+from kvbm_cli.runs.run_client import request_run
 from kvbm_cli.runs.run_directory import EngineRun
-from kvbm_cli.system.http_client import request
 from kvbm_cli.terminal.console import print_data, print_note
 from kvbm_cli.terminal.quantities import counted
 
@@ -111,11 +111,12 @@ def _read(path: Path) -> str:
 
 def _tokens_of(run: EngineRun, text: str) -> list[int]:
     """Return the token ids of a prompt, as the engine itself makes them."""
-    url = f"{run.facts.url}/tokenize"
-    answer = request("POST", url, content={"prompt": text}, timeout_s=TIMEOUT_S)
+    answer = request_run(run, "POST", "/tokenize", content={"prompt": text}, timeout_s=TIMEOUT_S)
+    if answer.failure:
+        raise EnvironmentProblem(f"cannot ask the engine of `{run.facts.name}`: {answer.failure}")
     tokens = answer.fields().get("tokens") if answer.is_ok else None
     if not isinstance(tokens, list) or not all(type(one) is int and 0 <= one < 1 << 31 for one in tokens):
-        raise EngineError(f"{url} returned no token ids", hint="give them with `--tokens`")
+        raise EngineError(f"{run.facts.url}/tokenize returned no token ids", hint="give them with `--tokens`")
     return tokens
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbm_cli.runs.run_client import metrics_of, request_run
 from kvbm_cli.runs.run_directory import PROFILE, EngineRun, Runs, UnreadableRun
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.system.http_client import get, get_metrics
 from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.terminal.console import print_data, print_json, print_note, table
 from kvbm_cli.terminal.quantities import duration
@@ -176,12 +176,12 @@ def _probe(run: EngineRun) -> RunStatus:
     """Probes the engine if its run is healthy. Before and after, its port may belong to another program."""
     if run.state is not RunState.HEALTHY or run.is_elsewhere:
         return RunStatus(run, None, {})
-    is_healthy = get(f"{run.facts.url}/health", timeout_s=PROBE_TIMEOUT_S).status == 200
+    is_healthy = request_run(run, "GET", "/health", timeout_s=PROBE_TIMEOUT_S).status == 200
     blocks: dict[str, dict[str, int]] = {}
     off: dict[str, str] = {}
     eviction: dict[str, int] = {}
     if is_healthy and not run.facts.is_baseline:
-        text = get_metrics(run.facts.metrics_url or f"{run.facts.url}/metrics", timeout_s=PROBE_TIMEOUT_S).text()
+        text = metrics_of(run, timeout_s=PROBE_TIMEOUT_S).text()
         page = MetricsPage.parse(text, NAMES)
         for name, tier in BLOCKS.items():
             for labels, count in page.series.get(name, ()):

@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -101,15 +101,17 @@ def request(
     timeout_s: float | None,
     max_bytes: int | None = None,
     ca_file: str = "",
+    refusal: Callable[[str], str] = lambda address: "",
 ) -> HttpAnswer:
     """Send one request, with `content` as JSON if it is given. `timeout_s` limits all of it, from the connection to the
     last byte; None waits as long as the server keeps the connection. `max_bytes`: by default MAX_BODY_BYTES. `ca_file`:
-    see `tls_context`."""
+    see `tls_context`. `refusal` returns why nothing may be sent to the program that has accepted the connection at an
+    IP address, empty if it may."""
     load_library()
     import httpx
 
     own = {"Accept-Encoding": "identity", **({} if content is None else {"Content-Type": "application/json"})}
-    exchange, found = _Exchange(timeout_s), HttpAnswer()
+    exchange, found = _Exchange(timeout_s, refusal), HttpAnswer()
     try:
         parts = urlsplit(url)
         # `port` is an error above 65535, of which the system would use the lower 16 bits
@@ -151,8 +153,9 @@ class _Exchange:
     """Ends its connection when its time is over, also if the server sends a byte now and then. `address`: the server's
     IP address."""
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, refusal: Callable[[str], str]) -> None:
         self.is_over = False
+        self._refusal = refusal
         self.address = ""
         self._socket: Any = None
         self._timer = None if seconds is None else threading.Timer(seconds, self._end)
@@ -173,6 +176,9 @@ class _Exchange:
         if event == "connection.connect_tcp.complete":
             self._socket = found["return_value"].get_extra_info("socket").dup()  # TLS takes the socket itself over
             self.address = self._socket.getpeername()[0]
+            if why := self._refusal(self.address):
+                found["return_value"].close()
+                raise ConnectionRefusedError(why)
             if self.is_over:
                 self._shut_down()
 

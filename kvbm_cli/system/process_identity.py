@@ -95,9 +95,12 @@ def _surroundings() -> tuple[str, str, str]:
 
 def descendants(pid: int) -> Iterator[int]:
     """Yield a process and its living descendants."""
+    parents = {}
+    for one in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # of another user, on a machine that hides them
+            if (found := stat_of(one)) is not None:
+                parents[one] = found.parent
     known = [pid]
     for one in known:
         yield one
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{one}/task").iterdir():
-                known += map(int, (thread / "children").read_text().split())
+        known += [child for child, parent in parents.items() if parent == one]

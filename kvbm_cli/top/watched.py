@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvbm.errors import KvbmError
 from kvbm.text.outside import one_line, shortened
+from kvbm_cli.runs.run_client import engine_metrics_of, metrics_of
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.system.http_client import get_metrics
@@ -32,14 +33,14 @@ _WARNING = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MetricsTarget:
-    """Where metrics are read. `state` is empty while the engine should answer, else why it does not. `engine_url` has
-    the engine's own series, if they are on another page."""
+    """Where metrics are read: at `url`, or those of `run`. `state` is empty while the engine should answer, else why it
+    does not."""
 
     name: str
     url: str
     state: str = ""
     logs: tuple[Path, ...] = ()
-    engine_url: str = ""
+    run: EngineRun | None = None
 
 
 @dataclass(slots=True)
@@ -81,13 +82,14 @@ class EngineReader:
     def _answer(self, target: MetricsTarget) -> tuple[dict[str, MetricsPage], str, float]:
         if target.state:
             return {}, target.state, self._clock()
-        answer = get_metrics(target.url, timeout_s=TIMEOUT_S)
+        run = target.run
+        answer = get_metrics(target.url, timeout_s=TIMEOUT_S) if run is None else metrics_of(run, timeout_s=TIMEOUT_S)
         at_s = self._clock()
         if answer.status != 200:
             return {}, answer.failure or f"status {answer.status}", at_s
         text = answer.text()
-        if target.engine_url:
-            own = get_metrics(target.engine_url, timeout_s=TIMEOUT_S)
+        if run is not None and run.facts.metrics_url:
+            own = engine_metrics_of(run, timeout_s=TIMEOUT_S)
             if own.failure:
                 return {}, own.failure, at_s
             text += own.text() if own.status == 200 else ""  # the server of TensorRT-LLM has no such page
@@ -145,14 +147,12 @@ def of_runs(reference: str | None) -> Callable[[], list[MetricsTarget]]:
 
 def _target(run: EngineRun) -> MetricsTarget:
     facts = run.facts
-    url = facts.metrics_url or f"{facts.url}/metrics"
     state = "" if run.state is RunState.HEALTHY else run.state.value
     if run.state is RunState.ENDED:
         state = f"ended with exit code {facts.exit_code}"
     if facts.is_baseline:
         state = "no cache: this is the baseline"
-    engine_url = f"{facts.url}/metrics" if facts.metrics_url else ""
-    return MetricsTarget(facts.name, url, state, tuple(Path(path) for path in facts.logs.values()), engine_url)
+    return MetricsTarget(facts.name, "", state, tuple(Path(path) for path in facts.logs.values()), run)
 
 
 def last_warnings(target: MetricsTarget) -> list[str]:

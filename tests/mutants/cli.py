@@ -6,6 +6,22 @@ from mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        name="commands-ask-whoever-has-the-port-of-a-run",
+        bug="`kvbm cache pin RUN` sends the prompt to another program that listens at the port of the run",
+        file="kvbm_cli/runs/run_client.py",
+        old='        return "" if is_served_by(descendants(launcher.pid), address=address, port=port) else FOREIGN\n',
+        new='        return "" if port else FOREIGN\n',
+        fails="tests/cli/test_run_client.py -k living_run",
+    ),
+    Mutant(
+        name="commands-ask-a-run-that-has-ended",
+        bug="`kvbm cache pin RUN` speaks to the old port of a run that has ended",
+        file="kvbm_cli/runs/run_client.py",
+        old="    if not now.is_living:\n",
+        new="    if not now.path.exists():\n",
+        fails="tests/cli/test_run_client.py -k has_ended",
+    ),
+    Mutant(
         name="stop-passes-over-unreadable-runs",
         bug="`kvbm stop --all` says that no engine is running while one with a damaged description does",
         file="kvbm_cli/runs/stop.py",
