@@ -11,6 +11,9 @@ PdConnector corrects three problems of MultiConnector:
 - It uses the first child's handshake for all children. Both of ours have one, and each receives its own.
 - On an engine that decodes, it queries our child first, which could have a part of the prompt. The engine would then
   compute the rest, although NIXL can load it from the other engine. NIXL loads every request prefilled elsewhere.
+
+A prefill engine pins the blocks of a prompt until the decode engine has read them, or until NIXL's lease of 30 seconds
+ends. A router that knows that no decode engine reads them ends the lease, see `tickets.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvbm.errors import ProfileError
+from kvbm.vllm_integration.tickets import Tickets
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 NIXL = 1
@@ -65,6 +70,7 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
         # Recompute blocks that cannot be loaded. DynamoConnector sets this for itself, but vLLM reads the parent's.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self._tickets = Tickets(self._end_lease)
 
     def get_handshake_metadata(self) -> PdHandshake:
         return PdHandshake(tuple(child.get_handshake_metadata() for child in self._connectors))
@@ -85,6 +91,36 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
         if token_count:
             self._requests_to_connector[request.request_id] = NIXL
         return token_count, is_asynchronous
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        self._tickets.arrived(request.kv_transfer_params)
+
+    def request_finished(self, request: Request, blocks: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, super().request_finished(request, blocks))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request, super().request_finished_all_groups(request, block_ids))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._tickets.sent(connector_output.finished_sending or ())
+
+    def _finished(
+        self, request: Request, result: tuple[bool, dict[str, Any] | None]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        is_pinned, address = result
+        if is_pinned and address and address.get("do_remote_prefill"):
+            self._tickets.pinned(request.kv_transfer_params, request.request_id)
+        return result
+
+    def _end_lease(self, request_id: str) -> None:
+        """Let NIXL's workers free the blocks in the next step, as if the lease had ended. They know which of them have
+        done so."""
+        nixl: Any = self._connectors[NIXL]
+        nixl.connector_scheduler._reqs_need_send[request_id] = 0.0
 
 
 def require_children(extra_config: Mapping[str, Any]) -> None:

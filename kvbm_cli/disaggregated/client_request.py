@@ -4,12 +4,16 @@ Pure functions. `body_process.py` runs them for large bodies in another process.
 
 Clients are not trusted: only CLIENT_PARAMS of a client's `kv_transfer_params` pass. The others name the host and the
 blocks that an engine reads.
+
+A prefill engine does not get OF_ANSWER, so it cannot refuse them. A request with an unusual value there is computed by
+a decode engine alone, which knows what is valid: a request that it refuses then costs no prefill.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +27,10 @@ ENGINE_PARAMS = ("do_remote_prefill", "do_remote_decode", "tp_size", "pp_size", 
 ENGINE_PREFIX = "remote_"
 PARAMS = ("kv_transfer_params", "ec_transfer_params")
 MAX_LIMIT = 2**62
-OF_ANSWER = ("stream", "stream_options", "min_tokens", "max_tokens", "max_completion_tokens")  # not for prefill
+MAX_COUNT = 2**31
+COUNTS = ("min_tokens", "max_tokens", "max_completion_tokens")
+STREAM_FLAGS = ("include_usage", "continuous_usage_stats")
+OF_ANSWER = ("stream", "stream_options", *COUNTS)  # not for prefill
 _ASK_FOR_BLOCKS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -46,9 +53,11 @@ class WrongRequest(Exception):
 class EngineRequests:
     """Bodies for the engines. `prefill` is None if a decode engine computes the request alone.
 
-    `limits` are the client's `kv_transfer_params`, which `rest` lacks.
+    `limits` are the client's `kv_transfer_params`, which `rest` lacks. `ticket` names the blocks of the prompt for the
+    prefill engine, see `kvbm/vllm_integration/tickets.py`.
     """
 
+    ticket: str
     prefill: bytes | None
     rest: bytes
     limits: Mapping[str, int]
@@ -75,8 +84,9 @@ def engine_requests(content: bytes) -> EngineRequests:
     request, limits = client_request(body)
     of_answer = {name: request.pop(name) for name in OF_ANSWER if name in request}
     shared = json.dumps(request).encode()  # once for both: it takes longer than all else
-    prefill = _with(shared, prefill_fields(limits)) if is_one_answer(request) else None
-    return EngineRequests(prefill, _with(shared, of_answer), limits)
+    ticket, is_prefilled = uuid.uuid4().hex, is_one_answer(request) and is_usual(of_answer, request)
+    prefill = _with(shared, prefill_fields(limits, ticket)) if is_prefilled else None
+    return EngineRequests(ticket, prefill, _with(shared, of_answer), limits)
 
 
 def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -94,9 +104,14 @@ def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, i
     return request, limits
 
 
-def prefill_fields(limits: Mapping[str, int]) -> dict[str, Any]:
+def prefill_fields(limits: Mapping[str, int], ticket: str) -> dict[str, Any]:
     """Return the fields that request one token, which is discarded, and the address of its blocks."""
-    return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS}}
+    return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS, "pd_ticket": ticket}}
+
+
+def release_request(ticket: str) -> bytes:
+    """Return the completion request that makes a prefill engine free the blocks of a ticket."""
+    return json.dumps({"prompt": [0], "max_tokens": 1, PARAMS[0]: {"pd_release": ticket}}).encode()
 
 
 def is_one_answer(request: Mapping[str, Any]) -> bool:
@@ -105,6 +120,24 @@ def is_one_answer(request: Mapping[str, Any]) -> bool:
     several_prompts = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt)
     several_answers = any(request.get(name) not in (None, 1) for name in ("n", "best_of"))
     return not several_prompts and not several_answers and not request.get("use_beam_search")
+
+
+def is_usual(of_answer: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
+    """Whether every engine accepts these fields of the answer."""
+    given = {name: value for name, value in of_answer.items() if value is not None}
+    is_streamed, options = given.get("stream", False), given.get("stream_options", {})
+    return (
+        all(_is_count(given[name], least=int(name != "min_tokens")) for name in COUNTS if name in given)
+        and isinstance(is_streamed, bool)
+        and isinstance(options, dict)
+        and all(options.get(name) in (None, True, False) for name in STREAM_FLAGS)
+        and (is_streamed or not options)
+        and not (is_streamed and request.get("prompt_logprobs") is not None)
+    )
+
+
+def _is_count(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_COUNT
 
 
 def _with(body: bytes, more: Mapping[str, Any]) -> bytes:

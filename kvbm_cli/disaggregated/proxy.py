@@ -7,6 +7,7 @@
 - It uses the engines of a kind in turn and forwards an engine's error unchanged.
 - If an engine is not reachable, it answers 502. If an engine's answer breaks off, it closes the client's connection, so
   that no client accepts half an answer.
+- If no decode engine admits a prefilled request, the prefill engine frees its blocks at once (`handover.py`).
 
 There is one address of blocks for a request. With several prompts or answers, all of them would read the blocks of the
 first prompt. A decode engine computes such requests alone.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import itertools
 import json
@@ -27,7 +29,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
 from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
+from kvbm_cli.disaggregated.handover import Handover
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 32 * 2**20
@@ -90,11 +92,26 @@ class Engines:
     session: aiohttp.ClientSession = field(repr=False)
     bodies: BodyProcesses
     room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
+    ending: set[asyncio.Task[None]] = field(default_factory=set)  # handovers, also after their clients have left
 
-    def post(
-        self, url: str, headers: CIMultiDict[str], body: bytes
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self.session.post(url, data=io.BytesIO(body), headers=headers, allow_redirects=False)
+    async def post(self, url: str, headers: CIMultiDict[str], body: bytes) -> aiohttp.ClientResponse:
+        return await self.session.post(url, data=io.BytesIO(body), headers=headers, allow_redirects=False)
+
+    def end(self, handover: Handover, held: contextlib.ExitStack) -> None:
+        """End a handover in the background, and give `held` back then."""
+
+        async def ended() -> None:
+            with held:
+                await handover.end()
+
+        task = asyncio.create_task(ended())
+        self.ending.add(task)
+        task.add_done_callback(self.ending.discard)
+
+    async def close(self) -> None:
+        for task in self.ending:
+            task.cancel()
+        await asyncio.gather(*self.ending, return_exceptions=True)
 
 
 ENGINES = web.AppKey("ENGINES", Engines)
@@ -116,6 +133,7 @@ def make_app(prefill: list[str], decode: list[str]) -> web.Application:
             async with session:
                 app[ENGINES] = Engines(itertools.cycle(prefill), itertools.cycle(decode), session, bodies)
                 yield
+                await app[ENGINES].close()
         finally:
             bodies.close()
 
@@ -142,18 +160,30 @@ async def _models(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
-    with engines.room.share() as share:  # until the answer has ended, as the bodies for the engines
-        bodies, blocks = await _engine_requests(request, engines.bodies, share), {}
-        if bodies.prefill is not None:
-            blocks = await _prefill(engines, request.path, headers, bodies.prefill)
-        async with engines.post(next(engines.decode) + request.path, headers, bodies.decode(blocks)) as answer:
+    with contextlib.ExitStack() as held:  # until the answer has ended, as the bodies for the engines
+        share = held.enter_context(engines.room.share())
+        bodies = await _engine_requests(request, engines.bodies, share)
+        if bodies.prefill is None:
+            url = next(engines.decode) + request.path
+            async with await engines.post(url, headers, bodies.decode({})) as answer:
+                return await _forward(request, answer)
+        handover = Handover(engines.post, next(engines.prefill), headers, bodies.ticket)
+        try:
+            blocks = await _prefill(engines, handover.prefill_url, request.path, headers, bodies.prefill)
+            answer = await handover.decode(next(engines.decode) + request.path, bodies.decode(blocks))
             return await _forward(request, answer)
+        except Refusal:
+            handover.is_pinned = False
+            raise
+        finally:
+            engines.end(handover, held.pop_all())
 
 
-async def _prefill(engines: Engines, path: str, headers: CIMultiDict[str], body: bytes) -> dict[str, Any]:
+async def _prefill(
+    engines: Engines, base_url: str, path: str, headers: CIMultiDict[str], body: bytes
+) -> dict[str, Any]:
     """Return the address of the blocks. Raises Refusal for any status except 200."""
-    base_url = next(engines.prefill)
-    async with engines.post(base_url + path, headers, body) as answer:
+    async with await engines.post(base_url + path, headers, body) as answer:
         content = b""
         async for piece in answer.content.iter_any():
             content += piece

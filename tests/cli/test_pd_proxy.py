@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 from waiting import own_children
 
 from kvbm.embedded.http.connections import BoundedSite, front
-from kvbm_cli.disaggregated import client_request, proxy
+from kvbm_cli.disaggregated import client_request, handover, proxy
 from kvbm_cli.disaggregated.body_process import SHORT_BODY_BYTES
 from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
 from kvbm_cli.disaggregated.proxy import make_app
@@ -31,17 +31,22 @@ class Recorder:
 
     def __init__(self, *pieces):
         self.pieces, self.status, self.breaks, self.content_type = pieces, 200, False, "application/json"
+        self.hangs_up = False
         self.requests, self.headers, self.paths = [], [], []
-        self.gone, self.go_on = asyncio.Event(), asyncio.Event()
+        self.gone, self.begin, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.begin.set()
         self.go_on.set()
 
     async def answer(self, request):
         self.paths.append(request.path)
         self.requests.append(await request.json() if request.can_read_body else None)
         self.headers.append(request.headers)
+        if self.hangs_up:
+            request.transport.abort()
         response = web.StreamResponse(status=self.status, headers={"Content-Type": self.content_type})
-        await response.prepare(request)
         try:
+            await self.begin.wait()
+            await response.prepare(request)
             for piece in self.pieces:
                 await response.write(piece)
                 await self.go_on.wait()
@@ -64,16 +69,18 @@ class Recorder:
 class Rig:
     """A proxy and its engines: `prefill` and `decode` are the first of each kind."""
 
-    def __init__(self, *, counts=(1, 1), urls=None, **options):
+    def __init__(self, *, counts=(1, 1), urls=None, decode_url=None, **options):
         self.kinds = [[Recorder(PREFILLED) for _ in range(counts[0])], [Recorder(*ANSWER) for _ in range(counts[1])]]
         self.engines = self.prefill, self.decode = [kind[0] for kind in self.kinds]
-        self.urls, self.options = urls, options
+        self.urls, self.decode_url, self.options = urls, decode_url, options
 
     async def __aenter__(self):
         self.stack = contextlib.AsyncExitStack()
         urls = self.urls or [[await engine.start(self.stack) for engine in kind] for kind in self.kinds]
-        runner = front(make_app(*urls), **self.options)
+        app = make_app(urls[0], [self.decode_url] if self.decode_url else urls[1])
+        runner = front(app, **self.options)
         await runner.setup()
+        self.ending = app[proxy.ENGINES].ending
         self.stack.push_async_callback(runner.cleanup)
         await BoundedSite(runner, "127.0.0.1", 0).start()
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
@@ -235,6 +242,113 @@ async def test_several_prompts_or_answers_are_computed_wholly_by_an_engine_that_
     assert ("kv_transfer_params" in rig.decode.requests[0]) == is_one
 
 
+UNUSUAL = [
+    *({"stream_options": {"include_usage": True}}, {"stream": False, "stream_options": {"include_usage": True}}),
+    *(
+        {"stream": "maybe"},
+        {"stream": 1},
+        {"stream": True, "stream_options": 5},
+        {"stream": True, "stream_options": []},
+    ),
+    {"stream": True, "stream_options": {"include_usage": "x"}},
+    *({"max_tokens": value} for value in ("x", "5", 1.5, -1, 0, True, [], 10**15)),
+    *({"max_completion_tokens": "x"}, {"min_tokens": "x"}, {"min_tokens": -1}, {"stream": True, "prompt_logprobs": 1}),
+]
+USUAL = [
+    *({"stream": False}, {"stream": None, "stream_options": None}, {"stream": True, "stream_options": None}),
+    {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": None}},
+    *({"max_tokens": None, "min_tokens": 0}, {"max_completion_tokens": 5}, {"prompt_logprobs": 1}),
+]
+
+
+@pytest.mark.parametrize("more", [*UNUSUAL, *USUAL], ids=str)
+@in_a_loop
+async def test_only_what_every_engine_accepts_is_prefilled_before_the_decode_engine_has_read_it(more):
+    async with Rig() as rig:
+        assert (await rig.ask({**A, **more}))[0] == 200
+    assert len(rig.prefill.requests) == int(more in USUAL)
+    assert {**rig.decode.requests[0], "kv_transfer_params": None} == {**A, **more, "kv_transfer_params": None}
+
+
+def params(engine):
+    return [request["kv_transfer_params"] for request in engine.requests]
+
+
+async def assert_is_released(rig):
+    """By one more request to the prefill engine, with the ticket of the first."""
+    await eventually(lambda: len(rig.prefill.requests) == 2)
+    asked, released = params(rig.prefill)
+    assert released == {"pd_release": asked["pd_ticket"]}
+    assert rig.prefill.headers[1]["Authorization"] == "Bearer key"
+
+
+async def eventually(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("cause", [400, 422, 500, 503, "unreachable", "hangs up"])
+@in_a_loop
+async def test_blocks_are_released_if_no_decode_engine_admits_the_request(cause):
+    async with Rig(decode_url="http://127.0.0.1:9" if cause == "unreachable" else None) as rig:
+        rig.decode.status, rig.decode.hangs_up = cause if isinstance(cause, int) else 200, cause == "hangs up"
+        async with rig.post(A, headers={"Authorization": "Bearer key"}) as answer:
+            assert answer.status == (cause if isinstance(cause, int) else 502)
+        await assert_is_released(rig)
+
+
+@in_a_loop
+async def test_release_is_sent_again_if_the_connection_was_closed():
+    async with Rig() as rig:
+        rig.decode.status, rig.decode.pieces = 400, [b"{}"]
+        rig.decode.go_on.clear()
+        asked = asyncio.create_task(rig.ask(A))
+        await eventually(lambda: rig.decode.requests)
+        rig.prefill.hangs_up = True
+        rig.decode.go_on.set()
+        assert (await asked)[0] == 400
+        await eventually(lambda: len(rig.prefill.requests) > 1)
+        rig.prefill.hangs_up = False
+        await eventually(lambda: len(rig.prefill.requests) == 3)
+    assert params(rig.prefill)[1] == params(rig.prefill)[2]
+
+
+@in_a_loop
+async def test_blocks_are_released_if_the_client_leaves_during_prefill():
+    async with Rig() as rig:
+        rig.prefill.go_on.clear()
+        request = asyncio.create_task(rig.post(A, headers={"Authorization": "Bearer key"}).__aenter__())
+        await eventually(lambda: rig.prefill.requests)
+        request.cancel()
+        await rig.prefill.gone.wait()
+        await assert_is_released(rig)
+    assert rig.decode.requests == []
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@in_a_loop
+async def test_blocks_that_a_decode_engine_may_read_are_not_released(has_begun, monkeypatch):
+    """It gets the time to admit a request whose client leaves, and releases its blocks itself."""
+    monkeypatch.setattr(handover, "ADMISSION_S", 0.5)
+    async with Rig() as rig:
+        assert (await rig.ask(A))[0] == 200
+        rig.decode.pieces, rig.decode.content_type = [b"data: 1\n\n"] * 2, "text/event-stream"
+        (rig.decode.go_on if has_begun else rig.decode.begin).clear()
+        request = asyncio.create_task(rig.post(A).__aenter__())
+        await eventually(lambda: len(rig.decode.requests) == 2)
+        arrived = asyncio.get_running_loop().time()
+        if has_begun:
+            (await request).close()
+        request.cancel()
+        await rig.decode.gone.wait()
+        assert asyncio.get_running_loop().time() - arrived > 0.3
+        rig.prefill.status = 400
+        assert (await rig.ask(A))[0] == 400
+        await eventually(lambda: not rig.ending)
+    assert all("pd_release" not in one for one in params(rig.prefill))
+    assert len({one["pd_ticket"] for one in params(rig.prefill)}) == 3
+
+
 NO_OBJECT = "the request is not a JSON object"
 LIMIT = b'{"prompt": "a", "kv_transfer_params": {"%s": %s}}'
 LONG_TEXT = b'"%s"' % (b"\\n" * 50_000)
@@ -309,7 +423,9 @@ async def test_client_cannot_name_the_host_and_the_blocks_that_an_engine_reads(m
     expected = LIMITS if place == "kv_transfer_params" else {}
     for engine, added in zip(rig.engines, (client_request._ASK_FOR_BLOCKS, {} if more else BLOCKS), strict=True):
         for request in engine.requests:
-            assert request.get("kv_transfer_params", {}) == {**expected, **added}
+            params = request.get("kv_transfer_params", {})
+            assert len(params.pop("pd_ticket", "0" * 32)) == 32
+            assert params == {**expected, **added}
             assert "ec_transfer_params" not in request
             assert request.get("vllm_xargs", {"own": 1}) == {"own": 1}
 

@@ -11,10 +11,12 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ import psutil
 import pytest
 import traffic
 import yaml
+from fake_server import FakeServer
 from kvbm_serve import PROGRAM
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
+from waiting import eventually
 
 from kvbm.errors import ProfileError
 from kvbm_cli.engine.process import choose_port
@@ -38,6 +42,9 @@ G1_BLOCKS = 20
 OTHER_PROMPTS = 6  # more than G1 holds
 TOKENS = 8
 CLOSE = 1e-4
+LONG_TOKENS = 1300
+LONG_BEFORE_LEASE_S = 20
+LEAVES = 12
 START_TIMEOUT_S = 480
 ASK_TIMEOUT_S = 120
 SOURCE = "vllm:prompt_tokens_cached_by_source_total"
@@ -385,6 +392,100 @@ def test_an_engine_refuses_for_the_whole(disaggregated: Disaggregated) -> None:
     answer = disaggregated.http.post("/v1/completions", json=disaggregated.body([5] * 4000))
     assert answer.status_code == 400
     assert "2048" in answer.json()["error"]["message"]
+
+
+class Refuses(FakeServer):
+    """A decode engine that answers with this status, or closes the connection."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__()
+        self.status = status
+
+    async def answer(self, request: Any, connection: Any) -> None:
+        if self.status is None:
+            connection.close()
+        else:
+            connection.reply(self.status, b"{}")
+
+
+@contextmanager
+def router(prefill: str, decode: str) -> Iterator[str]:
+    """The URL of a router in front of these engines. Any other one that speaks HTTP can take its place."""
+    port = choose_port("127.0.0.1", 0)
+    command = [sys.executable, "-m", "kvbm_cli.disaggregated.proxy", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen([*command, "--prefill", prefill, "--decode", decode]) as process:
+        try:
+            eventually(lambda: answers(f"http://127.0.0.1:{port}/health"))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 200
+    return False
+
+
+def long_prompt(seed: int) -> list[int]:
+    """More than half of G1."""
+    return (prompt(seed) * 3)[:LONG_TOKENS]
+
+
+def assert_rests(disaggregated: Disaggregated) -> None:
+    """Prefill holds no block, long before a lease of 30 seconds ends."""
+    deadline = time.monotonic() + LONG_BEFORE_LEASE_S
+    while usage := disaggregated.metrics("prefill 0")["vllm:kv_cache_usage_perc"]:
+        assert time.monotonic() < deadline, f"{usage:.0%} of the blocks are held"
+        time.sleep(0.1)
+
+
+UNUSUAL = [{"stream_options": {"include_usage": True}}, {"stream": "maybe"}, {"max_tokens": "x"}, {"min_tokens": "x"}]
+
+
+@needs_nixl
+@pytest.mark.parametrize("more", UNUSUAL, ids=str)
+def test_request_that_only_the_decode_engine_refuses_costs_no_prefill(
+    disaggregated: Disaggregated, more: dict[str, Any]
+) -> None:
+    before = disaggregated.metrics("prefill 0")
+    for seed in range(3):
+        body = {**disaggregated.body(long_prompt(seed)), **more}
+        assert disaggregated.http.post("/v1/completions", json=body).status_code == 400
+    assert disaggregated.moved("prefill 0", before, "vllm:prompt_tokens_total") == 0
+
+
+@needs_nixl
+@pytest.mark.parametrize("status", [400, 503, None, "unreachable", "serving"], ids=str)
+def test_prefill_holds_no_blocks_if_no_decode_engine_admits_the_request(
+    disaggregated: Disaggregated, status: Any
+) -> None:
+    more = {"min_tokens": 50} if status == "serving" else {}  # vLLM refuses these after its schema
+    with Refuses(None if status in ("serving", "unreachable") else status) as refusing:
+        decode = {"serving": disaggregated.engines["decode 0"], "unreachable": "http://127.0.0.1:9"}
+        with router(disaggregated.engines["prefill 0"], decode.get(status, refusing.url)) as url:
+            for seed in range(3):
+                body = disaggregated.body(long_prompt(seed), **more)
+                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=ASK_TIMEOUT_S)
+                assert answer.status_code in (status, 400, 502)
+                assert_rests(disaggregated)
+
+
+@needs_nixl
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_prefill_holds_no_blocks_of_clients_that_left(disaggregated: Disaggregated, is_streamed: bool) -> None:
+    """At any moment of the request."""
+    before = time.monotonic()
+    disaggregated.ask(long_prompt(10), max_tokens=1)
+    duration_s = time.monotonic() - before
+    for step in range(LEAVES):
+        body = json.dumps(disaggregated.body(long_prompt(11 + step), max_tokens=200, stream=is_streamed)).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", httpx.URL(disaggregated.url).port)) as client:
+            client.sendall(head + body)
+            time.sleep(duration_s * 1.2 * step / LEAVES)
+        assert_rests(disaggregated)
+    disaggregated.ask(prompt(0))
 
 
 @needs_nixl
