@@ -176,6 +176,9 @@ class Counters:
     resets: int = _counter("times the cache was emptied on request")
     finished_requests: int = _counter("finished requests that looked up blocks in the cache")
     record_dropped_calls: int = _counter("decisions dropped because the recording queue was full")
+    lost_spans: int = _counter(
+        "spans that were not sent to `metrics.spans_endpoint`: it failed or was too slow, or too many waited"
+    )
     disabled: int = _counter(
         "1 after a rank was lost, ranks with one copy had different KV, or kvbm failed: the cache is off"
     )

@@ -131,8 +131,9 @@ class Telemetry:
         self._control = opened(self._control_directory, desk, engine=self._engine)
         if self._server is not None:
             self._server.control(desk)
-        if self._trace is not None:
-            self._trace.counters = leader.counters
+        for part in (self._trace, self._spans):
+            if part is not None:
+                part.counters = leader.counters
         if self._curve is not None and (host := leader.blocks().get(Tier.HOST)) is not None:
             self._curve.start(sum(host.values()), leader.counters)
         if self._server is not None:
@@ -142,6 +143,6 @@ class Telemetry:
             self._log = HitRateLog(leader.counters, self._log_interval_s)
 
     def close(self) -> None:
-        for part in (self._control, self._alarm, self._log, self._server, self._trace, self._spans, self._curve):
+        for part in (self._control, self._alarm, self._log, self._spans, self._server, self._trace, self._curve):
             if part is not None:
                 part.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from fake_server import FakeServer
 from rig import Rig, disk_policy
+from waiting import slept_s
 
 from kvbm.config.schema import MetricsSection
 from kvbm.leader.settings import SpanNote
@@ -16,6 +19,7 @@ pytest.importorskip("opentelemetry.sdk")
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvbm.observe import spans
 from kvbm.observe.spans import MOST_NOTES, SpanRecorder
 
 BLOCK_BYTES = 1024
@@ -131,6 +135,69 @@ def test_spans_are_off_by_default():
     assert telemetry.spans(lambda request_id: None) is None
     assert set(threading.enumerate()) == before
     telemetry.close()
+
+
+class Collector(FakeServer):
+    """Answers with `begin`, and then with `piece` again and again."""
+
+    def __init__(self, begin: bytes, piece: bytes, pause_s: float) -> None:
+        super().__init__()
+        self.begin, self.piece, self.pause_s = begin, piece, pause_s
+        self.asked = threading.Event()
+
+    async def answer(self, request, connection):
+        self.asked.set()
+        connection.write(self.begin)
+        while True:
+            connection.write(self.piece)
+            await asyncio.sleep(self.pause_s)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece", "pause_s", "lost"),
+    [
+        pytest.param(b"", b"", 1, 2, id="hangs"),
+        pytest.param(OK, b"X", 1, 2, id="drips_a_header"),
+        pytest.param(OK, b"X: y\r\n", 0.1, 2, id="drips_headers"),
+        pytest.param(OK + b"Content-Length: 9999\r\n\r\n", b"x", 1, 0, id="drips_its_body"),
+        pytest.param(OK + b"\r\n", b"x" * 65536, 0.001, 0, id="never_ends"),
+        pytest.param(b"HTTP/1.1 503 no\r\nContent-Length: 0\r\n\r\n", b"", 1, 2, id="asks_to_wait"),
+        pytest.param(b"HTTP/1.1 404 no\r\nContent-Length: 0\r\n\r\n", b"", 1, 2, id="refuses"),
+    ],
+)
+@pytest.mark.parametrize("while_sending", [True, False])
+def test_a_collector_that_does_not_answer_delays_no_stop_and_what_is_lost_is_counted(
+    begin, piece, pause_s, lost, while_sending, caplog
+):
+    rig = Rig()
+    with Collector(begin, piece, pause_s) as collector:
+        telemetry = Telemetry(MetricsSection(log_interval_s=0, spans_endpoint=f"{collector.url}/v1/traces"))
+        note = telemetry.spans(lambda request_id: None)
+        telemetry.watch(rig.leader)
+        assert note is not None
+        note(SpanNote("r", "lookup", 1.0, 2.0, {}))
+        note(SpanNote("r", "finish", 3.0, 3.0, {}))
+        if while_sending:
+            assert collector.asked.wait(60)
+        began_s = slept_s()
+        telemetry.close()
+        assert slept_s() - began_s < 2
+    assert rig.leader.counters.lost_spans == lost
+    assert ("2 spans were not sent" in caplog.text) == bool(lost)
+    rig.close()
+
+
+def test_spans_beyond_the_queue_are_counted_while_a_collector_hangs(monkeypatch):
+    monkeypatch.setattr(spans, "MOST_QUEUED", 4)
+    monkeypatch.setattr(spans, "POLL_S", 3600)
+    recorder = SpanRecorder("", exporter=InMemorySpanExporter())
+    for number in range(10):
+        recorder.note(SpanNote("r", "lookup", number, number, {}))
+    assert recorder.counters.lost_spans == 6
+    recorder.close()
 
 
 def test_a_receiver_on_the_loopback_gets_them():
