@@ -195,6 +195,11 @@ class Counters:
     matches_whole: int = 0
     matches_partial: int = 0
     matches_none: int = 0
+    retain_quota_hints: int = 0
+    retain_share_hints: int = 0
+    session_share_hints: int = 0
+    prefetch_share_hints: int = 0
+    prefetch_late_hints: int = 0
     host_reset_blocks: int = 0
     disk_evicted_blocks: int = 0
     disk_reset_blocks: int = 0

@@ -23,7 +23,7 @@ import math
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -308,6 +308,10 @@ class ShadowCache:
         slots = [slot for name in names if (slot := self._slots.get(name)) is not None]
         self._order.let_go(slots, [], demotes=demotes)
 
+    def unretain(self, sampled: Mapping[int, int], kept: int) -> None:
+        slots = {slot: position for name, position in sampled.items() if (slot := self._slots.get(name)) is not None}
+        self._order.unretain([*slots], [slot for slot, position in slots.items() if position >= kept])
+
     def note(self, hits: int, others: int) -> None:
         self.hits += hits
         self.gain += hits - others
@@ -399,6 +403,15 @@ class Adaptive:
             shadow.let_go(names, demotes=demotes)
         if self.follows_hints:
             self.order.let_go(listed, others, demotes=demotes)
+
+    def unretain(self, hashes: Sequence[bytes], kept: int, listed: list[int], slots: list[int]) -> None:
+        """Note that the blocks of the chain `hashes` from `kept` on are retained no longer, see Ranked.unretain."""
+        self.see()
+        sampled = self._sample(hashes)
+        for shadow in self._hinted:
+            shadow.unretain(sampled, kept)
+        if self.follows_hints:
+            self.order.unretain(listed, slots)
 
     def clear(self) -> None:
         """Forget what is known of blocks. The choice stays: it is about requests."""

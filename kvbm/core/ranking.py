@@ -49,6 +49,7 @@ GRACES_S = (30.0, 120.0, 480.0, 1920.0)
 PAUSES = len(LEAST_AGES_S)
 DEMOTED, NEW, ARRIVING, RESIDENT = 0, 1, 2, 2 + PAUSES
 RETAINED = RESIDENT + PAUSES
+UNRETAINED = RETAINED - 1  # the class after a retention has been ended
 CLASSES = RETAINED + len(GRACES_S)
 CLASS_MASK, REUSED, SHARED = 0x0F, 0x10, 0x20  # the bits of a mark
 OWNED = 0x40  # only requests of one session have used the block
@@ -212,11 +213,19 @@ class Ranked(Order):
         blocks that change their class move to the end of a list, and no block before them may be older."""
         marks, least = self.marks, DEMOTED if demotes else RETAINED
         changed = [slot for slot in (*listed, *others) if marks[slot] & OWNED and marks[slot] & CLASS_MASK >= least]
-        if not changed:
+        self._lower(listed, changed, DEMOTED if demotes else UNRETAINED)
+
+    def unretain(self, listed: list[int], slots: Sequence[int]) -> None:
+        """End the retention of `slots`, the end of a chain whose slots in a list are `listed`. See `let_go`."""
+        changed = [slot for slot in slots if self.marks[slot] & CLASS_MASK >= RETAINED]
+        self._lower(listed, changed, UNRETAINED)
+
+    def _lower(self, listed: list[int], slots: list[int], its_class: int) -> None:
+        if not slots:
             return
         self.lists.remove(listed)
-        for slot in changed:
-            marks[slot] = OWNED | REUSED | (DEMOTED if demotes else RESIDENT + PAUSES - 1)
+        for slot in slots:
+            self.marks[slot] = self.marks[slot] & ~CLASS_MASK | REUSED | its_class
         self.add(listed[::-1])
 
     def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:

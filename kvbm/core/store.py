@@ -285,12 +285,20 @@ class BlockStore:
     def let_go(self, hashes: Sequence[bytes], *, demotes: bool) -> None:
         """Retain no longer those of a chain's blocks that only the session of `hashes` has used; with `demotes`, evict
         them first. For adaptive eviction."""
-        if self.adaptive is None:
-            return
-        slots = dict.fromkeys(self._index.find_prefix(hashes))
-        listed = [slot for slot in slots if self._states[slot] == INACTIVE]
-        others = [slot for slot in slots if self._states[slot] != INACTIVE]
-        self.adaptive.let_go(hashes, listed, others, demotes=demotes)
+        if self.adaptive is not None:
+            slots = self._index.find_prefix(hashes)
+            listed = self._listed(slots)
+            others = [slot for slot in dict.fromkeys(slots) if self._states[slot] != INACTIVE]
+            self.adaptive.let_go(hashes, listed, others, demotes=demotes)
+
+    def unretain(self, hashes: Sequence[bytes], kept: int) -> None:
+        """Retain only the first `kept` blocks of a chain. For adaptive eviction."""
+        if self.adaptive is not None and kept < len(hashes):
+            slots = self._index.find_prefix(hashes)
+            self.adaptive.unretain(hashes, kept, self._listed(slots), slots[kept:])
+
+    def _listed(self, slots: Sequence[int]) -> list[int]:
+        return [slot for slot in dict.fromkeys(slots) if self._states[slot] == INACTIVE]
 
     def room(self, marks: bytes, taken: int = 0) -> int:
         """Return how many of the next blocks of a chain, which have these marks, this store would keep, if `taken`

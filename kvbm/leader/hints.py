@@ -6,21 +6,23 @@
 
 A tenant may have `quota` blocks of host memory retained at a time, all tenants together TOTAL_SHARE of it; requests
 without a salt may have that, too. What is above is not retained. A block counts until its time has ended, also if it
-has left host memory. Tenants share nothing here: one cannot name the session of another one.
+has left host memory. One tenant cannot name the session of another one.
 
-The leader's thread owns it. Everything here is bounded: sessions by number and blocks, retentions by number.
+The leader's thread owns it. Retentions, sessions, and chains that are brought back later are in tables of bounded size,
+in which each tenant has a share (tenant_table.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbm.core.chooser import LONGEST_CHAIN, ChainHint, grace_class
 from kvbm.core.ranking import GRACES_S
+from kvbm.leader.tenant_table import Holding, TenantTable
+from kvbm.metrics import Counters
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
@@ -31,10 +33,9 @@ PRIORITIES = ("low", "normal", "high")
 MOST_CHARACTERS = 128  # of the name of a session
 MOST_ENDED = 8  # sessions that one hint ends
 MOST_SESSIONS, MOST_RETENTIONS = 4096, 4096
+MOST_WAITING = 1024  # chains that are brought back later
 EXPIRE_EVERY_S = 1.0
 QUOTA_SHARE, TOTAL_SHARE = 0.25, 0.5  # of host memory
-
-Session = tuple[bytes, str]  # tenant and name
 
 
 class Invalid(Exception):
@@ -106,27 +107,27 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-@dataclass(slots=True)
-class _Retention:
-    tenant: bytes
-    blocks: int
-    until_s: float
-
-
 class Hints:
-    """See the module's text. `store` has the blocks of host memory. `total`: blocks that count as retained."""
+    """See the module's text. `store` has the blocks of host memory. `waiting`: the chains that are brought back."""
 
-    def __init__(self, store: BlockStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: BlockStore, clock: Callable[[], float], counters: Counters | None = None) -> None:
         self._store = store
         self._clock = clock
-        self._quota = int(QUOTA_SHARE * store.capacity_blocks)
-        self._quotas = {b"": int(TOTAL_SHARE * store.capacity_blocks)}  # of tenants with one of their own
-        self._sessions: OrderedDict[Session, Sequence[bytes]] = OrderedDict()  # the last chain of each, oldest first
-        self._session_blocks = 0
-        self._retentions: dict[bytes, _Retention] = {}  # by the last block of the chain
-        self._retained: dict[bytes, int] = {}  # blocks, by tenant
-        self.total = 0
+        self._counters = counters or Counters()
+        blocks = store.capacity_blocks
+        self._quota = int(QUOTA_SHARE * blocks)
+        self._quotas = {b"": int(TOTAL_SHARE * blocks)}  # of tenants with one of their own
+        self._reserved: dict[bytes, float] = {}  # the parts of the tables of tenants with a quota from an operator
+        self._sessions = TenantTable(blocks, MOST_SESSIONS, cuts=False)  # their last chains, by name
+        # By the last blocks of the chains.
+        self._retentions = TenantTable(int(TOTAL_SHARE * blocks), MOST_RETENTIONS, cuts=True)
+        self.waiting = TenantTable(blocks, MOST_WAITING, cuts=True)
         self._expired_s = clock()
+
+    @property
+    def total(self) -> int:
+        """Return how many blocks count as retained."""
+        return self._retentions.total
 
     def quota(self, tenant: bytes) -> int:
         """Return how many blocks a tenant may have retained. No bytes: the requests without a salt, which are all
@@ -135,94 +136,93 @@ class Hints:
 
     def retained(self, tenant: bytes) -> int:
         """Return how many blocks count as retained for a tenant."""
-        return self._retained.get(tenant, 0)
+        return self._retentions.held(tenant)
 
     def limit(self, share: float, tenant: bytes | None) -> int:
-        """Set the quota of a tenant, or that of each tenant; return it in blocks."""
+        """Set the quota of a tenant, which is reserved for it, or that of each tenant; return it in blocks."""
         blocks = int(share * self._store.capacity_blocks)
         if tenant is None:
             self._quota = blocks
             self._quotas.clear()
+            self._reserved.clear()
         elif tenant in self._quotas or len(self._quotas) < MOST_SESSIONS:
             self._quotas[tenant] = blocks
+            self._reserved[tenant] = min(1.0, share / TOTAL_SHARE)
+        for table in (self._sessions, self._retentions, self.waiting):
+            table.reserve(self._reserved)
         return self.quota(b"" if tenant is None else tenant)
 
     def arrive(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> ChainHint:
         """Return what a hint means for the chain of a request that arrives."""
-        retained = self._charge(hint, tenant, chain[:LONGEST_CHAIN])
-        last = self._sessions.get((tenant, hint.session), ()) if hint.session else ()
+        retained = self._charge(hint, tenant, chain := chain[:LONGEST_CHAIN])
+        self._counters.retain_quota_hints += hint.retain_s > 0 and retained < len(chain)
+        known = self._sessions.of(tenant).get(hint.session)
+        last = known.chain if known is not None else ()
         continues = 0 < len(last) <= len(chain) and chain[len(last) - 1] == last[-1]
         return ChainHint(retained, grace_class(hint.retain_s), hint.demotes, bool(hint.session), continues)
 
-    def finish(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> None:
-        """Note that a request with this hint has ended and used `chain`."""
-        self._charge(hint, tenant, chain[:LONGEST_CHAIN])
+    def finish(self, hint: Hint, tenant: bytes, chain: Sequence[bytes], arrived: int = 0) -> None:
+        """Note that a request with this hint has ended and used `chain`, of which `arrived` blocks are retained since
+        its arrival."""
+        chain = chain[:LONGEST_CHAIN]
+        retained = self._charge(hint, tenant, chain)
+        if retained < min(arrived, len(chain)):
+            self._unretain(tenant, chain, retained)
         if hint.session:
-            self._note_session((tenant, hint.session), chain[:LONGEST_CHAIN])
+            given_up = self._sessions.add(Holding(tenant, hint.session, chain))
+            self._counters.session_share_hints += len(given_up)
             if hint.demotes or hint.releases:
-                self._let_go((tenant, hint.session), demotes=hint.demotes)
+                self._let_go(tenant, hint.session, demotes=hint.demotes)
         for name in hint.ends:
-            self._let_go((tenant, name), demotes=True)
+            self._let_go(tenant, name, demotes=True)
 
     def reset(self) -> None:
         """Forget all chains: their blocks are gone."""
-        for kept in (self._sessions, self._retentions, self._retained):
-            kept.clear()
-        self._session_blocks = self.total = 0
+        self._sessions.clear()
+        self._retentions.clear()
 
     def _charge(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> int:
         """Return how many blocks of the chain are retained, and count them in place of those of its beginning."""
         if not hint.retain_s or not chain:
             return 0
         self._expire()
-        known = next((one for one in reversed(chain) if one in self._retentions), None)
-        if known is not None and self._retentions[known].tenant == tenant:
-            self._drop(known)
-        room = min(
-            self.quota(tenant) - self.retained(tenant),
-            int(TOTAL_SHARE * self._store.capacity_blocks) - self.total,
-        )
-        blocks = max(0, min(len(chain), room)) if len(self._retentions) < MOST_RETENTIONS else 0
-        if blocks and chain[-1] not in self._retentions:
-            until_s = self._clock() + GRACES_S[grace_class(hint.retain_s)]
-            self._retentions[chain[-1]] = _Retention(tenant, blocks, until_s)
-            self._retained[tenant] = self.retained(tenant) + blocks
-            self.total += blocks
-        return blocks
+        self._end_retention(tenant, chain)
+        blocks = self._retentions.fitting(tenant, len(chain), limit=self.quota(tenant))
+        if not blocks:
+            return 0
+        until_s = self._clock() + GRACES_S[grace_class(hint.retain_s)]
+        entry = Holding(tenant, chain[-1], chain[:blocks], until_s)
+        for one, former in self._retentions.add(entry).items():
+            if one is not entry:
+                self._counters.retain_share_hints += 1
+                self._unretain(one.tenant, former, len(one.chain))
+        return len(entry.chain)
+
+    def _unretain(self, tenant: bytes, chain: Sequence[bytes], kept: int) -> None:
+        """Let others evict the blocks of a chain from `kept` on, unless another retained chain has them, too."""
+        for one in self._retentions.of(tenant).values():
+            other = one.chain
+            while kept < len(other) and other[kept] == chain[kept]:
+                kept += 1
+                if kept == len(chain):
+                    return
+        self._store.unretain(chain, kept)
 
     def _expire(self) -> None:
         now_s = self._clock()
         if now_s - self._expired_s < EXPIRE_EVERY_S:
             return
         self._expired_s = now_s
-        for name in [name for name, one in self._retentions.items() if one.until_s <= now_s]:
-            self._drop(name)
+        for one in [one for one in self._retentions if one.until_s <= now_s]:
+            self._retentions.pop(one.tenant, one.key)
 
-    def _drop(self, name: bytes) -> None:
-        one = self._retentions.pop(name)
-        self.total -= one.blocks
-        left = self._retained[one.tenant] - one.blocks
-        if left:
-            self._retained[one.tenant] = left
-        else:
-            del self._retained[one.tenant]
+    def _end_retention(self, tenant: bytes, chain: Sequence[bytes]) -> None:
+        retained = self._retentions.of(tenant)
+        if retained and (name := next((one for one in reversed(chain) if one in retained), None)) is not None:
+            self._retentions.pop(tenant, name)
 
-    def _note_session(self, session: Session, chain: Sequence[bytes]) -> None:
-        self._forget_session(session)
-        self._sessions[session] = chain
-        self._session_blocks += len(chain)
-        while len(self._sessions) > MOST_SESSIONS or self._session_blocks > self._store.capacity_blocks:
-            self._forget_session(next(iter(self._sessions)))
-
-    def _forget_session(self, session: Session) -> Sequence[bytes]:
-        chain = self._sessions.pop(session, ())
-        self._session_blocks -= len(chain)
-        return chain
-
-    def _let_go(self, session: Session, *, demotes: bool) -> None:
-        chain = self._forget_session(session)
-        if chain:
-            name = next((one for one in reversed(chain) if one in self._retentions), None)
-            if name is not None and self._retentions[name].tenant == session[0]:
-                self._drop(name)
-            self._store.let_go(chain, demotes=demotes)
+    def _let_go(self, tenant: bytes, session: str, *, demotes: bool) -> None:
+        ended = self._sessions.pop(tenant, session)
+        if ended is not None and ended.chain:
+            self._end_retention(tenant, ended.chain)
+            self._store.let_go(ended.chain, demotes=demotes)

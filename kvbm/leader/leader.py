@@ -84,7 +84,7 @@ class Leader(EngineTiers):
         self._matching = Matching(context, tiers, self._slices, self._onboards, self._prefetches)
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
-        self.hints = Hints(self._host.store, callbacks.clock)
+        self.hints = Hints(self._host.store, callbacks.clock, self.counters)
         self._operations = self.operations = Operations(context, tiers, self._prefetches, self.hints)
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
@@ -158,7 +158,9 @@ class Leader(EngineTiers):
         if request.hint is None or not self._settings.has_adaptive_host:
             arrival = self._host.arrive(hashes, now_s)
         else:
-            arrival = self._host.arrive(hashes, now_s, self.hints.arrive(request.hint, request.tenant, hashes))
+            hint = self.hints.arrive(request.hint, request.tenant, hashes)
+            request.retained = hint.retained
+            arrival = self._host.arrive(hashes, now_s, hint)
         return below[0] if arrival is None and below else arrival
 
     def _note_lookup(self, request_id: str, began_s: float, found: int | None) -> None:
@@ -381,7 +383,7 @@ class Leader(EngineTiers):
                     else:
                         self._slices.run(store.touch, recent)
         if request.hint is not None and self._is_one_chain and not is_preempted:
-            self._end_hint(request.hint, request.tenant, chains[0])
+            self._end_hint(request, request.hint, chains[0])
         self.counters.lost_state_tokens += request.lost_state_tokens
         if request.probed_blocks:
             disk, shared = (request.lower_hits.get(tier, 0) for tier in LOWER)
@@ -389,8 +391,9 @@ class Leader(EngineTiers):
             self.counters.hit_window.append((host, disk, shared, request.probed_blocks))
             self.counters.count_match(request.hit_blocks, request.probed_blocks)
 
-    def _end_hint(self, hint: Hint, tenant: bytes, chain: Sequence[bytes]) -> None:
-        self.hints.finish(hint, tenant, chain)
+    def _end_hint(self, request: LiveRequest, hint: Hint, chain: Sequence[bytes]) -> None:
+        tenant = request.tenant
+        self.hints.finish(hint, tenant, chain, request.retained)
         if hint.prefetch_s is not None and self._operations.want_later(chain[:LONGEST_CHAIN], tenant, hint.prefetch_s):
             self.control.wake_after(hint.prefetch_s)
 

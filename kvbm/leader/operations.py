@@ -3,18 +3,21 @@
 A pin holds the beginning of a chain until its time has ended, or until it is released. It is a lock, unlike a hint, so
 pins hold at most PIN_SHARE of host memory. A pin whose blocks were forgotten, by a clear or a reset, ends.
 
-A hint can ask for a chain at a later time. The chains that wait for it have at most as many blocks as host memory. The
-one whose time has arrived is read within READ_S, one after the other.
+A hint can ask for a chain at a later time. The chains that wait for it have at most as many blocks as host memory.
+Those whose time has arrived are read one after the other, tenants by turns, each within READ_S.
 
 The leader's thread owns it. The messages of operators are in control.py.
 """
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
+
+from kvbm.leader.tenant_table import Holding
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
 PIN_SHARE = 0.25  # of host memory
 MOST_PINS = 256
 PIN_BYTES = 8  # of the name of a pin
-MOST_WAITING = 1024  # chains that are brought later
 READ_S = 2.0
 ASKS, ASKS_LATER = "an operator", "a hint"  # in place of a request, for what the shared tier is asked
 
@@ -34,13 +36,6 @@ ASKS, ASKS_LATER = "an operator", "a hint"  # in place of a request, for what th
 class _Pin:
     blocks: PinnedBlocks
     until_s: float
-
-
-@dataclass(order=True, frozen=True, slots=True)
-class _Later:
-    due_s: float
-    chain: Sequence[bytes] = field(compare=False)
-    tenant: bytes = field(compare=False)
 
 
 class Operations:
@@ -54,8 +49,12 @@ class Operations:
         self._tiers = tiers
         self._prefetches = prefetches
         self._pins: dict[bytes, _Pin] = {}
-        self._wanted: list[_Later] = []  # a heap
-        self._wanted_blocks = 0
+        self._counters = context.counters
+        self._wanted: list[Holding] = []  # those of `hints.waiting`, by their time
+        self._numbers = count()
+        self._reading: Holding | None = None
+        self._read_until_s = 0.0
+        self._last_tenant: bytes | None = None  # whose chain was read last
         self._losses = 0
 
     def chain(self, token_ids: Sequence[int], salt: str | None) -> Sequence[bytes] | None:
@@ -77,20 +76,25 @@ class Operations:
 
     def want_later(self, chain: Sequence[bytes], owner: bytes, delay_s: float) -> bool:
         """Bring a chain of this tenant to host memory after a time. Return whether there is room for it."""
-        blocks = self._wanted_blocks + len(chain)
-        if not self._tiers or len(self._wanted) >= MOST_WAITING or blocks > self._host.capacity_blocks:
+        if not self._tiers or not chain:
             return False
-        heapq.heappush(self._wanted, _Later(self._clock() + delay_s, chain, owner))
-        self._wanted_blocks = blocks
-        return True
+        wanted = Holding(owner, next(self._numbers), chain, self._clock() + delay_s)
+        insort(self._wanted, wanted, key=_due_s)
+        given_up = self.hints.waiting.add(wanted)
+        self._counters.prefetch_share_hints += len(given_up)
+        for one in given_up:
+            if not one.chain:
+                self._forget(one)
+        return bool(wanted.chain)
 
     def has_work(self) -> bool:
         """Whether the time of a chain has arrived."""
-        return bool(self._wanted) and self._wanted[0].due_s <= self._clock()
+        return bool(self._wanted) and self._wanted[0].until_s <= self._clock()
 
     def reset(self) -> None:
         self._wanted.clear()
-        self._wanted_blocks = 0
+        self.hints.waiting.clear()
+        self._reading = None
 
     @property
     def room(self) -> int:
@@ -134,10 +138,7 @@ class Operations:
         """Release the pins whose time has ended, and those of blocks that were forgotten, and bring a chain whose time
         has arrived."""
         if self.has_work():
-            first = self._wanted[0]
-            if not self.is_on_its_way(first.chain, first.tenant, ASKS_LATER) or self._clock() > first.due_s + READ_S:
-                self.end_asking(ASKS_LATER)
-                self._wanted_blocks -= len(heapq.heappop(self._wanted).chain)
+            self._bring()
         if not self._pins:
             return
         now_s, store = self._clock(), self._host.store
@@ -145,3 +146,26 @@ class Operations:
         for name, pin in list(self._pins.items()):
             if pin.until_s <= now_s or (has_lost and store.match(pin.blocks.hashes) < len(pin.blocks.hashes)):
                 self.release(name)
+
+    def _bring(self) -> None:
+        now_s = self._clock()
+        if self._reading is None:
+            due = takewhile(lambda one: one.until_s <= now_s, self._wanted)
+            self._reading = next((one for one in due if one.tenant != self._last_tenant), self._wanted[0])
+            self._read_until_s, self._last_tenant = now_s + READ_S, self._reading.tenant
+        one = self._reading
+        if self.is_on_its_way(one.chain, one.tenant, ASKS_LATER) and now_s <= self._read_until_s:
+            return
+        self._counters.prefetch_late_hints += self._host.store.match(one.chain) < len(one.chain)
+        self.hints.waiting.pop(one.tenant, one.key)
+        self._forget(one)
+
+    def _forget(self, one: Holding) -> None:
+        self._wanted = [other for other in self._wanted if other is not one]
+        if one is self._reading:
+            self._reading = None
+            self.end_asking(ASKS_LATER)
+
+
+def _due_s(one: Holding) -> float:
+    return one.until_s

@@ -72,7 +72,7 @@ class LiveRequest:
     whose blocks were found, but no snapshot at their end. `promised` pins what the last match found, for an engine that
     does not accept failed loads. `match_restarts`: how often its long match began again. `extents` are those that its
     last match found. `lower_tokens` are the tokens last promised to it from each lower tier, `lower_hits` the blocks
-    that it got from there. `hint` is what its client says of its chain.
+    that it got from there. `hint` is what its client says of its chain, of which `retained` blocks are retained.
     """
 
     request_id: str
@@ -95,6 +95,7 @@ class LiveRequest:
     asked_blocks: int = 0
     extents: dict[LowerTier, list[Extent]] = field(default_factory=dict)
     hint: Hint | None = None
+    retained: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,20 @@ COUNTED: dict[str, Family] = {
             ("object", "rejected", "evicted"): "shared_dropped_blocks",
         },
     ),
+    "kvbm_dropped_hints": Family(
+        "hints that had no effect, or less, by their `part`: `retain`, `session`, `prefetch`, or `all` of it; and by "
+        "`reason`: `invalid` (wrong words), `quota` (its tenant had what it may retain), `share` (it gave way to "
+        "another hint), or `late` (the blocks did not come back in time, or were in no tier)",
+        ("part", "reason"),
+        {
+            ("all", "invalid"): "invalid_hints",
+            ("retain", "quota"): "retain_quota_hints",
+            ("retain", "share"): "retain_share_hints",
+            ("session", "share"): "session_share_hints",
+            ("prefetch", "share"): "prefetch_share_hints",
+            ("prefetch", "late"): "prefetch_late_hints",
+        },
+    ),
 }
 TRANSFER_SECONDS = (
     "kvbm_transfer_seconds",
