@@ -7,8 +7,9 @@
     <directory>/<namespace>/rates.json                measured speed of its engines
 
 Each engine has its own instance. An engine takes over the most recently used free instance of its namespace, or creates
-one. An instance is changed only by the holder of its lock. A disk process whose engine has died holds its lock until it
-has exited. `await_predecessor` waits for that, so that a restarted engine finds its cache.
+one. An instance is changed only by the holder of its lock; its engine may remove the superblock, which forgets all. A
+disk process whose engine has died holds its lock until it has exited. `await_predecessor` waits for that, so that a
+restarted engine finds its cache.
 """
 
 from __future__ import annotations

@@ -458,8 +458,13 @@ class SchedulerSide:
 
     @hook(False, when_off=True)
     def reset(self) -> bool:
-        """Forget every block. vLLM also calls this after a change of the weights, and does not say so."""
-        return self._forget("the cache was reset, possibly because the weights change")
+        """Forget every block. vLLM also calls this after a change of the weights, and does not say so.
+
+        True also if a disk deletes its blocks later: vLLM would answer 500 to `/pause` and `/sleep`, and no engine
+        finds one of them.
+        """
+        self._forget("the cache was reset, possibly because the weights change")
+        return True
 
     @hook(when_off=True)
     def weights_may_change(self, cause: str) -> None:
@@ -470,14 +475,14 @@ class SchedulerSide:
         if self._adapters.load(adapter):
             self._forget(f"adapter `{shown(adapter.lora_name)}` was loaded again")
 
-    def _forget(self, why: str) -> bool:
+    def _forget(self, why: str) -> None:
         """Forget every block in every tier and in vLLM's prefix cache; keep no later one for the next start.
 
         Requests that have KV of the former weights continue with it. Their blocks are never offloaded, and vLLM's
         prefix cache never gets them, or else other requests would bring them back to us.
         """
         if self.leader is None:
-            return True
+            return
         assert self._former is not None
         if self._keeps_blocks:
             self._keeps_blocks = False
@@ -487,7 +492,7 @@ class SchedulerSide:
                 "kvbm: %s: no block is offloaded any more: `%s` may load blocks of former weights", why, self._sibling
             )
         self._former.change(self._live.values())
-        return self.leader.reset(ends_persistence=True)
+        self.leader.reset(ends_persistence=True)  # it logs a tier that is off until its blocks are deleted
 
     def _is_stale(self, request: Request) -> bool:
         former = self._former

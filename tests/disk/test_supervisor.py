@@ -252,6 +252,24 @@ def test_clear_that_was_not_durable_is_done_when_the_engine_ends(
         assert rig.recovered() == {}
 
 
+def test_a_killed_engine_whose_weights_have_changed_leaves_nothing_that_was_not_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "FIRST_PAUSE_S", LIMIT_S)
+    with lasting(tmp_path) as rig:
+        rig.write([1], [0])
+        superblock = rig.tier.process.path / "superblock"
+        with stopped(rig):
+            with pytest.raises(EnvironmentProblem):
+                rig.tier.clear(0.1, ends_persistence=True)
+            rig.wait_until(lambda: not superblock.exists())
+            kill(rig)
+        rig.wait_until(lambda: rig.tier.losses)
+        with opened(tmp_path) as following:
+            assert following.tier.path == superblock.parent
+            assert following.recovered() == {}
+
+
 def test_clear_of_a_stopped_process_is_done_when_the_engine_ends(tmp_path: Path) -> None:
     with lasting(tmp_path) as rig:
         rig.write([1], [0])

@@ -116,6 +116,25 @@ def test_a_disk_that_fails_changes_no_answer_and_is_used_again(server, truth, pl
     assert server.metrics()[FETCHED] > fetched, "it is used again"
 
 
+def test_a_pause_while_the_disk_hangs_is_answered_as_by_vllm_alone(server, truth, disk):
+    """The tier is off until the disk has deleted its blocks, and none of them is found afterwards."""
+    former, written = tokens(Random("before a pause"), 4 * BLOCK_TOKENS + 9), server.metrics()[WRITTEN]
+    server.ask(former)
+    server.wait_until("written blocks", lambda metrics: metrics[WRITTEN] >= written + 4)
+    for number in range(2):  # the second pause finds a disk that is known to hang
+        disk.order(hold=True)
+        answer = server.http.post("/pause?mode=abort", timeout=60)
+        assert answer.status_code == 200, f"pause {number}: {answer.text}"
+        assert server.http.post("/resume", timeout=60).status_code == 200
+    assert "stays off until its blocks are deleted" in server.log()
+    wait_for(server, lambda metrics: metrics[OFF])
+    asked = list(truth)
+    assert_equal(repeat(asker(server), asked[:2]), {request: truth[request] for request in asked[:2]})
+    disk.order()
+    wait_for(server, lambda metrics: not metrics[OFF])
+    assert server.ask(former).cached == 0
+
+
 def test_of_a_load_that_fails_in_the_middle_the_blocks_before_are_used(server, plain, directory, tmp_path):
     prompt, good = tokens(Random("damaged"), 8 * BLOCK_TOKENS + 9), 5
     expected = repeat(asker(plain), [Request(prompt, 8)])

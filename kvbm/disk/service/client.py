@@ -20,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kvbm.disk.directory import INDEX, InstanceLock
+from kvbm.disk.directory import INDEX, LEVELS, SUPERBLOCK, InstanceLock
+from kvbm.disk.files import open_private_directory, sync_directory
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.index import BlockIndex
 from kvbm.disk.known_rates import KnownRates
@@ -287,6 +288,8 @@ class DiskSupervisor(ChildService[Read | Write, DiskResult, DiskCounters]):
                 f"the disk cache {path} is not cleared durably: another process uses it", hint=f"remove {path}"
             )
         if self._uncleared is not None:
+            if ends_persistence and self.process.home is not None:
+                _invalidate(path)
             why = self.process.off_because or f"no answer in {timeout_s:g} s"
             raise EnvironmentProblem(f"the disk cache {path} is not cleared durably yet: {why}")
 
@@ -373,6 +376,19 @@ def _clear_closed(path: Path) -> None:
         thread.join(deadlines.JOIN_S)
     if outcome:
         log.error("the disk cache %s was not cleared: %s; remove it before the next start", path, outcome[0])
+
+
+def _invalidate(path: Path) -> None:
+    """Begin to remove the superblock of an instance, so that a next engine starts empty even if this one is killed
+    before its clear is durable. The disk may hang."""
+
+    def invalidate() -> None:
+        with suppress(OSError, EnvironmentProblem), open_private_directory(path, levels=LEVELS) as directory:
+            directory.unlink_file(SUPERBLOCK)
+            sync_directory(path)
+
+    with suppress(RuntimeError):
+        start(threading.Thread(target=invalidate, name="kvbm-disk-invalidate", daemon=True))
 
 
 def _require_there(segments: Sequence[SegmentInfo]) -> None:
