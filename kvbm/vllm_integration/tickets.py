@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 MOST_UNWANTED = 1024
+MAX_CHARACTERS = 128
 TICKET = "pd_ticket"
 RELEASE = "pd_release"
 
@@ -55,6 +56,6 @@ class Tickets:
 
 
 def _text(kv_transfer_params: object, name: str) -> str:
-    """Return a client's parameter, which can be anything, as far as it is a text."""
+    """Return a client's parameter, which can be anything, if it is a short text."""
     value = kv_transfer_params.get(name) if isinstance(kv_transfer_params, dict) else None
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and len(value) <= MAX_CHARACTERS else ""

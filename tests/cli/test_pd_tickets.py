@@ -8,7 +8,12 @@ from kvbm.vllm_integration.tickets import Tickets
 
 @pytest.mark.parametrize(
     ("sent", "asked", "released"),
-    [([], ["a"], ["1"]), ([], ["a", "a"], ["1", "1"]), ([], ["c", None, 5, ["a"]], []), (["1"], ["a", "b"], ["2"])],
+    [
+        ([], ["a"], ["1"]),
+        ([], ["a", "a"], ["1", "1"]),
+        ([], ["c", None, 5, ["a"], "a" * 1000], []),
+        (["1"], ["a", "b"], ["2"]),
+    ],
 )
 def test_blocks_are_released_for_the_ticket_of_their_prompt_while_they_are_pinned(sent, asked, released):
     ended = []
