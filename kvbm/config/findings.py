@@ -19,6 +19,7 @@ class Findings:
     labels: list[str] = field(default_factory=list)
     own: set[str] = field(default_factory=set)  # the files that are not shipped profiles
     wrong: set[str] = field(default_factory=set)  # removed keys, and the keys meant by unknown ones
+    around: set[str] = field(default_factory=set)  # `wrong`, and the sections of these keys
     extends: list[Source] = field(default_factory=list)
     is_incomplete: bool = False  # a file could not be read; missing keys may be in it
 
@@ -26,12 +27,14 @@ class Findings:
         """Add the mistakes that are not consequences of earlier ones, and return them."""
         new = [one for one in found if not self._is_consequence(one)]
         self.mistakes += new
-        self.wrong |= {key for one in new for key in (one.key, one.meant) if key}
+        wrong = {key for one in new for key in (one.key, one.meant) if key}
+        self.wrong |= wrong
+        self.around.update(*map(_with_sections, wrong))
         return new
 
     def _is_consequence(self, mistake: Mistake) -> bool:
         """Return whether the mistake only follows from the removal of a wrong key."""
-        return any(is_within(mistake.key, key) or is_within(key, mistake.key) for key in self.wrong)
+        return mistake.key in self.around or not self.wrong.isdisjoint(_with_sections(mistake.key))
 
     def in_order(self) -> tuple[ProfileError, ...]:
         """Return all mistakes: those in files by file and line, then those in variables and on the command line."""
@@ -43,6 +46,11 @@ class Findings:
         source = mistake.source if isinstance(mistake, Mistake) else None
         line = source.line if source is not None else None
         return rank, float("inf") if line is None else line, source.column if source is not None and line else 0
+
+
+def _with_sections(key: str) -> list[str]:
+    """Return the key and the sections that it is in."""
+    return [key, *(key[:at] for at, character in enumerate(key[:1000]) if character == ".")]
 
 
 def is_within(key: str, section: str) -> bool:

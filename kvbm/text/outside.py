@@ -26,9 +26,11 @@ BITS_PER_DIGIT = 3.3219
 SHOWN_ITEMS = 10
 SHOWN_DEPTH = 3
 
+# Each of these takes linear time: a search that begins anew at every character of a word would not.
 # C0, DEL, C1, marks and overrides of text direction, further ends of a line, and halves of surrogate pairs.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-_USERINFO = re.compile(r"(?<=://)(?:[^/\s@:]*:(?!\d+/)[^\s@]*|[^/\s@]+)@")
+_BEFORE_AT = re.compile(r"(?<![^\s@])[^\s@]*+@")
+_USERINFO = re.compile(r"(?<=://)(?:[^/:@]*:(?!\d+/).*|[^/@]+)@", re.DOTALL)  # of a match of _BEFORE_AT
 _QUERY_SECRET = re.compile(
     r"(?i)(?<=[?&])([\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|credential|key|keyid))=[^&\s#`'\"]+"
 )
@@ -37,7 +39,7 @@ _SECRET = (
     r"|(?:API|ACCESS|PRIVATE|ACCOUNT)[_-]?KEY"
 )
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
-_VARIABLE = re.compile(rf"\b([A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
+_VARIABLE = re.compile(rf"\b((?>[A-Z0-9_]*(?:{_SECRET})[A-Z0-9_]*)[\"']?)(\s*[:=]\s*[\"']?)(?![\"'\s*])[^\s\"',}}]+")
 _QUOTED = re.compile(r"`([^`\n]*)(`|$)")
 HIDDEN = "***"
 
@@ -72,7 +74,8 @@ def without_secrets(text: str) -> str:
 def without_url_secrets(text: str) -> str:
     if "://" not in text:
         return text
-    return _QUERY_SECRET.sub(rf"\1={HIDDEN}", _USERINFO.sub(f"{HIDDEN}@", text))
+    without = _BEFORE_AT.sub(lambda found: _USERINFO.sub(f"{HIDDEN}@", found[0]), text)
+    return _QUERY_SECRET.sub(rf"\1={HIDDEN}", without)
 
 
 def is_secret_name(name: str) -> bool:

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -307,16 +308,16 @@ class _Draft:
 
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
-        words = list(self.launch.words)
+        words = deque(self.launch.words)
         if words and not words[0].startswith("-"):
-            words.insert(0, Word("--model", words[0].line))
+            words.appendleft(Word("--model", words[0].line))
         while words:
-            word = words.pop(0)
+            word = words.popleft()
             written, _, inline = word.partition("=")
             name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
             if not name:
-                if word.startswith("-") and names_secret(word):
-                    del words[:1]
+                if words and word.startswith("-") and names_secret(word):
+                    words.popleft()
                 if not self._is_unknown("", word):
                     self.leave(word, "it is neither a long flag nor the value of one", word.line)
                 continue
@@ -324,7 +325,7 @@ class _Draft:
             values = [Word(inline, word.line, unknown=word.unknown)] if inline else []
             limit = 0 if inline else min(len(words), value_count(name, self.engine))
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
-                values.append(words.pop(0))
+                values.append(words.popleft())
             if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
             elif not any(self._is_unknown(written, one) for one in values):

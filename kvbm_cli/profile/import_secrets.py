@@ -18,10 +18,12 @@ _MORE_NAMES = re.compile(  # than in messages: what is not copied is listed
 )
 _TEXT = re.compile(
     r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|AKIA|ASIA|AIza|nvapi-)[A-Za-z0-9_-]{12,}"
-    r"|\beyJ[\w-]{8,}\.[\w.-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY|\b[Bb]earer\s+[\w.+/=-]+"
+    r"|(?<![\w-])(?>[\w-]*?\beyJ)[\w-]{8,}+\.[\w.-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY|\b[Bb]earer\s+[\w.+/=-]+"
     r"|\bhooks\.slack\.com/services/\S+"
 )
-_NAME_IN_TEXT = re.compile(r"([A-Za-z_][\w-]*)[\"']?\s*[:=]\s*[\"']?[^\s\"',}]|--?([A-Za-z][\w-]*)\s+[^\s-]")
+_NAME_IN_TEXT = re.compile(  # a word is searched once, from its beginning
+    r"(?<![\w-])(?:([\w-]++)[\"']?\s*+[:=]\s*+[\"']?[^\s\"',}]|(?=\w*-)([\w-]++)\s++[^\s-])"
+)
 
 
 def names_secret(name: str) -> bool:

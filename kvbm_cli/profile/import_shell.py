@@ -29,8 +29,10 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _VARIABLE = rf"(?P<braces>{_BRACES})|\$(?P<name>[A-Za-z_]\w*|[0-9@*?$#])|(?P<aside>{_ASIDE})"
-_PIECE = re.compile(rf"{_VARIABLE}|(?P<single>{_SINGLE})|(?P<double>{_DOUBLE})|\\(?P<escaped>.)|.", re.DOTALL)
-_PIECE_IN_QUOTES = re.compile(rf"{_VARIABLE}|\\(?P<escaped>[\"\\$`\n])|.", re.DOTALL)
+_PIECE = re.compile(
+    rf"{_VARIABLE}|(?P<single>{_SINGLE})|(?P<double>{_DOUBLE})|\\(?P<escaped>.)|[^$`{{'\"\\]+|.", re.DOTALL
+)
+_PIECE_IN_QUOTES = re.compile(rf"{_VARIABLE}|\\(?P<escaped>[\"\\$`\n])|[^$`{{\\]+|.", re.DOTALL)
 _BODY = re.compile(r"([A-Za-z_]\w*|[0-9@*])(?:\[[@*]\])?(?::?([-=+])(.*))?", re.DOTALL)
 _ARRAY = re.compile(r'"\$(?:@|\{\w+\[@\]\})"')
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -39,7 +41,8 @@ _TARGET = re.compile(r">[ \t]*(?:[^\s<>;|&]*/)?([^\s<>;|&/]+)")
 _CONDITIONS = frozenset({"if", "elif", "while", "until", "for", "case"})
 _IN_FRONT = frozenset({"exec", "nohup", "env", "sudo", "time", "command", "then", "else", "do", "{", "!"}) | _CONDITIONS
 _PULLED = re.compile(r"[\w.-]+(?::\d+)?/(?:(?!:/).)*")  # an image of a registry, and no path or volume
-_ENV_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=\s*(?:(['\"])(.*)\2|(.*?))\s*(?:\s#.*)?")
+_ENV_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=\s*(.*)")
+_END_OF_QUOTE = {quote: re.compile(rf"{quote}(?:\s*$|\s+#)") for quote in "'\""}
 
 
 def read_script(
@@ -55,8 +58,15 @@ def read_variables_file(text: str) -> Launch | None:
     """Return the variables of an env file, None if a line is not one."""
     lines = [(at, line) for at, line in enumerate(text.splitlines(), start=1) if not re.match(r"\s*(#|$)", line)]
     found = [(_ENV_LINE.fullmatch(line), at) for at, line in lines]
-    values = {match[1]: Word(match[3] or match[4] or "", at) for match, at in found if match is not None}
+    values = {match[1]: Word(_env_value(match[2]), at) for match, at in found if match is not None}
     return Launch("environment", None, environment=values) if values and all(match for match, _ in found) else None
+
+
+def _env_value(text: str) -> str:
+    """Return what the last quote like the first one ends, else the text in front of a comment."""
+    quote = _END_OF_QUOTE.get(text[:1])
+    ends = [found.start() for found in quote.finditer(text, 1)] if quote is not None else []
+    return text[1 : ends[-1]] if ends else re.split(r"\s#", text, maxsplit=1)[0].rstrip()
 
 
 def words_of(text: str, line: int, variables: Mapping[str, Word]) -> list[Word]:
@@ -95,16 +105,18 @@ class _Script:
         """Move here documents to `files`; empty lines take their place."""
         lines = text.split("\n")
         ends, end, name, kept = {line.strip() for line in lines}, "", "", []
+        files: dict[str, list[str]] = {}
         for line in lines:
             kept.append("" if end else line)
             if end and line.strip() == end:
                 end = ""
             elif end:
-                self.files[name] += f"{line}\n"
+                files[name].append(f"{line}\n")
             elif (match := _HERE.search(line)) is not None and match[1] in ends:
                 target = _TARGET.search(line)
                 end, name = match[1], target[1] if target is not None else ""
-                self.files[name] = ""
+                files[name] = []
+        self.files |= {name: "".join(inside) for name, inside in files.items()}
         return "\n".join(kept)
 
     def commands(self, text: str, line: int) -> Iterator[list[Word]]:
@@ -120,6 +132,7 @@ class _Script:
                 name, _, inside = match[0][:-1].partition("=(")
                 found = [word for command in self.commands(inside, line) for word in command]
                 before = self.variables.get(name[:-1], []) if name.endswith("+") else []
+                self._count(len(before))
                 self.variables[name.rstrip("+")] = before + found
             elif match["word"] and not is_target:
                 words += self._words(match[0], line)
@@ -131,16 +144,19 @@ class _Script:
     def _words(self, token: str, line: int) -> list[Word]:
         """Return the word, or several if a variable without quotes has several."""
         fields: list[str] = []
-        text, unknown, is_there = "", "", False
+        text: list[str] = []  # of the last field
+        unknown, is_there, assigned = "", False, _ASSIGNED.match(token)
         for piece in _PIECE.finditer(token):
             parts, why = self._value(piece)
-            if (piece["braces"] or piece["name"]) and not why and not _ASSIGNED.match(text):
+            if (piece["braces"] or piece["name"]) and not why and (assigned is None or piece.start() < assigned.end()):
                 parts = [one for part in parts for one in part.split()]
             if parts:
                 is_there, unknown = True, unknown or why
-                *finished, text = [text + parts[0], *parts[1:]]
-                fields += finished
-        return [Word(one, line, unknown=unknown) for one in [*fields, text]] if is_there else []
+                text.append(parts[0])
+                if len(parts) > 1:
+                    fields += ["".join(text), *parts[1:-1]]
+                    text = [parts[-1]]
+        return [Word(one, line, unknown=unknown) for one in [*fields, "".join(text)]] if is_there else []
 
     def _value(self, piece: re.Match[str]) -> tuple[list[str], str]:
         """Return what stands for a piece of a word, and its text if that is unknown."""
@@ -184,15 +200,17 @@ class _Script:
 
     def _command(self, words: list[Word], depth: int) -> None:
         assigned: dict[str, Word] = {}
-        while words and ((match := _ASSIGNED.match(words[0])) or words[0] in _IN_FRONT):
-            word = words.pop(0)
+        words.reverse()  # the next one is the last, which is removed in constant time
+        while words and ((match := _ASSIGNED.match(words[-1])) or words[-1] in _IN_FRONT):
+            word = words.pop()
             if match is not None:
                 assigned[match[1]] = self._assigned(match, word)
             elif word in _CONDITIONS:
                 reason = "conditions and loops are not evaluated; every command is read once"
                 self.left.setdefault("if", Left(word, reason, word.line))
-            elif words and words[0].startswith("-"):
-                words.pop(0)
+            elif words and words[-1].startswith("-"):
+                words.pop()
+        words.reverse()
         name = words[0].rpartition("/")[2] if words else ""
         if not words:
             self.variables |= {name: [word] for name, word in assigned.items()}
@@ -240,6 +258,7 @@ class _Script:
 
     def _assigned(self, match: re.Match[str], word: Word) -> Word:
         before = " ".join(self.variables.get(match[1], [])) if match[2] else ""
+        self._count(len(before))
         return Word(f"{before}{word[match.end() :]}", word.line, unknown=word.unknown)
 
     def _environment(self) -> dict[str, Word]:

@@ -6,13 +6,17 @@ it is linear, 16 times if it is quadratic.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
 import pytest
 
+from kvbm.errors import ProfileError
 from kvbm_cli.bench.metrics.engine_metrics import NAMES as BENCH_NAMES
 from kvbm_cli.plan import live
+from kvbm_cli.profile import import_file
+from kvbm_cli.profile.import_profile import imported
 from kvbm_cli.runs import status
 from kvbm_cli.system.http_client import MAX_METRICS_BYTES
 from kvbm_cli.system.metrics_page import MetricsPage
@@ -42,6 +46,13 @@ def bench_sample(text: str) -> None:
     MetricsPage.parse(text, BENCH_NAMES)
 
 
+def import_profile(text: str) -> None:
+    with contextlib.suppress(ProfileError):
+        launch, *others = import_file.launches_in(text, "file")
+        found = imported(launch, model=("m", "--model"), engine=("vllm", ""))
+        import_file.profile_text(found, launch, others, "file")
+
+
 def numbered(line: str, size: int, head: str = "") -> str:
     """Return so many characters of lines with a number each."""
     return head + "".join(line.format(number) for number in range(size // len(line.format(10_000))))
@@ -61,12 +72,32 @@ METRICS = {
         'kvbm_tier_capacity_bytes{tier="host"} 1\n',
     ),
 }
+SERVE = "vllm serve m --x "
+SCRIPTS = {
+    "one word": lambda size: f"{SERVE}{'a' * size}",
+    "words": lambda size: f"{SERVE}{'a-' * (size // 2)}",
+    "names of secrets": lambda size: f"{SERVE}{'TOKEN' * (size // 5)}",
+    "addresses": lambda size: f"{SERVE}{'http://a:b' * (size // 10)}",
+    "tokens": lambda size: f"{SERVE}{'-eyJaaaaaaaa' * (size // 12)}",
+    "the beginning of a key": lambda size: f"{SERVE}'-----BEGIN {'A' * size}'",
+    "escapes": lambda size: SERVE + "\\a" * (size // 2),
+    "pieces": lambda size: SERVE + "'a'" * (size // 3),
+    "braces": lambda size: f"{SERVE}{'${a{}' * (size // 5)}",
+    "commands": lambda size: f"{SERVE}{'$(a' * (size // 3)}",
+    "short words": lambda size: f"{SERVE}{'a ' * (size // 2)}",
+    "a growing array": lambda size: "a+=(x)\n" * (size // 7) + SERVE,
+    "a growing variable": lambda size: "a+=x\n" * (size // 5) + SERVE,
+    "a here document": lambda size: "cat <<A >f\n" + "x\n" * (size // 2) + "A\n" + SERVE,
+    "a variable of spaces": lambda size: f"DYN_KVBM_CPU_CACHE_GB={' ' * size}x",
+    "flags that are refused": lambda size: "vllm serve m" + "".join(f" --f{one} 1" for one in range(size // 80)),
+}
 Reader = Callable[[str], object]
 CASES: list[tuple[str, Reader, Callable[[int], str], int]] = [
     (f"{reader.__name__}: {name}", reader, text, METRICS_BYTES)
     for reader in (top, plan, of_status, bench_sample)
     for name, text in METRICS.items()
 ]
+CASES += [(f"import: {name}", import_profile, text, import_file.MAX_BYTES) for name, text in SCRIPTS.items()]
 
 
 @pytest.mark.parametrize(("reader", "text", "size"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
