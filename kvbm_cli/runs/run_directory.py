@@ -11,9 +11,10 @@
       control-*.sock live control of the engines, for `kvbm cache ls RUN` and others
       admin-token    secret for requests that change the embedded engine, such as /reset_prefix_cache
 
-A run is alive if its launcher is alive. The processes of a run that is not alive are never signalled: their process ids
-may belong to others. Names are `PROFILE-NUMBER` with increasing numbers. `kvbm serve` locks the parent directory from
-the check of the running engines until its own directory records what it reserves.
+A run is alive if its launcher is alive: the process that run.json names, and that holds the lock. The processes of a
+run that is not alive are never signalled: their process ids may belong to others. Names are `PROFILE-NUMBER` with
+increasing numbers. `kvbm serve` locks the parent directory from the check of the running engines until its own
+directory records what it reserves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
@@ -38,6 +39,7 @@ from kvbm.host.directories import make_private_directories
 from kvbm_cli.runs.locks import holder_state, is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState, UnreadableFacts
 from kvbm_cli.system.filesystem import no_temporary_file, remove_tree, state_directory, write_atomically
+from kvbm_cli.system.open_files import writes
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.printable import commentable
 
@@ -133,7 +135,7 @@ class RunDirectory:
         self.targets_problem: str | None = None  # why the file for Prometheus could not be written
         self._targets = ""  # the content of that file, once the run is healthy
         self._facts: RunFacts | None = None
-        self._lock = _locked(path)  # until the process ends
+        self._lock = locked_file(path / LOCK)  # until the process ends
 
     @property
     def name(self) -> str:
@@ -147,6 +149,7 @@ class RunDirectory:
         """May raise OSError."""
         _write(self.path / FACTS, facts.to_json())
         self._facts = facts
+        self._name_launcher()
 
     def change(self, **changes: Any) -> None:
         assert self._facts is not None, "the run has not begun"
@@ -231,6 +234,12 @@ class RunDirectory:
         """Releases the lock, as the kernel does at the end of the process."""
         self._lock.close()
 
+    def _name_launcher(self) -> None:
+        """Name the launcher in its lock, so that it can be stopped whatever run.json says."""
+        assert self._facts is not None, "the run has not begun"
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(self._lock.fileno(), json.dumps(asdict(self._facts.launcher)).encode(), 0)
+
     def _save(self) -> None:
         """Set `problem` on failure: a full disk must not end the engine. Creates a removed directory again."""
         assert self._facts is not None, "the run has not begun"
@@ -238,7 +247,8 @@ class RunDirectory:
             if not self.path.is_dir():
                 self.path.mkdir(mode=0o700, parents=True)
                 self._lock.close()
-                self._lock = _locked(self.path)
+                self._lock = locked_file(self.path / LOCK)
+                self._name_launcher()
             _write_without_space(self.path / FACTS, self._facts.to_json())
             self.problem = None
         except OSError as error:
@@ -275,6 +285,11 @@ class Runs:
         except (OSError, RuntimeError):  # RuntimeError: no home directory
             pass
         return None
+
+    @property
+    def directory(self) -> Path:
+        """The directory itself, also if the state directory is a link."""
+        return self._directory.resolve()
 
     def _make_private(self) -> None:
         """Remove permissions to change run directories from others, which an earlier umask may have given."""
@@ -407,6 +422,8 @@ def _read(path: Path) -> EngineRun | UnreadableRun:
         return _unreadable(path, f"cannot be read ({reason_of(error)}{_owner(path)})")
     except UnreadableFacts as error:
         return _unreadable(path, str(error))
+    if not _is_launcher(facts.launcher, path):
+        return _unreadable(path, f"names a launcher that does not hold `{LOCK}`")
     has_ended = facts.state is RunState.ENDED
     return EngineRun(
         path, facts, is_living=not has_ended and (facts.launcher.is_alive() or _is_locked_elsewhere(path, facts))
@@ -414,12 +431,22 @@ def _read(path: Path) -> EngineRun | UnreadableRun:
 
 
 def _unreadable(path: Path, why: str) -> UnreadableRun:
-    launcher = None
+    return UnreadableRun(path, why, holder_state(path / LOCK), _named_in_lock(path))
+
+
+def _is_launcher(process: ProcessIdentity, path: Path) -> bool:
+    """Whether the lock names this process. A lock that was removed, or written on a full disk, names none: then
+    whether the process has it open, if it is alive."""
+    named = _named_in_lock(path)
+    return process == named if named is not None else not process.is_alive() or writes(process.pid, path / LOCK)
+
+
+def _named_in_lock(path: Path) -> ProcessIdentity | None:
     with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         with open(open_regular(path / LOCK), encoding="utf-8") as file:
             named = ProcessIdentity(**json.loads(file.read(MOST_BYTES)))
-        launcher = named if named.is_valid() else None
-    return UnreadableRun(path, why, holder_state(path / LOCK), launcher)
+        return named if named.is_valid() else None
+    return None
 
 
 def _owner(path: Path) -> str:
@@ -428,15 +455,6 @@ def _owner(path: Path) -> str:
         if (owner := path.lstat().st_uid) != os.geteuid():
             return f"; it belongs to user {owner}"
     return ""
-
-
-def _locked(path: Path) -> BinaryIO:
-    """Locks a run directory, and names this process in its lock, so that it can be stopped without run.json."""
-    lock = locked_file(path / LOCK)
-    own = ProcessIdentity.of(os.getpid())
-    with contextlib.suppress(OSError):  # a full disk
-        os.write(lock.fileno(), b"" if own is None else json.dumps(asdict(own)).encode())
-    return lock
 
 
 def _is_locked_elsewhere(path: Path, facts: RunFacts) -> bool:

@@ -3,7 +3,8 @@
 The launcher gets SIGTERM, waits for the engine and kills it at the deadline. If the launcher hangs, `kvbm stop` kills
 it; then its guard process removes what is left. Processes that were stopped (SIGSTOP, Ctrl-Z) are continued.
 
-A run whose run.json cannot be read is stopped too, by the process that holds and names its lock.
+A run whose run.json cannot be read, or names another launcher, is stopped too, by the process that holds and names its
+lock. Processes that write to the log of a run without a launcher are named and left.
 
 Exit codes: 0 if all have ended, KILLED if one had to be killed at its deadline, STILL_RUNNING if one still runs, or may
 still run.
@@ -23,10 +24,11 @@ from typing import Any
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, UsageError, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.locks import locked
-from kvbm_cli.runs.run_directory import EngineRun, Runs, UnreadableRun, write_stop_timeout
+from kvbm_cli.runs.run_directory import LOCK, EngineRun, Runs, UnreadableRun, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.runs.status import log_paths, names
-from kvbm_cli.system.process_identity import ProcessIdentity
+from kvbm_cli.system.open_files import files_by_writer
+from kvbm_cli.system.process_identity import ProcessIdentity, descendants
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
 from kvbm_cli.terminal.progress import ProgressDisplay
 from kvbm_cli.terminal.show_error import show_kvbm_error, show_warning
@@ -77,15 +79,18 @@ def stop_runs(reference: str | None, *, every: bool, timeout_s: float | None, as
     visible = [run for run in runs if _is_visible(run, problems)]
     found = [run for run in unreadable if _is_stoppable(run, problems)]
     stopped = _stop(visible, found, timeout_s, problems)
+    left = _left(reference, 0.0 if problems else LINGER_S)
+    if not (runs or unreadable or left):
+        print_note(f"{reference} has already ended" if reference is not None else "no engine is running")
     if as_json:
         print_json([one.as_data() for one in stopped])
     else:
         for one in stopped:
             print_data(one.text())
-    found_problems = list(problems.values())
-    if problems:
-        show_kvbm_error(found_problems[0] if len(problems) == 1 else EnvironmentProblems(found_problems))
-    if problems or not all(one.has_ended for one in stopped):
+    found_problems = [*problems.values(), *left]
+    if found_problems:
+        show_kvbm_error(found_problems[0] if len(found_problems) == 1 else EnvironmentProblems(found_problems))
+    if found_problems or not all(one.has_ended for one in stopped):
         return STILL_RUNNING
     return KILLED if any(one.was_killed for one in stopped) else 0
 
@@ -109,9 +114,36 @@ def _select(runs: Runs, reference: str | None, *, every: bool) -> tuple[list[Eng
     if len(every_name) > 1 and not every:
         listed = ", ".join(f"`{name}`" for name in every_name)
         raise UsageError(f"several engines are running: {listed}", hint="name one of them, or use `kvbm stop --all`")
-    if not every_name:
-        print_note(f"{reference} has already ended" if reference is not None else "no engine is running")
     return found, alive
+
+
+def _left(reference: str | None, timeout_s: float) -> list[EnvironmentProblem]:
+    """Return a problem for each run without a launcher of which processes are alive after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (found := _left_processes(reference)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    problems = []
+    for name, pids in sorted(found.items()):
+        message = f"processes of `{name}` are still running: {', '.join(map(str, sorted(pids)))}"
+        hint = f"check them with `ps -fp {','.join(map(str, sorted(pids)))}`, and end them with `kill PID`"
+        problems.append(EnvironmentProblem(message, hint=hint))
+    return problems
+
+
+def _left_processes(reference: str | None) -> dict[str, set[int]]:
+    """Return the processes that write to the lock or a log of a run without a launcher, by the name of the run."""
+    runs = Runs.of_user()
+    living = {run.facts.name: run.facts.launcher.pid for run in runs.living()}
+    found: dict[str, set[int]] = {}
+    for pid, path in files_by_writer():
+        name = path.parent.name
+        is_mark = path.parent.parent == runs.directory and (path.name == LOCK or path.suffix == ".log")
+        if is_mark and name not in living and reference in (None, name, name.rpartition("-")[0]):
+            found.setdefault(name, set()).add(pid)
+    if not found:
+        return {}
+    others = {pid for launcher in living.values() for pid in descendants(launcher)}  # `--log` may name any log
+    return {name: pids - others for name, pids in found.items() if pids - others}
 
 
 def _is_visible(run: EngineRun, problems: Problems) -> bool:

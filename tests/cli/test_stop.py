@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from recorded_runs import facts, own
-from terminal import HANGS_S, PROGRAM, environment, kvbm
+from terminal import HANGS_S, PROGRAM, environment, kvbm, kvbm_here
 from test_manage import status
 from test_runs import states
 from test_serve import LONG_STOP, RUNS, Serving, serving, started
@@ -26,8 +26,9 @@ from waiting import eventually, is_gone
 
 from kvbm_cli.app import run
 from kvbm_cli.engine.process import choose_port
+from kvbm_cli.runs import stop
 from kvbm_cli.runs.run_directory import FACTS, LOCK, MOST_BYTES, Runs
-from kvbm_cli.runs.run_facts import RunState
+from kvbm_cli.runs.run_facts import RunFacts, RunState
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 CHILDREN = ("--set", "engine.environment.FAKE=children")
@@ -291,3 +292,59 @@ def test_start_waits_for_what_a_killed_launcher_has_left(home):
 def serving_in_background(home: Path, options: list[str]) -> Iterator[None]:
     with open(home / "err", "w") as err, started(home, *options, stdout=err, stderr=err):
         yield
+
+
+def foreign_facts(path: Path, what: str, strangers: list[ProcessIdentity]) -> None:
+    """Write a valid description that names other processes."""
+    known = RunFacts.from_json((path / FACTS).read_text())
+    changes = {
+        "others": {"launcher": strangers[0], "processes": {"engine": strangers[1], "guard": strangers[1]}},
+        "only others of the engine": {"processes": {"engine": strangers[1]}},
+        "nobody": {"launcher": replace(strangers[0], pid=2**22 + 1), "processes": {}},
+        "others elsewhere": {"launcher": replace(strangers[0], host="other-machine"), "processes": {}},
+        "others, and the end": {"launcher": strangers[0], "processes": {}, "state": RunState.ENDED},
+    }
+    (path / FACTS).write_text(replace(known, **changes[what]).to_json())  # type: ignore[arg-type]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "what", ["others", "only others of the engine", "nobody", "others elsewhere", "others, and the end"]
+)
+@pytest.mark.parametrize("options", [("--all",), ("mine-1",)], ids=" ".join)
+def test_engine_whose_description_names_other_processes_is_stopped_and_they_are_not(home, processes, what, options):
+    with serving(home, *CHILDREN) as program:
+        own = members(program)
+        foreign_facts(home / RUNS / "mine-1", what, [identity(one) for one in processes])
+        outcome = kvbm("stop", *options, home=home)
+        assert outcome.exit_code == 0, outcome
+        assert outcome.stdout.startswith("mine-1 stopped after ")
+        assert program.wait(timeout=HANGS_S) == 0
+        assert all(is_gone(process.pid) for process in own.values())
+    assert [one.poll() for one in processes] == [None, None]
+
+
+@pytest.mark.parametrize("lock", ["free", "removed"])
+def test_processes_that_no_description_names_are_named_by_stop(home, processes, lock, monkeypatch):
+    """The launcher was killed and its guard is stopped; a process of the engine lives."""
+    monkeypatch.setattr(stop, "LINGER_S", 0.1)
+    with serving(home, *CHILDREN) as program:
+        own = members(program)
+        own["guard"].suspend()
+        program.kill()
+        program.wait()
+        foreign_facts(home / RUNS / "mine-1", "others", [identity(one) for one in processes])
+        if lock == "removed":
+            (home / RUNS / "mine-1" / LOCK).unlink()
+        own_pids = sorted([own["guard"].pid, own["child"].pid])
+        for options in ("--all",), (), ("mine-1",):
+            outcome = kvbm_here("stop", *options, home=home)
+            assert outcome.exit_code == 1, outcome
+            assert f"processes of `mine-1` are still running: {own_pids[0]}, {own_pids[1]}" in outcome.stderr
+            assert "no engine is running" not in outcome.stderr
+        assert [one.poll() for one in processes] == [None, None]
+        own["guard"].resume()
+        eventually(lambda: is_gone(own["guard"].pid))
+    outcome = kvbm_here("stop", "--all", home=home)
+    assert "still running" not in outcome.stderr
+    assert ("no engine is running" in outcome.stderr) == (lock == "free"), "without a lock, one may run elsewhere"
