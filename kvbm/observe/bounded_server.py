@@ -84,7 +84,7 @@ class BoundedServer:
             return
         client.setblocking(False)
         task = self._loop.create_task(self._attend(client))
-        task.add_done_callback(lambda _: client.close())
+        task.add_done_callback(lambda task: self._forget(task, client))
         self._unfinished[task] = None
         if len(self._unfinished) + len(self._answering) > MAX_CLIENTS:
             self._make_room()
@@ -94,6 +94,11 @@ class BoundedServer:
             oldest = next(iter(self._unfinished))
             del self._unfinished[oldest]
             oldest.cancel()
+
+    def _forget(self, task: asyncio.Task[None], client: socket.socket) -> None:
+        self._answering.discard(task)
+        self._unfinished.pop(task, None)
+        client.close()
 
     async def _attend(self, client: socket.socket) -> None:
         task: Any = asyncio.current_task()
@@ -111,7 +116,7 @@ class BoundedServer:
                     writer.write_eof()
                     while await reader.read(PIECE_BYTES):  # a close before the client's could destroy the answer
                         pass
+                    writer.close()
+                    await writer.wait_closed()
         finally:
-            self._answering.discard(task)
-            self._unfinished.pop(task, None)
             writer.transport.abort()

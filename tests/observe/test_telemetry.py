@@ -13,6 +13,7 @@ import time
 import urllib.request
 
 import pytest
+from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Rig, chain
 from waiting import eventually
@@ -21,7 +22,7 @@ from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
-from kvbm.observe import decision_trace
+from kvbm.observe import bounded_server, decision_trace
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.metrics_server import MetricsServer
 from kvbm.observe.telemetry import HitRateLog, Telemetry, hit_rates
@@ -290,3 +291,15 @@ def test_clients_of_the_metrics_that_say_nothing_take_no_threads_and_write_nothi
             client.close()
     server.close()
     assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_ends_its_side_gets_the_whole_page(monkeypatch):
+    monkeypatch.setattr(bounded_server, "CLIENT_TIMEOUT_S", 60)
+    server = MetricsServer("127.0.0.1", 0)
+    server.show(Gauge("one", "x" * 2**23, registry=None))
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        with client.makefile("rb") as answer:
+            assert len(answer.read()) > 2**23
+    server.close()
