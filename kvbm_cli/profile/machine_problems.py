@@ -21,7 +21,7 @@ from kvbm.sizing import SizeUnknown, Sizing
 from kvbm_cli.disaggregated.plan import require_nixl
 from kvbm_cli.engine.engines import copy_count, engine_problem
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.profile.preflight import metrics_ports
+from kvbm_cli.profile.preflight import disk_state, metrics_ports
 from kvbm_cli.profile.size import size_key, tier_warnings
 from kvbm_cli.profile.state_check import state_warnings
 from kvbm_cli.runs.reservations import largest_run, living_runs, memory_lines, pending_bytes, require_port
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DIRECTORY_KEY = "tiers.disk.directory"
+ANOTHER_DIRECTORY = f"set `{DIRECTORY_KEY}` to another directory; `kvbm doctor --dir DIR` checks one"
 INTERFACES = Path("/sys/class/net")
 RUNTIMES = ("docker", "br-", "podman", "cni", "nerdctl")  # beginnings of the names of their bridges
 
@@ -45,20 +46,28 @@ RUNTIMES = ("docker", "br-", "podman", "cni", "nerdctl")  # beginnings of the na
 @dataclass(frozen=True, slots=True)
 class MachineProblem:
     """`can_be_forced`: `--force` makes it a warning. `is_risk`: it is a warning. `is_order`: it is a warning, unless
-    `--strict` refuses it."""
+    `--strict` refuses it. `is_state`: the engine starts without the disk tier, which is a warning of `kvbm serve`."""
 
     error: EnvironmentProblem
     can_be_forced: bool = False
     is_risk: bool = False
     is_order: bool = False
+    is_state: bool = False
 
     def is_warning(self, *, is_forced: bool, is_strict: bool) -> bool:
         return self.is_risk or (is_forced and self.can_be_forced) or (self.is_order and not is_strict)
 
 
-def require_none(problems: Sequence[MachineProblem], *, is_forced: bool = False, is_strict: bool = False) -> None:
+def require_none(
+    problems: Sequence[MachineProblem],
+    *,
+    is_forced: bool = False,
+    is_strict: bool = False,
+    may_lack_disk: bool = False,
+) -> None:
     """Raise EnvironmentProblem for the problems, and print those that are only warnings."""
-    fatal = [one for one in problems if not one.is_warning(is_forced=is_forced, is_strict=is_strict)]
+    warnings = [one for one in problems if one.is_warning(is_forced=is_forced, is_strict=is_strict)]
+    fatal = [one for one in problems if one not in warnings and not (may_lack_disk and one.is_state)]
     warn_of([one for one in problems if one not in fatal])
     if fatal:
         errors = [one.error for one in fatal]
@@ -136,6 +145,9 @@ def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[Mach
         message = f"`{DIRECTORY_KEY}`: {disk.directory} does not answer within {ANSWER_LIMIT_S:g} s"
         hint = "mount its file system again; until it answers, the engine runs without the disk tier"
         return (MachineProblem(_at(resolved, DIRECTORY_KEY, message, hint), is_risk=True),)
+    if disk is not None and (reason := disk_state(expanded(disk.directory))) is not None:
+        error = _at(resolved, DIRECTORY_KEY, f"`{DIRECTORY_KEY}`: {reason}", ANOTHER_DIRECTORY)
+        return (*_mount(resolved), *_filesystem(resolved), MachineProblem(error, can_be_forced=True, is_state=True))
     return (*_mount(resolved), *_filesystem(resolved), *_disk_space(resolved, sizing))
 
 
@@ -176,11 +188,13 @@ def _disk_space(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> Iter
         return
     key, needed, free = sizing.disk.set_by, format_size(needed_bytes), format_size(free_bytes)
     message = f"`{key}` requires {needed}, but {disk.directory} has only {free} free"
+    is_state = needed_bytes <= facts.f_blocks * facts.f_frsize  # a larger tier is a mistake
     hint = f"lower the capacity, or use another `{DIRECTORY_KEY}`; `--force` starts anyway"
     missing_bytes = needed_bytes - free_bytes
     caches = list_caches(directory)
     has_room = missing_bytes <= sum(cache.arena_bytes for cache in caches if not cache.is_locked)
-    yield MachineProblem(_at(resolved, key, message, hint), can_be_forced=True, is_risk=has_room)
+    error = _at(resolved, key, message, hint)
+    yield MachineProblem(error, can_be_forced=True, is_risk=has_room, is_state=is_state)
 
 
 def order_problems(

@@ -269,7 +269,9 @@ def _require_directory(resolved: ResolvedProfile) -> None:
         reason = _reason_not_private(directory) or _reason_too_long(directory) or _reason_not_usable(directory)
         _require_none(resolved, "tiers.disk.directory", reason)
     if metrics.record:
-        _require_none(resolved, "metrics.record_directory", _reason_not_usable(expanded(metrics.record_directory)))
+        directory = expanded(metrics.record_directory)
+        reason = _reason_not_usable(directory) or disk_state(directory)
+        _require_none(resolved, "metrics.record_directory", reason)
 
 
 def _require_none(resolved: ResolvedProfile, key: str, reason: str | None) -> None:
@@ -298,19 +300,27 @@ def _reason_too_long(directory: Path) -> str | None:
     return f"the path has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}"
 
 
+def disk_state(directory: Path) -> str | None:
+    """Return why files cannot be created in the directory at present, None if they can."""
+    holder = nearest_existing(directory)
+    try:
+        if os.statvfs(holder).f_flag & os.ST_RDONLY:
+            return f"{holder} is on a read-only file system"
+    except OSError as error:
+        return f"cannot use {holder}: {reason_of(error)}"
+    return None if os.access(holder, os.W_OK | os.X_OK) else f"{holder} is not writable"
+
+
 def _reason_not_usable(directory: Path) -> str | None:
-    """Return why files cannot be created in the directory, None if they can."""
+    """Return why no files can ever be created in the directory, None if they can."""
     holder = nearest_existing(directory)
     try:
         mode = os.stat(holder).st_mode
     except OSError as error:
-        return f"cannot use {holder}: {reason_of(error)}"
+        may_pass = error.errno in (errno.EACCES, errno.EIO, errno.ESTALE)
+        return None if may_pass else f"cannot use {holder}: {reason_of(error)}"
     if not stat.S_ISDIR(mode):
         return f"{holder} is not a directory"
-    if os.statvfs(holder).f_flag & os.ST_RDONLY:
-        return f"{holder} is on a read-only file system"
-    if not os.access(holder, os.W_OK | os.X_OK):
-        return f"{holder} is not writable"
     try:
         os.lstat(directory)
     except OSError as error:

@@ -67,7 +67,8 @@ def serve(references: Sequence[str], overrides: Sequence[str], options: ServeOpt
         print_dry_run(served, served.plan(served.profile.server.port), as_json=options.as_json)
         return 0
     await_predecessors(served)
-    require_none(problems_here(served.resolved, served.sizing, has_cache=has_cache), is_forced=options.is_forced)
+    problems = problems_here(served.resolved, served.sizing, has_cache=has_cache)
+    require_none(problems, is_forced=options.is_forced, may_lack_disk=True)
     _make_model(served)
     runs = _runs(is_detached=options.is_detached)
     with runs.starting() as living:

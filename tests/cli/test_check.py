@@ -1,5 +1,6 @@
 """What `kvbm profile check` finds on the machine; mistakes in a profile are in `snapshots/transcripts/check.txt`."""
 
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ import pytest
 from terminal import kvbm_here, on_a_terminal
 
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.profile.machine_problems import _disk_space, _filesystem, require_none
+from kvbm_cli.profile.machine_problems import _disk, _disk_space, _filesystem, require_none
+from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.store.caches import CacheFacts
@@ -37,6 +39,25 @@ def test_a_disk_tier_in_the_kernel_is_refused_and_one_in_memory_is_reported(dire
     assert not any(one.can_be_forced for one in problems)
 
 
+@pytest.mark.parametrize("fault", ["EIO", "EROFS", "EACCES"])
+def test_serve_starts_without_a_disk_that_fails_and_bench_does_not(tmp_path, monkeypatch, capsys, fault):
+    def statvfs(path):
+        if fault == "EIO":
+            raise OSError(errno.EIO, "Input/output error")
+        flag = os.ST_RDONLY if fault == "EROFS" else 0
+        return SimpleNamespace(f_flag=flag, f_blocks=1 << 40, f_bavail=1 << 40, f_frsize=4096)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    resolved = resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/cache"])
+    sizing = check(resolved)
+    monkeypatch.setattr(os, "access", lambda path, mode: fault != "EACCES")
+    problems = list(_disk(resolved, sizing))
+    require_none(problems, may_lack_disk=True)
+    assert "warning: `tiers.disk.directory`: " in capsys.readouterr().err
+    with pytest.raises(EnvironmentProblem, match=str(tmp_path)):
+        require_none(problems)
+
+
 def test_a_link_to_a_directory_in_memory_is_followed(tmp_path):
     (tmp_path / "link").symlink_to("/dev/shm")
     assert len(list(_filesystem(resolve("demo-disk", overrides=[f"tiers.disk.directory={tmp_path}/link/a"])))) == 1
@@ -52,9 +73,10 @@ SPACE = (1 << 40, 1 << 30)  # of the file system and of it free, in bytes
         ("2GiB", False, "fits in its place"),
         ("2GiB", True, "cannot fit"),
         ("3GiB", False, "cannot fit"),
+        ("3TiB", False, "cannot fit"),
     ],
 )
-def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
+def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room_or_serve_starts_without_it(
     tmp_path, capsys, monkeypatch, wanted, is_used, ends
 ):
     cache = CacheFacts(tmp_path / "a", "model", is_used, 0.0, 3 << 29, None, None, None, None)
@@ -65,13 +87,20 @@ def test_a_disk_that_cannot_fit_is_refused_unless_an_unused_cache_makes_room(
     resolved = resolve("demo-disk", overrides=overrides)
     sizing = size_of(resolved)
     if ends == "cannot fit":
+        problems = list(_disk_space(resolved, sizing))
         with pytest.raises(
             EnvironmentProblem, match=f"`tiers.disk.capacity` requires .* but {tmp_path} has only 1.0 GiB free"
         ):
-            require_none(list(_disk_space(resolved, sizing)))
+            require_none(problems)
+        if is_larger := wanted == "3TiB":
+            with pytest.raises(EnvironmentProblem, match="has only"):
+                require_none(problems, may_lack_disk=True)
+        else:
+            require_none(problems, may_lack_disk=True)
+        assert ("warning: " in capsys.readouterr().err) != is_larger
     else:
         require_none(list(_disk_space(resolved, sizing)))
-    assert ("warning: " in capsys.readouterr().err) == (ends == "fits in its place")
+        assert ("warning: " in capsys.readouterr().err) == (ends == "fits in its place")
 
 
 LONG_NAMES = {"DYN_KVBM_CPU_CACHE_OVERRIDE_NUM_BLOCKS": "47000000"}
