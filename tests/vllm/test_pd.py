@@ -433,7 +433,9 @@ def long_prompt(seed: int) -> list[int]:
 
 
 def assert_rests(disaggregated: Disaggregated) -> None:
-    """Prefill holds no block, long before a lease of 30 seconds ends."""
+    """Prefill has ended its step, and holds no block long before a lease of 30 seconds ends."""
+    body = disaggregated.body([5], max_tokens=1)
+    httpx.post(f"{disaggregated.engines['prefill 0']}/v1/completions", json=body, timeout=ASK_TIMEOUT_S)
     deadline = time.monotonic() + LONG_BEFORE_LEASE_S
     while usage := disaggregated.metrics("prefill 0")["vllm:kv_cache_usage_perc"]:
         assert time.monotonic() < deadline, f"{usage:.0%} of the blocks are held"
