@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.observe.control_desk import MAX_BYTES
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if NAMED.search(page.read_text())]
@@ -27,3 +29,7 @@ def test_every_row_of_a_rule_names_a_test() -> None:
     for table in re.findall(r"^\| [^\n]*\| test \|\n\|[-| ]+\|\n((?:\|.*\n)+)", page, re.MULTILINE):
         for row in table.splitlines():
             assert NAMED.search(row), row
+
+
+def test_the_page_has_the_size_of_a_control_message() -> None:
+    assert f"| a message has at most {MAX_BYTES:,} bytes and " in (ROOT / "docs/reference/security.md").read_text()
