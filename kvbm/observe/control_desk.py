@@ -25,6 +25,7 @@ from typing import Any
 
 from kvbm.leader.control import CacheControl, Refused
 from kvbm.text.outside import shown, shown_json
+from kvbm.text.reading import parse_json
 from kvbm.types import Tier
 
 LIMIT_S = 1.0
@@ -87,8 +88,8 @@ def awaited(future: Future[dict[str, Any]]) -> dict[str, Any]:
 def parsed(message: bytes) -> tuple[str, dict[str, str]]:
     """Return the verb and the arguments of a message. Raises Refused."""
     try:
-        document = json.loads(message)
-    except (ValueError, RecursionError):
+        document = parse_json(message)
+    except ValueError:
         raise Refused("the message is not JSON") from None
     if not isinstance(document, dict):
         raise Refused("the message is not a JSON object")

@@ -61,6 +61,15 @@ def shortened(text: str, limit: int = MAX_SHOWN) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def json_text(value: object, *, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
+    """Return the value as JSON, with null for a number that JSON does not have."""
+    try:
+        return json.dumps(value, indent=indent, separators=separators, allow_nan=False)
+    except ValueError:
+        value = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        return json.dumps(value, indent=indent, separators=separators)
+
+
 def one_line(text: str) -> str:
     """Return the text with escapes such as `\\x1b` for characters that end a line or that a terminal obeys."""
     return _UNSAFE.sub(escaped, text)

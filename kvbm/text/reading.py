@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import re
 import select
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 FIFO_TIMEOUT_S = 1.0
 MAX_CONFIG_BYTES = 16 << 20  # of a `config.json`
 MAX_DIGITS = 400  # the longest float without an exponent has 309; `sys.set_int_max_str_digits` allows no less than 640
+MAX_LEVELS = 100  # of lists and objects within each other: more than any of our own code follows without an overflow
+LARGEST_NUMBER = 1e30  # so that sums and products of a few numbers are finite
+_UNUSUAL = re.compile(r"[0-9]{31}|[0-9][eE]\+?[0-9]{2}|Infinity|NaN")
 NO_WRITER = "no process writes to this pipe"
 
 
@@ -67,6 +73,36 @@ def _is_fifo(path: Path) -> bool:
         return stat.S_ISFIFO(os.lstat(os.path.realpath(path)).st_mode)
     except OSError:
         return False
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON from outside: a file, or what another process says. ValueError, with the reason, for what is not JSON,
+    for more than MAX_LEVELS levels, and for a number beyond LARGEST_NUMBER."""
+    text = content if isinstance(content, str) else content.decode(json.detect_encoding(content))
+    hooks: dict[str, Any] = {}
+    if _UNUSUAL.search(text) is not None:  # hooks take longer
+        hooks = {"parse_int": _bounded, "parse_float": _bounded, "parse_constant": _bounded}
+    try:
+        value = json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError(f"it has more than {MAX_LEVELS} levels") from None
+    if text.count("[") + text.count("{") > MAX_LEVELS and _is_deep(value):
+        raise ValueError(f"it has more than {MAX_LEVELS} levels")
+    return value
+
+
+def _bounded(text: str) -> float | int:
+    if not abs(float(text)) <= LARGEST_NUMBER:  # NaN too
+        raise ValueError(f"the number {text[:20]} is too large")
+    return int(text) if text.lstrip("-").isdigit() else float(text)
+
+
+def _is_deep(value: object) -> bool:
+    inside = [value]
+    for _ in range(MAX_LEVELS):
+        parts = [one.values() if isinstance(one, dict) else one for one in inside if isinstance(one, dict | list)]
+        inside = [two for part in parts for two in part]
+    return any(isinstance(one, dict | list) for one in inside)
 
 
 def has_more_values(content: bytes, limit: int) -> bool:

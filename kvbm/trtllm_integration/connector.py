@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import logging
 import os
 import weakref
@@ -22,6 +21,7 @@ from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import resolve_connector
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.host.log_queue import queue_log
+from kvbm.text.reading import parse_json
 from kvbm.trtllm_integration import meeting
 from kvbm.trtllm_integration.engine_facts import EngineFacts, decline_reason
 from kvbm.trtllm_integration.launch import CONFIG_VARIABLE
@@ -215,7 +215,7 @@ def _resolved(*, warns: bool) -> ConnectorConfig:
 
 def _parsed(text: str) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ProfileError(f"`{CONFIG_VARIABLE}` is not JSON: {error}") from error
 

@@ -312,7 +312,7 @@ def print_summary(summary: dict[str, Any], path: Path, *, as_json: bool) -> None
     from rich.console import Console
 
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print_json(summary)
     else:
         show(summary, Console(width=WIDTH, markup=False), directory=path)
 

@@ -7,7 +7,6 @@ exit code. It is 12 if the verdict of one of the two was `wrong`.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from kvbm_cli.bench.judge.paired import PairedRatio, direction, paired_ratio
 from kvbm_cli.bench.judge.verdict import Verdict, worst_of
 from kvbm_cli.bench.result.directory import SUMMARY, BenchDirectory
 from kvbm_cli.bench.result.results import CellResult, Results, percentile, rounded
+from kvbm_cli.terminal.console import print_json
 from kvbm_cli.terminal.printable import printable
 
 SURROUNDINGS = ("machine", "versions", "profile")
@@ -110,7 +110,7 @@ def diff(first: Path, second: Path, *, as_json: bool) -> int:
             "differences": differences,
             "notes": notes,
         }
-        print(json.dumps(rounded(content), indent=2))
+        print_json(rounded(content))
         return verdict.exit_code
     _show(changes, is_engine_equal=not any(difference.startswith(OF_ENGINE) for difference in differences))
     print(f"\n{verdict.value}: {printable(', '.join(judged))}, TTFT of the primary requests, paired by request")

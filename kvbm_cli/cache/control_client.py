@@ -14,6 +14,7 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.text.outside import shown
+from kvbm.text.reading import parse_json
 from kvbm_cli.runs.run_client import living, require_own
 from kvbm_cli.runs.run_directory import CONTROL_SOCKETS, EngineRun
 
@@ -72,5 +73,5 @@ def _exchange(run: EngineRun, path: Path, message: Mapping[str, str]) -> Reply:
                     raise ValueError("it is too long")
     finally:
         os.close(directory)
-    reply = json.loads(text)
+    reply = parse_json(text)
     return Reply(int(reply["engine"]), dict(reply.get("answer", {})), str(reply.get("refused", "")))

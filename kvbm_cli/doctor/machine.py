@@ -7,7 +7,6 @@ the doctor dies.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import secrets
@@ -24,6 +23,7 @@ from typing import Any
 from kvbm.errors import reason_of
 from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
+from kvbm.text.reading import parse_json
 from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers
@@ -116,7 +116,7 @@ def _answer(out: bytes, err: bytes) -> dict[str, Any]:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.sglang_integration.versions import SglangInstallation
+from kvbm.text.reading import parse_json
 from kvbm.trtllm_integration.versions import INTERFACE_FILES, TrtllmInstallation
 from kvbm.vllm_integration.versions import VllmInstallation
 
@@ -138,7 +139,7 @@ def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
             hint="run the command again; if it times out again, check `engine.python`",
         ) from None
     try:
-        answer = json.loads(out)
+        answer = parse_json(out)
     except ValueError:
         answer = ...
     if not isinstance(answer, dict | None):

@@ -36,6 +36,7 @@ from typing import Any
 from kvbm.config.files import is_missing
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm.host.directories import make_private_directories
+from kvbm.text.reading import parse_json
 from kvbm_cli.runs.locks import holder_state, is_locked, locked, locked_file, open_regular
 from kvbm_cli.runs.run_facts import RunFacts, RunState, UnreadableFacts
 from kvbm_cli.system.filesystem import no_temporary_file, remove_tree, state_directory, write_atomically
@@ -191,7 +192,7 @@ class RunDirectory:
         """Return how long the engine may take to stop: the timeout of `kvbm stop`, else that of the profile."""
         assert self._facts is not None, "the run has not begun"
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            return float(json.loads((self.path / STOP).read_text())["timeout_s"])
+            return float(parse_json((self.path / STOP).read_text())["timeout_s"])
         return self._facts.stop_timeout_s
 
     def write_profile(self, content: Mapping[str, Any], head: str) -> None:
@@ -442,9 +443,9 @@ def _is_launcher(process: ProcessIdentity, path: Path) -> bool:
 
 
 def _named_in_lock(path: Path) -> ProcessIdentity | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         with open(open_regular(path / LOCK), encoding="utf-8") as file:
-            named = ProcessIdentity(**json.loads(file.read(MOST_BYTES)))
+            named = ProcessIdentity(**parse_json(file.read(MOST_BYTES)))
         return named if named.is_valid() else None
     return None
 

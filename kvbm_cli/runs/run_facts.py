@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbm.text.reading import parse_json
 from kvbm_cli.system.process_identity import ProcessIdentity
 
 FORMAT = 1
@@ -66,10 +67,10 @@ class RunFacts:
         """Raise UnreadableFacts for invalid content. Ignores keys of later versions."""
         later = False
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             later = isinstance(content, dict) and content.get("format", FORMAT) != FORMAT
             return cls._from_content(content)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             why = "has the format of another version" if later else "is damaged" if text else "is empty"
             raise UnreadableFacts(why) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from kvbm.errors import UsageError, reason_of
 from kvbm.sizing import Sizing
-from kvbm.text.reading import read_at_most
+from kvbm.text.reading import parse_json, read_at_most
 from kvbm_cli.terminal.quantities import shown_rate
 
 MAX_BYTES = 16 << 20
@@ -27,11 +26,11 @@ class MeasuredSpeeds:
     def read(cls, path: Path) -> MeasuredSpeeds:
         """Read a file that `kvbm doctor --json` wrote. UsageError if it is not one."""
         try:
-            checks = json.loads(read_at_most(path, MAX_BYTES))["checks"]
+            checks = parse_json(read_at_most(path, MAX_BYTES))["checks"]
             facts = {check["name"]: check["facts"] for check in checks}
         except OSError as error:
             raise UsageError(f"cannot read `{path}`: {reason_of(error)}") from None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise UsageError(
                 f"`{path}` is not a result of doctor", hint=f"run `kvbm doctor --json > {shlex.quote(str(path))}`"
             ) from None

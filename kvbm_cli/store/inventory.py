@@ -6,7 +6,6 @@ Reads run on threads, and none is repeated.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.shared.keys import VERSION, KeySpace
+from kvbm.text.reading import parse_json
 from kvbm_cli.store.access import FoundObject, LeftOut, StoreAccess
 
 NAMESPACE_HEX = 32
@@ -138,8 +138,8 @@ class Inventory:
         if not 0 < found.byte_count <= MAX_FACTS_BYTES:
             return {}
         try:
-            facts = json.loads(self._access.read(found.key, found.byte_count))
-        except (FileNotFoundError, ValueError, RecursionError):
+            facts = parse_json(self._access.read(found.key, found.byte_count))
+        except (FileNotFoundError, ValueError):
             return {}
         except OSError as error:
             self._leave_out(LeftOut(found.key, _reason(error), is_failure=True))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from kvbm.text.outside import shown, without_secrets
+from kvbm.text.reading import parse_json
 from kvbm_cli.system.tls import is_https, tls_context
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class HttpAnswer:
     def fields(self) -> dict[str, Any]:
         """Return the JSON object of the body, empty if there is none."""
         try:
-            content = json.loads(self.body)
-        except (ValueError, RecursionError):  # no JSON, or nested too deeply
+            content = parse_json(self.body)
+        except ValueError:
             return {}
         return content if isinstance(content, dict) else {}
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
-from kvbm.text.outside import one_line
+from kvbm.text.outside import json_text, one_line
 from kvbm_cli.terminal.printable import printable
 
 WIDTH = 80
@@ -20,7 +19,7 @@ def print_data(text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, indent=2), flush=True)
+    print(json_text(value, indent=2), flush=True)
 
 
 def print_note(text: str) -> None:

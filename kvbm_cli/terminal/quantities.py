@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 
 from kvbm.config.sizes import format_size
 
 DURATIONS = (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48))  # (unit, seconds, first number that is not shown)
 DAY_S = 86400
+LAST_S = 253_402_300_799  # the end of the year 9999
 RATES = (("GB/s", 1e9, 2), ("MB/s", 1e6, 0), ("kB/s", 1e3, 0))  # (unit, bytes per second, decimals)
 
 
@@ -30,6 +32,11 @@ def duration(seconds: float) -> str:
         if seconds < limit * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / DAY_S:,.0f} d"
+
+
+def utc_time(unix_s: float) -> datetime:
+    """Return the moment in UTC, or the nearest one that has a date: files may hold any number."""
+    return datetime.fromtimestamp(min(max(unix_s, 0.0), LAST_S), UTC)
 
 
 def shown_rate(bytes_per_s: float) -> str:

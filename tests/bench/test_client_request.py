@@ -251,7 +251,7 @@ def test_a_long_answer_is_parsed_in_parts():
 @pytest.mark.parametrize(
     ("choice", "usage", "message"),
     [
-        ({}, {"prompt_tokens": "64"}, "`prompt_tokens` of `usage` must be a whole number, not '64'"),
+        ({}, {"prompt_tokens": "64"}, '`prompt_tokens` of `usage` must be a whole number, not "64"'),
         ({}, {"prompt_tokens": 64, "completion_tokens": -1}, "`completion_tokens` of `usage` must be a whole number"),
         ({}, {"prompt_tokens": 64, "prompt_tokens_details": {"cached_tokens": 65}}, "65 cached tokens of 64 prompt"),
         ({"token_ids": [None]}, {}, "`token_ids` has a value that is not a whole number"),

@@ -84,7 +84,7 @@ SCRIPTS = {
     "pieces": lambda size: SERVE + "'a'" * (size // 3),
     "braces": lambda size: f"{SERVE}{'${a{}' * (size // 5)}",
     "commands": lambda size: f"{SERVE}{'$(a' * (size // 3)}",
-    "short words": lambda size: f"{SERVE}{'a ' * (size // 2)}",
+    "short words": lambda size: f"{SERVE}{'a ' * (size // 12)}",
     "a growing array": lambda size: "a+=(x)\n" * (size // 7) + SERVE,
     "a growing variable": lambda size: "a+=x\n" * (size // 5) + SERVE,
     "a here document": lambda size: "cat <<A >f\n" + "x\n" * (size // 2) + "A\n" + SERVE,

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +22,7 @@ from kvbm.errors import UsageError
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo, launch_ms, output_tokens, started_unix_s, wait_ms
 from kvbm_cli.bench.result.results import TIERS, RequestRecord
 from kvbm_cli.bench.workload.plan import RESPONSES, Plan
+from kvbm_cli.terminal.quantities import utc_time
 
 SCHEMA_VERSION = "1.4"
 AIPERF_VERSION = "0.13.0"  # whose formulas the values follow
@@ -239,7 +239,7 @@ def _identifier(result: ArmResult) -> str:
 
 
 def _time(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds")
+    return utc_time(unix_s).isoformat(timespec="microseconds")
 
 
 def _error(record: RequestRecord) -> dict[str, Any]:

@@ -10,11 +10,11 @@ maxima are the largest of any run. vLLM writes 0 for statistics without a value,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from kvbm_cli.bench.result.arm_result import ArmResult, RequestTimes, launch_ms, output_tokens, total_of, wait_ms
 from kvbm_cli.bench.result.results import RequestRecord
+from kvbm_cli.terminal.quantities import utc_time
 
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
@@ -47,7 +47,7 @@ def vllm_bench_result(result: ArmResult, percentiles: Sequence[float] = PERCENTI
 def _head(result: ArmResult) -> dict[str, Any]:
     concurrency = result.concurrency
     return {
-        "date": datetime.fromtimestamp(result.started_unix_s, UTC).strftime("%Y%m%d-%H%M%S"),
+        "date": utc_time(result.started_unix_s).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai",
         "backend": "openai",
         "label": result.arm,

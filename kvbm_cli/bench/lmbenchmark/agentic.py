@@ -13,7 +13,6 @@ position of the line counts.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 from kvbm.config.files import require_file
 from kvbm.errors import UsageError
+from kvbm.text.reading import parse_json
 from kvbm_cli.bench.lmbenchmark.exchange import (
     AgentAnswer,
     FaithfulResult,
@@ -208,7 +208,7 @@ def read_agent_trace(path: Path) -> AgentTrace:
         if not line.strip():
             continue
         try:
-            rounds.append(_tasks(json.loads(line), this_round=len(rounds)))
+            rounds.append(_tasks(parse_json(line), this_round=len(rounds)))
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
             raise UsageError(f"{path}:{number}: {reason}") from error

@@ -26,6 +26,7 @@ from typing import Any
 
 from kvbm.config.files import require_file
 from kvbm.errors import UsageError
+from kvbm.text.reading import parse_json
 from kvbm_cli.bench.lmbenchmark.exchange import (
     FaithfulResult,
     MeasuredAnswer,
@@ -158,11 +159,13 @@ def _read(path: Path) -> list[tuple[str, int]]:
 def _json_in(path: Path, noun: str) -> Any:
     require_file(path, noun)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: not JSON: {error.msg} in column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start + 1})") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
 
 
 def _entry(path: Path, position: int, entry: object) -> tuple[str, int]:

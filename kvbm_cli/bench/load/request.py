@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvbm.text.outside import shown, shown_json
+from kvbm.text.reading import LARGEST_NUMBER
 from kvbm_cli.bench.load.control import error_text
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import PlannedRequest
@@ -28,7 +29,7 @@ CONNECT_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 4.0  # uvicorn closes idle connections after 5 s; a request on a closed one would fail
 LARGEST_SINGLE_WRITE_BYTES = 1 << 20
 LONGEST_REFUSAL_BYTES = 20_000
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 
 DONE = b"[DONE]"
@@ -39,6 +40,7 @@ RESPONSE_DELTAS = (
     "response.function_call_arguments.delta",
 )
 RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
+LARGEST_COUNT = 1 << 53
 LARGEST_EVENT_BYTES = 4 << 20
 LARGEST_ANSWER_BYTES = 256 << 20
 LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which all other streams wait
@@ -312,7 +314,8 @@ class StreamedAnswer:
             response = event["response"]
             self.is_done, self._record.end_ms = True, now_ms
             self._usage = _chat_usage(response["usage"]) if response.get("usage") else None
-            self._record.finish_reason = response.get("status")
+            status = response.get("status")
+            self._record.finish_reason = None if status is None else shown(status)
             if error := response.get("error"):
                 self._record.error = error_text(f"error in the stream: {error}")
         return True
@@ -340,7 +343,7 @@ class StreamedAnswer:
             if record.first_text_ms is None:
                 record.first_text_ms = now_ms
         if reason := choice.get("finish_reason"):
-            record.finish_reason = reason
+            record.finish_reason = shown(reason)
 
     def _take_tokens(self, count: int, now_ms: float) -> None:
         """Split the time since the last chunk evenly over the tokens of this one; the first chunk has no gap."""
@@ -382,10 +385,10 @@ class StreamedAnswer:
     def _require_numbers(self) -> None:
         """ValueError for what would be compared, or written to a file, as if it were a number."""
         record = self._record
-        if not all(isinstance(one, int) for one in record.token_ids):
+        if not all(isinstance(one, int) and abs(one) < LARGEST_COUNT for one in record.token_ids):
             record.token_ids = []
             raise ValueError("`token_ids` has a value that is not a whole number")
-        if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in record.logprobs):
+        if not all(isinstance(one, (int, float)) and abs(one) <= LARGEST_NUMBER for one in record.logprobs):
             record.logprobs = []
             raise ValueError("a log-probability is not a finite number")
 
@@ -402,9 +405,9 @@ def _chat_usage(usage: dict[str, Any]) -> dict[str, Any]:
 def _count_of(counts: dict[str, Any], name: str) -> int | None:
     """ValueError for anything but a whole number from 0 on."""
     found = counts.get(name)
-    if found is None or (type(found) is int and found >= 0):
+    if found is None or (type(found) is int and 0 <= found < LARGEST_COUNT):
         return found
-    raise ValueError(f"`{name}` of `usage` must be a whole number, not {found!r}")
+    raise ValueError(f"`{name}` of `usage` must be a whole number, not {shown_json(found)}")
 
 
 def _parsed(payloads: list[bytes]) -> Iterable[dict[str, Any]]:
@@ -413,7 +416,7 @@ def _parsed(payloads: list[bytes]) -> Iterable[dict[str, Any]]:
         return []
     try:
         events: list[dict[str, Any]] = json.loads(b"[" + b",".join(payloads) + b"]")
-    except ValueError:
+    except (ValueError, RecursionError):
         return map(json.loads, payloads)  # up to the payload that is not JSON
     return events
 

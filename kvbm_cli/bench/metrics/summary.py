@@ -6,13 +6,13 @@ a restart of the engine no difference is known. docs/reference/server-metrics.md
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError, reason_of
+from kvbm.text.reading import parse_json
 from kvbm_cli.bench.metrics.engine_metrics import (
     KVBM_COUNTERS,
     KVBM_STATES,
@@ -140,7 +140,7 @@ def summary_of(samples: Sequence[SampleLine], *, has_pages: bool = True) -> Serv
 
 def _sample(line: str, where: str) -> SampleLine:
     try:
-        return SampleLine.from_json(json.loads(line))
+        return SampleLine.from_json(parse_json(line))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise UsageError(f"{where}: not a sample of server metrics: {reason}") from None

@@ -16,7 +16,6 @@ Results of other tools are recognised by the names in them, for a hint.
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm.text.outside import json_text
+from kvbm.text.reading import parse_json
 from kvbm_cli.system.filesystem import write_atomically
 
 DEFAULT_PARENT = Path("kvbm-runs")
@@ -114,18 +115,18 @@ class BenchDirectory:
         """Append one line of JSON; it is flushed at once."""
         if name not in self._files:
             self._files[name] = (self.path / name).open("a", encoding="utf-8", buffering=1)
-        self._files[name].write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._files[name].write(json_text(line, separators=(",", ":")) + "\n")
 
     def write_json(self, path: Path | str, content: dict[str, Any], *, indent: int | None = 2) -> None:
         """Write the file atomically, with its directory."""
         _made((self.path / path).parent)
-        write_atomically(self.path / path, json.dumps(content, indent=indent) + "\n")
+        write_atomically(self.path / path, json_text(content, indent=indent) + "\n")
 
     def read_json(self, path: Path | str) -> dict[str, Any]:
         """UsageError if the file is missing, or is not a JSON object."""
         file = self.path / path
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = parse_json(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"cannot read {file}: {reason_of(error)}") from None
         except ValueError as error:
@@ -139,7 +140,7 @@ class BenchDirectory:
         path = self.path / name
         for number, line in enumerate(_text_lines(path), start=1):
             try:
-                found = json.loads(line)
+                found = parse_json(line)
             except ValueError as error:
                 if not line.endswith("\n"):
                     self.note(f"the last line of {path.name} is incomplete and was ignored")
@@ -180,7 +181,7 @@ class BenchDirectory:
         return ended
 
     def _rewrite(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        text = "".join(json_text(line, separators=(",", ":")) + "\n" for line in lines)
         write_atomically(self.path / name, text)
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 
 from kvbm.config.sizes import format_size
 from kvbm.text.outside import one_line
+from kvbm_cli.terminal.quantities import utc_time
 
 EMPTY_ELEMENTS = ("meta", "col", "line", "rect", "circle", "path")
 Child = str | None | Iterable["str | None"]
@@ -201,7 +201,7 @@ def sentence_case(sentence: str) -> str:
 
 
 def day(unix_s: float | None) -> str | None:
-    return None if unix_s is None else time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))
+    return None if unix_s is None else utc_time(unix_s).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def anchor(index: int) -> str:

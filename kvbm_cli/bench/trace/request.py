@@ -25,6 +25,7 @@ from typing import Any, NoReturn, cast
 
 from kvbm.config.files import require_file
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
+from kvbm.text.reading import parse_json
 from kvbm_cli.bench.workload.files import other_format
 from kvbm_cli.system.filesystem import LFS_POINTER
 
@@ -229,8 +230,8 @@ class TraceLines:
 def json_object(number: int, line: bytes) -> dict[str, Any]:
     """Return the object of a line in a format of others. ProfileError, without the name of the file."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        found = parse_json(line)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise ProfileError(f"{number}: a line must be a JSON object", hint="the file may be cut: copy it again")
