@@ -95,6 +95,7 @@ class Operations:
         self._wanted.clear()
         self.hints.waiting.clear()
         self._reading = None
+        self.end_asking(ASKS_LATER)
 
     @property
     def room(self) -> int:
