@@ -199,6 +199,11 @@ class Connection(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
+    @property
+    def unsent_bytes(self) -> int:
+        assert self._transport is not None
+        return self._transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         assert self._transport is not None
         self._transport.write(data)

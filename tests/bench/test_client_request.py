@@ -271,3 +271,87 @@ def test_an_event_without_an_end_is_a_failure_and_takes_no_memory_without_limit(
     splitter.feed(b"x" * LARGEST_EVENT_BYTES)
     with pytest.raises(ValueError, match="an event is longer than"):
         splitter.feed(b"x")
+
+
+EMPTY, A_TOKEN = b'data: {"choices": []}\n\n', b'data: {"choices": [{"text": "a"}]}\n\n'
+
+
+def refused_after_s(*pieces: bytes, every_s: float) -> float | None:
+    """Return when an answer of 10 tokens is refused that begins with all but the last piece, and repeats that one."""
+    record = target_of("http://127.0.0.1:1").record_of(planned(dialect=TEXT))
+    answer = StreamedAnswer(record, start_ns=0, answer_tokens=10)
+    *first, repeated = pieces
+    for count in range(round(600 / every_s)):
+        try:
+            answer.take(round(1e9 * (1 + count * every_s)), first[count] if count < len(first) else repeated)
+        except ValueError:
+            return count * every_s
+    return None
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (EMPTY,),
+        (A_TOKEN, EMPTY),
+        (A_TOKEN,),
+        (b"data: ", b"x"),
+        (b"data: ", b"x" * 4000),
+        (A_TOKEN, b": still there\n\n"),
+        (A_TOKEN, b"data: [DONE]\n\n", EMPTY),
+        (A_TOKEN, b"data: [DONE]\n\n", b": still there\n\n"),
+    ],
+)
+@pytest.mark.parametrize("every_s", [0.01, 0.3, 5.0])
+def test_an_answer_without_an_end_is_refused_within_a_minute(pieces, every_s):
+    refused_s = refused_after_s(*pieces, every_s=every_s)
+    if pieces != (A_TOKEN,) or every_s < 1:  # one token every five seconds is slow, and may end
+        assert refused_s is not None
+        assert refused_s <= 60
+
+
+def test_an_answer_that_is_slow_is_no_answer_without_an_end():
+    assert refused_after_s(b": waits\n\n", every_s=1.0) is None, "it may wait for its turn"
+    assert refused_after_s(EMPTY, *[b": waits\n\n"] * 300, A_TOKEN, every_s=1.0) == pytest.approx(421, abs=25)
+    assert refused_after_s(EMPTY, *[A_TOKEN] * 11, A_TOKEN, every_s=50.0) is None
+
+
+class EndlessServer(OpenAIMock):
+    """Repeats one piece of an answer."""
+
+    def __init__(self, head: bytes, piece: bytes) -> None:
+        super().__init__()
+        self.head, self.piece = head, piece
+
+    async def _respond(self, arrival, answer, connection):
+        connection.write(self.head)
+        while True:  # until the client has left
+            if connection.unsent_bytes < 1 << 20:
+                connection.write(self.piece)
+            await asyncio.sleep(0)
+
+
+CHUNKED = b"HTTP/1.1 200 x\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        (b"HTTP/1.1 200 x\r\n", b"X-More: 1\r\n"),
+        (b"HTTP/1.1 200 x\r\nX-More: ", b"1" * 1000),
+        (CHUNKED, b"400\r\n" + b"x" * 1024 + b"\r\n"),
+        (CHUNKED, b"%x\r\n%s\r\n" % (100 * len(EMPTY), 100 * EMPTY)),
+        (CHUNKED, b"%x\r\n%s\r\n" % (100 * len(A_TOKEN), 100 * A_TOKEN)),
+        (CHUNKED + b"0\r\n", b"X-More: 1\r\n"),
+    ],
+    ids=["headers", "a header", "bytes", "events", "tokens", "trailers"],
+)
+def test_a_server_that_sends_without_end_is_left(head, piece):
+    async def asked(base_url: str) -> RequestRecord:
+        async with open_session() as session:
+            return await send(session, target_of(base_url), planned(), timeout_s=120.0)
+
+    with EndlessServer(head, piece) as server:
+        record = asyncio.run(asked(server.url))
+    assert record.error is not None
+    assert "within 120 s" not in record.error

@@ -114,6 +114,8 @@ class ProgramServer:
             await self._exchange(record, answer, path, body, user)
         except (aiohttp.ClientError, OSError) as error:
             failure = error_text(f"{type(error).__name__}: {error}")
+        except UNREADABLE as error:
+            failure = error_text(f"unreadable answer: {type(error).__name__}: {error}")
         ended_ms = request.clock.now_ms()
         record.error = record.error or _error_of(record, answer, failure)
         if record.end_ms is None:

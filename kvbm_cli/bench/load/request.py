@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -33,6 +34,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recur
 Read = tuple[int, bytes]  # stamp in nanoseconds, data
 
 DONE = b"[DONE]"
+END = b"[DONE]\n\n"
 RESPONSE_DELTAS = (
     "response.output_text.delta",
     "response.reasoning_text.delta",
@@ -43,6 +45,9 @@ RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
 LARGEST_COUNT = 1 << 53
 LARGEST_EVENT_BYTES = 4 << 20
 LARGEST_ANSWER_BYTES = 256 << 20
+LARGEST_TOKEN_BYTES = 16 << 10  # of an answer per token, with the log-probabilities of other tokens
+LONGEST_IDLE_S = 12.0  # twice, while data arrive without a token
+LONGEST_END_S = 10.0  # after the end mark
 LARGEST_UNPARSED_BYTES = 16 * 1024  # parsing them takes about 0.1 ms, for which all other streams wait
 
 
@@ -128,12 +133,12 @@ class Exchange:
         import aiohttp
 
         asks_tiers = "return_cached_tokens_details" in dict(request.fields)
-        answer = StreamedAnswer(record, self._start_ns, asks_tiers=asks_tiers)
+        answer = StreamedAnswer(record, self._start_ns, asks_tiers=asks_tiers, answer_tokens=request.answer_tokens)
         failure = None
         record.launched_ms = self.now_ms()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._read_answer(request, body, record, answer)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await self._read_answer(request, body, record, answer, limit)
         except TimeoutError:
             failure = f"no complete answer within {self._timeout_s:g} s"
         except (aiohttp.ClientError, OSError) as caught:
@@ -146,7 +151,12 @@ class Exchange:
             record.end_ms = ended_ms
 
     async def _read_answer(
-        self, request: PlannedRequest, body: bytes, record: RequestRecord, answer: StreamedAnswer
+        self,
+        request: PlannedRequest,
+        body: bytes,
+        record: RequestRecord,
+        answer: StreamedAnswer,
+        limit: asyncio.Timeout,
     ) -> None:
         headers = {**self._headers, "X-Request-Id": f"{self._run}-{request.index}"}
         data = body if len(body) <= LARGEST_SINGLE_WRITE_BYTES else io.BytesIO(body)
@@ -161,6 +171,9 @@ class Exchange:
             readany, take, clock = response.content.readany, answer.take, time.perf_counter_ns
             while data_read := await readany():
                 take(clock(), data_read)
+                if data_read.endswith(END):
+                    ends_s = asyncio.get_running_loop().time() + LONGEST_END_S
+                    limit.reschedule(min(ends_s, limit.when() or ends_s))
 
 
 def _error_of(
@@ -227,6 +240,11 @@ class EventSplitter:
                 payloads.append(b"\n".join(lines))
         return payloads
 
+    @property
+    def has_only_comments(self) -> bool:
+        """Whether what is not split yet is at most a comment."""
+        return not self._rest or self._rest.startswith(b":")
+
     def last(self) -> list[bytes]:
         """Return the payload of an end mark without an empty line after it."""
         return [DONE] if self._rest.strip().removeprefix(b"data:").strip() == DONE else []
@@ -236,15 +254,25 @@ class StreamedAnswer:
     """Fills `record` from the reads of one answer. Times count from `start_ns`.
 
     `asks_tiers`: the request asks SGLang for its cached tokens by tier, which are in the answer if there are any.
+    `answer_tokens`: the limit of the request. An answer that continues without end is refused: one of far more tokens
+    or bytes, and one whose data have no token for a time. Comments before the first token only keep a connection open.
     """
 
-    def __init__(self, record: RequestRecord, start_ns: int, *, asks_tiers: bool = False) -> None:
+    def __init__(
+        self, record: RequestRecord, start_ns: int, *, asks_tiers: bool = False, answer_tokens: int | None = None
+    ) -> None:
         self._record = record
         self._start_ns = start_ns
         self._tiers: dict[str, Any] | None = {} if asks_tiers else None
         self._splitter = EventSplitter()
         self._reads: list[Read] = []
-        self._unparsed_bytes = self._bytes = 0
+        self._unparsed_bytes = self._bytes = self._payload_count = self._idle_count = 0
+        self._most_tokens, self._most_bytes = math.inf, LARGEST_ANSWER_BYTES // 8
+        if answer_tokens is not None:
+            self._most_tokens = 100 + 2 * answer_tokens
+            self._most_bytes = min(LARGEST_ANSWER_BYTES, LARGEST_EVENT_BYTES + LARGEST_TOKEN_BYTES * answer_tokens)
+        self._progress = (0, 0)  # tokens and events when progress was last seen, at `_progress_ns`
+        self._progress_ns: int | None = None
         self.token_count = 0
         self._texts: list[str] = []
         self._usage: dict[str, Any] | None = None
@@ -254,10 +282,29 @@ class StreamedAnswer:
         self._reads.append((stamp_ns, data))
         self._unparsed_bytes += len(data)
         self._bytes += len(data)
-        if self._bytes > LARGEST_ANSWER_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_ANSWER_BYTES} bytes")
-        if self._unparsed_bytes > LARGEST_UNPARSED_BYTES:
+        if self._bytes > self._most_bytes:
+            raise ValueError(f"it is longer than {self._most_bytes} bytes")
+        idle_ns = stamp_ns - (self._progress_ns or stamp_ns)
+        if self._unparsed_bytes > LARGEST_UNPARSED_BYTES or idle_ns > LONGEST_IDLE_S * 1e9:
             self._parse()
+            self._require_progress(stamp_ns, idle_ns)
+        self._progress_ns = self._progress_ns or stamp_ns
+
+    def _require_progress(self, stamp_ns: int, idle_ns: int) -> None:
+        """ValueError if the answer continues without end. The first data after a pause may have no token."""
+        if self.token_count > self._most_tokens:
+            raise ValueError(f"it has {self.token_count} tokens and continues")
+        tokens, events = self._progress
+        waits = self.token_count == 0 and events == self._payload_count and self._splitter.has_only_comments
+        if waits or self.token_count > tokens:
+            self._idle_count = 0
+        elif idle_ns > LONGEST_IDLE_S * 1e9:
+            self._idle_count += 1
+            if self._idle_count > 1:
+                raise ValueError(f"it continues without a token for {2 * LONGEST_IDLE_S:g} s")
+        else:
+            return
+        self._progress, self._progress_ns = (self.token_count, self._payload_count), stamp_ns
 
     def finish(self) -> None:
         """Parse what is left, and count. ValueError, TypeError, AttributeError or KeyError if it is unreadable."""
@@ -275,6 +322,7 @@ class StreamedAnswer:
         times_ms: list[float] = []
         for stamp_ns, data in reads:
             new = feed(data)
+            self._payload_count += len(new)
             payloads += new
             times_ms += [(stamp_ns - start_ns) / 1e6] * len(new)
         self._take_payloads(payloads, times_ms)
