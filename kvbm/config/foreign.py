@@ -98,10 +98,10 @@ _KINDS = (
         "set its directory as `engine.model`; `kvbm size DIR` shows its sizes",
     ),
 )
-_MANIFEST = re.compile(r"^apiVersion:(?s:.*?)^kind:", re.MULTILINE)
-_TEMPLATE = re.compile(r"^\s*\{\{", re.MULTILINE)
+_MANIFEST = [re.compile(rf"^{key}:", re.MULTILINE) for key in ("apiVersion", "kind")]
+_TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
 _OWN_KEY = re.compile(rf"^(?:{'|'.join(sorted(OWN))}):", re.MULTILINE)
-_VARIABLE = re.compile(r"^\s*(?:export\s+)?[A-Z][A-Z0-9_]+=", re.MULTILINE)
+_VARIABLE = re.compile(r"^[ \t]*(?:export[ \t]+)?[A-Z][A-Z0-9_]+=", re.MULTILINE)
 
 
 def foreign_file(names: Collection[str]) -> tuple[str, str] | None:
@@ -141,6 +141,6 @@ def hint_for_text(text: str) -> str | None:
         return _IMPORT if _VARIABLE.search(text) else None
     if _TEMPLATE.search(text):
         return "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
-    if _MANIFEST.search(text):
+    if all(key.search(text) for key in _MANIFEST):
         return f"this is a manifest of Kubernetes, not a profile; {_IMPORT}"
     return _IMPORT if _VARIABLE.search(text) else None

@@ -22,7 +22,7 @@ _QUOTE = re.compile(f"[{QUOTES}]")
 _BREAK = re.compile(f"[{BREAKS}]")
 _AT_END = re.compile(f"^\\s*[{QUOTES}]|[{QUOTES}]\\s*$")
 # What a line may contain anywhere: quoted text, a comment, and the text of a description.
-_FREE = re.compile(r"""\"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<!\S)\#.*|^\s*description:.*""", re.MULTILINE)
+_FREE = re.compile(r"""(?<!\\)\"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|(?<!\S)\#.*|^[ \t]*description:.*""", re.MULTILINE)
 _END_OF_VALUE = re.compile(f"(?<=[:,[{{-] )[{QUOTES}]|[{QUOTES}](?=\\s*(?:[],}}]|$))", re.MULTILINE)
 
 

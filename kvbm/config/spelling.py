@@ -14,10 +14,8 @@ from dataclasses import dataclass
 NEAR = 0.8
 _WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _ONE_WORD = re.compile("LoRA|DType")
-_QUOTED = re.compile(
-    r"(?s)([\"'`\u2018\u2019\u201c\u201d\u00ab\u00bb]+)(.*?)([\"'`\u2018\u2019\u201c\u201d\u00ab\u00bb]+)"
-)
-_COMMENT = re.compile(r"\s+#.*", re.DOTALL)
+_QUOTES = "\"'`\u2018\u2019\u201c\u201d\u00ab\u00bb"
+_COMMENT = re.compile(r"(?<!\s)\s+#.*", re.DOTALL)
 
 
 def snake_case(name: str) -> str:
@@ -28,8 +26,8 @@ def snake_case(name: str) -> str:
 
 def unquoted(text: str) -> str | None:
     """Return the text without the quotes around it, None if there are none."""
-    found = _QUOTED.fullmatch(text)
-    return found[2].strip() if found is not None else None
+    is_quoted = len(text) > 1 and text[0] in _QUOTES and text[-1] in _QUOTES
+    return text.strip(_QUOTES).strip() if is_quoted else None
 
 
 @dataclass(frozen=True, slots=True)

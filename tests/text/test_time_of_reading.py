@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvbm.config.document import MAX_FILE_BYTES, parse_document
+from kvbm.config.spelling import written_in_env_file
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.metrics.engine_metrics import NAMES as BENCH_NAMES
 from kvbm_cli.plan import live
@@ -44,6 +46,12 @@ def of_status(text: str) -> None:
 
 def bench_sample(text: str) -> None:
     MetricsPage.parse(text, BENCH_NAMES)
+
+
+def profile(text: str) -> None:
+    document, _ = parse_document(text, label="mine.yaml")
+    for entry in document.values():
+        written_in_env_file(str(entry.value))
 
 
 def import_profile(text: str) -> None:
@@ -91,12 +99,20 @@ SCRIPTS = {
     "a variable of spaces": lambda size: f"DYN_KVBM_CPU_CACHE_GB={' ' * size}x",
     "flags that are refused": lambda size: "vllm serve m" + "".join(f" --f{one} 1" for one in range(size // 80)),
 }
+PROFILES = {
+    "empty lines": lambda size: "\n" * size + "a: b: c",
+    "manifests without an end": lambda size: "apiVersion:\n" * (size // 12) + "a: b: c",
+    "escaped quotes": lambda size: '"' + '\\"' * (size // 2),
+    "quotes": lambda size: "engine: '" + '"' * size + "a'",
+    "spaces": lambda size: "engine: '" + " " * size + "a'",
+}
 Reader = Callable[[str], object]
 CASES: list[tuple[str, Reader, Callable[[int], str], int]] = [
     (f"{reader.__name__}: {name}", reader, text, METRICS_BYTES)
     for reader in (top, plan, of_status, bench_sample)
     for name, text in METRICS.items()
 ]
+CASES += [(f"profile: {name}", profile, text, MAX_FILE_BYTES) for name, text in PROFILES.items()]
 CASES += [(f"import: {name}", import_profile, text, import_file.MAX_BYTES) for name, text in SCRIPTS.items()]
 
 
