@@ -80,7 +80,7 @@ def test_nothing_is_sent_to_the_port_of_a_run_that_has_ended(home, how, stranger
         known = RunFacts.from_json((path / FACTS).read_text())
         eventually(lambda: not any(one.is_alive() for one in known.processes.values()))
     if "reused" in how:
-        launcher = replace(known.launcher, pid=stranger.pid)
+        launcher = replace(stranger, started=stranger.started - 1)
         (path / FACTS).write_text(replace(known, launcher=launcher).to_json())
         (path / LOCK).write_text(dumps(asdict(launcher)))
     with foreign(("127.0.0.1", urlsplit(known.url).port)) as server:
