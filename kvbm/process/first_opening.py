@@ -49,7 +49,7 @@ class FirstOpening:
             ends_start, self._is_awaited = self._is_awaited and not isinstance(error, TierProblem), False
             if ends_start:
                 self._end.set_exception(error)
-            else:
+            elif not self._end.done():
                 self._end.set_result(False)
             return ends_start
 
