@@ -15,6 +15,7 @@ from kvbm_cli.terminal.printable import without_colours
 TAIL_LINES = 12
 TAIL_BYTES = 32768
 LONGEST_LINE = 300
+MOST_EXAMINED = 4000  # characters of a line: some patterns take quadratic time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class EngineLog:
                 text = log.read().decode(errors="replace")
         except OSError:
             return []
-        return [line.rstrip() for line in without_colours(text).splitlines() if line.strip()]
+        return [line[:MOST_EXAMINED].rstrip() for line in without_colours(text).splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
         """Return the same log from its current end on."""

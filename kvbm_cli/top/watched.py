@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvbm.errors import KvbmError
 from kvbm.text.outside import one_line, shortened
+from kvbm_cli.engine.engine_log import MOST_EXAMINED
 from kvbm_cli.runs.run_client import engine_metrics_of, metrics_of
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
@@ -166,5 +167,6 @@ def last_warnings(target: MetricsTarget) -> list[str]:
                 text = file.read(TAIL_BYTES).decode(errors="replace")
         except OSError:
             continue  # a run without a log, or whose directory was removed
-        found += [f"{target.name}: {one_line(line)}" for line in text.splitlines() if _WARNING.search(line)]
+        lines = [line[:MOST_EXAMINED] for line in text.splitlines()]
+        found += [f"{target.name}: {one_line(line)}" for line in lines if _WARNING.search(line)]
     return found[-LAST_WARNINGS:]

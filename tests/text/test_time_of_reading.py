@@ -7,8 +7,10 @@ it is linear, 16 times if it is quadratic.
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ from kvbm.config.document import MAX_FILE_BYTES, parse_document
 from kvbm.config.spelling import written_in_env_file
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.metrics.engine_metrics import NAMES as BENCH_NAMES
+from kvbm_cli.engine.engine_log import EngineLog
+from kvbm_cli.engine.failure_reason import failure_reason_of
 from kvbm_cli.plan import live
 from kvbm_cli.profile import import_file
 from kvbm_cli.profile.import_profile import imported
@@ -23,6 +27,7 @@ from kvbm_cli.runs import status
 from kvbm_cli.system.http_client import MAX_METRICS_BYTES
 from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.top import figures
+from kvbm_cli.top.watched import TAIL_BYTES, MetricsTarget, last_warnings
 
 METRICS_BYTES = MAX_METRICS_BYTES // 8  # the whole takes seconds, linear or not
 MOST_TIMES = 9.0
@@ -46,6 +51,17 @@ def of_status(text: str) -> None:
 
 def bench_sample(text: str) -> None:
     MetricsPage.parse(text, BENCH_NAMES)
+
+
+def log(text: str) -> None:
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(text)
+        file.flush()
+        last_warnings(MetricsTarget("engine", "", logs=(Path(file.name),)))
+        of_engine = EngineLog(Path(file.name), 0)
+        of_engine.phase()
+        of_engine.tail()
+        failure_reason_of(of_engine.lines(), 1)
 
 
 def profile(text: str) -> None:
@@ -106,6 +122,13 @@ PROFILES = {
     "quotes": lambda size: "engine: '" + '"' * size + "a'",
     "spaces": lambda size: "engine: '" + " " * size + "a'",
 }
+LOGS = {
+    "warnings": lambda size: "WARNING " * (size // 8),
+    "messages": lambda size: "kvbm: " * (size // 6),
+    "errors": lambda size: "ERROR ] " * (size // 8),
+    "names": lambda size: "a" * size,
+    "calls": lambda size: "Aa b" + "0" * size,
+}
 Reader = Callable[[str], object]
 CASES: list[tuple[str, Reader, Callable[[int], str], int]] = [
     (f"{reader.__name__}: {name}", reader, text, METRICS_BYTES)
@@ -113,6 +136,7 @@ CASES: list[tuple[str, Reader, Callable[[int], str], int]] = [
     for name, text in METRICS.items()
 ]
 CASES += [(f"profile: {name}", profile, text, MAX_FILE_BYTES) for name, text in PROFILES.items()]
+CASES += [(f"log: {name}", log, text, TAIL_BYTES) for name, text in LOGS.items()]
 CASES += [(f"import: {name}", import_profile, text, import_file.MAX_BYTES) for name, text in SCRIPTS.items()]
 
 
