@@ -177,19 +177,21 @@ def _probe(run: EngineRun) -> RunStatus:
     if run.state is not RunState.HEALTHY or run.is_elsewhere:
         return RunStatus(run, None, {})
     is_healthy = request_run(run, "GET", "/health", timeout_s=PROBE_TIMEOUT_S).status == 200
-    blocks: dict[str, dict[str, int]] = {}
-    off: dict[str, str] = {}
-    eviction: dict[str, int] = {}
+    figures: tuple[Any, ...] = ({},)
     if is_healthy and not run.facts.is_baseline:
-        text = metrics_of(run, timeout_s=PROBE_TIMEOUT_S).text()
-        page = MetricsPage.parse(text, NAMES)
-        for name, tier in BLOCKS.items():
-            for labels, count in page.series.get(name, ()):
+        figures = _figures_of(metrics_of(run, timeout_s=PROBE_TIMEOUT_S).text())
+    return RunStatus(run, is_healthy, *figures)
+
+
+def _figures_of(text: str) -> tuple[dict[str, dict[str, int]], dict[str, str], dict[str, int]]:
+    """Return blocks by tier and state, why tiers are off, and how they evict, of a page of metrics."""
+    page, blocks = MetricsPage.parse(text, NAMES), dict[str, dict[str, int]]()
+    for name, tier in BLOCKS.items():
+        for labels, count in page.series.get(name, ()):
+            if count >= 0:
                 states, state = blocks.setdefault(tier, {}), labels.get("state", "")
                 states[state] = states.get(state, 0) + int(count)
-        off = _off(page)
-        eviction = {name: int(found[-1]) for name in EVICTION if (found := page.values(f"kvbm_{name}"))}
-    return RunStatus(run, is_healthy, blocks, off, eviction)
+    return blocks, _off(page), {name: int(found[-1]) for name in EVICTION if (found := page.values(f"kvbm_{name}"))}
 
 
 def _off(page: MetricsPage) -> dict[str, str]:

@@ -40,7 +40,6 @@ from kvbm_cli.app import run
 from kvbm_cli.runs import status
 from kvbm_cli.runs.run_directory import FACTS, RunDirectory, Runs
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.runs.status import _BLOCKS
 from kvbm_cli.system.filesystem import NO_HOME, problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
 from kvbm_cli.terminal.streams import BROKEN_PIPE
@@ -307,8 +306,8 @@ def test_a_clock_that_jumps_does_not_change_the_age_of_a_run(jump_s, tmp_path, m
 @pytest.mark.parametrize("count", ["NaN", "1e999", "-1", "9" * 400, "many"])
 def test_metrics_that_are_no_counts_are_ignored(count):
     line = 'kvbm_host_blocks{engine="0",state="%s"} %s'
-    assert _BLOCKS.findall(line % ("free", count)) == []
-    assert _BLOCKS.findall(line % ("free", "4.194304e+06")) == [("host", "free", "4.194304e+06")]
+    assert status._figures_of(line % ("free", count))[0] == {}
+    assert status._figures_of(line % ("free", "4.194304e+06"))[0] == {"host": {"free": 4194304}}
 
 
 # Lines of the metrics of an engine, and what `kvbm status` says of them.
@@ -316,9 +315,8 @@ def test_metrics_that_are_no_counts_are_ignored(count):
 def test_status_says_which_tiers_are_off_and_how_they_evict_and_why(name, tmp_path, monkeypatch):
     written_run(tmp_path, monkeypatch)
     blocks = {tier: {"free": 8} for tier in ("host", "disk")}
-    text = given_in("status_of_metrics")[name]
-    eviction = {key: int(value) for key, value in status._EVICTION.findall(text)}
-    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, status._off(text), eviction))
+    _, *figures = status._figures_of(given_in("status_of_metrics")[name])
+    monkeypatch.setattr(status, "_probe", lambda run: status.RunStatus(run, True, blocks, *figures))
     said = [
         kvbm_here(*command, home=tmp_path, XDG_STATE_HOME=str(tmp_path)) for command in (ALL, [*ALL, "--json"], ONE)
     ]
