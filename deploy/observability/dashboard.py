@@ -123,6 +123,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Time that a lookup takes in the engine's scheduler.",
                 ((p50("kvbm_match_seconds", ""), "p50"), (p99("kvbm_match_seconds", ""), "p99")),
             ),
+            Panel(
+                "Hints without effect",
+                "reqps",
+                "Hints of clients per second that had no effect, or less. `share`: they gave way to other hints.",
+                (("sum by (part, reason) (rate(kvbm_dropped_hints_total{$engines}[$window]))", "{{part}} {{reason}}"),),
+            ),
         ),
     ),
     (
