@@ -115,7 +115,7 @@ def test_summary(name):
 def test_every_counter_of_kvbm_is_summarised():
     summary = summary_of([sample(saved("vllm-kvbm-start")), sample(saved("vllm-kvbm-end"))])
     later = {"kvbm_lost_state_tokens", *(name for name in KVBM_METRICS if "shared" in name or name[-3:] == "d2o")}
-    later |= {"kvbm_disk_unnamed", "kvbm_disk_silent"}
+    later |= {"kvbm_disk_unnamed", "kvbm_disk_silent", "kvbm_lost_spans"}
     later |= {"kvbm_eviction_order", "kvbm_eviction_gain_percent", "kvbm_offload_declined_blocks"}
     later |= {"kvbm_disk_eviction_order", "kvbm_disk_eviction_gain_percent"}
     later |= {"kvbm_hinted_requests", "kvbm_invalid_hints", "kvbm_hints_off"}

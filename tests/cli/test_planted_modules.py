@@ -39,7 +39,7 @@ STARTS = {
     "kvbm_cli.disaggregated.body_process": 1,
     "kvbm_cli.disaggregated.plan": 1,
     "kvbm_cli.doctor.machine": 1,
-    "kvbm_cli.doctor.probes.engine": 1,
+    "kvbm_cli.doctor.probes.engine": 2,
     "kvbm_cli.engine.engines": 1,
     "kvbm_cli.engine.process": 1,
     "kvbm_cli.engine.python_probe": 1,

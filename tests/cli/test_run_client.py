@@ -100,13 +100,12 @@ def test_nothing_is_sent_to_another_program_at_the_port_of_a_living_run(tmp_path
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "kvbm" / "runs").mkdir(parents=True)
     run = Runs(tmp_path / "kvbm").create("mine")
-    run.close()
-    (run.path / LOCK).write_text(dumps(asdict(stranger)))
     engine_log = run.path / "engine.log"
     engine_log.touch()
     with foreign(("127.0.0.1", 0)) as server, foreign(str(run.path / "control-0-1.sock"), socket.AF_UNIX) as control:
         url = f"{'https' if is_https else 'http'}://127.0.0.1:{server._listener.getsockname()[1]}"
         run.begin(facts(run.name, stranger, url=url, state=RunState.HEALTHY, logs={"engine": str(engine_log)}))
+        run.close()
         said = {
             command: kvbm_here(*command.split(), home=tmp_path, XDG_STATE_HOME=str(tmp_path))
             for command in [*ASKED, *SHOWN]

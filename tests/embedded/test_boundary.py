@@ -420,8 +420,8 @@ def test_every_hook_of_the_embedded_engine_is_guarded(protocol, ours):
 
 def test_only_the_boundary_and_threads_catch_everything():
     """`except Exception` anywhere else would hide a fault that the boundary must count."""
-    # reported to all ranks, which then refuse to start together
-    at_start = ("kvbm/trtllm_integration/rank_side.py", "kvbm/device/replicas.py")
+    # reported to all ranks, which then refuse to start together; or raised with what to install
+    at_start = ("kvbm/trtllm_integration/rank_side.py", "kvbm/device/replicas.py", "kvbm/sglang_integration/flushes.py")
     instead_of_a_cache = "kvbm/disk/instance.py"  # logged and counted; another cache is opened
     of_any_form = "kvbm/vllm_integration/media_content.py"  # a model's processor made it; logged, nothing is kept
     of_a_thread = ("kvbm/disk/index_thread.py", "kvbm/sglang_integration/leader_thread.py")  # reported or counted

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -99,8 +100,9 @@ def test_threads_get_the_bytes_of_their_keys_or_nothing(backend):
         if chosen.random() < 0.3:
             backend.clear()
         elif kills < 3 and process is not None and process.pid:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
+            with suppress(ProcessLookupError):  # it was killed a moment ago, and the next one is not there yet
+                os.kill(process.pid, signal.SIGKILL)
+                kills += 1
     assert [one for caller in callers for one in caller.failures] == []
     assert sum(caller.delivered for caller in callers) > 50
     assert not backend.boundary.is_off
