@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvbm.errors import ProfileError
+from kvbm.vllm_integration.media import is_computed_elsewhere
 from kvbm.vllm_integration.tickets import Tickets
 
 if TYPE_CHECKING:
@@ -83,8 +84,12 @@ class PdConnector(MultiConnector):  # type: ignore[misc]
             )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return NIXL's tokens for a request prefilled by another engine, else those of the first child with any."""
-        if not _is_prefilled_elsewhere(request.kv_transfer_params):
+        """Return NIXL's tokens for a request prefilled by another engine, else those of the first child with any.
+
+        NIXL clears the flag when it schedules the pull. So after a failed pull or a preemption, the request is looked
+        up in our cache like any other.
+        """
+        if not is_computed_elsewhere(request.kv_transfer_params):
             found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
             return found
         token_count, is_asynchronous = self._connectors[NIXL].get_num_new_matched_tokens(request, num_computed_tokens)
@@ -134,9 +139,3 @@ def require_children(extra_config: Mapping[str, Any]) -> None:
     if len(names) != len(CHILDREN) or any(name not in known for name, known in zip(names, CHILDREN, strict=True)):
         listed = ", ".join(str(name) for name in names) or "none"
         raise ProfileError(f"PdConnector requires DynamoConnector and then NixlConnector, not: {listed}", hint=_HINT)
-
-
-def _is_prefilled_elsewhere(kv_transfer_params: Mapping[str, Any] | None) -> bool:
-    """Return True until the pull from the other engine is scheduled. NIXL then clears the flag, so that after a failed
-    pull or a preemption the request is looked up in our cache like any other."""
-    return isinstance(kv_transfer_params, Mapping) and bool(kv_transfer_params.get("do_remote_prefill"))

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvbm.text.outside import shown_json
 from kvbm.text.reading import bounded_int, has_more_values
+from kvbm.vllm_integration.tickets import RELEASE, TICKET
 
 MAX_VALUES = 1_200_000  # a prompt of a million token ids
 CLIENT_PARAMS = ("max_load_tokens", "max_offload_tokens")
@@ -106,12 +107,12 @@ def client_request(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, i
 
 def prefill_fields(limits: Mapping[str, int], ticket: str) -> dict[str, Any]:
     """Return the fields that request one token, which is discarded, and the address of its blocks."""
-    return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS, "pd_ticket": ticket}}
+    return {"max_tokens": 1, PARAMS[0]: {**limits, **_ASK_FOR_BLOCKS, TICKET: ticket}}
 
 
 def release_request(ticket: str) -> bytes:
     """Return the completion request that makes a prefill engine free the blocks of a ticket."""
-    return json.dumps({"prompt": [0], "max_tokens": 1, PARAMS[0]: {"pd_release": ticket}}).encode()
+    return json.dumps({"prompt": [0], "max_tokens": 1, PARAMS[0]: {RELEASE: ticket}}).encode()
 
 
 def is_one_answer(request: Mapping[str, Any]) -> bool:
