@@ -115,6 +115,9 @@ def environment(options: Options) -> str | Hashed:
 
 
 def length(model_config: Any) -> int:
-    """Return the maximum length of a sequence if the KV of shorter ones depends on it, otherwise 0."""
-    configuration = model_config.hf_config.to_dict()
-    return int(model_config.max_model_len) if depends_on_length(configuration) else 0
+    """Return the maximum length of a sequence if the KV of shorter ones depends on it, otherwise 0. It is that with
+    which the model was loaded: -1 if the configuration gave it, whatever vLLM has reduced it to since."""
+    if not depends_on_length(model_config.hf_config.to_dict()):
+        return 0
+    is_derived = getattr(model_config, "original_max_model_len", None) == -1
+    return -1 if is_derived else int(model_config.max_model_len)

@@ -173,6 +173,16 @@ def test_models_whose_kv_depends_on_the_maximum_length_are_known(path, configura
     assert (name_of(path, hf) != name_of(path, longer)) == expected
 
 
+def test_a_length_that_vllm_has_reduced_to_fit_its_memory_is_not_the_one_of_the_loaded_model(path):
+    """`--max-model-len auto` loads the model with the length of its configuration, and reduces it afterwards."""
+    given, reduced, more_reduced = (ModelConfig(str(path), HfConfig(model_type="llama4")) for _ in range(3))
+    for config, asked, allowed in ((given, 2048, 2048), (reduced, -1, 2048), (more_reduced, -1, 1024)):
+        object.__setattr__(config, "original_max_model_len", asked)  # an attribute only, as in vLLM
+        object.__setattr__(config, "max_model_len", allowed)
+    assert name_of(path, {"model_config": reduced}) != name_of(path, {"model_config": given})
+    assert name_of(path, {"model_config": reduced}) == name_of(path, {"model_config": more_reduced})
+
+
 # -- texts of options --------------------------------------------------------------------------------------------------
 
 

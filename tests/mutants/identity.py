@@ -297,7 +297,7 @@ MUTANTS = (
         name="identity-leaves-out-lengths",
         bug="a model with longrope gets blocks of an engine whose `max_model_len` made it use the other factors",
         file="kvbm/vllm_integration/options.py",
-        old="return int(model_config.max_model_len) if depends_on_length(configuration) else 0",
+        old="return -1 if is_derived else int(model_config.max_model_len)",
         new="return 0",
         fails="tests/identity/test_namespace.py -k maximum_length",
     ),
