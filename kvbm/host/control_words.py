@@ -8,7 +8,8 @@ A control word is `generation << 8 | state`: 64 bits, aligned, written by one st
 its slot. The rank writes it after a copy from device memory, the leader after a read from disk. The leader decides who
 may write a slot, one writer at a time. A writer writes the payload first and the word last; a reader reads the word
 first. On x86 this order is enough: stores become visible in program order, and libc ends copies that bypass the cache
-with a fence. On other machines (ARM) a memory barrier precedes each write of words and follows each read.
+with a fence. On other machines (Arm) the writer executes a memory barrier before each write of words, and the reader
+one after each read. Its thread wrote the payload, or took the result of that thread from a queue.
 
 The heartbeat is a number that the rank increases each time it polls its copies, so that the leader can recognise a rank
 that is stopped.
@@ -161,9 +162,10 @@ def combined(found: NDArray[np.uint64], generation: int, is_lost: Sequence[bool]
     return [_STATES[code] for code in codes]
 
 
-def enable_barrier() -> None:
+def require_barrier() -> None:
+    """Raise EnvironmentProblem if this process cannot order payload and words."""
     try:
-        KERNEL.enable_barrier()
+        order_memory()
     except OSError as error:
         raise EnvironmentProblem(f"no memory barrier on {platform.machine()}: {error}") from error
 

@@ -26,6 +26,7 @@ from kvbm.host.control_words import (
     is_final,
     order_memory,
     ready_words,
+    require_barrier,
     word_number,
 )
 from kvbm.host.segment import open_segment
@@ -72,6 +73,7 @@ class Region:
         ranks = [info.rank for info in infos]
         if not infos or len(set(ranks)) != len(ranks):
             raise InvariantError(f"segments of ranks {ranks}")
+        require_barrier()
         return cls(_mapped(infos))
 
     def write_slots(self, slots: Sequence[int], generation: int, state: SlotState) -> None:
@@ -139,6 +141,7 @@ class Region:
         for replicas in self._replicated:
             have_ended = replicas.have_ended(generations, self._is_lost)
             reported = [one and other for one, other in zip(reported, have_ended, strict=True)]
+        order_memory()
         return reported
 
     def lane_result(self, lane: int, generation: int) -> SlotState:

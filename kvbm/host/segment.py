@@ -20,13 +20,12 @@ from kvbm.host.control_words import (
     LANES,
     REPORTS,
     STATE_BITS,
-    STORES_ARE_ORDERED,
     SegmentGeometry,
     checked_indexes,
     control_word,
-    enable_barrier,
     order_memory,
     ready_words,
+    require_barrier,
 )
 from kvbm.host.layout import BlockLayout, Numbers
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
@@ -119,8 +118,7 @@ class Segment:
     @classmethod
     def _ready(cls, shared: SharedMemory, info: SegmentInfo, began_s: float, *, pin: bool) -> Segment:
         try:
-            if not STORES_ARE_ORDERED:
-                enable_barrier()
+            require_barrier()
             slots_per_pin = shared.pin(f"rank {info.rank}", unit=info.slot_stride) if pin else info.slot_count
             return cls(shared, replace(info, ready_s=time.monotonic() - began_s), slots_per_pin)
         except BaseException:
@@ -148,12 +146,16 @@ class Segment:
     def unproven(self, slots: Sequence[int], generation: int) -> list[int]:
         """Return the slots that transfer `generation` has not proven."""
         indexes = checked_indexes(slots, self.info.slot_count)
-        left: list[int] = indexes[self._slot_words[indexes] != control_word(generation, SlotState.READY)].tolist()
+        found = self._slot_words[indexes]
+        order_memory()
+        left: list[int] = indexes[found != control_word(generation, SlotState.READY)].tolist()
         return left
 
     def lane_carries(self, lane: int, generation: int) -> bool:
         """Whether this rank has reported transfer `generation` as READY in this lane."""
-        return bool(self._lane_words[checked_indexes([lane], LANES)][0] == control_word(generation, SlotState.READY))
+        found = self._lane_words[checked_indexes([lane], LANES)][0]
+        order_memory()
+        return bool(found == control_word(generation, SlotState.READY))
 
     @property
     def sample_slot(self) -> int:
@@ -180,7 +182,9 @@ class Segment:
 
     def has_reported(self, generation: int) -> bool:
         """Whether this replica has reported transfer `generation` as READY."""
-        return bool(self._reports[generation % REPORTS] == control_word(generation, SlotState.READY))
+        found = self._reports[generation % REPORTS]
+        order_memory()
+        return bool(found == control_word(generation, SlotState.READY))
 
     def beat(self) -> None:
         """Show that this rank is alive."""

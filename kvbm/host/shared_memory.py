@@ -40,8 +40,7 @@ MPOL_BIND = 2
 MPOL_INTERLEAVE = 3
 SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
 SYSCALL_MEMBARRIER = {"x86_64": 324, "aarch64": 283}
-MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
-MEMBARRIER_REGISTER_PRIVATE_EXPEDITED = 1 << 4
+MEMBARRIER_GLOBAL_EXPEDITED = 1 << 1
 BITS_PER_LONG = 64
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -306,13 +305,13 @@ class Kernel:
         policy = MPOL_BIND if len(nodes) == 1 else MPOL_INTERLEAVE
         self._system_call(SYSCALL_MBIND, address, length, policy, ctypes.addressof(mask), bits, 0)
 
-    def enable_barrier(self) -> None:
-        """Call once per process before the first `barrier`. Raises OSError."""
-        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_REGISTER_PRIVATE_EXPEDITED, 0, 0)
-
     def barrier(self) -> None:
-        """Execute a full memory barrier in every running thread of this process. Raises OSError."""
-        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_PRIVATE_EXPEDITED, 0, 0)
+        """Execute a full memory barrier in the calling thread. Raises OSError.
+
+        The private command would be refused in a process that has not registered, and does nothing in a process with
+        one thread: it orders threads of one process only.
+        """
+        self._system_call(SYSCALL_MEMBARRIER, MEMBARRIER_GLOBAL_EXPEDITED, 0, 0)
 
     def _system_call(self, numbers: dict[str, int], *arguments: int) -> None:
         number = numbers.get(platform.machine())

@@ -129,7 +129,5 @@ def test_this_machine_has_room_and_a_node():
     assert THIS_MACHINE.node_count() >= 1
 
 
-def test_the_kernel_makes_a_barrier_once_it_is_enabled():
-    kernel = Kernel()
-    kernel.enable_barrier()
-    kernel.barrier()
+def test_the_kernel_makes_a_barrier():
+    Kernel().barrier()

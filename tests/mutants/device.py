@@ -137,6 +137,27 @@ MUTANTS = (
         fails="tests/host/test_region.py",
     ),
     Mutant(
+        name="region-barrier-requires-registration",
+        bug="On Arm, Linux refuses the memory barrier of a process that only maps a segment.",
+        file="kvbm/host/shared_memory.py",
+        old="MEMBARRIER_GLOBAL_EXPEDITED = 1 << 1",
+        new="MEMBARRIER_GLOBAL_EXPEDITED = 1 << 3",
+        fails="tests/host/test_memory_order.py",
+    ),
+    Mutant(
+        name="region-words-are-read-without-barrier",
+        bug="On Arm, a rank may read the bytes of an onboard before it reads the word that proves them.",
+        file="kvbm/host/segment.py",
+        old="""\
+        found = self._lane_words[checked_indexes([lane], LANES)][0]
+        order_memory()
+""",
+        new="""\
+        found = self._lane_words[checked_indexes([lane], LANES)][0]
+""",
+        fails="tests/host/test_memory_order.py",
+    ),
+    Mutant(
         name="region-lanes-overlap-the-slots",
         bug="The words of slots begin one word too late, so that a lane's report overwrites the last slot's.",
         file="kvbm/host/control_words.py",
