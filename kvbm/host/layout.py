@@ -27,7 +27,7 @@ from kvbm.errors import EnvironmentProblem, InvariantError
 if TYPE_CHECKING:
     import torch
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 4096  # on every machine, whatever its pages: a shared store and a moved disk hold these slots
 
 Numbers = Sequence[int] | NDArray[np.int64]
 

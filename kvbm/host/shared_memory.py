@@ -15,6 +15,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import os
 import platform
@@ -25,7 +26,6 @@ from functools import partial
 import numpy as np
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.layout import PAGE_BYTES
 from kvbm.host.libc import LIBC, last_error
 from kvbm.host.machine_memory import HostMemory
 
@@ -88,7 +88,7 @@ class SharedMemory:
         elif huge_bytes_free > 0:
             free, needed = _shown(huge_bytes_free), _shown(huge_bytes)
             log.warning("kvbm: %s uses small pages: %s of huge pages are free, it requires %s", who, free, needed)
-        return cls._allocate(name, _round_up(payload_bytes, PAGE_BYTES), who, nodes, memory, progress)
+        return cls._allocate(name, _round_up(payload_bytes, mmap.PAGESIZE), who, nodes, memory, progress)
 
     @classmethod
     def _allocate(
@@ -135,14 +135,16 @@ class SharedMemory:
         return shared
 
     def pin(self, who: str, *, unit: int) -> int:
-        """Page-lock the memory for DMA, up to PIN_BYTES per call but whole units of `unit` bytes. Fast, since all pages
-        are prefaulted. Returns the units per call: the device refuses a copy that crosses the border of two calls. The
-        calling thread uses the device that copies, see `on_device`: on any other one, this would open a context."""
+        """Page-lock the memory for DMA, up to PIN_BYTES per call but whole pages and whole units of `unit` bytes. Fast,
+        since all pages are prefaulted. Returns the units per call: the device refuses a copy that crosses the border of
+        two calls. The calling thread uses the device that copies, see `on_device`: on any other one, this would open a
+        context."""
         import torch
 
         runtime = torch.cuda.cudart()
         self._pin_device = torch.cuda.current_device()
-        units = max(1, PIN_BYTES // unit)
+        least = math.lcm(unit, mmap.PAGESIZE)
+        units = max(1, PIN_BYTES // least) * least // unit
         for start in range(0, self.length, units * unit):
             error = runtime.cudaHostRegister(self.address + start, min(units * unit, self.length - start), 0)
             if int(error) != 0:

@@ -423,14 +423,17 @@ class Runtime:
         return "an error"
 
 
-@pytest.mark.parametrize("pin_bytes", [100, 4096, 10_000, 20_480, 1 << 40])
-def test_no_slot_lies_in_two_page_locked_ranges(pin_bytes, monkeypatch):
+@pytest.mark.parametrize("page_bytes", [4096, 65536])
+@pytest.mark.parametrize("pin_bytes", [100, 4096, 10_000, 20_480, 70_000, 1 << 40])
+def test_no_slot_and_no_page_lies_in_two_page_locked_ranges(pin_bytes, page_bytes, monkeypatch):
     """The device refuses a copy that does."""
     runtime = Runtime(monkeypatch)
+    monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
     monkeypatch.setattr(kvbm.host.shared_memory, "PIN_BYTES", pin_bytes)
     segment = segment_of(slot_count=23, pin=True)
     start, stride = segment.payload.ctypes.data, segment.info.slot_stride
     assert sum(runtime.ranges.values()) == segment.info.length
+    assert not any((at - start) % page_bytes or size % page_bytes for at, size in runtime.ranges.items())
     for slot in range(23):
         begin, end = start + slot * stride, start + (slot + 1) * stride
         (inside,) = [at for at, size in runtime.ranges.items() if at <= begin and end <= at + size]
@@ -463,6 +466,18 @@ def test_a_numa_node_that_cannot_be_bound_to_is_an_error(tmp_path):
 def test_a_segment_without_slots_is_refused():
     with pytest.raises(InvariantError):
         segment_of(slot_count=0)
+
+
+def test_a_segment_has_whole_pages_of_the_machine_and_slots_of_any_machine(monkeypatch):
+    """Slots are as far apart on every machine: caches on disk and objects of the shared tier are read by all."""
+    monkeypatch.setattr(mmap, "PAGESIZE", 65536)
+    segment = segment_of()
+    region = Region.map([segment.info])
+    assert (segment.info.length, segment.info.slot_stride) == (131072, 8192)
+    segment.write_slots(range(SLOTS), 7, READY)
+    assert region.slot_results(range(SLOTS), 7) == [READY] * SLOTS
+    segment.close()
+    assert region.slot_results(range(SLOTS), 7) == [EMPTY] * SLOTS
 
 
 def test_close_gives_the_memory_back_although_views_live_on():

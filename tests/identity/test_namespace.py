@@ -271,6 +271,27 @@ def test_processors_with_other_kernels_differ(tmp_path, monkeypatch):
     assert machine.cpu_features() == ""
 
 
+ARM = {  # `Features`, then `CPU part`: lines of Linux on these machines
+    "Ampere Altra": ("fp asimd aes atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs", "0xd0c"),
+    "Graviton 3": ("fp asimd fphp asimdhp asimddp sve asimdfhm svei8mm svebf16 i8mm bf16 dgh rng", "0xd40"),
+    "Grace": ("fp asimd fphp asimdhp asimddp sve sve2 svebitperm svei8mm svebf16 i8mm bf16 dgh", "0xd4f"),
+}
+
+
+def test_processors_of_arm_differ_by_instructions_and_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPU_FACTS", tmp_path / "cpuinfo")
+    found = {}
+    for name, (features, part) in ARM.items():
+        lines = "processor\t: 0", f"Features\t: {features}", "CPU implementer\t: 0x41", f"CPU part\t: {part}"
+        machine.CPU_FACTS.write_text("\n".join([*lines, "", "processor\t: 1", "Features\t: sve2"]))
+        found[name] = machine.cpu_features()
+    assert found == {
+        "Ampere Altra": "0x41 0xd0c asimddp asimdhp",
+        "Graviton 3": "0x41 0xd40 asimddp asimdhp bf16 i8mm sve",
+        "Grace": "0x41 0xd4f asimddp asimdhp bf16 i8mm sve sve2",
+    }
+
+
 def test_pickled_hashes_depend_on_the_version_of_python(monkeypatch):
     assert identity._serialization("sha256") == identity._serialization("xxhash")
     pickled = identity._serialization("sha256")

@@ -207,8 +207,8 @@ MUTANTS = (
         name="region-splits-a-slot-between-two-pins",
         bug="a slot lies in two page-locked ranges, and its copies never succeed",
         file="kvbm/host/shared_memory.py",
-        old="units = max(1, PIN_BYTES // unit)",
-        new="unit, units = 4096, max(1, PIN_BYTES // 4096)",
+        old="least = math.lcm(unit, mmap.PAGESIZE)",
+        new="unit = least = mmap.PAGESIZE",
         fails="tests/host/test_region.py -k page_locked",
     ),
     Mutant(
