@@ -13,10 +13,12 @@ EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest`
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
+LATER_PYTHONS = ("3.12", "3.13")  # CI has 3.11
 
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False  # a Python that is not installed is skipped, with a line
 nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "mutants", "bench_micro", "smoke"]
 
 
@@ -53,6 +55,12 @@ def tests(session: nox.Session) -> None:
     """All tests except the soak tests and those with a real vLLM."""
     install(session, "embedded", "nixl", "dev")
     session.run("pytest", "-q", *EVERYWHERE, *ALL_BUT_SOAK, *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(python=LATER_PYTHONS)
+def tests_later(session: nox.Session) -> None:
+    """The session `tests` with later Pythons; not part of `nox`."""
+    tests(session)
 
 
 @nox.session
@@ -102,14 +110,15 @@ def bench_micro(session: nox.Session) -> None:
     session.run("pytest", "-q", "-o", "addopts=--strict-markers", "bench/micro", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(reuse_venv=False)
+@nox.session(reuse_venv=False, python=("3.11", *LATER_PYTHONS))
 def smoke(session: nox.Session) -> None:
     """The built wheel in an empty environment without extras: what a user gets before any engine is there."""
     wheels = Path(session.create_tmp())
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
     session.install(*CONSTRAINTS, *map(str, wheels.glob("kvbm_cli-*.whl")))
     session.chdir(wheels)  # away from the checkout, so that only the wheel can answer
-    for command in ("--version", "--help", "profile list", "size --profile demo", "serve --profile demo --dry-run"):
+    demo = ("size --profile demo", "serve --profile demo --dry-run")
+    for command in ("--version", "--help", "doctor", "profile list", *demo):
         session.run("kvbm", *command.split())
     session.run("kvbm", "serve", "--profile", "demo", success_codes=[1])  # names the extra that it needs
     session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
