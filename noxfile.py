@@ -11,6 +11,9 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest` runs a part
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
+TRITON = "3.9.0"
+IN_V2 = ("determinism", "disk", "interleavings", "on_evict_in_vllm", "pause_in_vllm", "pd", "pipeline_stages")
+IN_V2 += ("requests", "shared", "weight_updates")
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 LATER_PYTHONS = ("3.12", "3.13")  # CI has 3.11
@@ -63,16 +66,33 @@ def tests_later(session: nox.Session) -> None:
     tests(session)
 
 
+def install_vllm(session: nox.Session, *others: str) -> None:
+    session.install("--no-compile", *CONSTRAINTS, "torch")
+    session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt", *others)
+    session.install("--no-deps", "-e", ".")
+
+
 @nox.session
 def vllm(session: nox.Session) -> None:
     """The connector inside a real vLLM on the CPU; an environment of 3 GB, made at the first run."""
-    session.install("--no-compile", *CONSTRAINTS, "torch")
-    session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt")
-    session.install("--no-deps", "-e", ".")
+    install_vllm(session)
     short = ("tests/vllm", "--ignore", "tests/vllm/test_versions.py")  # whose contents test_determinism.py has too
     # More processes than cores, because many tests wait for a server to start. tests/vllm/conftest.py says which share
     # servers.
     grouped = ("-n", "3", "--dist", "loadgroup")
+    session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
+
+
+@nox.session
+def vllm_v2(session: nox.Session) -> None:
+    """What is about bytes, names and order in vLLM's model runner V2, which GPUs take; not part of `nox`.
+
+    Triton (290 MB) interprets its kernels on the CPU: a step takes many times as long.
+    """
+    install_vllm(session, f"triton=={TRITON}")
+    session.install("--no-deps", "tests/vllm/triton_on_cpu")
+    short = tuple(f"tests/vllm/test_{name}.py" for name in IN_V2)
+    grouped = ("-n", "2", "--dist", "loadgroup")
     session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
 
 
@@ -135,11 +155,9 @@ def shared(session: nox.Session) -> None:
 @nox.session
 def shared_vllm(session: nox.Session) -> None:
     """Two real vLLM engines on Ceph and on Mooncake Store, an environment of 3 GB; not part of `nox`."""
-    session.install("--no-compile", *CONSTRAINTS, "torch")
-    session.install("--no-compile", "--no-deps", "-r", "tests/vllm/requirements.txt")
+    install_vllm(session)
     session.install(*CONSTRAINTS, "boto3")
     session.install("--no-deps", *CONSTRAINTS, "mooncake-transfer-engine-non-cuda")
-    session.install("--no-deps", "-e", ".")
     session.run("pytest", "-q", "-n", "0", "-m", "servers", "tests/vllm", *session.posargs, env=COMPILED_LATER)
 
 

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from bookkeeping import tier_of
+from model_runner import IS_V2, assert_in_config
 from traffic import Request
 from vllm_server import FAULTS_FILE, Answer, margin, minimal_environment
 
 from kvbm.types import Tier
 from kvbm_cli.make_model import materialise
 
-CALL_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 1200.0 if IS_V2 else 240.0
 STOP_TIMEOUT_S = 20.0
 TIERS_TIMEOUT_S = 120.0
 IDLE_S = 0.0005
@@ -140,6 +141,7 @@ class SteppedEngine:
         )
         self._statistics: list[Any] = []
         self._engine = LLMEngine.from_engine_args(settings, stat_loggers=[self._watch])
+        assert_in_config(self._engine.vllm_config)
         self._core = self._engine.engine_core.engine_core
         self._number = 0
         if connector is not None:

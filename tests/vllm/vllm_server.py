@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+from model_runner import IS_V2, assert_in_log
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbm.identity.content import QUIET_NS, writes_back
@@ -38,7 +39,7 @@ BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
 STOP_TIMEOUT_S = 20.0
 SLACK_S = 3.0  # kvbm allows 2 s for clocks that differ
-ANSWER_TIMEOUT_S = 240.0
+ANSWER_TIMEOUT_S = 600.0 if IS_V2 else 240.0
 MAX_MODEL_LEN = 4096
 CONNECTOR = {
     "kv_connector": "DynamoConnector",
@@ -234,6 +235,7 @@ class VllmServer(VllmClient):
         while True:
             with suppress(httpx.TransportError):
                 if self.http.get("/health", timeout=5).status_code == 200:
+                    assert_in_log(self.log())
                     return self
             if self._has_ended() or time.monotonic() > deadline:
                 story = f"vLLM did not start\n{self.log_tail(80)}"

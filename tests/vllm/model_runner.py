@@ -1,0 +1,21 @@
+"""Which of vLLM's two model runners computes here.
+
+vLLM takes V2 where Triton works, as on every GPU. `nox -s vllm_v2` installs `triton_on_cpu`, with which Triton works on
+a CPU too. Elsewhere on CPUs, vLLM takes V1. Every engine of these tests is asked which one it has.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+IS_V2 = find_spec("triton_on_cpu") is not None
+LOG_LINE = "Using V2 Model Runner"
+
+
+def assert_in_log(log: str) -> None:
+    assert (LOG_LINE in log) is IS_V2, f"V{1 + IS_V2} was expected\n{log[-4000:]}"
+
+
+def assert_in_config(vllm_config: Any) -> None:
+    assert vllm_config.use_v2_model_runner is IS_V2, vllm_config._get_v2_model_runner_unsupported_features()
