@@ -44,6 +44,7 @@ from kvbm_cli.make_model import materialise
 BLOCK, BLOCKS, PREFIX = 32, 24, 96
 MIXED, GENERATED = -1, 7
 NEVER = 1_000_000
+ENGINES = [(1, "V1"), (2, "V2"), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((2, "V1"), (1, "V2")))]
 CONNECTOR = {
     "kv_connector": "DynamoConnector",
     "kv_role": "kv_both",
@@ -288,8 +289,7 @@ def wrong_points(make, *case) -> list[int]:
 
 @pytest.mark.parametrize("hold", [0, 2])
 @pytest.mark.parametrize("requests", [2, 3])
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "runner"), ENGINES)
 @pytest.mark.parametrize("kind", sorted(SPECS))
 def test_no_later_request_sees_kv_of_former_weights(world, kind, depth, runner, requests, hold):
     assert wrong_points(world, kind, depth, runner, requests, hold) == []
