@@ -1,8 +1,8 @@
 """Random combinations of models, tiers, evictions, `to_host`, drafters and clients: 4,000 answers, about an hour.
 
 A seed chooses each combination. Its answers are compared with those of an engine without cache. `nox -s soak` runs all,
-`nox -s vllm -- tests/vllm/test_combinations.py -m soak -k "[3]"` one of them. Two engines of a data-parallel server
-are in test_soak.py.
+`nox -s vllm -- tests/vllm/test_combinations.py -m soak -k "[3]"` one of them. With KVBM_WRITE_RESULTS=1 the results are
+written to bench/results/<machine>-vllm-combinations.json. Two engines of a data-parallel server are in test_soak.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from draft_models import drafter, target
 from engine_process import FOLLOWED_TOKENS, EngineProcess
+from kept_results import KeptResults, row_of
 from pairs import Faults
 from state_models import BLOCK, MODELS
-from traffic import TOLERANCE, assert_equal, compare, conversations, own_noise, take_turns
+from traffic import TOLERANCE, assert_equal, compare, conversations, own_noise, take_turns, total
 from vllm_server import FAULTY_CONNECTOR
 from wandering_engine import WanderingEngine
 
@@ -42,6 +43,7 @@ class Combination:
         self.model = str(materialise(self.preset))
         blocks, host = BLOCKS.get(self.preset, (40, 120))
         self.arguments: dict[str, Any] = COMMON | KINDS[self.preset] | {"num_gpu_blocks_override": blocks}
+        self.arguments["enable_prefix_caching"] = True  # vLLM's default is off for a model with states alone
         self.has_priorities = source.random() < 0.4
         if self.has_priorities:
             self.arguments["scheduling_policy"] = "priority"
@@ -120,7 +122,7 @@ def test_answers_are_those_of_an_engine_without_cache(number, process, truth, tm
     faults.order(**({"fail_every": combination.fail_every} if combination.fail_every else {}))
     engine.start(combination.model, connector=FAULTY_CONNECTOR, cache=combination.cache, **combination.arguments)
     try:
-        hits = 0.0
+        comparisons, hits = [], 0.0
         for turn in range(ROUNDS):
             asked = list(expected)
             options = {"has_priorities": combination.has_priorities, "embeddings": combination.embeddings}
@@ -133,11 +135,14 @@ def test_answers_are_those_of_an_engine_without_cache(number, process, truth, tm
             else:  # of bfloat16, a tie ends the comparison of an answer
                 comparison = compare(found, expected, tolerance)
                 assert not comparison.wrong, f"{comparison}\n" + "\n".join(comparison.wrong)
+            comparisons.append(comparison)
             engine.rest()
             hits = engine.totals()["hits"]
             print(number, combination, comparison, f"{hits:.0f} tokens loaded")
             engine.forget_g1()
         assert hits > 0, "nothing was loaded"
         assert engine.totals().get("faults", 0) == 0
+        row = {"seed": number, "model": combination.preset, **row_of(total(comparisons)), "tokens_loaded": hits}
+        KeptResults("vllm-combinations", "nox -s soak", key="seed").add(row)
     finally:
         engine.stop()

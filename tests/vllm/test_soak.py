@@ -58,6 +58,7 @@ VARIANTS = {
     "tensor parallel, copies fail": Variant(
         arguments=("--tensor-parallel-size", "2"), cores="0|1", faults={"fail_every": 100}
     ),
+    "data parallel": Variant(blocks=24, arguments=("--data-parallel-size", "2"), cores="0|1"),
     "sliding window": Variant("vllm-swa", blocks=100, host=3000),
     "sliding window, copies fail": Variant("vllm-swa", blocks=100, host=3000, faults={"fail_every": 100}),
     "guessed tokens": Variant(arguments=("--speculative-config", json.dumps(GUESS))),

@@ -23,7 +23,7 @@ import torch
 from kept_results import KeptResults, row_of
 from pairs import is_at_rest
 from safetensors.torch import load_file, save_file
-from traffic import Comparison, Request, asker, assert_equal, repeat, tokens
+from traffic import Comparison, Request, asker, assert_equal, repeat, tokens, total
 from vllm_server import BLOCK_TOKENS, CONNECTOR, Answer, VllmServer
 
 from kvbm_cli.make_model import materialise
@@ -141,17 +141,10 @@ class Loop:
         assert self.server.reset_prefix_cache(external=False)
 
     def row(self, rounds: int) -> dict[str, object]:
-        totals = Comparison(
-            sum(one.requests for one in self.comparisons),
-            sum(one.tokens for one in self.comparisons),
-            sum(one.ties for one in self.comparisons),
-            max(one.worst for one in self.comparisons),
-            tuple(text for one in self.comparisons for text in one.wrong),
-        )
         loaded = self.server.metrics()["kvbm_onboard_blocks_h2d"]
         longest = {name: round(value, 2) for name, value in self.longest_s.items()}
         facts = {"blocks_loaded": int(loaded), "longest_call_s": longest}
-        return {"rounds": rounds, **row_of(totals), **facts}
+        return {"rounds": rounds, **row_of(total(self.comparisons)), **facts}
 
 
 def start(model: Path, **lower: object) -> VllmServer:

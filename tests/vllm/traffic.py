@@ -113,6 +113,16 @@ class Comparison:
         )
 
 
+def total(comparisons: Sequence[Comparison]) -> Comparison:
+    return Comparison(
+        sum(one.requests for one in comparisons),
+        sum(one.tokens for one in comparisons),
+        sum(one.ties for one in comparisons),
+        max(one.worst for one in comparisons),
+        tuple(text for one in comparisons for text in one.wrong),
+    )
+
+
 def compare(
     answers: dict[Request, Answer],
     expected: dict[Request, Answer],

@@ -12,7 +12,7 @@ from engine_process import SteppedEngine
 from traffic import Request
 from vllm_server import Answer
 
-LIMIT_S = 200.0
+LIMIT_S = 500.0
 SALTS = ("one", "other")
 HINTS = ({"retain_s": 30}, {"retain_s": 1, "session": "s"}, {"end": ["s"]}, {"lock": True}, 5)
 
