@@ -62,7 +62,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=LATER_PYTHONS)
 def tests_later(session: nox.Session) -> None:
-    """The session `tests` with later Pythons; not part of `nox`."""
+    """The session `tests` with later Pythons, environments of 6 GB, because their torch has CUDA; not part of `nox`."""
     tests(session)
 
 
@@ -81,6 +81,12 @@ def vllm(session: nox.Session) -> None:
     # servers.
     grouped = ("-n", "3", "--dist", "loadgroup")
     session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
+
+
+@nox.session(python="3.12")  # the Python of vLLM's images
+def vllm_later(session: nox.Session) -> None:
+    """The session `vllm` with Python 3.12; an environment of 6 GB, because its torch has CUDA; not part of `nox`."""
+    vllm(session)
 
 
 @nox.session

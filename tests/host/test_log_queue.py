@@ -102,7 +102,8 @@ use_queued_stderr()
 
 
 def program(text, **arguments):
-    return subprocess.Popen([sys.executable, "-c", PROGRAM + text], text=True, stderr=subprocess.PIPE, **arguments)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + text]  # Python 3.12 warns of a fork with threads
+    return subprocess.Popen(command, text=True, stderr=subprocess.PIPE, **arguments)
 
 
 def test_everything_written_before_an_exit_arrives():
