@@ -6,10 +6,10 @@ a CPU too. Elsewhere on CPUs, vLLM takes V1. Every engine of these tests is aske
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import metadata
 from typing import Any
 
-IS_V2 = find_spec("triton_on_cpu") is not None
+IS_V2 = any(point.value == "triton_on_cpu" for point in metadata.entry_points(group="triton.backends"))
 LOG_LINE = "Using V2 Model Runner"
 
 
