@@ -10,6 +10,8 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest` runs a part
+ARM_TESTS = [f"tests/{name}" for name in ("core", "host", "disk", "leader", "config", "identity")]
+ARM_PLATFORMS = [f"--platform=manylinux_2_{glibc}_aarch64" for glibc in (17, 24, 26, 27, 28, 31, 34)]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
 IN_V2 = ("determinism", "disk", "interleavings", "on_evict_in_vllm", "pause_in_vllm", "pd", "pipeline_stages")
@@ -120,6 +122,28 @@ def sglang(session: nox.Session) -> None:
     session.install("--no-deps", "-e", ".")
     short = ("-m", "not soak", "tests/sglang_engine")
     session.run("pytest", "-q", "-n", "0", *(session.posargs or short), env=COMPILED_LATER)
+
+
+@nox.session
+def arm(session: nox.Session) -> None:
+    """Base tests for aarch64 in a Debian root, emulated by qemu; as root, not part of `nox`.
+
+    Install debootstrap, qemu-user-static and binfmt-support before. An hour or more: emulation takes ten times as long.
+    """
+    if not Path("/proc/sys/fs/binfmt_misc/qemu-aarch64").exists():
+        session.error("this kernel does not start qemu for programs of aarch64: install binfmt-support")
+    packages, wheels, root = (Path(session.create_tmp(), name) for name in ("packages", "wheels", "root"))
+    if not root.exists():
+        what = ("--arch=arm64", "--variant=minbase", "--include=python3", "bookworm")
+        session.run("debootstrap", "--download-only", *what, str(packages), external=True)
+        for package in sorted(packages.glob("var/cache/apt/archives/*.deb")):  # emulated installation takes an hour
+            session.run("dpkg-deb", "-x", str(package), str(root), external=True, silent=True)
+    target = f"{root}/usr/local/lib/python3.11/dist-packages"
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
+    where = ("--upgrade", f"--target={target}", *ARM_PLATFORMS, "--python-version=3.11", "--only-binary=:all:")
+    what = ("-r", "tests/arm/requirements.txt", *map(str, wheels.glob("kvbm_cli-*.whl")))
+    session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--no-compile", *where, *what)
+    session.run("sh", "tests/arm/in_root.sh", str(root), str(ROOT), *(session.posargs or ARM_TESTS), external=True)
 
 
 @nox.session
