@@ -25,6 +25,7 @@ from wandering_engine import WanderingEngine
 from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(0)]
+COMMAND = "nox -s vllm -- tests/vllm/test_combinations.py -m soak"
 COMBINATIONS = 22
 TALKS = conversations(25, turns=4, seed=23, block_tokens=BLOCK)
 ROUNDS, AT_ONCE = 2, 20
@@ -142,6 +143,6 @@ def test_answers_are_those_of_an_engine_without_cache(number, process, truth, tm
         assert hits > 0, "nothing was loaded"
         assert engine.totals().get("faults", 0) == 0
         row = {"seed": number, "model": combination.preset, **row_of(total(comparisons)), "tokens_loaded": hits}
-        KeptResults("vllm-combinations", "nox -s soak", key="seed").add(row)
+        KeptResults("vllm-combinations", COMMAND, key="seed").add(row)
     finally:
         engine.stop()
