@@ -11,7 +11,8 @@ CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 EVERYWHERE = ("-o", "testpaths=tests")  # unless paths are given; plain `pytest` runs a part
 ARM_TESTS = [f"tests/{name}" for name in ("core", "host", "disk", "leader", "config", "identity")]
-ARM_PLATFORMS = [f"--platform=manylinux_2_{glibc}_aarch64" for glibc in (17, 24, 26, 27, 28, 31, 34)]
+ARM_GLIBC = ("2014", *(f"_2_{minor}" for minor in (17, 24, 26, 27, 28, 31, 34)))
+ARM_PLATFORMS = [f"--platform=manylinux{glibc}_aarch64" for glibc in ARM_GLIBC]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
 IN_V2 = ("determinism", "disk", "interleavings", "on_evict_in_vllm", "pause_in_vllm", "pd", "pipeline_stages")
