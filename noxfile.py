@@ -129,7 +129,7 @@ def sglang(session: nox.Session) -> None:
 def arm(session: nox.Session) -> None:
     """Base tests for aarch64 in a Debian root, emulated by qemu; as root, not part of `nox`.
 
-    Install debootstrap, qemu-user-static and binfmt-support before. An hour or more: emulation takes ten times as long.
+    Install debootstrap, qemu-user-static and binfmt-support before. It takes hours, and has not been run to its end.
     """
     if not Path("/proc/sys/fs/binfmt_misc/qemu-aarch64").exists():
         session.error("this kernel does not start qemu for programs of aarch64: install binfmt-support")
@@ -137,7 +137,7 @@ def arm(session: nox.Session) -> None:
     if not root.exists():
         what = ("--arch=arm64", "--variant=minbase", "--include=python3", "bookworm")
         session.run("debootstrap", "--download-only", *what, str(packages), external=True)
-        for package in sorted(packages.glob("var/cache/apt/archives/*.deb")):  # emulated installation takes an hour
+        for package in sorted(packages.glob("var/cache/apt/archives/*.deb")):  # their installation would be emulated
             session.run("dpkg-deb", "-x", str(package), str(root), external=True, silent=True)
     target = f"{root}/usr/local/lib/python3.11/dist-packages"
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(wheels), str(ROOT))
