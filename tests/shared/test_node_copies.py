@@ -51,14 +51,36 @@ def copies(directory):
 
 
 def test_each_object_is_requested_once_although_two_engines_read_it_at_the_same_time(proxy, processes):
-    proxy.fault, proxy.bytes_per_s = "slow", SLOW_BYTES_PER_S
-    tickets = [(rig, rig.start_get(number, number), number) for number in range(OBJECTS) for rig in processes]
+    """On a busy machine, a use of the directory may take longer than ANSWER_LIMIT_S: then others are read."""
+    proxy.bytes_per_s = SLOW_BYTES_PER_S
+    for first in range(0, 3 * OBJECTS, OBJECTS):
+        if first:
+            time.sleep(module.PAUSE_S)
+            proxy.fault = None
+            for number in range(first, first + OBJECTS):
+                assert processes[0].put(number).outcome is Outcome.GOOD
+        proxy.fault = "slow"
+        if are_read_once(proxy, processes, range(first, first + OBJECTS)):
+            return
+    pytest.fail("each time, an object was requested twice")
+
+
+def are_read_once(proxy, processes, numbers):
+    """Let both engines read objects at the same time. Return whether each was requested once."""
+    proxy.objects_asked.clear()
+    before = copies_read(processes)
+    tickets = [(rig, rig.start_get(number, number % OBJECTS), number) for number in numbers for rig in processes]
     for rig, ticket, number in tickets:
         assert rig.wait(ticket).is_good == (True,)
-        assert rig.holds(number, number)
+        assert rig.holds(number, number % OBJECTS)
     assert len(proxy.objects_asked) == OBJECTS
-    assert set(proxy.objects_asked.values()) == {1}
-    assert sum(rig.client.counters.copies_read for rig in processes) == OBJECTS
+    once = set(proxy.objects_asked.values()) == {1}
+    assert not once or copies_read(processes) - before == OBJECTS
+    return once
+
+
+def copies_read(processes):
+    return sum(rig.client.counters.copies_read for rig in processes)
 
 
 @pytest.mark.servers
