@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import time
 from collections.abc import Callable
 
@@ -27,3 +28,19 @@ def _once_s(work: Callable[[], object]) -> float:
     began_s = time.thread_time()
     work()
     return time.thread_time() - began_s
+
+
+def of_children_s(work: Callable[[], object]) -> float:
+    """Return the CPU time, in seconds, of the processes that `work` starts and waits for.
+
+    Children of earlier tests that end meanwhile are counted too.
+    """
+    before_s = children_s()
+    work()
+    return children_s() - before_s
+
+
+def children_s() -> float:
+    """Return the CPU time of all processes that this one has waited for, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -3,16 +3,15 @@
 import os
 import pty
 import re
-import resource
 import select
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cpu_time import of_children_s
 from terminal import HANGS_S, environment, kvbm
 
 LIBRARIES = "import pydantic.types, typer.main, yaml"
@@ -162,11 +161,3 @@ def test_a_shell_does_not_wait(tmp_path):
         assert set(kvbm(home=tmp_path, **variables).stdout.split()) == SHIPPED
 
     assert min(of_children_s(completion) for _ in range(5)) < 5 * min(of_children_s(libraries) for _ in range(5))
-
-
-def of_children_s(work: Callable[[], None]) -> float:
-    """Return the CPU time of the processes that `work` starts, and of those of earlier tests that end meanwhile."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    work()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

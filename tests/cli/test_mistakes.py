@@ -7,7 +7,6 @@ own. `listen PORT` and `run PROFILE STATE` are functions below.
 """
 
 import os
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from cpu_time import children_s
 from recorded_runs import NOBODY, facts
 from terminal import SNAPSHOTS, Kvbm, assert_entry, kvbm, kvbm_here, steps_of, stored_entries, transcript
 
@@ -99,8 +99,7 @@ def test_there_are_many_and_no_two_say_the_same():
 
 def used_s() -> float:
     """Processor time of this process and of those that it waited for: another's load does not count."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return time.process_time() + children_s()
 
 
 def child_processes() -> set[str]:
