@@ -10,11 +10,7 @@ from typing import Any
 
 from kvbm.errors import UsageError
 from kvbm.text.outside import shown
-from kvbm_cli.bench.lmbenchmark.of_workload import (
-    check_files,
-    strict_script,
-    strict_workload,
-)
+from kvbm_cli.bench.lmbenchmark.of_workload import check_files, strict_script, strict_workload
 from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
@@ -63,10 +59,6 @@ class Overrides:
         schedule = workload.schedule.model_copy(update=changes)
         update: dict[str, Any] = {"schedule": schedule}
         if self.endpoint is not None:
-            if isinstance(workload, Lmbenchmark) and workload.mode == "faithful":
-                raise UsageError(
-                    "`--endpoint` does not apply to LMBenchmark's own requests", hint="set `chat` in the workload"
-                )
             update["endpoint"] = self.endpoint
         if isinstance(workload, Lmbenchmark):
             update |= {"qps": self.rate or workload.qps, "time_s": self.duration_s or workload.time_s}
@@ -132,10 +124,6 @@ class Cell:
     @property
     def schedule(self) -> Schedule:
         return self.workload.schedule
-
-    @property
-    def is_faithful(self) -> bool:
-        return isinstance(self.workload, Lmbenchmark) and self.workload.mode == "faithful"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -205,7 +193,7 @@ def warnings_of(workload: Workload) -> list[str]:
             )
         for one in workload.images:
             image_of(one)
-    if isinstance(workload, Trace) or (isinstance(workload, Lmbenchmark) and workload.mode == "strict"):
+    if isinstance(workload, Trace | Lmbenchmark):
         script_of(workload, LengthWriter(), seed=workload.seed)
     return found
 

@@ -20,12 +20,12 @@ from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, par
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary, replay_lines
+from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.limit import Condition, parse_conditions
 from kvbm_cli.bench.judge.verdict import DEFAULT_LIMITS, Verdict, VerdictLimits
-from kvbm_cli.bench.lmbenchmark.exchange import csv_files_of
 from kvbm_cli.bench.result.arm_result import ArmResult, arm_results
 from kvbm_cli.bench.result.cost import read_prices
 from kvbm_cli.bench.result.directory import LIMIT, SUMMARY, BenchDirectory, cannot_write

@@ -24,12 +24,7 @@ from kvbm.errors import EngineError, UsageError
 from kvbm_cli.bench.arms import RECORDING, ArmGroup
 from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom, OpenArm, RunningEngine, running_server
-from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult
-from kvbm_cli.bench.lmbenchmark.of_workload import faithful_parameters, run_faithful
-from kvbm_cli.bench.lmbenchmark.presets import FaithfulParameters
 from kvbm_cli.bench.load.drive import DriveResult, drive
-from kvbm_cli.bench.load.process import ClientHealth, HealthMonitor
-from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.bench.metrics.summary import ServerSummary
 from kvbm_cli.bench.preparation import Capabilities, Preparation, capabilities_of, send_all, warm_up
@@ -37,8 +32,6 @@ from kvbm_cli.bench.result.directory import PLAN, REQUESTS, RUNS, SERVER_METRICS
 from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import SMALLEST_PAIRS, Setup
 from kvbm_cli.bench.workload.plan import PATHS, Plan
-from kvbm_cli.bench.workload.schema import Lmbenchmark
-from kvbm_cli.system.filesystem import write_atomically
 
 SMALLEST_ROOM_TOKENS = 8192
 
@@ -100,15 +93,6 @@ class _Measurements:
     place: str
 
 
-@dataclass(frozen=True, slots=True)
-class FaithfulFacts:
-    """Of a faithful run, what DriveResult has of others."""
-
-    started_unix_s: float
-    duration_s: float
-    health: ClientHealth
-
-
 class PreparedExperiment:
     """Prepared and run by the functions above."""
 
@@ -120,8 +104,7 @@ class PreparedExperiment:
         self._startup_s: float | None = None
 
     def prepare(self) -> None:
-        planned = [cell for cell in self._setup.cells if not cell.is_faithful]
-        self._prepare([cell for cell in planned if not self._is_planned(cell)])
+        self._prepare([cell for cell in self._setup.cells if not self._is_planned(cell)])
 
     def run(self) -> None:
         for cell in self._setup.cells:
@@ -186,11 +169,7 @@ class PreparedExperiment:
                 self._progress.phase(f"{cell.name}: the interval is tight after {group.pair - 1} pairs")
                 return
             place = f"{cell.name}, run {position} of {len(order)}"
-            started = _Measurements(cell, group.pair, runs, position, place)
-            if cell.is_faithful:
-                self._run_faithful(started)
-            else:
-                self._run_group(started)
+            self._run_group(_Measurements(cell, group.pair, runs, position, place))
 
     def _is_tight(self, cell: Cell) -> bool:
         cells = Results.read(self._directory).cells
@@ -210,40 +189,6 @@ class PreparedExperiment:
             result, servers = self._measured(engines, group, plan)
             for name, engine in engines.items():
                 self._directory.append(RUNS, _run_line(name, engine, group, result, servers[name]))
-
-    def _run_faithful(self, group: _Measurements) -> None:
-        """Run LMBenchmark's own schedule against one arm; its history is live, so there is no plan."""
-        ((name, run),) = group.runs.items()
-        workload = group.cell.workload
-        assert isinstance(workload, Lmbenchmark)
-        parameters = faithful_parameters(workload)
-        self._progress.phase(f"{group.place}: starting {name}", expected_s=self._startup_s)
-        room = NeededRoom(SMALLEST_ROOM_TOKENS, 1)
-        with self._engines(name, self._directory.run(run), room) as engine:
-            self._startup_s = engine.startup_s
-            self._progress.phase(f"{group.place}: {name}, as LMBenchmark does it")
-            target = engine.target(run, name, group.cell.name, group.pair)
-            path = self._directory.run(run) / SERVER_METRICS
-            monitor = HealthMonitor()
-            with _sampler(path, engine, time.perf_counter_ns()) as sampler:
-                result = asyncio.run(self._faithful(parameters, target, engine.model, monitor))
-            health = ClientHealth.of([monitor.result()], result.records)
-            facts = FaithfulFacts(result.started_unix_s, result.duration_s, health)
-            self._write_csv(group.cell, name, parameters.output_file(run), result.csv)
-            line = _run_line(name, engine, group, facts, sampler.summary())
-            self._directory.append(RUNS, {**line, "notes": list(result.notes)})
-
-    def _write_csv(self, cell: Cell, arm: str, file: str, text: str) -> None:
-        """Write the CSV file that LMBenchmark would write."""
-        folder = self._directory.path / "exports" / arm / cell.name
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / file, text)
-
-    async def _faithful(
-        self, parameters: FaithfulParameters, target: Target, model: str, monitor: HealthMonitor
-    ) -> FaithfulResult:
-        with monitor.garbage_collector_off(), monitor.running():
-            return await run_faithful(parameters, target, model=model, on_record=self._keep_record)
 
     def _started(
         self, stack: ExitStack, name: str, group: _Measurements, plan: Plan, *, can_reset: bool
@@ -311,7 +256,7 @@ def _sampler(path: Path, engine: RunningEngine, start_ns: int) -> AbstractContex
 
 
 def _run_line(
-    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult | FaithfulFacts, server: ServerSummary
+    name: str, engine: RunningEngine, group: _Measurements, result: DriveResult, server: ServerSummary
 ) -> dict[str, Any]:
     return {
         "run": group.runs[name],

@@ -167,7 +167,7 @@ def require_searchable(setup: Setup) -> None:
     if len(setup.cells) != 1:
         raise UsageError("`--find-limit` searches with one workload at one pressure")
     (cell,) = setup.cells
-    if cell.is_faithful or cell.schedule.concurrency is not None or cell.schedule.ramp_to_s is not None:
+    if cell.schedule.concurrency is not None or cell.schedule.ramp_to_s is not None:
         raise UsageError(f"`{cell.name}` has no rate that `--find-limit` could change", hint="give another workload")
     if setup.traits is not None and not setup.traits.resets_cache:
         raise UsageError(f"`--find-limit` needs an engine that a request empties, which {setup.traits.title} is not")

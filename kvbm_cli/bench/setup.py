@@ -68,7 +68,7 @@ def plan_of(setup: Setup) -> dict[str, Any]:
         if outline.duration_s is not None:
             described["duration_s"] = outline.duration_s * len(described["order"]) + TYPICAL_START_S * cell_starts
     durations = [cell["duration_s"] for cell in content["cells"]]
-    working_set = max((cell["working_set_tokens"] or 0 for cell in content["cells"]), default=0)
+    working_set = max((cell["working_set_tokens"] for cell in content["cells"]), default=0)
     memory = {arm.name: _memory_bytes(arm, working_set) for arm in setup.comparison.arms}
     groups = [group.arms for cell in setup.cells for group in setup.groups(cell)]
     at_once = max((sum(memory[one] or 0 for one in arms) for arms in groups), default=0)
@@ -86,15 +86,13 @@ class CellOutline:
     """What a run of a cell sends, without an engine; `None` if it is not known. `most_requests` includes requests that
     the end of the duration leaves out."""
 
-    requests: int | None = None
-    most_requests: int | None = None
-    duration_s: float | None = None
-    working_set_tokens: int | None = None
+    requests: int | None
+    most_requests: int
+    duration_s: float | None
+    working_set_tokens: int
 
     @classmethod
     def of(cls, cell: Cell) -> CellOutline:
-        if cell.is_faithful:
-            return cls(duration_s=cell.schedule.duration_s)
         writer = LengthWriter()
         script = script_of(cell.workload, writer, seed=cell.workload.seed)
         whole = with_canned_answers(script, lambda tokens: writer.content(random.Random(0), tokens))
@@ -127,8 +125,6 @@ def _memory(byte_count: int | None) -> str:
 
 
 def _requests(cell: dict[str, Any]) -> str:
-    if cell["most_requests"] is None:
-        return "as many as LMBenchmark sends"
     return f"{'' if cell['requests'] else 'at most '}{cell['most_requests']:,} per run"
 
 
@@ -214,8 +210,8 @@ class Setup:
         return self.traits is None or self.traits.resets_cache
 
     def interleaved(self, cell: Cell) -> bool:
-        """Whether all arms run at the same time. Running servers do, except with LMBenchmark's own schedule."""
-        if cell.is_faithful or (self.traits is not None and not self.traits.shares_device):
+        """Whether all arms run at the same time. Running servers do."""
+        if self.traits is not None and not self.traits.shares_device:
             return False
         return self.comparison.is_of_urls or cell.schedule.arms == "interleaved"
 

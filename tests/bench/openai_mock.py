@@ -50,7 +50,6 @@ class Answer:
     cut_after: int | None = None  # the connection is closed in place of this chunk
     events: tuple[bytes, ...] | None = None  # exactly these are streamed
     stays_open: bool = False  # the stream has no end
-    after_arrivals: int = 0  # it begins when so many requests have arrived
 
 
 @dataclass(kw_only=True)
@@ -61,16 +60,6 @@ class Arrival(Request):
     prompt_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     first_write_s: float | None = None  # right before the first chunk with a token is written
-
-    @property
-    def text(self) -> str:
-        """Of the whole answer."""
-        return "".join(map(OpenAIMock.token_text, self.token_ids))
-
-    @property
-    def user(self) -> str | None:
-        """As LMBenchmark names one."""
-        return self.headers.get("x-user-id")
 
 
 def prompt_of(body: Mapping[str, Any]) -> list[Any]:
@@ -131,8 +120,6 @@ class OpenAIMock(FakeServer):
         return answer
 
     async def _respond(self, arrival: Arrival, answer: Answer, connection: Connection) -> None:
-        while len(self.arrivals) < answer.after_arrivals:
-            await asyncio.sleep(0.01)
         if answer.status != 200:
             connection.reply(answer.status, {"error": {"message": answer.message, "code": answer.status}})
             return

@@ -14,8 +14,8 @@ from client_rig import planned
 
 from kvbm_cli.bench import command
 from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
+from kvbm_cli.bench.exports.lmbenchmark import MULTI_ROUND_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
-from kvbm_cli.bench.lmbenchmark.exchange import MULTI_ROUND_COLUMNS
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
@@ -356,7 +356,7 @@ def test_files(tmp_path, name):
     json.dumps(aiperf, allow_nan=False)
 
 
-def test_a_faithful_run_of_lmbenchmark_keeps_its_own_csv(tmp_path):
+def test_the_csv_of_lmbenchmarks_own_schedule_in_an_earlier_result_is_not_overwritten(tmp_path):
     directory = run_directory(tmp_path)
     workload = {"name": "chat", "kind": "lmbenchmark", "mode": "faithful"}
     cell = CELL | {"workload": workload}

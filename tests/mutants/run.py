@@ -29,7 +29,6 @@ from pathlib import Path
 
 import bench_analysis
 import bench_files
-import bench_lmbenchmark
 import bench_reasons
 import bench_spine
 import bench_trace
@@ -75,7 +74,7 @@ CACHE = (
     trtllm,
     hicache,
 )
-BENCH = (bench_analysis, bench_files, bench_lmbenchmark, bench_reasons, bench_spine, bench_trace)
+BENCH = (bench_analysis, bench_files, bench_reasons, bench_spine, bench_trace)
 TABLES = (*CACHE, sizing, cli, text, *BENCH)
 TIMEOUT_S = 180
 TESTS_FAILED = 1  # pytest's exit code; the others mean that it could not run them

@@ -1,1 +1,1 @@
-"""Files in the formats of other benchmark tools, from the records of a run. `lmbenchmark/` has LMBenchmark's CSV."""
+"""Files in the formats of other benchmark tools, from the records of a run."""

@@ -1,1 +1,1 @@
-"""The workloads of LMBenchmark, as its programs send them, and its CSV files. See docs/reference/lmbenchmark.md."""
+"""The workloads of LMBenchmark, with fixed launch times. See docs/reference/lmbenchmark.md."""

@@ -1,12 +1,8 @@
-"""From a workload of kind `lmbenchmark` to what runs: parameters of the faithful programs, or the strict workload.
+"""From a workload of kind `lmbenchmark` to what runs.
 
-`strict` runs the users of a multi-round scenario as conversations: launches at exactly 1 / qps, lengths in tokens,
-random text, answers of exactly the length. Users join and leave as in LMBenchmark, but the first ones start with fewer
-turns left instead of with missing turns. If the scenario's time is too short for two turns of a user, it is extended.
-
-`run_faithful` runs one parameter set against a server, as LMBenchmark's scripts do. It sends the warm-up and the main
-run, hands each record over when its request ends, and returns the text of the CSV file. Cancellation ends all requests.
-The pause between two rates (`presets.PAUSE_AFTER_RUN_S`) is the caller's.
+The users of a multi-round scenario run as conversations: launches at exactly 1 / qps, lengths in tokens, random text,
+answers of exactly the length. Users join and leave as in LMBenchmark, but the first ones start with fewer turns left
+instead of with missing turns. If the scenario's time is too short for two turns of a user, it is extended.
 """
 
 from __future__ import annotations
@@ -19,18 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import UsageError
-from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace, run_agentic
-from kvbm_cli.bench.lmbenchmark.exchange import FaithfulResult, OnRecord, connect
-from kvbm_cli.bench.lmbenchmark.multi_round import run_multi_round
-from kvbm_cli.bench.lmbenchmark.presets import (
-    AgenticParameters,
-    FaithfulParameters,
-    LmbenchmarkParameters,
-    ShareGptParameters,
-    preset,
-)
-from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts, run_sharegpt
-from kvbm_cli.bench.load.request import Target
+from kvbm_cli.bench.lmbenchmark.agentic import AgentTrace, read_agent_trace
+from kvbm_cli.bench.lmbenchmark.presets import AGENT_INTERVAL_S, PRESETS, SHAREGPT_QPS, Preset
+from kvbm_cli.bench.lmbenchmark.sharegpt import read_transcripts
 from kvbm_cli.bench.workload.schema import Conversations, Lmbenchmark, Schedule, Workload
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer
 
@@ -39,18 +26,36 @@ LEAST_TURNS_PER_USER = 2
 AGENT_QUESTION_TOKENS = 10
 
 
-def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
-    """Return the preset with the changes of the workload. UsageError for values that LMBenchmark does not take."""
-    if workload.scenario == "sharegpt":
-        assert workload.file is not None
-        found = ShareGptParameters(
-            workload.file, workload.warm_up_file, is_chat=workload.chat, duration_s=workload.time_s
-        )
-        return replace(found, qps=workload.qps) if workload.qps else found
-    if workload.scenario == "agentic":
-        assert workload.file is not None
-        return AgenticParameters((workload.file,) * (workload.users or 1))
-    found_preset = preset(f"lmbenchmark-{workload.scenario}", sizes=workload.sizes)
+def strict_workload(workload: Workload) -> Workload:
+    """Return the conversations of a multi-round scenario; any other workload as it is, with its schedule."""
+    if not isinstance(workload, Lmbenchmark):
+        return workload
+    if workload.scenario not in PRESETS:
+        interval_s = 1 / (workload.qps or SHAREGPT_QPS) if workload.scenario == "sharegpt" else None
+        return workload.model_copy(update={"schedule": _at(workload, interval_s, workload.time_s)})
+    sizes = _sizes(workload)
+    duration_s = max(sizes.duration_s, LEAST_TURNS_PER_USER * sizes.gap_s)
+    requests = math.ceil(duration_s * sizes.qps)
+    return Conversations(
+        name=workload.name,
+        description=workload.description or f"users of LMBenchmark's scenario {workload.scenario}, measured strictly",
+        seed=workload.seed,
+        request_timeout_s=workload.request_timeout_s,
+        slo=workload.slo,
+        schedule=_at(workload, 1 / sizes.qps, duration_s),
+        users=sizes.users,
+        turns=sizes.rounds,
+        system_tokens=sizes.system_words,
+        history_tokens=sizes.history_words,
+        question_tokens=QUESTION_TOKENS,
+        answer_tokens=sizes.answer_tokens,
+        history="canned",
+        rounds_of_users=max(2, math.ceil(requests / (sizes.users * sizes.rounds)) + 1),
+    )
+
+
+def _sizes(workload: Lmbenchmark) -> Preset:
+    """Return the preset of the scenario with the changes of the workload."""
     changes: dict[str, Any] = {
         "users": workload.users,
         "rounds": workload.rounds,
@@ -60,39 +65,7 @@ def faithful_parameters(workload: Lmbenchmark) -> FaithfulParameters:
         "qps": workload.qps,
         "duration_s": workload.time_s,
     }
-    changed = replace(
-        found_preset, is_chat=workload.chat, **{key: value for key, value in changes.items() if value is not None}
-    )
-    return changed if changed.words == found_preset.words else replace(changed, sizes="custom")
-
-
-def strict_workload(workload: Workload) -> Workload:
-    """Return the conversations of a strict multi-round scenario; any other workload as it is."""
-    if not isinstance(workload, Lmbenchmark) or workload.mode != "strict":
-        return workload
-    parameters = faithful_parameters(workload)
-    if not isinstance(parameters, LmbenchmarkParameters):
-        interval_s = 1 / parameters.qps if isinstance(parameters, ShareGptParameters) else None
-        return workload.model_copy(update={"schedule": _at(workload, interval_s, workload.time_s)})
-    least_s = LEAST_TURNS_PER_USER * parameters.gap_s
-    duration_s = max(parameters.duration_s, least_s)
-    requests = math.ceil(duration_s * parameters.qps)
-    return Conversations(
-        name=workload.name,
-        description=workload.description or f"users of LMBenchmark's scenario {workload.scenario}, measured strictly",
-        seed=workload.seed,
-        request_timeout_s=workload.request_timeout_s,
-        slo=workload.slo,
-        schedule=_at(workload, 1 / parameters.qps, duration_s),
-        users=parameters.users,
-        turns=parameters.rounds,
-        system_tokens=parameters.system_words,
-        history_tokens=parameters.history_words,
-        question_tokens=QUESTION_TOKENS,
-        answer_tokens=parameters.answer_tokens,
-        history="canned",
-        rounds_of_users=max(2, math.ceil(requests / (parameters.users * parameters.rounds)) + 1),
-    )
+    return replace(PRESETS[workload.scenario], **{key: value for key, value in changes.items() if value is not None})
 
 
 def _at(workload: Lmbenchmark, interval_s: float | None, duration_s: float | None) -> Schedule:
@@ -102,7 +75,7 @@ def _at(workload: Lmbenchmark, interval_s: float | None, duration_s: float | Non
 def check_files(workload: Lmbenchmark) -> None:
     """Read the files of the workload. UsageError, with the line, for one that is missing or wrong."""
     if workload.file is not None and workload.scenario == "sharegpt":
-        read_transcripts(workload.warm_up_file, workload.file)
+        read_transcripts(Path(workload.file))
     elif workload.file is not None:
         read_agent_trace(Path(workload.file))
 
@@ -120,8 +93,7 @@ def strict_script(workload: Lmbenchmark, writer: Writer, *, seed: int) -> Script
 def _transcripts(file: str, writer: Writer) -> Iterator[ScriptedRequest]:
     """Each transcript repeats the previous one of its conversation, if the file is as prepared."""
     known: dict[int, tuple[str, tuple[Content, ...]]] = {}
-    _, transcripts = read_transcripts(None, file)
-    for one in transcripts:
+    for one in read_transcripts(Path(file)):
         before, parts = known.get(one.session, ("", ()))
         if not one.text.startswith(before):
             before, parts = "", ()
@@ -133,17 +105,16 @@ def _transcripts(file: str, writer: Writer) -> Iterator[ScriptedRequest]:
 def _agents(workload: Lmbenchmark, writer: Writer, generator: random.Random) -> Iterator[ScriptedRequest]:
     """All agents of a round at the same time; the next round follows when all have answered."""
     assert workload.file is not None
-    interval_s = AgenticParameters((workload.file,)).request_interval_s
     trace = read_agent_trace(Path(workload.file))
     index = 0
     for user in range(workload.users or 1):
-        for request in _agents_of_user(trace, user, index, writer, generator, interval_s):
+        for request in _agents_of_user(trace, user, index, writer, generator):
             yield request
             index += 1
 
 
 def _agents_of_user(
-    trace: AgentTrace, user: int, start: int, writer: Writer, generator: random.Random, interval_s: float
+    trace: AgentTrace, user: int, start: int, writer: Writer, generator: random.Random
 ) -> Iterator[ScriptedRequest]:
     asked: dict[tuple[int, int], Part] = {}
     answered: dict[tuple[int, int], Part] = {}
@@ -159,7 +130,7 @@ def _agents_of_user(
                 for part in _history(asked, answered, (source_round, agent), which)
             ]
             parts = (*history, question)
-            yield ScriptedRequest(user, index - start + 1, parts, task.answer_tokens, before, interval_s)
+            yield ScriptedRequest(user, index - start + 1, parts, task.answer_tokens, before, AGENT_INTERVAL_S)
             asked[number, task.agent] = question
             answered[number, task.agent] = AnswerOf(index, task.answer_tokens)
             current.append(index)
@@ -179,18 +150,3 @@ def _history(
         yield asked[source]
     if which in ("output", "both"):
         yield answered[source]
-
-
-async def run_faithful(
-    parameters: FaithfulParameters, target: Target, *, model: str, on_record: OnRecord
-) -> FaithfulResult:
-    """Raise UsageError for unreadable files, EnvironmentProblem if the server answers no request of the warm-up."""
-    async with connect(target, model) as server:
-        try:
-            if isinstance(parameters, LmbenchmarkParameters):
-                return await run_multi_round(server, parameters, on_record)
-            if isinstance(parameters, ShareGptParameters):
-                return await run_sharegpt(server, parameters, on_record)
-            return await run_agentic(server, parameters, on_record)
-        except ExceptionGroup as failures:  # of the tasks that send requests, for example from `on_record`
-            raise failures.exceptions[0] from None

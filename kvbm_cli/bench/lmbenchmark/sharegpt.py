@@ -1,9 +1,9 @@
-"""LMBenchmark's ShareGPT program: prepared transcripts at a constant rate, whatever the answers take.
+"""The prepared files of LMBenchmark's ShareGPT scenario: transcripts at a constant rate, whatever the answers take.
 
 The prepared file is a JSON list of {"input": text, "output_length": tokens}. Each input is the transcript of a
 conversation up to a question, with the answers of the data set. Live answers are not used.
 
-As a program, this module makes the two files from a ShareGPT data set, as LMBenchmark's preparation scripts do:
+As a program, this module makes the file from a ShareGPT data set, as LMBenchmark's preparation scripts do:
 
     python -m kvbm_cli.bench.lmbenchmark.sharegpt ShareGPT.json DIRECTORY [TOKENIZER]
 
@@ -14,9 +14,7 @@ counted.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,26 +25,6 @@ from typing import Any
 from kvbm.config.files import require_file
 from kvbm.errors import UsageError
 from kvbm.text.reading import parse_json
-from kvbm_cli.bench.lmbenchmark.exchange import (
-    FaithfulResult,
-    MeasuredAnswer,
-    OnRecord,
-    ProgramRequest,
-    ProgramServer,
-    RecordWriter,
-    RunClock,
-    notes_on,
-    require_an_answer,
-    sharegpt_csv,
-)
-from kvbm_cli.bench.lmbenchmark.presets import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    ShareGptParameters,
-    chat_body,
-    completions_body,
-    joined,
-)
 
 DEFAULT_ANSWER_TOKENS = 1
 UNKNOWN_ANSWER_TOKENS = 20
@@ -55,7 +33,7 @@ Transcript = dict[str, str | int]
 
 @dataclass(frozen=True, slots=True)
 class PreparedTranscript:
-    """One request. `session` numbers the conversations of the warm-up and run file, `turn` counts from 1 in it."""
+    """One request. `session` numbers the conversations of the file, `turn` counts from 1 in it."""
 
     text: str
     answer_tokens: int
@@ -63,81 +41,14 @@ class PreparedTranscript:
     turn: int
 
 
-async def run_sharegpt(server: ProgramServer, parameters: ShareGptParameters, on_record: OnRecord) -> FaithfulResult:
-    warm_up, main = read_transcripts(parameters.warm_up_file, parameters.run_file)
-    writer = RecordWriter(server.target, len({one.session for one in (*warm_up, *main)}), on_record)
-    if warm_up:
-        await TranscriptReplay(server, parameters, writer, is_warm_up=True).run(warm_up)
-        require_an_answer(writer.warm_up)
-        await asyncio.sleep(parameters.pause_s)
-    replay = TranscriptReplay(server, parameters, writer)
-    await replay.run(main)
-    return FaithfulResult(
-        records=tuple(writer.main),
-        csv=sharegpt_csv(replay.answers),
-        notes=notes_on(writer.main, writer.warm_up),
-        started_unix_s=replay.clock.start_unix_s,
-        duration_s=replay.clock.now_ms() / 1e3,
-        warm_up_requests=len(writer.warm_up),
-    )
+def read_transcripts(file: Path) -> list[PreparedTranscript]:
+    """Return the transcripts of a prepared file. Raises UsageError.
 
-
-class TranscriptReplay:
-    """One run of the program."""
-
-    def __init__(
-        self, server: ProgramServer, parameters: ShareGptParameters, writer: RecordWriter, *, is_warm_up: bool = False
-    ) -> None:
-        self.answers: list[MeasuredAnswer] = []
-        self.clock = RunClock()
-        self._server = server
-        self._parameters = parameters
-        self._writer = writer
-        self._is_warm_up = is_warm_up
-
-    async def run(self, transcripts: Sequence[PreparedTranscript]) -> None:
-        """Launch the n-th request n / qps after the start, then wait for all answers."""
-        clock = self.clock = RunClock()
-        longest_ms = math.inf if self._parameters.duration_s is None else self._parameters.duration_s * 1e3
-        async with asyncio.TaskGroup() as tasks:
-            for position, transcript in enumerate(transcripts):
-                intended_ms = position / self._parameters.qps * 1e3
-                await asyncio.sleep((intended_ms - clock.now_ms()) / 1e3)
-                if clock.now_ms() > longest_ms:
-                    break
-                tasks.create_task(self._send(transcript, intended_ms))
-
-    async def _send(self, transcript: PreparedTranscript, intended_ms: float) -> None:
-        record = self._writer.launched(transcript.session, transcript.turn, is_warm_up=self._is_warm_up)
-        record.intended_ms = intended_ms
-        request = ProgramRequest(record, self.clock, self.clock.now_ms())
-        await self._server.post(request, *self._path_and_body(transcript))
-        if request.is_ok:
-            self.answers.append(request.measured())
-        self._writer.ended(request)
-
-    def _path_and_body(self, transcript: PreparedTranscript) -> tuple[str, bytes]:
-        # The rate in front of the text keeps runs with other rates from finding each other's blocks.
-        message = {"role": "user", "content": f"{float(self._parameters.qps)} {transcript.text}"}
-        model, tokens = self._server.model, transcript.answer_tokens
-        if self._parameters.is_chat:
-            return CHAT_PATH, chat_body(model, [message], tokens, temperature=0)
-        prompt = joined([message], ends_with_assistant=False)
-        return COMPLETIONS_PATH, completions_body(model, prompt, tokens, temperature=0)
-
-
-def read_transcripts(
-    warm_up_file: str | None, run_file: str
-) -> tuple[list[PreparedTranscript], list[PreparedTranscript]]:
-    """Return the transcripts of both files. Raises UsageError.
-
-    The files do not name conversations. A transcript continues the conversation whose last transcript it starts with.
+    The file does not name conversations. A transcript continues the conversation whose last transcript it starts with.
     """
-    warm_up = [] if warm_up_file is None else _read(Path(warm_up_file))
-    entries = warm_up + _read(Path(run_file))
     latest: list[tuple[str, int]] = []  # (last transcript, its turn) of each conversation
     transcripts = []
-    for text, answer_tokens in entries:
+    for text, answer_tokens in _read(file):
         fitting = [session for session, (start, _) in enumerate(latest) if text.startswith(start)]
         if fitting:
             session = max(fitting, key=lambda one: len(latest[one][0]))
@@ -146,7 +57,7 @@ def read_transcripts(
             session = len(latest)
             latest.append((text, 1))
         transcripts.append(PreparedTranscript(text, answer_tokens, session, latest[session][1]))
-    return transcripts[: len(warm_up)], transcripts[len(warm_up) :]
+    return transcripts
 
 
 def _read(path: Path) -> list[tuple[str, int]]:
@@ -186,26 +97,21 @@ def prepare_sharegpt(
     limit: int = 1000,
     min_rounds: int = 5,
     start_round: int = 3,
-) -> tuple[Path, Path]:
-    """Write warmup.json (the round before `start_round`) and run.json (all later rounds); returns both paths."""
-    if start_round < 2:
-        raise UsageError(
-            f"start_round is {start_round}; it must be at least 2, because the warm-up sends the one before"
-        )
+) -> Path:
+    """Write run.json, with all rounds from `start_round`, and return its path."""
     entries = _json_in(data_set, "data set")
     try:
         conversations = [entry["conversations"] for entry in entries]
-        warm_up, main = transcripts_of(
+        transcripts = transcripts_of(
             conversations, count_tokens, limit=limit, min_rounds=min_rounds, start_round=start_round
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{data_set}: this is not a ShareGPT data set: {type(error).__name__}: {error}") from error
-    if not main:
+    if not transcripts:
         raise UsageError(f"{data_set}: no conversation has at least {max(min_rounds, start_round)} rounds")
-    paths = directory / "warmup.json", directory / "run.json"
-    for path, transcripts in zip(paths, (warm_up, main), strict=True):
-        path.write_text(json.dumps(transcripts, indent=2), encoding="utf-8")
-    return paths
+    path = directory / "run.json"
+    path.write_text(json.dumps(transcripts, indent=2), encoding="utf-8")
+    return path
 
 
 def transcripts_of(
@@ -215,14 +121,13 @@ def transcripts_of(
     limit: int,
     min_rounds: int,
     start_round: int,
-) -> tuple[list[Transcript], list[Transcript]]:
-    """Warm-up and main transcripts; the main ones by round, and inside a round in the order of the data set."""
+) -> list[Transcript]:
+    """Return the transcripts by round, and inside a round in the order of the data set."""
     alternating = [one for one in conversations if all(old["from"] != new["from"] for old, new in pairwise(one))]
     rounds = [_rounds(one, count_tokens) for one in alternating[:limit]]
     long = [one for one in rounds if len(one) >= min_rounds]
     most = max(map(len, long), default=0)
-    main = [one[number] for number in range(start_round - 1, most) for one in long if len(one) > number]
-    return [one[start_round - 2] for one in long if len(one) >= start_round - 1], main
+    return [one[number] for number in range(start_round - 1, most) for one in long if len(one) > number]
 
 
 def _rounds(conversation: Sequence[Mapping[str, Any]], count_tokens: Callable[[str], int]) -> list[Transcript]:
@@ -254,8 +159,7 @@ def main(words: Sequence[str]) -> int:
     directory = Path(words[1])
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        for path in prepare_sharegpt(Path(words[0]), directory, _counter(words[2] if len(words) == 3 else None)):
-            print(path)
+        print(prepare_sharegpt(Path(words[0]), directory, _counter(words[2] if len(words) == 3 else None)))
     except UsageError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2

@@ -170,7 +170,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """All runs of one cell, and its plan; `plan` is `None` for a faithful run of LMBenchmark, which has none.
+    """All runs of one cell, and its plan. In results of earlier versions, `plan` is `None` for a cell that ran
+    LMBenchmark's own schedule.
 
     `are_pairs_equal` is false if servers that cannot be emptied got other prompts in every pair. `primary` is the phase
     that the result is about; `all` if no request can reuse anything.

@@ -56,6 +56,9 @@ _MAGIC = {
 }
 _OF_LMBENCHMARK = b'"input_from"'
 LMBENCHMARK_HINT = "a workload with `kind: lmbenchmark`, `scenario: agentic` and `file` reads it"
+LMBENCHMARK_ITSELF = (
+    "remove the key; for LMBenchmark's own requests, run it against `kvbm serve`: docs/guide/other-clients.md"
+)
 _NAMED_LINES = {  # a key that only this format has
     b'"custom_id"': "the input of OpenAI's batch API",
 }
@@ -118,8 +121,8 @@ def _stem(path: Path) -> str:
 def _with_absolute_file(workload: AnyWorkload, path: Path) -> AnyWorkload:
     """Return the same workload; files that it names are relative to its own."""
     directory = path.resolve().parent
-    named = {key: getattr(workload, key, None) for key in ("file", "warm_up_file")}
-    update: dict[str, object] = {key: str(directory / file) for key, file in named.items() if file is not None}
+    file = getattr(workload, "file", None)
+    update: dict[str, object] = {} if file is None else {"file": str(directory / file)}
     if isinstance(workload, Conversations):
         update["images"] = tuple(one if is_url(one) else str(directory / one) for one in workload.images)
     return workload.model_copy(update=update)
@@ -162,7 +165,8 @@ def _file_kind(kind: str) -> FileKind:
     known = workload_keys(kind)
     required = tuple(key.path for key in known if key.is_required)
     text = f"a workload of kind `{kind}` requires {', '.join(f'`{name}`' for name in required)}"
-    return FileKind("workload", known, dict.fromkeys(required, text))
+    gone = dict.fromkeys(("mode", "sizes"), LMBENCHMARK_ITSELF) if kind == "lmbenchmark" else {}
+    return FileKind("workload", known, dict.fromkeys(required, text) | gone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ NAME = re.compile(r"\w[\w .+-]*")
 LONGEST_NAME_BYTES = 80
 LIMITS = re.compile(r"(ttft|tpot|e2e):\d+(\.\d+)?(,(ttft|tpot|e2e):\d+(\.\d+)?)*")
 MULTI_ROUND_KEYS = frozenset(
-    ("sizes", "qps", "time_s", "users", "rounds", "system_words", "history_words", "answer_tokens", "chat")
+    ("sizes", "qps", "time_s", "users", "rounds", "system_words", "history_words", "answer_tokens")
 )
 SCENARIO_KEYS: Mapping[str, frozenset[str]] = {
-    "sharegpt": frozenset(("qps", "time_s", "chat", "file", "warm_up_file")),
+    "sharegpt": frozenset(("qps", "time_s", "file")),
     "agentic": frozenset(("users", "time_s", "file")),
 }
 LMBENCHMARK_KEYS = MULTI_ROUND_KEYS.union(*SCENARIO_KEYS.values())
@@ -379,20 +379,17 @@ class Trace(Workload):
 
 
 class Lmbenchmark(Workload):
-    """A scenario of LMBenchmark. docs/reference/lmbenchmark.md describes both modes and lists the presets."""
+    """A scenario of LMBenchmark. docs/reference/lmbenchmark.md lists the presets."""
 
     scale_key: ClassVar[str | None] = None
 
     kind: Literal["lmbenchmark"] = Field(description="A scenario of LMBenchmark.")
     scenario: Literal["long", "short", "long-long", "sharegpt", "agentic"] = Field(description="Name of the scenario.")
-    mode: Literal["strict", "faithful"] = Field(
-        default="strict",
-        description="`faithful` sends what LMBenchmark sends, when it sends it. `strict` runs the same users with "
-        "fixed launch times, exact lengths and random text.",
+    mode: Literal["strict"] = Field(
+        default="strict", description="Fixed launch times, exact lengths and random text; there is no other mode."
     )
-    sizes: Literal["documented", "as-shipped"] = Field(
-        default="documented",
-        description="`as-shipped` has the lengths that the scripts of `short` and `long-long` send: one word.",
+    sizes: Literal["documented"] = Field(
+        default="documented", description="The lengths that LMBenchmark's scripts name; there are no others."
     )
     qps: float | None = Field(
         default=None, gt=0, le=1e5, allow_inf_nan=False, description="Requests per second; by default the scenario's."
@@ -402,17 +399,12 @@ class Lmbenchmark(Workload):
     )
     users: int | None = Field(default=None, ge=1, description="Users; by default the scenario's.")
     rounds: int | None = Field(default=None, ge=2, description="Rounds per user; by default the scenario's.")
-    system_words: int | None = Field(default=None, ge=0, description="Words (strict: tokens) of the system prompt.")
-    history_words: int | None = Field(default=None, ge=1, description="Words (strict: tokens) of a user's history.")
+    system_words: int | None = Field(default=None, ge=0, description="Tokens of the system prompt.")
+    history_words: int | None = Field(default=None, ge=1, description="Tokens of a user's history.")
     answer_tokens: int | None = Field(default=None, ge=1, description="Tokens of an answer.")
-    chat: bool = Field(default=False, description="Whether `faithful` uses `/v1/chat/completions`.")
     file: str | None = Field(
         default=None,
         description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
-    )
-    warm_up_file: str | None = Field(
-        default=None,
-        description="Transcripts that `faithful` sends before those of `sharegpt`, relative to this file.",
     )
 
     @model_validator(mode="after")
@@ -425,10 +417,6 @@ class Lmbenchmark(Workload):
             raise WrongKey("file", f"is required for the scenario `{self.scenario}`")
         if self.schedule.ramp_to_s is not None:
             raise WrongKey("schedule", "must not have `ramp_to_s`: LMBenchmark has one rate, `qps`")
-        if self.mode == "faithful" and self.endpoint != "completions":
-            raise WrongKey("endpoint", "is for `mode: strict`; `faithful` has the key `chat`")
-        if self.mode == "faithful" and self.schedule.arms == "interleaved":
-            raise WrongKey("mode", "must be `strict` with `schedule.arms: interleaved`")
         return self
 
 
