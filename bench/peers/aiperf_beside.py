@@ -45,7 +45,11 @@ ROUNDS = 3
 PUBLIC_REQUESTS = 40
 LATE_MS = 20.0
 LEAST_NOISE_MS = 1.0
-METRICS = ("time_to_first_token", "inter_token_latency", "request_latency")
+METRICS = {  # of aiperf, with the key of our file
+    "time_to_first_token": "median_ttft_ms",
+    "inter_token_latency": "median_tpot_ms",
+    "request_latency": "median_e2el_ms",
+}
 WORKLOAD = """
 name: beside
 kind: conversations
@@ -96,7 +100,8 @@ def of_kvbm(url: str, trace: Path, directory: Path) -> Replayed:
     stamps(url)
     bench(url, workload, directory)
     measured = [one for one in stamps(url) if one[0].startswith("replay.1.one-")]  # without warm-up and probes
-    return _replayed("kvbm", measured, directory / "exports/one/replay/profile_export_aiperf.json")
+    found = json.loads((directory / "exports/one/replay/vllm-bench.json").read_text())
+    return _replayed("kvbm", measured, found["completed"], {name: found[key] for name, key in METRICS.items()})
 
 
 def of_aiperf(program: str, tokenizer: str, url: str, trace: Path, directory: Path) -> Replayed:
@@ -106,16 +111,17 @@ def of_aiperf(program: str, tokenizer: str, url: str, trace: Path, directory: Pa
     command += ["--input-file", str(trace), "--custom-dataset-type", "mooncake_trace", "--fixed-schedule"]
     stamps(url)
     run(command, directory.with_suffix(".log"))
-    return _replayed("aiperf", stamps(url), directory / "profile_export_aiperf.json")
+    found = json.loads((directory / "profile_export_aiperf.json").read_text())
+    numbers = {name: found[name]["p50"] for name in METRICS}
+    return _replayed("aiperf", stamps(url), round(found["request_count"]["avg"]), numbers)
 
 
-def _replayed(client: str, stamped: list[list[Any]], file: Path) -> Replayed:
-    found = json.loads(file.read_text())
+def _replayed(client: str, stamped: list[list[Any]], count: int, numbers: dict[str, float]) -> Replayed:
     stamped = sorted(stamped, key=lambda one: one[3])
     return Replayed(
         client,
-        round(found["request_count"]["avg"]),
-        {name: found[name]["p50"] for name in METRICS},
+        count,
+        numbers,
         tuple(one[3] - stamped[0][3] for one in stamped),
         tuple(json.loads(one[4]) for one in stamped),
     )

@@ -19,8 +19,8 @@ from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
-from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary, replay_lines
 from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
+from kvbm_cli.bench.exports.replay import replay_lines
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
@@ -359,10 +359,6 @@ def _write_files(exports: Path, result: ArmResult) -> list[Path]:
     folder = exports / result.arm / result.cell.name
     texts = {
         "vllm-bench.json": json.dumps(vllm_bench_result(result), allow_nan=False) + "\n",
-        "profile_export_aiperf.json": json.dumps(aiperf_summary(result), indent=2, allow_nan=False) + "\n",
-        "profile_export.jsonl": "".join(
-            json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in aiperf_records(result)
-        ),
         **csv_files_of(result),
     }
     try:

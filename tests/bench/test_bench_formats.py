@@ -5,7 +5,6 @@ aggregates in that file. tests/bench/data/README.md says how the files were made
 """
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from client_rig import planned
 
 from kvbm_cli.bench import command
-from kvbm_cli.bench.exports.aiperf import aiperf_records, aiperf_summary
 from kvbm_cli.bench.exports.lmbenchmark import MULTI_ROUND_COLUMNS
 from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo
@@ -49,7 +47,7 @@ def measured(records: list[RequestRecord], duration_s: float, concurrency: int |
     facts = {"started_unix_s": 1795397950.0, "duration_s": duration_s}
     run = Measurement(RUN, "kvbm", 1, facts, tuple(records))
     cell = CellResult(CELL, plan(concurrency), "digest", (run,))
-    return ArmResult("kvbm", cell, (run,), 1, Slo.parse("ttft:100"))
+    return ArmResult("kvbm", cell, (run,), Slo.parse("ttft:100"))
 
 
 def timings(launch: float, intended: float, ttft: float, latency: float, gaps: list[float]) -> dict[str, Any]:
@@ -114,87 +112,6 @@ def test_percentiles_of_the_vllm_file_can_be_chosen():
     }
 
 
-def aiperf_file() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    lines = (DATA / "aiperf-0.13.0-records.jsonl").read_text().splitlines()
-    return json.loads((DATA / "aiperf-0.13.0-summary.json").read_text()), [json.loads(line) for line in lines]
-
-
-def from_aiperf() -> ArmResult:
-    summary, lines = aiperf_file()
-    start, end = (datetime.fromisoformat(summary[name]) for name in ("start_time", "end_time"))
-    origin = min(line["metadata"]["credit_issued_ns"] for line in lines)
-    records = []
-    for index, line in enumerate(lines):
-        metadata, metrics = line["metadata"], {name: one["value"] for name, one in line["metrics"].items()}
-        launch, intended, ended = (
-            (metadata[name] - origin) / 1e6 for name in ("request_start_ns", "credit_issued_ns", "request_end_ns")
-        )
-        error = line.get("error")
-        times = {"launched_ms": launch, "intended_ms": intended}
-        if not error:
-            ttft, latency = metrics["time_to_first_token"], metrics["request_latency"]
-            times = timings(launch, intended, ttft, latency, metrics.get("inter_chunk_latency", []))
-        tokens = {
-            "prompt_tokens": metrics.get("usage_prompt_tokens"),
-            "output_tokens": metrics.get("usage_completion_tokens"),
-            "cached_tokens": metrics.get("usage_prompt_cache_read_tokens"),
-        }
-        failure = {"error": error["message"], "http_status": error["code"]} if error else {"http_status": 200}
-        place = {"index": index, "session": metadata["session_num"], "turn": metadata["turn_index"] + 1}
-        records.append(record(**times, **tokens, **failure, **place, end_ms=ended))
-    return measured(records, (end - start).total_seconds())
-
-
-# What our records do not have: stamps of the connection, the requested length, the reason of a refusal; and estimates
-# of load over time, for which aiperf spreads the tokens of a request evenly over its time.
-NOT_WRITTEN = ("http_req_", "osl_mismatch_", "context_overflow_count", "effective_", "active_", "tokens_in_flight")
-
-
-def is_written(name: str) -> bool:
-    return name == "effective_latency" or not name.startswith(NOT_WRITTEN)
-
-
-def test_every_key_of_aiperf_is_in_our_summary_in_the_same_type_and_unit():
-    theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
-    for key in filter(is_written, theirs):
-        assert type(ours[key]) is type(theirs[key]), key
-        if isinstance(theirs[key], dict) and "unit" in theirs[key]:
-            assert ours[key]["unit"] == theirs[key]["unit"], key
-            assert ours[key].keys() == theirs[key].keys(), key
-    assert {key for key in ours if key not in theirs and not key.startswith("kvbm_")} == {"metadata"}
-    assert ours["run_info"].keys() == theirs["run_info"].keys()
-    assert ours["error_summary"][0].keys() == theirs["error_summary"][0].keys()
-    assert ours["error_summary"][0]["error_details"]["type"] == "Service Unavailable"  # the mock's reason is "x"
-
-
-def test_metrics_are_those_that_aiperf_computes_from_the_same_timings():
-    theirs, ours = aiperf_file()[0], aiperf_summary(from_aiperf())
-    metrics = [key for key in filter(is_written, theirs) if isinstance(theirs[key], dict) and "unit" in theirs[key]]
-    assert len(metrics) > 40
-    for key in metrics:
-        for statistic, value in theirs[key].items():
-            # For these two, aiperf keeps Unix time in ns as float64, whose resolution is 256 ns.
-            unsure_ms = 12 * 256e-6 if key in ("credit_to_start_latency", "effective_latency") else 0.0
-            expected = value if statistic == "unit" else pytest.approx(value, rel=1e-6, abs=unsure_ms)
-            assert ours[key][statistic] == expected, (key, statistic)
-
-
-def test_lines_have_the_fields_of_aiperf():
-    theirs, ours = aiperf_file()[1], [json.loads(json.dumps(line)) for line in aiperf_records(from_aiperf())]
-    for their, our in zip(theirs, ours, strict=True):
-        metadata = their["metadata"].keys() - {"request_ack_ns"}  # the time of the response's head is not recorded
-        assert metadata <= our["metadata"].keys()
-        assert all(type(our["metadata"][name]) is type(their["metadata"][name]) for name in metadata)
-        assert our.keys() == their.keys()
-        metrics = set(filter(is_written, their["metrics"]))
-        assert {name for name in our["metrics"] if not name.startswith("kvbm_")} == metrics
-        for name in metrics:
-            assert our["metrics"][name]["unit"] == their["metrics"][name]["unit"]
-            assert our["metrics"][name]["value"] == pytest.approx(their["metrics"][name]["value"], rel=1e-6), name
-        if "error" in their:
-            assert our["error"].keys() == their["error"].keys()
-
-
 def our_record(run: str, index: int, **changes: Any) -> RequestRecord:
     launch = 1000.0 * index + 2
     times = timings(launch, launch - 2, 50.0, 60.0, [6.0, 4.0])
@@ -242,17 +159,14 @@ def write_exports(directory: Path) -> list[Path]:
 FOLDER = "exports/kvbm/chat-x1.2"
 
 
-def exported(path: Path, *records: RequestRecord) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """The file of vLLM, and summary and lines of aiperf, of the run directory or of these requests in it."""
+def exported(path: Path, *records: RequestRecord) -> dict[str, Any]:
+    """The file of vLLM, of the run directory or of these requests in it."""
     directory = run_directory(path)
     if records:
         write_requests(directory, list(records))
     write_exports(directory)
-    vllm, summary, lines = (
-        (directory / FOLDER / name).read_text()
-        for name in ("vllm-bench.json", "profile_export_aiperf.json", "profile_export.jsonl")
-    )
-    return json.loads(vllm), json.loads(summary), [json.loads(line) for line in lines.splitlines()]
+    found: dict[str, Any] = json.loads((directory / FOLDER / "vllm-bench.json").read_text())
+    return found
 
 
 def test_exports_are_written_per_arm_and_cell(tmp_path):
@@ -263,8 +177,7 @@ def test_exports_are_written_per_arm_and_cell(tmp_path):
     )
     folder = directory / FOLDER
     assert sorted(file.name for file in folder.iterdir()) == [
-        *("chat-x1.2.1.kvbm_output_1.csv", "chat-x1.2.2.kvbm_output_1.csv", "profile_export.jsonl"),
-        *("profile_export_aiperf.json", "vllm-bench.json"),
+        *("chat-x1.2.1.kvbm_output_1.csv", "chat-x1.2.2.kvbm_output_1.csv", "vllm-bench.json"),
     ]
     assert "/data/models" not in "".join(file.read_text() for file in files)
 
@@ -292,7 +205,6 @@ ONE_TOKEN = our_record(RUN, 0, token_gaps_ms=[], output_tokens=1, last_token_ms=
 UNKNOWN = our_record(RUN, 0, prompt_tokens=None, output_tokens=None, cached_tokens=None, g1_tokens=None)
 # The engine ended before the requests that it waited for.
 NEVER_DUE = our_record(RUN, 1, **FAILED, launched_ms=None, intended_ms=None, end_ms=900.0)
-NO_FAILURES = {"error_request_count": None, "adj_request_latency": None, "request_error_rate": 0.0}
 COUNTED = {"total_input_tokens": None, "total_token_throughput": None, "total_output_tokens": 3}  # by the chunks
 POOLED = {
     "completed": 8,
@@ -310,50 +222,31 @@ POOLED = {
     "kvbm_prompt_tokens_g2": 8 * 48,
     "kvbm_g1_capacity_tokens": 1024,
 }
-CASES: dict[str, tuple[list[RequestRecord], dict[str, Any], dict[str, Any]]] = {
-    "the pairs of the run directory are pooled": ([], POOLED, {"good_request_fraction": 8 / 9, "kvbm_g2_tokens": 48.0}),
-    "a run without failures has no metrics of failures": ([ONE, ANOTHER], {"failed": 0}, NO_FAILURES),
-    "an arm without a successful request has files": (
+CASES: dict[str, tuple[list[RequestRecord], dict[str, Any]]] = {
+    "the pairs of the run directory are pooled": ([], POOLED),
+    "a run without failures": ([ONE, ANOTHER], {"failed": 0}),
+    "an arm without a successful request has a file": (
         [our_record(RUN, 0, **FAILED)],
         {"completed": 0, "failed": 1, "mean_ttft_ms": 0.0},
-        {"request_error_rate": 100.0},
     ),
-    "a request that was never due is a failed one": (
-        [ONE, NEVER_DUE],
-        {"completed": 1, "failed": 1},
-        {"effective_latency": 63.0, "request_error_rate": 50.0},
-    ),
-    "an answer of one token meets a limit of TPOT in vLLM's file only": (
-        *([ONE_TOKEN], {"request_goodput": 1 / 8.0}, {"good_request_count": 0.0}),
-    ),
-    "unknown token counts stay unknown": ([UNKNOWN], {**COUNTED, "kvbm_prompt_tokens_g1": None}, {"total_isl": None}),
-    "answers with reasoning have no output token count": (
-        [our_record(RUN, 0, first_text_ms=56.0)],
-        {"mean_ttft_ms": 50.0},
-        {"output_token_count": None, "time_to_first_token": 50.0, "time_to_first_output_token": 54.0},
-    ),
+    "a request that was never due is a failed one": ([ONE, NEVER_DUE], {"completed": 1, "failed": 1}),
+    "an answer of one token meets a limit of TPOT": ([ONE_TOKEN], {"request_goodput": 1 / 8.0}),
+    "unknown token counts stay unknown": ([UNKNOWN], {**COUNTED, "kvbm_prompt_tokens_g1": None}),
+    "the first token of reasoning counts": ([our_record(RUN, 0, first_text_ms=56.0)], {"mean_ttft_ms": 50.0}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_files(tmp_path, name):
-    """Values of vLLM's file, and averages of aiperf's. A key that is missing has None, and no records are those of the
-    run directory."""
-    records, of_vllm, of_aiperf = CASES[name]
-    vllm, aiperf, lines = exported(tmp_path, *records)
+    """Values of the file. A key that is missing has None, and no records are those of the run directory."""
+    records, expected = CASES[name]
+    found = exported(tmp_path, *records)
     if not records:
         runs = Results.read(BenchDirectory.open(tmp_path)).cells[0].of_arm("kvbm")
         records = sorted((one for run in runs for one in run.records), key=lambda one: (one.run, one.index))
-        starts_ns = [line["metadata"]["request_start_ns"] for line in lines]
-        assert starts_ns[5] - starts_ns[0] == 100 * 10**9
-        assert vllm["start_times"][5] == pytest.approx(100.002)
-    assert {key: vllm.get(key) for key in of_vllm} == pytest.approx(of_vllm)
-    assert {key: aiperf.get(key, {}).get("avg") for key in of_aiperf} == pytest.approx(of_aiperf)
-    assert [line["metadata"]["turn_index"] for line in lines] == [record.turn - 1 for record in records]
-    assert ["credit_issued_ns" in line["metadata"] for line in lines] == [one is not NEVER_DUE for one in records]
-    assert bool(aiperf["error_summary"]) is any(record.error for record in records)
-    assert vllm["errors"] == [record.error or "" for record in records]
-    json.dumps(aiperf, allow_nan=False)
+        assert found["start_times"][5] == pytest.approx(100.002)
+    assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+    assert found["errors"] == [record.error or "" for record in records]
 
 
 def test_the_csv_of_lmbenchmarks_own_schedule_in_an_earlier_result_is_not_overwritten(tmp_path):
@@ -364,10 +257,8 @@ def test_the_csv_of_lmbenchmarks_own_schedule_in_an_earlier_result_is_not_overwr
     assert [file for file in write_exports(directory) if file.suffix == ".csv"] == []
 
 
-def test_every_key_of_ours_and_every_omission_is_documented(tmp_path):
+def test_every_key_of_ours_is_documented(tmp_path):
     page = (Path(__file__).parents[2] / "docs/reference/bench-files.md").read_text()
-    result, summary, [line, *_] = exported(tmp_path)
-    ours = [key for key in (*result, *summary, *summary["metadata"], *line["metadata"]) if key.startswith("kvbm_")]
+    ours = [key for key in exported(tmp_path) if key.startswith("kvbm_")]
     head = (tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv").read_text().splitlines()[0].split(",")
-    named = {*ours, *head, *NOT_WRITTEN, "request_ack_ns", "input_config"}
-    assert sorted(name for name in named if f"`{name}" not in page) == []
+    assert sorted(name for name in {*ours, *head} if f"`{name}" not in page) == []

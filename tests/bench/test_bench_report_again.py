@@ -21,7 +21,7 @@ from kvbm_cli.bench.trace.script import trace_script
 from kvbm_cli.bench.workload.plan import Dialect, Launches, Plan
 from kvbm_cli.bench.workload.script import TokenWriter
 
-FILES = ("report.html", "exports/kvbm/small/vllm-bench.json", "exports/baseline/small/profile_export.jsonl")
+FILES = ("report.html", "exports/kvbm/small/vllm-bench.json", "exports/baseline/small/vllm-bench.json")
 
 
 def missing_in(path):

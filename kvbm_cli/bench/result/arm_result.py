@@ -30,7 +30,6 @@ class ArmResult:
     arm: str
     cell: CellResult
     runs: tuple[Measurement, ...]
-    seed: int | None
     slo: Slo | None
 
     @property
@@ -41,10 +40,6 @@ class ArmResult:
     @property
     def succeeded(self) -> list[RequestRecord]:
         return [record for record in self.requests if record.is_ok]
-
-    @property
-    def failed(self) -> list[RequestRecord]:
-        return [record for record in self.requests if not record.is_ok]
 
     @property
     def duration_s(self) -> float:
@@ -101,13 +96,13 @@ class ArmResult:
 
 def arm_results(results: Results) -> list[ArmResult]:
     """One value per arm and cell that has a run."""
-    return [_arm_result(arm, cell, results) for cell in results.cells for arm in cell.arms]
+    return [_arm_result(arm, cell) for cell in results.cells for arm in cell.arms]
 
 
-def _arm_result(arm: str, cell: CellResult, results: Results) -> ArmResult:
+def _arm_result(arm: str, cell: CellResult) -> ArmResult:
     slo = cell.definition["workload"].get("slo")
     runs = tuple(sorted(cell.of_arm(arm), key=started_unix_s))
-    return ArmResult(arm, cell, runs, results.plan.get("seed"), None if slo is None else Slo.parse(slo))
+    return ArmResult(arm, cell, runs, None if slo is None else Slo.parse(slo))
 
 
 def started_unix_s(run: Measurement) -> float:
