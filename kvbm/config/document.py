@@ -18,8 +18,6 @@ from pathlib import Path
 
 import yaml
 
-from kvbm.config.foreign import DESCRIPTION, hint_for_text
-from kvbm.config.lookalikes import Lookalike, anywhere, in_scalar, line_breaks, with_dots, without
 from kvbm.errors import ProfileError, ProfileMistakes
 from kvbm.text.reading import read_at_most
 
@@ -54,7 +52,8 @@ class Source:
     def excerpt(self) -> str:
         """Format the line with carets under the span, indented by two; a very long line is cut."""
         start = max(0, self.column - EXCERPT_WIDTH // 2) if self.column + self.width > EXCERPT_WIDTH else 0
-        text = with_dots(_CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])).rstrip()
+        written = _CONTROL.sub(" ", self.text[start : start + EXCERPT_WIDTH])
+        text = "".join(one if one.isprintable() else "·" for one in written).rstrip()
         column = self.column - start
         carets = "^" * max(1, min(self.width, len(text) - column))
         if self.line is None:
@@ -90,11 +89,16 @@ class Mistake(ProfileError):
     def __init__(
         self, text: str, place: Source | Path | str, *, hint: str | None = None, key: str = "", meant: str = ""
     ) -> None:
-        self.text, self.key, self.meant = text, key, meant
+        self.text, self.key, self.meant = _visible(text), key, meant
         self.source = place if isinstance(place, Source) else None
         self.file = place.label if isinstance(place, Source) else str(place)
         shown = place.excerpt() if isinstance(place, Source) else f"  {place}"
-        super().__init__(f"{text}\n{shown}", hint=hint)
+        super().__init__(f"{self.text}\n{shown}", hint=hint)
+
+
+def _visible(text: str) -> str:
+    """Return the text with an escape such as `\\u200b` for each character that an editor does not show."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
 
 
 def together(mistakes: Sequence[ProfileError]) -> ProfileError:
@@ -151,53 +155,19 @@ def decoded(contents: bytes) -> str:
 
 
 def parse_document(text: str, *, label: str, noun: str = "profile") -> tuple[Document, list[ProfileError]]:
-    """Return the valid entries of YAML text and its mistakes; no entries if the text is not YAML.
-
-    Lookalikes are mistakes, and the text is read as if it had none, so that their consequences are not reported.
-    """
-    if found := line_breaks(text):
-        return _read_without(found, text, label, noun)
+    """Return the valid entries of YAML text and its mistakes; no entries if the text is not YAML."""
     reader = _EntryReader(text, label)
-    document, mistakes = _parsed(reader, noun)
-    if reader.found:
-        return _read_without(reader.found, text, label, noun)
-    if not document and mistakes and (found := anywhere(text)):
-        return _read_without(found, text, label, noun, quote='"')
-    return document, mistakes
-
-
-def _read_without(
-    found: list[Lookalike], text: str, label: str, noun: str, *, quote: str = ""
-) -> tuple[Document, list[ProfileError]]:
-    """Return the entries of the text without these characters, and one mistake for each line that has some."""
-    places: dict[int | None, Mistake] = {}
-    reader = _EntryReader(text, label)
-    for one in found:
-        source = reader.character(one.index)
-        if source.line not in places:
-            places[source.line] = Mistake(one.message, source, hint=one.hint)
-    document, mistakes = _parsed(_EntryReader(without(text, found, quote=quote), label), noun)
-    later = [one for one in mistakes if not (isinstance(one, Mistake) and one.source and one.source.line in places)]
-    return document, [*places.values(), *later]
-
-
-def _parsed(reader: _EntryReader, noun: str) -> tuple[Document, list[ProfileError]]:
-    text, label = reader.text, reader.label
     try:
         return reader.read(noun), reader.mistakes
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None
-        return {}, [reader.yaml_error(error, mark, hint=_hint_for(text, noun))]
+        return {}, [reader.yaml_error(error, mark)]
     except yaml.reader.ReaderError as error:
         message = f"not valid YAML: the character U+{ord(text[error.position]):04X} is not allowed"
         return {}, [Mistake(message, reader.character(error.position))]
     except RecursionError:
         return {}, [Mistake("the YAML is nested too deeply", label)]
-
-
-def _hint_for(text: str, noun: str) -> str | None:
-    return hint_for_text(text) if noun == "profile" else None
 
 
 def parse_value(text: str, place: Source) -> tuple[object, list[ProfileError]]:
@@ -237,7 +207,7 @@ def yaml_problem(error: yaml.MarkedYAMLError) -> str:
     return next((ours for start, ours in _PROBLEMS.items() if message.startswith(start)), message)
 
 
-_LINE_BREAK = re.compile("\r\n|[\r\n]")
+_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # of YAML
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -263,16 +233,12 @@ _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq")}
 
 @dataclass(frozen=True)
 class _EntryReader:
-    """Converts YAML nodes to entries. A mistake goes to `mistakes`, and reading continues without that node.
-
-    Lookalikes in keys and in values without quotes go to `found`.
-    """
+    """Converts YAML nodes to entries. A mistake goes to `mistakes`, and reading continues without that node."""
 
     text: str
     label: str
     is_file: bool = True
     mistakes: list[ProfileError] = field(default_factory=list)
-    found: list[Lookalike] = field(default_factory=list)
 
     @cached_property
     def lines(self) -> list[str]:
@@ -289,8 +255,7 @@ class _EntryReader:
             return self._section(node, "")
         if node is not None:
             place = self.at(node.start_mark, node.end_mark)
-            hint = _hint_for(self.text, noun)
-            self.mistakes.append(Mistake(f"a {noun} must be a mapping of keys", place, hint=hint))
+            self.mistakes.append(Mistake(f"a {noun} must be a mapping of keys", place))
         return {}
 
     def at(self, start: yaml.Mark, end: yaml.Mark) -> Source:
@@ -304,16 +269,22 @@ class _EntryReader:
     def _source(self, index: int, column: int, width: int) -> Source:
         return Source(self.label, self.lines[index], column, width, index + 1 if self.is_file else None)
 
-    def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark, *, hint: str | None = None) -> Mistake:
-        problem = yaml_problem(error)
-        source = self.at(mark, mark)
+    def yaml_error(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> Mistake:
+        problem, source = yaml_problem(error), self.at(mark, mark)
         if source.text[: source.column].endswith("$"):
             problem = "inside brackets, `${NAME}` requires quotes"
-        if "\t" in source.text:
-            hint = f"write `{source.text.expandtabs(2)}`"
+        hint = f"write `{source.text.expandtabs(2)}`" if "\t" in source.text else self._unseen()
         if source.text[source.column : source.column + 1] == "\t" and source.text[: source.column].strip():
             problem = "a tab between two words; use a space"
         return Mistake(f"not valid YAML: {problem}", source, hint=hint)
+
+    def _unseen(self) -> str | None:
+        """Return where the first character is that no editor shows, None if there is none. YAML reads it as text."""
+        for number, line in enumerate(self.lines, start=1):
+            for column, one in enumerate(line, start=1):
+                if not one.isprintable() and one != "\t":
+                    return f"replace or remove the character U+{ord(one):04X} in line {number}, column {column}"
+        return None
 
     def character(self, index: int) -> Source:
         line = bisect.bisect_right(self.starts, index) - 1
@@ -327,7 +298,6 @@ class _EntryReader:
                 self.mistakes.append(Mistake("a key must be text", key, key=prefix.rstrip(".")))
                 continue
             name, path = key_node.value, f"{prefix}{key_node.value}"
-            self._look_into(key_node)
             if name in document:
                 message = f"`{name}` appears twice; the first is on line {document[name].key.line}"
                 self.mistakes.append(Mistake(message, key, key=path))
@@ -344,14 +314,9 @@ class _EntryReader:
         if isinstance(node, yaml.SequenceNode):
             return [_plain(self.value(item, path)) for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
-        self._look_into(node, is_free=path == DESCRIPTION)
         if "\0" in node.value:
             self._refuse("a value must not contain a NUL character", node, path)
         return plain_scalar(node.value) if node.style is None else node.value
-
-    def _look_into(self, node: yaml.ScalarNode, *, is_free: bool = False) -> None:
-        if node.style is None:
-            self.found.extend(in_scalar(self.text, node.start_mark.index, node.end_mark.index, is_free=is_free))
 
     def _refuse(self, message: str, node: yaml.Node, path: str) -> None:
         self.mistakes.append(Mistake(message, self.at(node.start_mark, node.end_mark), key=path))

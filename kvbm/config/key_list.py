@@ -13,6 +13,8 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.schema import Profile
 from kvbm.config.values import count_value, environment_value, length_value, names_value, port_value, size_value
 
+OWN = frozenset({"engine", "tiers", "extends"})  # no other file has these keys
+
 
 @dataclass(frozen=True, slots=True)
 class Key:

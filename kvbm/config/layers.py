@@ -26,11 +26,8 @@ from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.files import is_missing, real_path, reason_not_readable
 from kvbm.config.findings import Findings, remove_mistaken
 from kvbm.config.flags import flag_name
-from kvbm.config.foreign import foreign_file
 from kvbm.config.key_list import keys
-from kvbm.config.lookalikes import in_scalar
 from kvbm.config.mistakes import not_sections
-from kvbm.config.spelling import unquoted
 from kvbm.config.variables import drop_unused, overridden_values, put, read_variables, valid_variables
 from kvbm.errors import ProfileError
 
@@ -201,8 +198,6 @@ def _parent(reference: str, source: Source, path: Path, directories: Sequence[Pa
 
 def _file(path: Path, findings: Findings) -> Document:
     document, mistakes = parse_file(path, noun="profile")
-    if (found := foreign_file(document)) is not None:
-        raise ProfileError(f"`{path}` is {found[0]}, not a profile", hint=found[1])
     findings.labels.append(str(path))
     findings.mistakes += mistakes
     findings.is_incomplete |= bool(mistakes) and not document
@@ -287,8 +282,6 @@ def _override(text: str) -> Document:
         raise Mistake(
             f"`--set` requires KEY=VALUE, not `{text}`", source, hint="for example `--set tiers.host.capacity=2GB`"
         )
-    if (wrong := _lookalike(shown, raw.strip())) is not None:
-        raise wrong
     if names == ["extends"]:
         source = Source("--set", shown, len("--set "), len(path))
         hint = "write `extends` into a profile file"
@@ -298,18 +291,6 @@ def _override(text: str) -> Document:
     source = Source("--set", shown, len(shown) - len(raw), len(raw))
     put(document, names, Entry(key, source, _bracketed(raw, source) if raw[:1] in ("[", "{") else _typed(raw)))
     return document
-
-
-def _lookalike(shown: str, value: str) -> Mistake | None:
-    """Return the mistake of a hidden character, or of typographic quotes around the value, which a shell keeps."""
-    place = Source("--set", shown, len(shown) - len(value), len(value))
-    if value[:1] in ("'", '"'):
-        return None
-    if (inner := unquoted(value)) is not None:
-        return Mistake(f"typographic quotes around `{inner}`", place, hint=f"remove the quotes around `{inner}`")
-    for hidden in in_scalar(shown, 0, len(shown), is_free=False):
-        return Mistake(hidden.message, replace(place, column=hidden.index, width=1), hint=hidden.hint)
-    return None
 
 
 def _bracketed(raw: str, source: Source) -> object:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from kvbm.config.document import Source, cannot_read, decoded
-from kvbm.config.foreign import OWN
+from kvbm.config.key_list import OWN
 from kvbm.config.relative_paths import absolute_path
 from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError, UsageError

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from kvbm.config.document import PlainLoader, yaml_problem
-from kvbm.config.foreign import TRTLLM_OPTIONS, VLLM_FLAGS, foreign_file, hint_for_text
+from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, started
@@ -28,6 +28,24 @@ MAX_ARGUMENT = 1 << 14  # characters; variables insert variables
 _IN_ARGUMENT = re.compile(r"\$\((\w+)\)")  # of Kubernetes
 _ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "predictor")
 _MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
+_TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
+_TEMPLATE_HINT = "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
+_SIGNS = {  # keys of files of options that are not keys of other files
+    "tensorrt-llm": frozenset(
+        (
+            *("kv_cache_config", "kv_connector_config", "cuda_graph_config", "moe_config", "max_num_tokens"),
+            *("cache_transceiver_config", "enable_attention_dp", "moe_expert_parallel_size", "print_iter_log"),
+            *("max_batch_size", "disable_overlap_scheduler", "build_config"),
+        )
+    ),
+    "vllm": frozenset(
+        (
+            *("kv_transfer_config", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization"),
+            *("kv_cache_dtype", "max_num_batched_tokens", "max_num_seqs", "compilation_config"),
+            *("enable_prefix_caching", "no_enable_prefix_caching", "served_model_name", "trust_remote_code"),
+        )
+    ),
+}
 _ELSEWHERE = "the variables are not in this file"
 _FILES = "other files are not read"
 _OF_MODEL_SPEC = {  # of production-stack, and the flag
@@ -73,7 +91,7 @@ def _documents(text: str) -> list[Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}: " if mark is not None else ""
-        hint = hint_for_text(text) if "{{" in text else None
+        hint = _TEMPLATE_HINT if _TEMPLATE.search(text) else None
         raise ProfileError(f"{place}not valid YAML: {yaml_problem(error)}", hint=hint) from None
     except yaml.YAMLError as error:
         raise ProfileError(f"not valid YAML: {error}") from None
@@ -107,17 +125,23 @@ def _value(node: Any, count: list[int], depth: int = 0) -> Any:
 
 
 def _launches(document: Any) -> Iterator[Launch]:
-    foreign = foreign_file(document)
-    name = foreign[0] if foreign is not None else ""
     if specs := _list(_section(document, "servingEngineSpec"), "modelSpec"):
         yield from (_of_production_stack(one) for one in specs if isinstance(one, dict))
     elif "apiVersion" not in document and (services := _section(document, "services")):
         for service, inside in services.items():
             yield from _of_compose(service, inside)
-    elif name in (TRTLLM_OPTIONS, VLLM_FLAGS):
-        yield Launch("options", "tensorrt-llm" if name == TRTLLM_OPTIONS else "vllm", options=document)
+    elif (engine := _engine_of_options(document)) is not None:
+        yield Launch("options", engine, options=document)
     else:
         yield from _containers(document, Launch("", None))
+
+
+def _engine_of_options(document: Any) -> str | None:
+    """Return the engine whose options or flags the document has."""
+    names = {name.replace("-", "_") for name in document}
+    if names & OWN:
+        return None
+    return next((engine for engine, signs in _SIGNS.items() if names & signs), None)
 
 
 def _containers(value: Any, scope: Launch) -> Iterator[Launch]:

@@ -10,7 +10,6 @@ from test_load import load_text
 
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
 from kvbm.config.flags import EMBEDDED_ONLY, KVBM_SETS
-from kvbm.config.foreign import foreign_file
 from kvbm.config.load import examine
 from kvbm.config.schema import Profile
 from kvbm.errors import ProfileError
@@ -46,12 +45,6 @@ def test_every_flag_of_vllm_is_accepted_except_those_that_kvbm_sets(tmp_path: Pa
     rest = {name: value for name, value in given_flags.items() if name.replace("_", "-") not in set_by_kvbm}
     made = arguments(tmp_path, yaml.safe_dump({"engine": {"kind": "vllm", "model": "m", "arguments": rest}}) + TAIL)
     assert made == {name.replace("-", "_"): value for name, value in rest.items()}
-
-
-@pytest.mark.parametrize("name", sorted({name.replace("-", "_") for name in FLAGS}))
-def test_a_file_with_a_flag_of_vllm_is_not_taken_for_another_engines(name: str) -> None:
-    found = foreign_file([name])
-    assert found is None or "TensorRT-LLM" not in found[0]
 
 
 def test_flags_of_the_embedded_engine_alone_are_none_of_vllm() -> None:

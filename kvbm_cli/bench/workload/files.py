@@ -18,8 +18,7 @@ from pydantic import ValidationError
 
 from kvbm.config.document import Document, Mistake, entry_at, plain_values, read_file, together
 from kvbm.config.files import is_missing, require_file
-from kvbm.config.foreign import OWN, foreign_file
-from kvbm.config.key_list import Key, keys
+from kvbm.config.key_list import OWN, Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
 from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Conversations, Workload
@@ -142,11 +141,11 @@ def _require_workload(document: Document, path: Path) -> None:
     unknown."""
     if not document or any(key.path in document for kind in KINDS for key in workload_keys(kind)):
         return
-    shipped = "shipped workloads: " + ", ".join(f"`{name}`" for name in shipped_workloads())
-    what, _ = foreign_file(document) or ("another file", "")
     if OWN & document.keys():
-        what, shipped = "a profile", f"name it with `--profile {shlex.quote(str(path))}`"
-    raise UsageError(f"`{path}` is {what}, not a workload", hint=shipped)
+        hint = f"name it with `--profile {shlex.quote(str(path))}`"
+        raise UsageError(f"`{path}` is a profile, not a workload", hint=hint)
+    shipped = "shipped workloads: " + ", ".join(f"`{name}`" for name in shipped_workloads())
+    raise UsageError(f"`{path}` has no key of a workload", hint=shipped)
 
 
 def _kind(document: Document) -> str:
