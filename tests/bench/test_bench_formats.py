@@ -5,6 +5,8 @@ aggregates in that file. tests/bench/data/README.md says how the files were made
 """
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,18 @@ def test_csv_begins_with_the_columns_of_lmbenchmark(tmp_path):
     assert float(first["finish_time"]) - float(first["launch_time"]) == pytest.approx(0.061, abs=1e-6)
     assert (first["g2_tokens"], first["itl_p50"], first["tpot"]) == ("48", "0.005", "0.005")
     assert [row[5] for row in rows] == ["1", "2", "1", "2"]
+
+
+@pytest.mark.soak
+@pytest.mark.skipif("KVBM_LMBENCHMARK" not in os.environ, reason="KVBM_LMBENCHMARK is not set")
+def test_the_program_of_lmbenchmark_reads_the_csv(tmp_path):
+    """With KVBM_LMBENCHMARK_PYTHON, an interpreter with `openai` and `pandas`."""
+    write_exports(run_directory(tmp_path))
+    program = Path(os.environ["KVBM_LMBENCHMARK"]) / "synthetic-multi-round-qa/multi-round-qa.py"
+    file = tmp_path / FOLDER / "chat-x1.2.1.kvbm_output_1.csv"
+    command = [os.environ["KVBM_LMBENCHMARK_PYTHON"], program, "--process-summary", file]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "Average TTFT: \x1b[32m0.0500s" in done.stdout
 
 
 ONE, ANOTHER = our_record(RUN, 0), our_record(RUN, 2)
