@@ -4,8 +4,8 @@
     proxy ◀── length, pickled EngineRequests or WrongRequest ── stdout
 
 There is one for bodies of up to SHORT_BODY_BYTES and one for longer ones, so that a usual prompt does not wait for
-one of 32 MiB. Each starts with its first body and converts one at a time, the shortest of those that wait
-first. It ends when the proxy closes its stdin, also by dying.
+one of 32 MiB. Each starts with its first body and converts one at a time. It ends when the proxy closes its stdin, also
+by dying.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from kvbm.embedded.http.body_turns import BodyTurns
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 
 SHORT_BODY_BYTES = 2**20
@@ -51,21 +50,19 @@ class BodyProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._turns = BodyTurns()
+        self._turn = asyncio.Lock()
 
     async def convert(self, content: bytes) -> EngineRequests:
-        await self._turns.take(len(content))
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                answer = await asyncio.to_thread(_ask, self._running(), content)
-        except TimeoutError:
-            self.close()
-            raise WrongRequest(413, f"the body could not be read within {TIMEOUT_S:g} s") from None
-        except BaseException:  # a client that left: what is under way must not be taken for the next answer
-            self.close()
-            raise
-        finally:
-            self._turns.give_back()
+        async with self._turn:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    answer = await asyncio.to_thread(_ask, self._running(), content)
+            except TimeoutError:
+                self.close()
+                raise WrongRequest(413, f"the body could not be read within {TIMEOUT_S:g} s") from None
+            except BaseException:  # a client that left: what is under way must not be taken for the next answer
+                self.close()
+                raise
         if isinstance(answer, WrongRequest):
             raise answer
         return answer

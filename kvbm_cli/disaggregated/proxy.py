@@ -13,7 +13,7 @@ There is one address of blocks for a request. With several prompts or answers, a
 first prompt. A decode engine computes such requests alone.
 
 Clients are not trusted: only the paths in `make_app` reach an engine, with what `client_request.py` lets pass. Every
-wait has a limit, and `connections.py` of the embedded engine's server accepts the clients.
+wait has a limit, and `connections.py` of the embedded engine's server limits the number of clients.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.embedded.http.body_room import BodyRoom, BodyShare
-from kvbm.embedded.http.connections import BoundedSite, front, note_events
+from kvbm.embedded.http.body_room import BodyRoom
+from kvbm.embedded.http.connections import BoundedSite, front
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
 from kvbm_cli.disaggregated.body_process import BodyProcesses
@@ -161,8 +161,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     engines, headers = request.app[ENGINES], _end_to_end(request.headers)
     headers[hdrs.CONTENT_TYPE] = "application/json"
     with contextlib.ExitStack() as held:  # until the answer has ended, as the bodies for the engines
-        share = held.enter_context(engines.room.share())
-        bodies = await _engine_requests(request, engines.bodies, share)
+        bodies = await _engine_requests(request, engines, held)
         if bodies.prefill is None:
             url = next(engines.decode) + request.path
             async with await engines.post(url, headers, bodies.decode({})) as answer:
@@ -205,13 +204,10 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     """Streams the engine's answer to the client."""
     response = web.StreamResponse(status=answer.status, headers=_end_to_end(answer.headers))
     await response.prepare(request)
-    has_events = answer.content_type == "text/event-stream"
     try:
         async for piece in answer.content.iter_any():
-            note_events(request, is_between=False)
             async with asyncio.timeout(CLIENT_TIMEOUT_S):
                 await response.write(piece)
-            note_events(request, is_between=has_events and piece.endswith(b"\n\n"))
     except (aiohttp.ClientError, TimeoutError):  # the status is sent; only closing the connection signals the error
         if request.transport is not None:
             request.transport.abort()
@@ -220,14 +216,14 @@ async def _forward(request: web.Request, answer: aiohttp.ClientResponse) -> web.
     return response
 
 
-async def _engine_requests(request: web.Request, bodies: BodyProcesses, share: BodyShare) -> EngineRequests:
+async def _engine_requests(request: web.Request, engines: Engines, held: contextlib.ExitStack) -> EngineRequests:
     """Read the body. Raises Refusal if it is not a JSON object, compressed, too slow or too long, or if too many others
     are long."""
     if request.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity":
         raise Refusal.of(415, "the body is compressed: send it uncompressed")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            content = await share.read(request, MAX_BODY_BYTES)
+            content = await engines.room.read(request, MAX_BODY_BYTES, held)
     except TimeoutError:
         raise Refusal.of(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
@@ -237,7 +233,7 @@ async def _engine_requests(request: web.Request, bodies: BodyProcesses, share: B
     except web.RequestPayloadError as error:
         raise Refusal.of(400, f"the body cannot be read: {shown(error)}") from None
     try:
-        return engine_requests(content) if len(content) <= LONG_BODY_BYTES else await bodies.convert(content)
+        return engine_requests(content) if len(content) <= LONG_BODY_BYTES else await engines.bodies.convert(content)
     except WrongRequest as wrong:
         raise Refusal.of(wrong.status, wrong.message) from None
 

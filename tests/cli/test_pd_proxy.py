@@ -596,29 +596,7 @@ async def test_long_bodies_of_others_do_not_delay_a_prompt_of_a_usual_length():
         assert await asyncio.gather(*sent) == [200] * 3
 
 
-@pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("length", [10, 100_000], ids=["short", "long"])
-@in_a_loop
-async def test_client_that_ends_its_side_gets_its_answer(version, length):
-    body = json.dumps({"prompt": "a" * length}).encode()
-    async with Rig() as rig:
-        rig.decode.go_on.clear()
-        reader, writer = await rig.send(head(f"POST {PATH} HTTP/{version}", len(body), rest="") + body)
-        writer.write_eof()
-        while not rig.decode.requests:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        rig.decode.go_on.set()
-        answer = await reader.read()
-        writer.close()
-    assert answer.count(b"100 Continue") == (0 if version == "1.0" else answer.count(b"HTTP/1.1") - 1)
-    assert b"200 OK" in answer
-    assert b'{"text": "answer"}]}' in answer
-
-
 ODD = [
-    b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
-    b"GET /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\nExpect: \xff\r\n\r\n",
     *(b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"),
     *(b"GET /health HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: x\r\n\r\n"),
     b"GET /health HTTP/1.1\r\nA b: c\r\n\r\n",

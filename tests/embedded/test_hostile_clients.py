@@ -33,7 +33,6 @@ BODIES = {
 }
 HEAD = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
 BYTES = {
-    "Expect": HEAD + b"Expect: \xff\r\n\r\n",
     "no HTTP": b"\x16\x03\x01\x00\x01\r\n\r\n",
     "path": b"GET /" + b"\xff%0a" * 1500 + b" HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
     "method": b"X" * 5000 + b" / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
 from kvbm.embedded.http.body_room import BodyRoom
-from kvbm.embedded.http.body_turns import BodyTurns
 from kvbm.embedded.http.metrics import EngineMetrics
 from kvbm.embedded.http.openai_requests import Generation
 from kvbm.embedded.http.openai_responses import AnswerPart, Usage
@@ -39,9 +38,8 @@ class Served:
     """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
     blocks until the engine thread has ended, its methods may be called on the event loop.
 
-    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, which
-    `short_turns` order, and one for longer bodies, which `long_turns` order. `room` is for bodies that are not parsed
-    yet.
+    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, which take
+    `short_turn`, and one for longer bodies, which take `long_turn`. `room` is for bodies that are not parsed yet.
     """
 
     engine: Engine
@@ -49,8 +47,8 @@ class Served:
     codec: TextCodec
     metrics: EngineMetrics
     parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 2, thread_name_prefix="parser"))
-    short_turns: BodyTurns = field(default_factory=BodyTurns)
-    long_turns: BodyTurns = field(default_factory=BodyTurns)
+    short_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    long_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
 
 

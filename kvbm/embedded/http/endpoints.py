@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from aiohttp import web
 
 from kvbm.embedded.engine.request import SamplingParams
 from kvbm.embedded.http.admin import require_admin
-from kvbm.embedded.http.body_room import BodyShare
+from kvbm.embedded.http.body_room import BodyRoom
 from kvbm.embedded.http.choices import Choices
 from kvbm.embedded.http.completion import Completion, CompletionFailed, Served
 from kvbm.embedded.http.openai_requests import (
@@ -225,7 +226,7 @@ class _Endpoints:
 CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def _body(request: web.Request, share: BodyShare) -> bytes:
+async def _body(request: web.Request, room: BodyRoom, held: ExitStack) -> bytes:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise RequestError(
@@ -235,15 +236,15 @@ async def _body(request: web.Request, share: BodyShare) -> bytes:
         )
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await share.read(request, MAX_BODY_BYTES)
+            return await room.read(request, MAX_BODY_BYTES, held)
     except TimeoutError:
         raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
 
 
 async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
     """Read and parse the body. The JSON parser does not let other threads run, so bytes and values are limited."""
-    with served.room.share() as share:
-        return await _parsed_of(await _body(request, share), parse, served)
+    with ExitStack() as held:
+        return await _parsed_of(await _body(request, served.room, held), parse, served)
 
 
 async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
@@ -265,17 +266,17 @@ async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Serv
 async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
     """Parse a body in a thread of the parser. It keeps its turn until it is parsed, also if the client has left, and
     as long again: an event of a stream needs several steps of two threads, which wait while strings are parsed."""
-    turns = served.long_turns if len(body) > LONG_BODY_BYTES else served.short_turns
-    await turns.take(len(body))
+    turn = served.long_turn if len(body) > LONG_BODY_BYTES else served.short_turn
+    await turn.acquire()
     loop, began_s = asyncio.get_running_loop(), time.monotonic()
 
     def give_back(_: object) -> None:
-        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turns.give_back)
+        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turn.release)
 
     try:
         parsed = loop.run_in_executor(served.parser, parse, body)
     except BaseException:  # the thread could not be started
-        turns.give_back()
+        turn.release()
         raise
     parsed.add_done_callback(give_back)
     return await asyncio.shield(parsed)

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from kvbm.embedded.http.choices import Choices
 from kvbm.embedded.http.completion import CompletionFailed
-from kvbm.embedded.http.connections import note_events
 from kvbm.embedded.http.openai_requests import Generation
 from kvbm.embedded.http.openai_responses import DONE, AnswerFormat, AnswerPart, Json, error_body, event, token_counts
 
@@ -38,7 +37,6 @@ async def stream_response(
     )
     try:
         await response.prepare(request)
-        note_events(request, is_between=True)
         await _write_events(response, choices, parts, _Events(choices, answer, generation))
         await response.write_eof()
     except ConnectionResetError:
