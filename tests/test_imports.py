@@ -52,11 +52,11 @@ RULES = (  # the first that fits a module counts
         never=("pydantic", *ENGINES[1:]),
         lazily=("torch",),
     ),
-    Rule("kvbm.process", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
+    Rule("kvbm.child", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
     Rule("kvbm.disk.io", ("kvbm.host",), never=("pydantic", *ENGINES)),
-    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.process"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
-    Rule("kvbm.shared.service", ("kvbm.shared", "kvbm.host", "kvbm.process"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.shared.service", ("kvbm.shared", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
     Rule("kvbm.shared", ("kvbm.host",), never=("pydantic", *ENGINES)),
     Rule(
         "kvbm.leader",
@@ -71,7 +71,7 @@ RULES = (  # the first that fits a module counts
                 "kvbm.events",
                 "kvbm.hashing",
             ),
-            *("kvbm.boundary", "kvbm.config.schema", "kvbm.process.deadlines"),
+            *("kvbm.boundary", "kvbm.config.schema", "kvbm.child.deadlines"),
         ),
     ),
     Rule(
@@ -90,7 +90,7 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm.config"),
     Rule(
         "kvbm.identity",
-        ("kvbm.host", "kvbm.process"),
+        ("kvbm.host", "kvbm.child"),
         never=("pydantic", *ENGINES),
     ),
     Rule("kvbm.sizing", ("kvbm.config",)),

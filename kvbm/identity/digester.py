@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.child import Problem, begin, receive_first, send_all
 from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
-from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import Problem, begin, receive_first, send_all
 
 THREADS = 4  # two reach 10 GB/s of a warm page cache (bench/micro/model_identity.py)
 NICE = 19

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from kvbm.child import deadlines
+from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.child import Logged, Problem
+from kvbm.child.parent import has_ended, log_for, start_child
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
 from kvbm.identity.digest_cache import DigestCache, default_path
-from kvbm.process import deadlines
-from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import Logged, Problem
-from kvbm.process.parent import has_ended, log_for, start_child
 
 MODULE = "kvbm.identity.digester"
 INLINE_BYTES = 64 << 20

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING
 
+from kvbm.child import deadlines
 from kvbm.core.admission import FrequencyFilter
 from kvbm.core.ranking import IN_LOWER_TIER
 from kvbm.core.store import BlockStore
@@ -31,7 +32,6 @@ from kvbm.disk.orders import DiskResult, Read, Write
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
 from kvbm.leader.slot_labels import SlotLabels
-from kvbm.process import deadlines
 from kvbm.types import Tier
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, forwarded, hook
+from kvbm.child import deadlines
 from kvbm.errors import InvariantError
 from kvbm.events import TierCleared
 from kvbm.leader.leader import Leader
 from kvbm.leader.request import LoadResult
 from kvbm.plan import Offload, Onboard, StepPlan
-from kvbm.process import deadlines
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvbm.child import deadlines
 from kvbm.core.admission import FrequencyFilter
 from kvbm.leader.lower_tier import Claim, LowerTier, TierContext
 from kvbm.leader.open_reads import Extent, Fetch, OpenReads
 from kvbm.leader.settings import TierPolicy
-from kvbm.process import deadlines
 from kvbm.shared.orders import NOT_WANTED, Get, ObjectResult, Outcome, Probe, ProbeResult, Put
 from kvbm.shared.presence import Presence
 from kvbm.types import Tier

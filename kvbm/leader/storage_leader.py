@@ -22,9 +22,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from kvbm.child import deadlines
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.metrics import HIT_TIERS
-from kvbm.process import deadlines
 from kvbm.types import Tier
 
 if TYPE_CHECKING:

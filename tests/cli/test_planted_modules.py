@@ -16,9 +16,9 @@ from doctor_machine import PATIENT
 from terminal import HANGS_S, ROOT, environment
 from test_pd_engines import plan_of
 
+from kvbm.child.parent import start_child
 from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.errors import EnvironmentProblem
-from kvbm.process.parent import start_child
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import WrongRequest
@@ -33,7 +33,7 @@ NAMES = ("socket", "random", "json", "struct", "signal", "select", "pickle", "nu
 STARTS = {
     "kvbm.disk.io.select": 1,
     "kvbm.embedded.worker_placement": 1,
-    "kvbm.process.parent": 1,
+    "kvbm.child.parent": 1,
     "kvbm_cli.bench.load.drive": 1,
     "kvbm_cli.bench.metrics.sampler": 1,
     "kvbm_cli.disaggregated.body_process": 1,

@@ -19,6 +19,10 @@ from types import SimpleNamespace
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, NAMESPACE, Rig, make_hash, settings_for
 
+from kvbm.child import deadlines, service_process
+from kvbm.child.channel import Channel
+from kvbm.child.child import Opening
+from kvbm.child.service_process import UnresponsiveProcess
 from kvbm.disk.directory import InstanceLock, await_predecessor
 from kvbm.disk.health import DiskCounters
 from kvbm.disk.orders import FoundBlocks, Opened
@@ -28,10 +32,6 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.process import deadlines, service_process
-from kvbm.process.channel import Channel
-from kvbm.process.child import Opening
-from kvbm.process.service_process import UnresponsiveProcess
 from kvbm.types import SlotState
 from kvbm_cli.cache.disk_verification import holder
 from kvbm_cli.store.caches import list_caches

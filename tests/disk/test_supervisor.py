@@ -20,6 +20,7 @@ from disk_rig import opened as opened_here
 from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 from waiting import slept_s
 
+from kvbm.child import deadlines
 from kvbm.disk.directory import reclaim_oldest
 from kvbm.disk.orders import FoundBlocks
 from kvbm.disk.service.client import DiskClient, DiskSupervisor
@@ -27,7 +28,6 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.process import deadlines
 from kvbm_cli.store.caches import list_caches
 
 pytestmark = pytest.mark.slow

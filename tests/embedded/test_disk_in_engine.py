@@ -22,8 +22,8 @@ from bookkeeping import check_leader, tier_of
 from kvbm_engine import assert_same, prompt, running
 from waiting import eventually, slept_s
 
+from kvbm.child import deadlines, service_process
 from kvbm.config import schema
-from kvbm.process import deadlines, service_process
 from kvbm.types import Tier
 
 ALWAYS = {"to_disk": "always"}
@@ -600,8 +600,8 @@ def test_an_engine_that_rests_after_a_kill_has_its_disk_again_by_itself(written)
 )
 def test_disk_processes_killed_under_load_change_no_output(tmp_path, expected, to_disk, monkeypatch):
     """Again and again, at any moment of reads and writes."""
-    monkeypatch.setattr("kvbm.process.deadlines.FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr("kvbm.process.deadlines.LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr("kvbm.child.deadlines.FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvbm.child.deadlines.LONGEST_PAUSE_S", 0.2)
     chosen, kills = random.Random(to_disk), 0
     with engine_on(tmp_path, host_blocks=24, num_blocks=32, to_disk=to_disk) as engine:
         steps = Steps(engine)

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 import pytest
 from waiting import eventually
 
+from kvbm.child import deadlines, service_process
 from kvbm.config.schema import ConnectorConfig
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.opening import EngineAtStart, namespace_of, open_tiers
 from kvbm.leader.settings import EngineTraits, LeaderSettings
-from kvbm.process import deadlines, service_process
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}

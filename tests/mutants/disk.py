@@ -107,10 +107,10 @@ MUTANTS = (
     Mutant(
         name="disk-fails-tickets-of-a-living-process",
         bug="Tickets fail when the channel ends, although the process may still write into host memory.",
-        file="kvbm/process/service_process.py",
+        file="kvbm/child/service_process.py",
         old="        if not (is_expected or is_gone(self.pid)):",
         new="        if False:",
-        fails="tests/process/test_service.py -k broken_channel",
+        fails="tests/child/test_service.py -k broken_channel",
     ),
     Mutant(
         name="disk-clear-is-not-flushed",
@@ -366,7 +366,7 @@ MUTANTS = (
     Mutant(
         name="disk-process-opens-in-silence",
         bug="a disk cache that takes long to open is taken for a process that does not answer",
-        file="kvbm/process/child.py",
+        file="kvbm/child/child.py",
         old="                send(Opening())\n",
         new="                continue\n",
         fails="tests/disk/test_client.py -k heartbeats",
@@ -382,7 +382,7 @@ MUTANTS = (
     Mutant(
         name="disk-that-hangs-holds-up-a-start",
         bug="an engine waits for a disk until it answers",
-        file="kvbm/process/first_opening.py",
+        file="kvbm/child/first_opening.py",
         old="if time.monotonic() > self._until_s and not self._end.done():",
         new="if False:",
         fails="tests/embedded/test_disk_in_engine.py -k does_not_answer",
@@ -390,7 +390,7 @@ MUTANTS = (
     Mutant(
         name="disk-in-a-bad-state-ends-the-start",
         bug="an engine whose disk is full, or a link, does not start",
-        file="kvbm/process/first_opening.py",
+        file="kvbm/child/first_opening.py",
         old="self._is_awaited and not isinstance(error, TierProblem)",
         new="self._is_awaited",
         fails="tests/leader/test_late_identity.py -k something_else",

@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         name="disk-that-does-not-answer-is-on",
         bug="A disk process that is stopped is sent more and more.",
-        file="kvbm/process/service_process.py",
+        file="kvbm/child/service_process.py",
         old="not (self._has_exited or self.is_silent)",
         new="not self._has_exited",
         fails="tests/disk/test_client.py -k off_until_it_does --timeout 70",
@@ -178,7 +178,7 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-leaves-the-next-one",
         bug="an engine that ends leaves the next disk process, which was just opened, to itself",
-        file="kvbm/process/service.py",
+        file="kvbm/child/service.py",
         old="""\
                 if self._next is not None:
                     self._next.close(timeout_s)
@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-never-backs-off",
         bug="a process that ends at once is started again and again without a longer pause",
-        file="kvbm/process/service.py",
+        file="kvbm/child/service.py",
         old="return min(2 * pause_s, deadlines.LONGEST_PAUSE_S)",
         new="return pause_s",
         fails="tests/disk/test_supervisor.py -k pauses",

@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         name="disk-process-waits-for-its-log",
         bug="a disk process blocks when its stderr is a full pipe",
-        file="kvbm/process/child.py",
+        file="kvbm/child/child.py",
         old="    use_queued_stderr()\n",
         new="",
         fails="tests/embedded/test_full_log.py -m 'not servers'",

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from host_pools import LAYOUTS, SGLangHostPool, storage_config
 
+from kvbm.child import deadlines
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
-from kvbm.process import deadlines
 from kvbm.sglang_integration import leader_thread, storage
 from kvbm.types import Tier
 

@@ -16,14 +16,14 @@ from conftest import fresh_place, set_environment
 from fault_proxy import FaultProxy
 from storage_rig import HASH_BYTES, NAMESPACE, make_hash, pattern
 
+from kvbm.child import deadlines, service_process
+from kvbm.child.channel import Channel
+from kvbm.child.child import Opening
+from kvbm.child.parent import is_gone
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.process import deadlines, service_process
-from kvbm.process.channel import Channel
-from kvbm.process.child import Opening
-from kvbm.process.parent import is_gone
 from kvbm.shared.orders import Get, Outcome, Probe, Put
 from kvbm.shared.presence import DIGEST
 from kvbm.shared.service.client import BlockShape, SharedClient

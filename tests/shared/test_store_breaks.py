@@ -9,8 +9,8 @@ import pytest
 from storage_rig import make_run
 from waiting import eventually
 
-from kvbm.process import channel as channel_module
-from kvbm.process.channel import Channel
+from kvbm.child import channel as channel_module
+from kvbm.child.channel import Channel
 from kvbm.shared import breaker, storage
 from kvbm.shared.breaker import WritePause
 from kvbm.shared.object_store import StoreAnswer

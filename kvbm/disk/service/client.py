@@ -24,6 +24,10 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from kvbm.child import deadlines
+from kvbm.child.first_opening import FirstOpening
+from kvbm.child.service import ChildService
+from kvbm.child.service_process import ServiceProcess
 from kvbm.disk.directory import INDEX, LEVELS, SUPERBLOCK, InstanceLock
 from kvbm.disk.files import open_private_directory, sync_directory
 from kvbm.disk.health import DiskCounters
@@ -47,10 +51,6 @@ from kvbm.disk.settings import DiskSettings, Namespace
 from kvbm.disk.wear import Wear, WearMeter
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores, start
-from kvbm.process import deadlines
-from kvbm.process.first_opening import FirstOpening
-from kvbm.process.service import ChildService
-from kvbm.process.service_process import ServiceProcess
 from kvbm.types import SegmentInfo
 
 FOUND_BATCH_BLOCKS = 1024

@@ -12,6 +12,9 @@ import os
 import sys
 from functools import partial
 
+from kvbm.child.channel import Channel
+from kvbm.child.child import LogRelay, send_all
+from kvbm.child.serving import Send, StorageServer, serve_leader
 from kvbm.disk.directory import await_predecessor, device_of
 from kvbm.disk.index_thread import PendingClear
 from kvbm.disk.known_rates import KnownRates
@@ -19,9 +22,6 @@ from kvbm.disk.orders import LOST_IO, REMOVED, Clear, Cleared, Forget, Open, Ope
 from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
-from kvbm.process.channel import Channel
-from kvbm.process.child import LogRelay, send_all
-from kvbm.process.serving import Send, StorageServer, serve_leader
 
 
 class DiskServer(StorageServer[DiskStorage]):

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from kvbm.child.child import Status
+from kvbm.child.service import ChildService
+from kvbm.child.service_process import ServiceProcess
 from kvbm.host.threads import allowed_cores
-from kvbm.process.child import Status
-from kvbm.process.service import ChildService
-from kvbm.process.service_process import ServiceProcess
 from kvbm.shared.orders import (
     Get,
     Listing,

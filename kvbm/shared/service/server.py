@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import sys
 
+from kvbm.child.channel import Channel
+from kvbm.child.child import LogRelay
+from kvbm.child.serving import Send, StorageServer, serve_leader
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.region import Region
-from kvbm.process.channel import Channel
-from kvbm.process.child import LogRelay
-from kvbm.process.serving import Send, StorageServer, serve_leader
 from kvbm.shared.extent_format import ExtentFormat
 from kvbm.shared.geometry import ExtentGeometry
 from kvbm.shared.keys import KeySpace, extent_blocks

@@ -6,8 +6,8 @@ import sys
 
 from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
+from kvbm.child.serving import StorageServer, serve_leader
 from kvbm.errors import EnvironmentProblem
-from kvbm.process.serving import StorageServer, serve_leader
 
 EXIT_CODE = 7
 

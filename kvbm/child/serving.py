@@ -14,10 +14,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvbm.errors import EnvironmentProblem, TierProblem
-from kvbm.process import deadlines
-from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import (
+from kvbm.child import deadlines
+from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.child import (
     Close,
     LogRelay,
     Problem,
@@ -27,6 +26,7 @@ from kvbm.process.child import (
     receive_first,
     send_all,
 )
+from kvbm.errors import EnvironmentProblem, TierProblem
 
 Send = Callable[[object], None]
 

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_messages import Answer, Ask, FakeCounters, FakeOpened, OpenFake
 
+from kvbm.child import deadlines
+from kvbm.child.channel import HEADER
+from kvbm.child.service import ChildService
+from kvbm.child.service_process import ServiceProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
-from kvbm.process import deadlines
-from kvbm.process.channel import HEADER
-from kvbm.process.service import ChildService
-from kvbm.process.service_process import ServiceProcess
 
 HANGS_S = 120.0  # no test is slower than that on a machine that works
 

@@ -20,12 +20,12 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Generic
 
+from kvbm.child import deadlines
+from kvbm.child.first_opening import FirstOpening
+from kvbm.child.parent import how_it_ended
+from kvbm.child.service_process import Counters, Order, Result, ServiceProcess, UnresponsiveProcess
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import start
-from kvbm.process import deadlines
-from kvbm.process.first_opening import FirstOpening
-from kvbm.process.parent import how_it_ended
-from kvbm.process.service_process import Counters, Order, Result, ServiceProcess, UnresponsiveProcess
 
 log = logging.getLogger(__name__)
 

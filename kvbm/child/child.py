@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
+from kvbm.child import deadlines
+from kvbm.child.channel import Channel, ChannelClosed
 from kvbm.host.log_queue import use_queued_stderr
-from kvbm.process import deadlines
-from kvbm.process.channel import Channel, ChannelClosed
 from kvbm.text.log_limit import LogLimit
 
 First = TypeVar("First")

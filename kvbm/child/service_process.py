@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+from kvbm.child import deadlines
+from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.child import Close, Logged, Opening, Problem, Status
+from kvbm.child.first_opening import FirstOpening
+from kvbm.child.parent import has_ended, how_it_ended, is_gone, log_for, start_child
 from kvbm.errors import EnvironmentProblem, TierProblem
-from kvbm.process import deadlines
-from kvbm.process.channel import Channel, ChannelClosed
-from kvbm.process.child import Close, Logged, Opening, Problem, Status
-from kvbm.process.first_opening import FirstOpening
-from kvbm.process.parent import has_ended, how_it_ended, is_gone, log_for, start_child
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import sys
 import weakref
 from pathlib import Path
 
+from kvbm.child.channel import Channel
+from kvbm.child.child import Logged
 from kvbm.errors import EnvironmentProblem
-from kvbm.process.channel import Channel
-from kvbm.process.child import Logged
 from kvbm.text.log_limit import Lines
 
 HOME = str(Path(__file__).parents[2])  # the child imports this package from here

@@ -14,8 +14,8 @@ import time
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 
+from kvbm.child import deadlines
 from kvbm.errors import TierProblem
-from kvbm.process import deadlines
 
 log = logging.getLogger(__name__)
 
