@@ -44,6 +44,7 @@ from kvbm_cli.make_model import materialise
 BLOCK, BLOCKS, PREFIX = 32, 24, 96
 MIXED, GENERATED = -1, 7
 NEVER = 1_000_000
+RUNNERS = ("V1", "V2", "V2 later")  # main starts deferred loads before it samples, and 0.32 afterwards
 ENGINES = [(1, "V1"), (2, "V2"), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((2, "V1"), (1, "V2")))]
 CONNECTOR = {
     "kv_connector": "DynamoConnector",
@@ -53,9 +54,9 @@ CONNECTOR = {
 }
 SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 SPECS = {"full": FullAttentionSpec(**SPEC), "window": SlidingWindowSpec(**SPEC, sliding_window=40)}
-SPECS |= {"adapter": SPECS["full"], "short": SPECS["full"]}
+SPECS |= dict.fromkeys(("adapter", "short", "zeroed"), SPECS["full"])
 ADAPTER = LoRARequest("mine", 1, "/adapter", load_inplace=True)  # kvbm keeps no block of it, and vLLM does
-LEAST_LOADS = {"full": 4, "window": 1, "adapter": 0, "short": 3}  # blocks of the last request
+LEAST_LOADS = {"full": 4, "window": 1, "adapter": 0, "short": 3, "zeroed": 4}  # blocks of the last request
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,10 @@ def configuration():
     engine = found.create_engine_config()
     engine.cache_config.num_gpu_blocks = BLOCKS
     return engine
+
+
+class ZeroedCache(KVCacheConfig):
+    needs_kv_cache_zeroing = True  # as with states
 
 
 @dataclass
@@ -88,7 +93,8 @@ class World:
 
     def __post_init__(self):
         groups = [KVCacheGroupSpec(["layer.0"], SPECS[self.kind])]
-        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        kind = ZeroedCache if self.kind == "zeroed" else KVCacheConfig
+        cache = kind(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         made = AsyncScheduler if self.depth > 1 else Scheduler
         manager = StructuredOutputManager(self.configuration)
         self.scheduler = made(self.configuration, cache, manager, BLOCK)
@@ -148,6 +154,7 @@ class World:
 
         def compute() -> None:
             self.run_copies()
+            self.kv[output.new_block_ids_to_zero or []] = 0.0
             for name in names:
                 begin, end = starts[name], starts[name] + output.num_scheduled_tokens[name]
                 self.compute(name, begin, end)
@@ -174,6 +181,8 @@ class World:
         self.caller.set_disabled(False)
         self.caller.pre_forward(output)
         compute()
+        if self.runner == "V2 later":
+            self.caller._start_load_kv()
         self.caller.finish_forward()
         return self.caller.post_forward(output.finished_req_ids)
 
@@ -306,12 +315,30 @@ def plant_loads_that_are_not_awaited(monkeypatch):
     monkeypatch.setattr(SchedulerSide, "match", lambda *arguments: (match(*arguments)[0], False))
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-@pytest.mark.parametrize("plant", [plant_early_offloads, plant_loads_that_are_not_awaited])
-def test_what_a_rank_assumes_of_the_order_of_calls_is_tested(world, monkeypatch, plant, runner):
+def plant_loads_before_blocks_are_zeroed(monkeypatch):
+    monkeypatch.setattr(WorkerSide, "bind", lambda side, orders: (setattr(side, "_orders", orders), side._start()))
+    monkeypatch.setattr(WorkerSide, "start_load", lambda side: None)
+
+
+PLANTS = (
+    (plant_early_offloads, "full"),
+    (plant_loads_that_are_not_awaited, "full"),
+    (plant_loads_before_blocks_are_zeroed, "zeroed"),
+)
+
+
+@pytest.mark.parametrize("kind", ["full", "zeroed"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_every_order_of_calls_answers_right(world, runner, kind):
+    assert explore(world, kind, 2, runner, 2, 2, NEVER) == ([], False)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("plant", "kind"), PLANTS)
+def test_what_a_rank_assumes_of_the_order_of_calls_is_tested(world, monkeypatch, plant, kind, runner):
     plant(monkeypatch)
     with contextlib.suppress(AssertionError):  # of vLLM, which has found it first
-        broken, _ = explore(world, "full", 1, runner, 2, 0, NEVER)
+        broken, _ = explore(world, kind, 1, runner, 2, 0, NEVER)
         if not broken:
             pytest.fail("nobody notices")
 
