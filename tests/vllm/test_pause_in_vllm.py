@@ -10,13 +10,14 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+from model_runner import IS_V2
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, FAULTS_FILE, FAULTY_CONNECTOR, VllmServer, host_blocks
 
 from kvbm.vllm_integration.waiting_requests import preempt_waiting
 from kvbm_cli.make_model import materialise
 
-TRIES = 12
+TRIES, RUNNING_TOKENS = (6, 30) if IS_V2 else (12, 100)
 PROMPTS = [tokens(Random(number), 8 * BLOCK_TOKENS + 60) for number in range(3)]
 PAUSES = ("/pause?mode=keep", "/sleep?level=1&mode=keep")
 
@@ -82,7 +83,7 @@ def test_a_pause_that_keeps_requests_succeeds_while_a_load_is_under_way(tmp_path
             time.sleep(0.3)
             assert server.reset_prefix_cache(external=False)
             hold(faults, "onboard")
-            running = pool.submit(server.ask, tokens(Random(99 + number), 40), 100)
+            running = pool.submit(server.ask, tokens(Random(99 + number), 40), RUNNING_TOKENS)
             waiting = [pool.submit(server.ask, prompt) for prompt in PROMPTS[:2]]
             server.wait_until("waiting", lambda metrics: metrics["vllm:num_requests_waiting"] >= 2)
             pause = pool.submit(server.http.post, PAUSES[number % 2])
