@@ -6,8 +6,8 @@
         engine.stop()
 
 A server takes half a minute to start. Here vLLM is imported once and an engine starts in 3 s, without a server and with
-the scheduler, the worker and the connector in one process. It has a process of its own, because vLLM binds its process
-to a core. The process ends with the test, and the kernel kills it when pytest dies.
+the scheduler, the worker and the connector in one process. It has a process of its own, because vLLM changes the one it
+runs in. The process ends with the test, and the kernel kills it when pytest dies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ CALL_TIMEOUT_S = 1200.0 if IS_V2 else 600.0  # for a busy machine
 STOP_TIMEOUT_S = 20.0
 TIERS_TIMEOUT_S = 120.0
 IDLE_S = 0.0005
-CORE = "1"  # core 0 is that of a server that runs alone, in the tests of the other worker
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 FOLLOWED_TOKENS = "followed_tokens:FollowedTokens"  # a logits processor, for `SteppedEngine.add`
 
@@ -48,16 +47,14 @@ class EngineProcess:
         directory: Path,
         faults: Path,
         *,
-        core: str = CORE,
         environment: Mapping[str, str] | None = None,
         kind: type[SteppedEngine] | None = None,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._log = directory / "log"
         self._pipe, theirs = context.Pipe()
-        variables = minimal_environment(str(directory), core) | {
+        variables = minimal_environment(str(directory)) | {
             FAULTS_FILE: str(faults),
-            "OMP_NUM_THREADS": "1",  # also for what runs outside of the threads that vLLM binds
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             **(environment or {}),
         }

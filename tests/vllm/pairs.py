@@ -133,10 +133,9 @@ def pair_of(
     host: int = 1000,
     tested_arguments: Sequence[str] = (),
     connector: dict[str, str] = FAULTY_CONNECTOR,
-    tested_cores: str = "1",
     reference: VllmServer | None = None,
 ):
-    """Both start at the same time, each on a core of its own. `arguments` are for both. A `reference` that was started
+    """Both start at the same time. `arguments` are for both. A `reference` that was started
     with them elsewhere goes on afterwards.
     """
     with TemporaryDirectory() as directory:
@@ -149,7 +148,6 @@ def pair_of(
             *tested_arguments,
             blocks=blocks,
             connector=connector,
-            cores=tested_cores,
             environment=host_blocks(host) | {FAULTS_FILE: str(faults.path)},
             **common,
         )

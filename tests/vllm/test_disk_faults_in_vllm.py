@@ -76,9 +76,7 @@ def server(truth, disk, directory):
         "KVBM_TEST_DISK_FAULTS": str(disk.path),
     }
     model = materialise("vllm-25m")
-    with VllmServer(
-        model, blocks=40, connector=connector, environment=environment, cores="1", max_model_len=2048
-    ) as server:
+    with VllmServer(model, blocks=40, connector=connector, environment=environment, max_model_len=2048) as server:
         assert_equal(repeat(asker(server), list(truth)), truth)
         yield server
 

@@ -59,7 +59,7 @@ def test_no_request_start_or_stop_of_vllm_waits_for_a_file_system_that_hangs(tie
         connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
 
         def start():
-            server = VllmServer(materialise("vllm-25m"), blocks=40, connector=connector, cores="1", max_model_len=2048)
+            server = VllmServer(materialise("vllm-25m"), blocks=40, connector=connector, max_model_len=2048)
             return stack.enter_context(server)
 
         def ask(server, request):

@@ -188,7 +188,7 @@ def test_an_engine_with_another_file_load_format_rope_or_override_starts_without
     def restart(*arguments, cached=0):
         with (
             VllmServer(model, NO_CACHE, *arguments, wait=False) as cold,
-            start(model, disk, *arguments, cores="1", wait=False) as server,
+            start(model, disk, *arguments, wait=False) as server,
         ):
             server.wait_healthy()
             cold.wait_healthy()
@@ -276,7 +276,7 @@ def test_a_model_class_or_worker_that_was_edited_between_two_starts_answers_for_
     def restart(scale, *, is_known):
         environment = own_code(home, scale) | {"PYTHONDONTWRITEBYTECODE": "1"}
         wait_until_old(home, has_code=True)
-        with start(model, disk, *arguments, cores="1", environment=environment) as server:
+        with start(model, disk, *arguments, environment=environment) as server:
             answer = server.ask(ONE)
             assert "will not stay on disk" not in server.log()
             assert answer.cached == (CACHED if is_known else 0)

@@ -15,7 +15,7 @@ TALKS = conversations(8, turns=2, seed=12)
 
 @pytest.fixture(scope="module")
 def pair(plain):
-    with pair_of("vllm-25m", blocks=24, tested_arguments=STAGES, tested_cores="0|1", reference=plain) as pair:
+    with pair_of("vllm-25m", blocks=24, tested_arguments=STAGES, reference=plain) as pair:
         assert pair.tested.log().count("kvbm: rank") == 2
         yield pair
 

@@ -44,7 +44,7 @@ def server(model, directory, *arguments, blocks=BLOCKS, **transfer):
     contents = {"tiers": tiers, "onboard": {"policy": "always"}, "offload": {"to_disk": "always"}, "transfer": transfer}
     connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
     flags = ("--tensor-parallel-size", "2", "--shutdown-timeout", "30", *arguments)
-    return VllmServer(model, *flags, blocks=blocks, max_model_len=2048, connector=connector, cores="0|1")
+    return VllmServer(model, *flags, blocks=blocks, max_model_len=2048, connector=connector)
 
 
 def computed(model, **transfer):
@@ -111,7 +111,6 @@ def test_two_ranks_with_latent_attention_have_one_copy():
         connector=CONNECTOR,
         environment=host_blocks(600),
         max_model_len=2048,
-        cores="0|1",
     ) as engine:
         assert [what for what, _ in segments(engine.log()).values()].count("shares") == 1
         original = engine.ask(prompt, 64)

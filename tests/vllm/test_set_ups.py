@@ -103,7 +103,7 @@ def ranks_of(engine):
 
 
 def test_a_rank_that_is_stopped_for_a_while_delays_answers_and_changes_none():
-    with server("--tensor-parallel-size", "2", cores="0|1") as engine, ThreadPoolExecutor(1) as pool:
+    with server("--tensor-parallel-size", "2") as engine, ThreadPoolExecutor(1) as pool:
         truth = repeat(asker(engine), REQUESTS)
         for rank in ranks_of(engine):
             answers = pool.submit(repeat, asker(engine), REQUESTS)
@@ -124,7 +124,7 @@ def test_two_engines_of_one_server_use_one_directory(tmp_path):
     tiers = {"host": {"blocks": 60}, "disk": {"blocks": 200, "directory": str(tmp_path)}}
     contents = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
     connector = CONNECTOR | {"kv_connector_extra_config": {"kvbm": contents}}
-    with server("--data-parallel-size", "2", cores="0|1", connector=connector) as engine:
+    with server("--data-parallel-size", "2", connector=connector) as engine:
         truth = repeat(asker(engine), REQUESTS)
         for _ in range(3):
             assert engine.reset_prefix_cache(external=False)

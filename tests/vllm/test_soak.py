@@ -41,7 +41,6 @@ class Variant:
     blocks: int = 40
     host: int = 1000
     arguments: tuple[str, ...] = ()
-    cores: str = "0"
     faults: dict[str, int] = field(default_factory=dict)
     preempts: bool = False
     adapter: str | None = None
@@ -54,11 +53,9 @@ VARIANTS = {
     "preemption": Variant(blocks=24, preempts=True),
     "small chunks": Variant(arguments=("--max-num-batched-tokens", "256")),
     "no prefix caching": Variant(arguments=("--no-enable-prefix-caching",)),
-    "tensor parallel": Variant(arguments=("--tensor-parallel-size", "2"), cores="0|1"),
-    "tensor parallel, copies fail": Variant(
-        arguments=("--tensor-parallel-size", "2"), cores="0|1", faults={"fail_every": 100}
-    ),
-    "data parallel": Variant(blocks=24, arguments=("--data-parallel-size", "2"), cores="0|1"),
+    "tensor parallel": Variant(arguments=("--tensor-parallel-size", "2")),
+    "tensor parallel, copies fail": Variant(arguments=("--tensor-parallel-size", "2"), faults={"fail_every": 100}),
+    "data parallel": Variant(blocks=24, arguments=("--data-parallel-size", "2")),
     "sliding window": Variant("vllm-swa", blocks=100, host=3000),
     "sliding window, copies fail": Variant("vllm-swa", blocks=100, host=3000, faults={"fail_every": 100}),
     "guessed tokens": Variant(arguments=("--speculative-config", json.dumps(GUESS))),
@@ -104,7 +101,6 @@ def test_two_hundred_answers_are_those_of_a_server_without_cache(name, results, 
         *adapter_arguments(variant.adapter),
         blocks=variant.blocks,
         connector=FAULTY_CONNECTOR,
-        cores=variant.cores,
         environment=host_blocks(variant.host) | {FAULTS_FILE: str(faults.path)},
         max_model_len=MAX_MODEL_LEN,
     ) as tested:

@@ -27,15 +27,14 @@ class SetUp:
     """A tested server: its arguments and environment, and the orders to its copier."""
 
     arguments: tuple[str, ...] = ()
-    cores: str = "0"
     environment: dict[str, str] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
 
 
 SET_UPS = {
     "copies fail": SetUp(faults={"fail_every": 7}),
-    "tensor parallel": SetUp(("--tensor-parallel-size", "2"), cores="0|1"),
-    "tensor parallel, copies fail": SetUp(("--tensor-parallel-size", "2"), cores="0|1", faults={"fail_every": 7}),
+    "tensor parallel": SetUp(("--tensor-parallel-size", "2")),
+    "tensor parallel, copies fail": SetUp(("--tensor-parallel-size", "2"), faults={"fail_every": 7}),
     "batches that overlap": SetUp(("--async-scheduling",)),
     "batches that overlap, copies fail": SetUp(("--async-scheduling",), faults={"fail_every": 7}),
     "no batches that overlap": SetUp(("--no-async-scheduling",)),
@@ -59,7 +58,6 @@ def tested_server(set_up, faults):
         *set_up.arguments,
         blocks=60,
         connector=FAULTY_CONNECTOR,
-        cores=set_up.cores,
         environment=host_blocks(1000) | {FAULTS_FILE: str(faults.path)} | set_up.environment,
         max_model_len=MAX_MODEL_LEN,
     ) as server:
