@@ -36,7 +36,7 @@ class KeptResults:
             return
         if self._key and self._path.exists():
             known = json.loads(self._path.read_text())["rows"]
-            self._rows = [one for one in known if one[self._key] != row[self._key]] + [row]
+            self._rows = [one for one in known if one.get(self._key, row[self._key]) != row[self._key]] + [row]
         facts = {
             "command": f"{WRITE_RESULTS}=1 {self._command}",
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -38,7 +38,6 @@ CACHED = 2 * BLOCK_TOKENS
 REQUESTS = [Request(tokens(Random(f"update {number}"), CACHED + 20), 8) for number in range(6)]
 INTERRUPTED, OTHERS = REQUESTS[:2], REQUESTS[2:]
 VERSIONS = 3
-ROUNDS = 14  # of each case: every pause twice
 CHANGED = (".self_attn.", ".linear_attn.", ".mamba.", ".mixer.")  # of these, the matrices
 DEADLINE_S = 60.0  # of a call, on a busy machine
 PAUSES = (
@@ -50,6 +49,7 @@ PAUSES = (
     ("/pause?mode=abort&clear_cache=false", "/resume"),
     ("/sleep?level=2&mode=abort", "/wake_up"),
 )
+ROUNDS = len(PAUSES)  # of each case
 UPDATES = ({"method": "reload_weights", "name": "weights_path"}, {"method": "take_weights", "name": "directory"})
 KEEPING = (("/pause?mode=keep&clear_cache=false", "/resume"), ("/sleep?level=0&mode=keep", "/wake_up?tags=scheduling"))
 
