@@ -53,7 +53,7 @@ RULES = (  # the first that fits a module counts
         lazily=("torch",),
     ),
     Rule("kvbm.child", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.disk.io", ("kvbm.host",), never=("pydantic", *ENGINES)),
+    Rule("kvbm.disk.io", ("kvbm.host", "kvbm.child.run", "kvbm.child.start"), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
     Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
     Rule("kvbm.shared.service", ("kvbm.shared", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
@@ -122,10 +122,10 @@ RULES = (  # the first that fits a module counts
         ("kvbm.embedded.engine", "kvbm.config.launch_plan", "kvbm.observe.shared_page"),
         never=ENGINES[2:],
     ),
-    Rule("kvbm.embedded", RUNS_THE_CACHE, never=ENGINES[2:]),
+    Rule("kvbm.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
     Rule("kvbm_cli.cache.disk_verification", ("kvbm.disk", "kvbm.host.processes")),  # imported by its command
     Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
-    Rule("kvbm_cli.system", ("kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
+    Rule("kvbm_cli.system", ("kvbm.child.start", "kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
 

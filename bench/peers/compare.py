@@ -41,8 +41,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kvbm.child.start import command_line
 from kvbm_cli.app import run as kvbm
-from kvbm_cli.system import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 LMCACHE = Path(".nox/lmcache")  # as lmcache.yaml has it
@@ -73,7 +73,7 @@ def lmcache_server() -> Iterator[None]:
     ]
     LOG.parent.mkdir(exist_ok=True)
     with LOG.open("wb") as log:
-        command, variables = die_with_parent.command_line(argv), {**os.environ, **environment}
+        command, variables = command_line(argv), {**os.environ, **environment}
         server = subprocess.Popen(command, env=variables, stdout=log, stderr=log, process_group=0)
     try:
         await_healthy(server)

@@ -1,1 +1,1 @@
-"""Child processes of the leader: how they start and end, and the channel to them."""
+"""Child processes of ours, the only way to start, feed, watch and end one; and runs of short programs."""

@@ -6,12 +6,14 @@ sent by a later call. Messages are pickled; both ends are the same program, and 
 
 from __future__ import annotations
 
+import math
 import pickle
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 HEADER = struct.Struct("<Q")
 UNPICKLING_ERRORS = (  # what bytes that are not a pickle lead to
@@ -32,6 +34,8 @@ RECEIVE_BYTES = 1 << 20
 RECEIVED_AT_ONCE = 4 << 20  # one call takes no more, so that no engine step follows a sender that goes on
 BUFFER_BYTES = 4 << 20
 
+Message = TypeVar("Message")
+
 
 class ChannelClosed(Exception):
     """The other process has exited, or has sent an invalid message."""
@@ -43,29 +47,29 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        self._socket = end
+        self.socket = end
         self._readable = select.poll()
         self._readable.register(end, select.POLLIN)
         self._outgoing = bytearray()
         self._incoming = bytearray()
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     def send(self, message: object) -> None:
         """May raise ChannelClosed."""
-        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += HEADER.pack(len(content)) + content
+        self._outgoing += encoded(message)
         self.flush()
 
     def flush(self) -> None:
         """Send buffered bytes. Raises ChannelClosed."""
         try:
             while self._outgoing:
-                del self._outgoing[: self._socket.send(self._outgoing)]
+                del self._outgoing[: self.socket.send(self._outgoing)]
         except BlockingIOError:
             return
         except OSError as error:
+            self._outgoing.clear()
             raise ChannelClosed from error
 
     def has_more_to_send(self) -> bool:
@@ -80,7 +84,7 @@ class Channel:
         end = len(self._incoming) + RECEIVED_AT_ONCE
         try:
             while len(self._incoming) < end and not is_over:
-                received = self._socket.recv(RECEIVE_BYTES)
+                received = self.socket.recv(RECEIVE_BYTES)
                 self._incoming += received
                 is_over = not received
         except BlockingIOError:
@@ -91,6 +95,17 @@ class Channel:
         if is_over and not messages:
             raise ChannelClosed
         return messages
+
+    def receive_one(self, kind: type[Message], timeout_s: float | None = None) -> Message:
+        """Wait for a message of a process that sends one at a time. Raises ChannelClosed and TimeoutError."""
+        end_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while not (messages := self.receive()):
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            self.wait(None if timeout_s is None else end_s - time.monotonic())
+        message = messages[0]
+        assert isinstance(message, kind), message
+        return message
 
     def wait(self, timeout_s: float | None, *, or_readable: Sequence[int] = ()) -> None:
         """Wait until the channel or one of these descriptors is readable; meanwhile send buffered bytes."""
@@ -111,26 +126,37 @@ class Channel:
 
     def close(self) -> None:
         """May be called twice."""
-        self._socket.close()
+        self.socket.close()
 
     def _take_whole(self) -> list[object]:
         messages = []
         start = 0
         while len(self._incoming) - start >= HEADER.size:
-            (length,) = HEADER.unpack_from(self._incoming, start)
-            if length > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"a message of {length} bytes")
-            end = start + HEADER.size + length
+            content = start + HEADER.size
+            end = content + length_of(self._incoming[start:content])
             if len(self._incoming) < end:
                 break
-            messages.append(_decoded(memoryview(self._incoming)[start + HEADER.size : end]))
+            messages.append(decoded(memoryview(self._incoming)[content:end]))
             start = end
         if start:
             del self._incoming[:start]
         return messages
 
 
-def _decoded(content: memoryview) -> object:
+def encoded(message: object) -> bytes:
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return HEADER.pack(len(content)) + content
+
+
+def length_of(header: bytes | bytearray) -> int:
+    """Return how many bytes follow. Raises ChannelClosed."""
+    (length,) = HEADER.unpack(header)
+    if length > MAX_MESSAGE_BYTES:
+        raise ChannelClosed(f"a message of {length} bytes")
+    return int(length)
+
+
+def decoded(content: memoryview | bytes) -> object:
     """Raise ChannelClosed for bytes that are not a message: the process that sent them is not trusted any more."""
     try:
         return pickle.loads(content)

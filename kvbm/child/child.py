@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvbm.child import deadlines
 from kvbm.child.channel import Channel, ChannelClosed
 from kvbm.host.log_queue import use_queued_stderr
 from kvbm.text.log_limit import LogLimit
-
-First = TypeVar("First")
 
 
 class Opening(NamedTuple):
@@ -73,11 +73,17 @@ class LogRelay(logging.Handler):
             send(self.kept.popleft())
 
 
-def begin() -> LogRelay:
-    """Prepare a child process; return the log that it sends to the leader. Call first."""
+def outlive_signals() -> None:
+    """Ignore the signals that end the parent, which may still need this process, and then closes the channel. A log
+    that nobody reads does not stop it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the leader may still need the child, and then sends Close
+        signal.signal(number, signal.SIG_IGN)
     use_queued_stderr()
+
+
+def begin() -> LogRelay:
+    """Prepare a child process of a leader; return the log that it sends to it. Call first."""
+    outlive_signals()
     log = LogRelay()
     logging.getLogger("kvbm").addHandler(log)
     logging.getLogger("kvbm").setLevel(logging.INFO)
@@ -85,13 +91,9 @@ def begin() -> LogRelay:
     return log
 
 
-def receive_first(channel: Channel, kind: type[First]) -> First:
-    """Wait for the leader's first message. Raises ChannelClosed."""
-    while True:
-        channel.wait(None)
-        for message in channel.receive():
-            assert isinstance(message, kind), message
-            return message
+def end_of_channel() -> Channel:
+    """Return this process's end of the channel to its parent."""
+    return Channel(socket.socket(fileno=int(sys.argv[1])))
 
 
 @contextmanager

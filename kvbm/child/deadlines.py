@@ -7,6 +7,7 @@ They are read where they are used, as `deadlines.ANSWER_LIMIT_S`.
 BEAT_S = 0.5  # between heartbeats
 IDLE_INTERVAL_S = 0.5
 BUSY_INTERVAL_S = 0.1  # between checks for calls that hang
+OUTPUT_INTERVAL_S = 0.1  # between looks at what a program has written
 PARENT_INTERVAL_S = 0.5  # between looks whether its leader lives
 
 # A process that serves

@@ -8,32 +8,31 @@ import socket
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 from kvbm.child.channel import Channel
 from kvbm.child.child import Logged
+from kvbm.child.start import our_environment, start
 from kvbm.errors import EnvironmentProblem
 from kvbm.text.log_limit import Lines
 
-HOME = str(Path(__file__).parents[2])  # the child imports this package from here
 
+def start_child(
+    module: str, what: str, *, stderr: int | None = None, dies_with_parent: bool = False
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Run `python -m module FD`. Raises EnvironmentProblem, which calls the child `what`.
 
-def start_child(module: str, what: str) -> tuple[subprocess.Popen[bytes], Channel]:
-    """Run `python -m module FD` in its own session, so that signals of the terminal reach only the engine.
-
-    Raises EnvironmentProblem, which calls the child `what`.
+    The kernel kills a child that `dies_with_parent` when the thread that called this ends. Others look for their
+    parent themselves, see child.begin.
     """
     ours, theirs = socket.socketpair()
-    paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
     with theirs:
         try:
-            child = subprocess.Popen(
+            child = start(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+                environment=our_environment(),
+                stderr=stderr,
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": paths},
-                start_new_session=True,
+                dies_with_parent=dies_with_parent,
             )
         except (OSError, MemoryError) as error:
             ours.close()
@@ -58,6 +57,15 @@ def has_ended(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return True
+
+
+def end(child: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait for a child whose channel was closed, and kill it after `timeout_s`. Return whether it ended by itself."""
+    ended = has_ended(child, timeout_s)
+    if not ended:
+        child.kill()
+        child.wait()
+    return ended
 
 
 def how_it_ended(code: int) -> str:

@@ -6,8 +6,6 @@ main of the process ──▶ serve_leader ──▶ StorageServer: disk and sha
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,7 +21,7 @@ from kvbm.child.child import (
     Status,
     beating,
     begin,
-    receive_first,
+    end_of_channel,
     send_all,
 )
 from kvbm.errors import EnvironmentProblem, TierProblem
@@ -128,9 +126,9 @@ def serve_leader(
     `open_storage` may raise EnvironmentProblem, and returns the storage and the message that it is open.
     """
     log = begin()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = end_of_channel()
     try:
-        order = receive_first(channel, kind)
+        order = channel.receive_one(kind)
         os.sched_setaffinity(0, order.cores)
         try:
             with beating(channel) as send:

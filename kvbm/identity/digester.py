@@ -9,14 +9,13 @@ time that cores have left. It exits with its engine.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.child.channel import Channel, ChannelClosed
-from kvbm.child.child import Problem, begin, receive_first, send_all
+from kvbm.child.channel import ChannelClosed
+from kvbm.child.child import Problem, begin, end_of_channel, send_all
 from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
 
 THREADS = 4  # two reach 10 GB/s of a warm page cache (bench/micro/model_identity.py)
@@ -27,9 +26,9 @@ AUTOGROUP = Path("/proc/self/autogroup")  # where sessions share cores evenly, w
 def main() -> int:
     """Return 0 when the digests were sent. If the engine exits, the process exits at once."""
     begin()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = end_of_channel()
     try:
-        order = receive_first(channel, DigestOrder)
+        order = channel.receive_one(DigestOrder)
         _lower_priority()
         os.sched_setaffinity(0, order.cores)
         try:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvbm.child import deadlines
 from kvbm.child.channel import Channel, ChannelClosed
-from kvbm.child.child import Logged, Problem
-from kvbm.child.parent import has_ended, log_for, start_child
+from kvbm.child.child import Problem
+from kvbm.child.parent import end, start_child
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.threads import allowed_cores
 from kvbm.identity.content import DigestOrder, Digests, Signature, digest_files
@@ -96,22 +96,15 @@ def _by_process(files: Files) -> list[str]:
         raise Unidentified("the process that reads the files of the model has ended") from error
     finally:
         channel.close()
-        if not has_ended(child, deadlines.EXIT_S):
-            child.kill()
-            child.wait()
+        end(child, deadlines.EXIT_S)
     log.info("kvbm: identified %.1f GB of model files in %.1f s", total_gb, time.monotonic() - began_s)
     return digests
 
 
 def _answer(channel: Channel) -> list[str]:
     """May raise Unidentified or ChannelClosed."""
-    while True:
-        channel.wait(None)
-        for message in channel.receive():
-            match message:
-                case Digests():
-                    return list(message.digests)
-                case Problem():
-                    raise Unidentified(message.message)
-                case Logged():
-                    log_for(message)
+    answer = channel.receive_one(object)
+    if isinstance(answer, Problem):
+        raise Unidentified(answer.message)
+    assert isinstance(answer, Digests), answer
+    return list(answer.digests)

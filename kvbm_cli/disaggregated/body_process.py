@@ -1,32 +1,28 @@
 """BodyProcesses convert large bodies, because no other thread of a process runs while Python parses JSON in it.
 
-    proxy ── length, body ──▶ stdin of `python -m kvbm_cli.disaggregated.body_process`
-    proxy ◀── length, pickled EngineRequests or WrongRequest ── stdout
+    proxy ── body ──▶ `python -m kvbm_cli.disaggregated.body_process`
+    proxy ◀── EngineRequests or WrongRequest ──
 
 There is one for bodies of up to SHORT_BODY_BYTES and one for longer ones, so that a usual prompt does not wait for
-one of 32 MiB. Each starts with its first body and converts one at a time. It ends when the proxy closes its stdin, also
-by dying.
+one of 32 MiB. Each starts with its first body and converts one at a time. It ends with the proxy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import pickle
 import signal
-import struct
 import subprocess
-import sys
-from pathlib import Path
-from typing import IO
 
+from kvbm.child.channel import ChannelClosed
+from kvbm.child.child import end_of_channel, send_all
+from kvbm.child.parent import start_child
+from kvbm.child.stream import MessageStream
+from kvbm.errors import EnvironmentProblem
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 
 SHORT_BODY_BYTES = 2**20
 TIMEOUT_S = 20.0  # for one body; a body of 32 MiB takes 1 to 8 s (2 cores)
-LENGTH = struct.Struct("!Q")
-HOME = str(Path(__file__).parents[2])
 
 
 class BodyProcesses:
@@ -49,14 +45,19 @@ class BodyProcess:
     """Owns one process. Only the event loop uses it."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: tuple[subprocess.Popen[bytes], MessageStream] | None = None
         self._turn = asyncio.Lock()
 
     async def convert(self, content: bytes) -> EngineRequests:
         async with self._turn:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    answer = await asyncio.to_thread(_ask, self._running(), content)
+                    stream = await self._running()
+                    stream.send(content)
+                    answer: EngineRequests | WrongRequest = await stream.receive()
+            except (ChannelClosed, EnvironmentProblem) as error:
+                self.close()
+                raise ConnectionError(str(error) or "the process that reads large bodies has ended") from error
             except TimeoutError:
                 self.close()
                 raise WrongRequest(413, f"the body could not be read within {TIMEOUT_S:g} s") from None
@@ -70,59 +71,32 @@ class BodyProcess:
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with process:  # closes the pipes, once the thread that uses them has noticed the end
-                process.kill()
+            child, stream = process
+            stream.close()
+            child.kill()
+            child.wait()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __spec__.name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": paths},
-                start_new_session=True,
-            )
-        return self._process
-
-
-def _ask(process: subprocess.Popen[bytes], content: bytes) -> EngineRequests | WrongRequest:
-    """Send a body to the process. Runs in a thread. Raises OSError if the process has ended."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    _send(process.stdin, content)
-    answer = _receive(process.stdout)
-    if answer is None:
-        raise ConnectionError("the process that reads large bodies has ended")
-    found: EngineRequests | WrongRequest = pickle.loads(answer)
-    return found
-
-
-def _send(stream: IO[bytes], content: bytes) -> None:
-    stream.write(LENGTH.pack(len(content)))
-    stream.write(content)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> bytes | None:
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    content = stream.read(length)
-    return content if len(content) == length else None
+    async def _running(self) -> MessageStream:
+        if self._process is not None and self._process[0].poll() is not None:
+            self.close()
+        if self._process is None:
+            child, channel = start_child(__spec__.name, "the process for large bodies", dies_with_parent=True)
+            self._process = child, await MessageStream.over(channel)
+        return self._process[1]
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.suppress(BrokenPipeError):
-        while (content := _receive(stdin)) is not None:
+    channel = end_of_channel()
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            content = channel.receive_one(bytes)
             try:
                 answer: EngineRequests | WrongRequest = engine_requests(content)
             except WrongRequest as wrong:
                 answer = wrong
-            _send(stdout, pickle.dumps(answer))
+            channel.send(answer)
+            send_all(channel)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.engine.python_probe import SAFE_PATH
+from kvbm_cli.engine.python_probe import run_elsewhere
 from kvbm_cli.engine.vllm_kind import vllm_of
 
 if TYPE_CHECKING:
@@ -116,10 +115,8 @@ def with_metrics_port(profile: Profile, number: int) -> Profile:
 def require_nixl(profile: Profile) -> None:
     """Raise EnvironmentProblem if the engines' interpreter has no NIXL. vLLM would fail only after half a minute."""
     python = profile.engine.python or sys.executable
-    environment = {**os.environ, **SAFE_PATH, **profile.engine.environment}
     program = "import importlib.util, sys; sys.exit(importlib.util.find_spec('nixl') is None)"
-    probed = subprocess.run([python, "-c", program], env=environment, stdin=subprocess.DEVNULL, capture_output=True)
-    if probed.returncode:
+    if run_elsewhere(python, program, variables=profile.engine.environment).code:
         raise EnvironmentProblem(f"disaggregated engines require nixl, which `{python}` does not have", hint=HINT)
 
 

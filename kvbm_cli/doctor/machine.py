@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import secrets
-import selectors
 import subprocess
 import sys
 import time
@@ -20,19 +19,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvbm.child.run import last_line, run
+from kvbm.child.start import our_environment
 from kvbm.errors import reason_of
 from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.text.reading import parse_json
-from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers
 
-ROOT = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("probes")
 DEVICES = Path("/dev")
 NVIDIA_DIRECTORY = Path("/tmp")  # NVIDIA's block manager keeps blocks there by default
-END_TIMEOUT_S = 1.0
 SCRATCH_PREFIX = ".kvbm-doctor-"
 REMOVAL_TIMEOUT_S = 5.0
 
@@ -54,72 +52,41 @@ def run_probe(
     """Run `probes/<program>.py` with the interpreter `python`, because it may hang or need libraries of the engine.
 
     Return the last object that it prints; call `on_phase` for each `{"phase": ...}`. Raises ProbeFailed."""
-    command = [python, "-P", str(PROBES / f"{program}.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)} if python == sys.executable else os.environ
+    reported: list[str] = []
+
+    def report(out: str) -> None:
+        phases = [str(found["phase"]) for found in _objects(out) if "phase" in found]
+        for phase in phases[len(reported) :]:
+            on_phase(phase)
+        reported[:] = phases
+
     try:
-        child = subprocess.Popen(
-            die_with_parent.command_line(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**environment, "PYTHONDONTWRITEBYTECODE": "1"},
+        ended = run(
+            [python, "-P", str(PROBES / f"{program}.py"), *arguments],
+            timeout_s=timeout_s,
+            environment={
+                **(our_environment() if python == sys.executable else os.environ),
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            dies_with_parent=True,
+            on_output=report,
         )
+    except TimeoutError:
+        raise ProbeFailed(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise ProbeFailed(reason_of(error)) from None
-    try:
-        answer = _read(child, time.monotonic() + timeout_s, timeout_s, on_phase)
-    finally:
-        child.kill()
-        for stream in (child.stdout, child.stderr):
-            if stream is not None:
-                stream.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel cannot end
-            child.wait(END_TIMEOUT_S)
-    return answer
+    answers = [found for found in _objects(ended.out) if "phase" not in found]
+    if not answers:
+        raise ProbeFailed(last_line(ended.err, "the process ended without an answer"))
+    return answers[-1]
 
 
-def _read(child: subprocess.Popen[bytes], deadline: float, timeout_s: float, on_phase: PhaseCallback) -> dict[str, Any]:
-    assert child.stdout is not None
-    assert child.stderr is not None
-    texts = {child.stdout.fileno(): b"", child.stderr.fileno(): b""}
-    with selectors.PollSelector() as selector:
-        for fd in texts:
-            selector.register(fd, selectors.EVENT_READ)
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ProbeFailed(f"no answer within {timeout_s:.0f} s")
-            for key, _ in ready:
-                chunk = os.read(key.fd, 1 << 16)
-                texts[key.fd] += chunk
-                if not chunk:
-                    selector.unregister(key.fd)
-                elif key.fd == child.stdout.fileno():
-                    _report_phases(chunk, on_phase)
-    return _answer(texts[child.stdout.fileno()], texts[child.stderr.fileno()])
-
-
-def _report_phases(chunk: bytes, on_phase: PhaseCallback) -> None:
-    for line in chunk.splitlines():
-        found = _object(line)
-        if found is not None and "phase" in found:
-            on_phase(str(found["phase"]))
-
-
-def _answer(out: bytes, err: bytes) -> dict[str, Any]:
-    objects = [found for line in out.splitlines() if (found := _object(line)) is not None and "phase" not in found]
-    if objects:
-        return objects[-1]
-    lines = err.decode(errors="replace").strip().splitlines()
-    raise ProbeFailed(lines[-1] if lines else "the process ended without an answer")
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = parse_json(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found = parse_json(line)
+            if isinstance(found, dict):
+                yield found
 
 
 def prefault_rate(byte_count: int) -> float:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.child.run import last_line
 from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.installation import release_of
 from kvbm.errors import EnvironmentProblem
@@ -18,7 +17,7 @@ from kvbm.identity.machine import cpu_flags
 from kvbm.sizing import Cpu
 from kvbm_cli import make_model as models
 from kvbm_cli.engine.embedded_kind import EmbeddedKind
-from kvbm_cli.engine.python_probe import SAFE_PATH
+from kvbm_cli.engine.python_probe import run_elsewhere
 from kvbm_cli.engine.sglang_kind import SglangKind
 from kvbm_cli.engine.synthetic_directory import preset_of
 from kvbm_cli.engine.trtllm_kind import TrtllmKind
@@ -173,11 +172,9 @@ def how_to_make_model(profile: Profile) -> list[str] | None:
 def _make_elsewhere(preset: str, directory: Path, python: str) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     program = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [python, "-c", program, models.__file__, preset, str(directory)]
-    environment = {**os.environ, **SAFE_PATH}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    done = run_elsewhere(python, program, models.__file__, preset, str(directory))
+    if done.code:
+        last = last_line(done.err, f"exit code {done.code}")
         raise EnvironmentProblem(
             f"`{python}` cannot generate the model `{preset}`: {last}", hint="check `engine.python`"
         )

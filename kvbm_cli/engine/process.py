@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
+from kvbm.child.start import command_line
 from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
 from kvbm.config.variables import PREFIX, STORE_VARIABLES
 from kvbm.errors import EngineError, EnvironmentProblem, reason_of
@@ -36,7 +37,6 @@ from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
 from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
-from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.engine_tmpdir import EngineTmpdir
 from kvbm_cli.system.guard_process import GuardProcess
 from kvbm_cli.system.leftovers import Leftovers, shared_files
@@ -90,7 +90,7 @@ class EngineProcess:
                 environment[ADMIN_VARIABLE] = secrets.token_urlsafe()
             try:
                 child = subprocess.Popen(
-                    die_with_parent.command_line(plan.argv),
+                    command_line(plan.argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

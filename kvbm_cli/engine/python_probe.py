@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from kvbm.child.run import Ended, run
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.sglang_integration.versions import SglangInstallation
 from kvbm.text.reading import parse_json
@@ -130,41 +130,34 @@ def _probe_once(python: str, package: ProbedPackage) -> dict[str, Any] | Environ
 
 def _probe(python: str, package: ProbedPackage) -> dict[str, Any] | None:
     try:
-        status, out = _run(python, package)
-    except OSError as error:
-        raise _not_working(python, reason_of(error)) from None
-    except subprocess.TimeoutExpired:
+        details = json.dumps([package.interface, package.parsers])
+        ended = run_elsewhere(python, _PROGRAM, package.module, package.command, details, timeout_s=PROBE_TIMEOUT_S)
+    except TimeoutError:
         raise EnvironmentProblem(
             f"`{python}` did not answer within {PROBE_TIMEOUT_S} s, so its {package.title} is unknown",
             hint="run the command again; if it times out again, check `engine.python`",
         ) from None
+    except OSError as error:
+        raise _not_working(python, reason_of(error)) from None
     try:
-        answer = parse_json(out)
+        answer = parse_json(ended.out)
     except ValueError:
         answer = ...
     if not isinstance(answer, dict | None):
-        raise _not_working(python, f"exit code {status}" if status else "its answer is not JSON")
+        raise _not_working(python, f"exit code {ended.code}" if ended.code else "its answer is not JSON")
     return answer
 
 
-def _run(python: str, package: ProbedPackage) -> tuple[int, str]:
-    """Return exit code and output of the probe. Kills it with all its children on a timeout or Ctrl-C."""
-    with subprocess.Popen(
-        [python, "-c", _PROGRAM, package.module, package.command, json.dumps([package.interface, package.parsers])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        env={**os.environ, **SAFE_PATH},
-        process_group=0,
-    ) as child:
-        try:
-            out, _ = child.communicate(timeout=PROBE_TIMEOUT_S)
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-        return child.returncode, out
+def run_elsewhere(
+    python: str,
+    program: str,
+    *arguments: str,
+    timeout_s: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run the text of a program in an interpreter of the user, see `run`."""
+    environment = {**os.environ, **SAFE_PATH, **(variables or {})}
+    return run([python, "-c", program, *arguments], timeout_s=timeout_s, environment=environment)
 
 
 def _not_working(python: str, reason: str) -> EnvironmentProblem:

@@ -23,13 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from kvbm.child.start import die_with_parent
 from kvbm.errors import EnvironmentProblem
-from kvbm.host.libc import LIBC
 from kvbm_cli.system.answering import problem_of_silent, silent_among
 from kvbm_cli.system.process_identity import descendants
 
 READY = b"r"
-PR_SET_PDEATHSIG = 1
 CHECK_S = 1.0  # after a signal, between checks that the child does not hang
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -55,9 +54,7 @@ class Background:
             return cls(child, readable)
         os.setsid()
         if not is_detached:
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
+            die_with_parent(parent, signal.SIGTERM)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         return cls(0, writable)

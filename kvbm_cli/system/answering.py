@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from kvbm.child.start import start
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.system.mounts import may_hang
 
@@ -69,13 +70,8 @@ def silent_among(paths: Collection[Path], *, changes: bool = False) -> set[Path]
 def _ask(path: Path, *, changes: bool) -> subprocess.Popen[bytes] | None:
     """Start to look; None if that is not possible, and the caller finds the problem."""
     try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", LOOK, str(path), *(["changes"] if changes else [])],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-I", "-S", "-c", LOOK, str(path), *(["changes"] if changes else [])]
+        return start(command, stderr=subprocess.DEVNULL)
     except (OSError, ValueError):
         return None
 

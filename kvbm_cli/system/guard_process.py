@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from kvbm.child.start import start
 from kvbm_cli.system.leftovers import END, SCAN, Leftovers
 
 GUARD = Path(__file__).with_name("leftovers.py")
@@ -23,14 +24,8 @@ class GuardProcess:
     def __init__(self, leftovers: Leftovers, *, log: IO[bytes] | int) -> None:
         """Borrows `leftovers` and `log`, to which the guard writes its errors."""
         self._leftovers = leftovers
-        self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(GUARD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd="/",
-            start_new_session=True,
-        )
+        command = [sys.executable, "-I", "-S", str(GUARD)]
+        self._child = start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, directory="/")
         self._send(leftovers.to_json() + b"\n")
 
     @property

@@ -7,7 +7,7 @@ signals it. It imports only the standard library. Its standard input is a pipe w
 - SCAN requests a scan now. The guard answers with SCAN when the scan is done.
 - END or end of file (the parent has died) starts the removal.
 
-The kernel kills the engine when its parent dies (die_with_parent.py), but not the processes that the engine started.
+The kernel kills the engine when its parent dies (kvbm/child/start.py), but not the processes that the engine started.
 
 A file in shared memory belongs to the engine if it is younger than the engine and a process of the engine mapped it or
 held it open during a scan. After a `kill -9` the owner of a file is unknown, so the guard scans while the processes

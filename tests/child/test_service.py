@@ -129,7 +129,7 @@ def test_a_process_with_a_broken_channel_is_killed_before_its_orders_fail(proces
     if what in NO_MESSAGES:
         process._channel._incoming += NO_MESSAGES[what]
     else:
-        process._channel._socket.shutdown(socket.SHUT_RD)
+        process._channel.socket.shutdown(socket.SHUT_RD)
     assert eventually(process.poll) == [Answer(1, False)]
     assert is_gone(process.pid)
 

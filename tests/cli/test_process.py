@@ -21,11 +21,11 @@ from fake_server import FakeServer
 from terminal import FAKE_ENGINE, HANGS_S
 from waiting import eventually, is_gone, own_children
 
+from kvbm.child.start import CANNOT_RUN, command_line
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import EPHEMERAL_PORTS, EngineProcess, choose_port, engine_environment
-from kvbm_cli.system.die_with_parent import CANNOT_RUN, command_line
 from kvbm_cli.system.engine_tmpdir import PREFIX, SETTLED_S, EngineTmpdir, sweep
 from kvbm_cli.system.guard_process import GUARD, GuardProcess
 from kvbm_cli.system.socket_owner import is_served_by

@@ -40,7 +40,7 @@ def make_noisy(owner, name):
 if "kvbm.disk.service.server" in sys.orig_argv:
     from kvbm.disk.storage import DiskStorage
     make_noisy(DiskStorage, "poll")
-elif "--multiprocessing-fork" in sys.orig_argv:
+elif "kvbm.embedded.worker_process" in sys.orig_argv:
     from kvbm.device.worker import Worker
     make_noisy(Worker, "poll")
 """

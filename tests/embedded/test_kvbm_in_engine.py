@@ -261,7 +261,7 @@ def test_signals_for_the_whole_group_leave_the_worker_process_to_its_engine(expe
             os.kill(pid, number)
         assert_same(conversations(engine), expected)
         assert engine.counters.disabled == 0
-        assert engine.connector[1]._home._process.is_alive()
+        assert engine.connector[1]._home._process.poll() is None
 
 
 @pytest.mark.soak

@@ -149,16 +149,8 @@ MUTANTS = (
         fails="tests/embedded/test_boundary.py -k fence",
     ),
     Mutant(
-        name="worker-process-waits-for-its-log",
-        bug="a worker process blocks when its stderr is a full pipe",
-        file="kvbm/embedded/worker_placement.py",
-        old="    use_queued_stderr()\n",
-        new="",
-        fails="tests/embedded/test_full_log.py -m 'not servers'",
-    ),
-    Mutant(
-        name="disk-process-waits-for-its-log",
-        bug="a disk process blocks when its stderr is a full pipe",
+        name="child-waits-for-its-log",
+        bug="a worker or disk process blocks when its stderr is a full pipe",
         file="kvbm/child/child.py",
         old="    use_queued_stderr()\n",
         new="",

@@ -29,9 +29,9 @@ import httpx
 from model_runner import IS_V2, assert_in_log
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbm.child.start import command_line
 from kvbm.identity.content import QUIET_NS, writes_back
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.system import die_with_parent
 
 HERE = Path(__file__).parent
 BLOCK_TOKENS = 128
@@ -207,7 +207,7 @@ class VllmServer(VllmClient):
         ]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                die_with_parent.command_line(command),
+                command_line(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -22,7 +22,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,17 +31,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
+from kvbm.child.run import last_line, run
+from kvbm.child.start import our_environment
 from kvbm.disk.io.nixl import GDS, INSTALL, QUEUES, NixlIO
 from kvbm.disk.io.threads import BlockIO, Buffer, EndOfArena, IoNotEnded, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
 
 log = logging.getLogger(__name__)
 
-HOME = str(Path(__file__).parents[3])  # the trial imports this package from here
 PROGRAM = (sys.executable, "-P", "-m", "kvbm.disk.io.select")
 TRIAL_TIMEOUT_S = 20.0
 LONGEST_S = 40  # lifetime of a trial whose parent was killed
@@ -171,45 +170,15 @@ def benchmark_nixl(
 def _in_a_process(command: Sequence[str], timeout_s: float) -> tuple[str | None, str]:
     """Return (problem or None, last line of output). A process that hangs is killed; if that fails, it is left."""
     try:
-        with open(os.memfd_create("kvbm-trial"), "r+b") as output:  # needs no writable directory
-            trial = _start(command, output)
-            try:
-                code = trial.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                _kill(trial)
-                return f"no answer in {timeout_s:g} s", ""
-            except BaseException:  # also when the start is interrupted
-                _kill(trial)
-                raise
-            output.seek(0)
-            lines = output.read().decode(errors="replace").split("\n")
+        ended = run(command, timeout_s=timeout_s, environment=our_environment(), merges=True)
+    except TimeoutError:
+        return f"no answer in {timeout_s:g} s", ""
     except OSError as error:
         return f"cannot run the test: {error.strerror}", ""
-    said = next((line for line in reversed(lines) if line.strip()), "no output")
-    if code == 0:
+    said = last_line(ended.out, "no output")
+    if ended.code == 0:
         return None, said
-    return (said if code > 0 else f"the test was ended by signal {-code}"), said
-
-
-def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
-    """May raise OSError."""
-    paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH", "")]))
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": paths},
-        start_new_session=True,
-    )
-
-
-def _kill(trial: subprocess.Popen[bytes]) -> None:
-    os.killpg(trial.pid, signal.SIGKILL)
-    try:
-        trial.wait(1.0)
-    except subprocess.TimeoutExpired:  # blocked in the kernel
-        log.warning("cannot kill process %d, which tests NIXL", trial.pid)
+    return (said if ended.code > 0 else f"the test was ended by signal {-ended.code}"), said
 
 
 def main() -> int:

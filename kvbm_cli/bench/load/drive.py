@@ -12,13 +12,16 @@ import contextlib
 import math
 import os
 import signal
-import sys
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
+from kvbm.child.channel import ChannelClosed
+from kvbm.child.parent import has_ended, start_child
+from kvbm.child.run import Output, last_line
+from kvbm.child.stream import MessageStream
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord, Part
 from kvbm_cli.bench.load.process import (
@@ -27,14 +30,11 @@ from kvbm_cli.bench.load.process import (
     HealthMonitor,
     ProcessHealth,
     drive_part,
-    encoded,
-    read_message,
     together,
 )
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.bench.workload.plan import Plan, PlannedRequest, linked_groups
-from kvbm_cli.system import die_with_parent
 
 # Load of one core, measured by bench/client/overhead.py.
 REQUEST_S = 0.00035
@@ -46,9 +46,7 @@ ASSUMED_TOKENS = 128  # of an answer without a limit
 WINDOW_S = 10.0
 WorkerCount = int | Literal["auto"]
 
-ROOT = Path(__file__).resolve().parents[3]
-# Not `-m`: classes of the module `__main__` cannot be sent back.
-COMMAND = (sys.executable, "-P", "-c", "from kvbm_cli.bench.load.process import main; main()")
+WORKER = "kvbm_cli.bench.load.worker"
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
 
@@ -123,17 +121,17 @@ def _result(
 class WorkerProcesses:
     """Started workers that have their parts and wait for the start."""
 
-    def __init__(self, children: Sequence[asyncio.subprocess.Process], targets: Sequence[Target]) -> None:
-        self._children = children
+    def __init__(self, workers: Sequence[_WorkerProcess], targets: Sequence[Target]) -> None:
+        self._workers = workers
         self._targets = targets
 
     async def drive(self, start_ns: int, on_record: Callable[[RequestRecord], None]) -> list[ProcessHealth]:
         """Hand over each record as it arrives. EnvironmentProblem if a worker ends early."""
-        for number in range(len(self._children)):
-            self._send(number, start_ns)
+        for worker in self._workers:
+            worker.stream.send(start_ns)
         watcher = asyncio.create_task(self._watch_engines())
         try:
-            return await together(self._read(number, on_record) for number in range(len(self._children)))
+            return await together(self._read(worker, on_record) for worker in self._workers)
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -142,51 +140,33 @@ class WorkerProcesses:
         targets = [replace(target, has_ended=_never) for target in self._targets]
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await together(self._hand_over(number, part, targets) for number, part in enumerate(parts))
+                orders = zip(self._workers, parts, strict=True)
+                await together(self._hand_over(worker, part, targets) for worker, part in orders)
         except TimeoutError:
             raise EnvironmentProblem(
                 f"load workers were not ready within {START_TIMEOUT_S:.0f} s", hint="repeat on an idle machine"
             ) from None
 
-    async def _hand_over(self, number: int, part: Part, targets: Sequence[Target]) -> None:
-        stdin = self._children[number].stdin
-        assert stdin is not None
-        with contextlib.suppress(ConnectionError):  # the worker has ended, which _receive reports
-            stdin.write(encoded((part, targets)))
-            await stdin.drain()
-        ready = await self._receive(number)
+    async def _hand_over(self, worker: _WorkerProcess, part: Part, targets: Sequence[Target]) -> None:
+        worker.stream.send((part, targets))
+        await worker.stream.drain()
+        ready = await self._receive(worker)
         assert ready == READY, ready
 
-    async def _read(self, number: int, on_record: Callable[[RequestRecord], None]) -> ProcessHealth:
+    async def _read(self, worker: _WorkerProcess, on_record: Callable[[RequestRecord], None]) -> ProcessHealth:
         while True:
-            message = await self._receive(number)
+            message = await self._receive(worker)
             if isinstance(message, ProcessHealth):
                 return message
             for record in message:
                 on_record(record)
 
-    async def _receive(self, number: int) -> Any:
-        stdout = self._children[number].stdout
-        assert stdout is not None
+    async def _receive(self, worker: _WorkerProcess) -> Any:
         try:
-            return await read_message(stdout)
-        except asyncio.IncompleteReadError:
-            raise EnvironmentProblem(await self._end_of(number)) from None
-
-    async def _end_of(self, number: int) -> str:
-        child = self._children[number]
-        assert child.stderr is not None
-        lines = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
-        status = await child.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        reason = f": {lines[-1]}" if lines else ""
-        return f"load worker {number + 1} of {len(self._children)} (pid {child.pid}) {how} before its requests{reason}"
-
-    def _send(self, number: int, message: object) -> None:
-        stdin = self._children[number].stdin
-        assert stdin is not None
-        if not stdin.is_closing():
-            stdin.write(encoded(message))
+            return await worker.stream.receive()
+        except ChannelClosed:
+            which = f"load worker {self._workers.index(worker) + 1} of {len(self._workers)}"
+            raise EnvironmentProblem(f"{which} {await asyncio.to_thread(worker.how_it_ended)}") from None
 
     async def _watch_engines(self) -> None:
         ended: set[int] = set()
@@ -194,48 +174,54 @@ class WorkerProcesses:
             for position, target in enumerate(self._targets):
                 if position not in ended and target.has_ended():
                     ended.add(position)
-                    for number in range(len(self._children)):
-                        self._send(number, position)
+                    for worker in self._workers:
+                        worker.stream.send(position)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
 async def started_workers(parts: Sequence[Part], targets: Sequence[Target]) -> AsyncIterator[WorkerProcesses]:
     """One worker per part, ready to start. They are killed at the end, if they still run."""
-    children: list[asyncio.subprocess.Process] = []
+    children: list[_WorkerProcess] = []
     try:
         for _ in parts:
-            children.append(await _started())
+            children.append(await _WorkerProcess.start())
         workers = WorkerProcesses(children, targets)
         await workers.prepare(parts)
         yield workers
     finally:
         for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-        await asyncio.gather(*(_ended(child) for child in children))
+            child.process.kill()
+        for child in children:
+            child.close()
 
 
-async def _started() -> asyncio.subprocess.Process:
-    """Return a worker in its own session, so that Ctrl-C reaches only this process."""
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return await asyncio.create_subprocess_exec(
-        *die_with_parent.command_line(COMMAND),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
-        start_new_session=True,
-        limit=1 << 24,
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class _WorkerProcess:
+    """`output` is what it says beside its messages."""
 
+    process: subprocess.Popen[bytes]
+    stream: MessageStream
+    output: Output
 
-async def _ended(child: asyncio.subprocess.Process) -> None:
-    assert child.stdin is not None
-    child.stdin.close()
-    with contextlib.suppress(TimeoutError):  # one that hangs in the kernel cannot end
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await child.communicate()
+    @classmethod
+    async def start(cls) -> _WorkerProcess:
+        output = Output()
+        process, channel = start_child(WORKER, "a load worker", stderr=output.fileno(), dies_with_parent=True)
+        return cls(process, await MessageStream.over(channel), output)
+
+    def how_it_ended(self) -> str:
+        """Wait for its end."""
+        status = self.process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        reason = last_line(self.output.text())
+        return f"(pid {self.process.pid}) {how} before its requests{reason and f': {reason}'}"
+
+    def close(self) -> None:
+        """Call after it was killed."""
+        self.stream.close()
+        has_ended(self.process, END_TIMEOUT_S)  # one that hangs in the kernel cannot end
+        self.output.close()
 
 
 def _never() -> bool:

@@ -1,113 +1,26 @@
 """One process of the load client: sends its part of a plan to all targets and watches its own health.
 
-`drive` sends a small plan in its own process. For others it starts worker processes, whose program is `main`. Messages
-are pickled objects, each after its length:
-
-    parent -> worker    (part, targets), then the start in nanoseconds, then the position of each target that ended
-    worker -> parent    READY, then lists of records, then ProcessHealth
+`drive` sends a small plan in its own process. For others it starts worker processes (worker.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import pickle
-import struct
-import sys
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from kvbm_cli.bench.load.launcher import Launcher, OnRecord, Part
 from kvbm_cli.bench.load.request import Target, open_session
 from kvbm_cli.bench.result.results import RequestRecord, percentile
 
-READY = "ready"
-BATCH_INTERVAL_S = 0.1
+READY = "ready"  # of a worker
 HEARTBEAT_S = 0.01
-LENGTH = struct.Struct("<Q")
 Result = TypeVar("Result")
-
-
-class RecordBatches:
-    """Sends records to the parent, many at once."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._records: list[RequestRecord] = []
-
-    def add(self, record: RequestRecord) -> None:
-        self._records.append(record)
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(BATCH_INTERVAL_S)
-            await self.flush()
-
-    async def flush(self) -> None:
-        if self._records:
-            records, self._records = self._records, []
-            self._writer.write(encoded(records))
-            await self._writer.drain()
-
-
-async def work(output: int) -> None:
-    import aiohttp  # noqa: F401  it takes 0.3 s, which must not pass after the start
-
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 24)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, os.fdopen(output, "wb"))
-    writer = asyncio.StreamWriter(transport, protocol, None, loop)
-    part, targets = await read_message(reader)
-    monitor = HealthMonitor()
-    with monitor.garbage_collector_off():
-        writer.write(encoded(READY))
-        start_ns = await read_message(reader)
-        await _send(part, targets, start_ns, reader, writer, monitor)
-    writer.write(encoded(monitor.result()))
-    await writer.drain()
-    writer.close()
-
-
-async def _send(
-    part: Part,
-    targets: Sequence[Target],
-    start_ns: int,
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    monitor: HealthMonitor,
-) -> None:
-    ended: set[int] = set()
-    batches = RecordBatches(writer)
-    background = [asyncio.create_task(_watch(reader, ended)), asyncio.create_task(batches.run())]
-    await drive_part(part, _with_ends(targets, ended), start_ns, batches.add, monitor)
-    for task in background:
-        task.cancel()
-    await asyncio.gather(*background, return_exceptions=True)
-    await batches.flush()
-
-
-async def _watch(reader: asyncio.StreamReader, ended: set[int]) -> None:
-    while True:
-        ended.add(await read_message(reader))
-
-
-def _with_ends(targets: Sequence[Target], ended: set[int]) -> list[Target]:
-    def end_of(number: int) -> Callable[[], bool]:
-        return lambda: number in ended
-
-    return [replace(target, has_ended=end_of(number)) for number, target in enumerate(targets)]
-
-
-def main() -> None:
-    output = os.dup(1)
-    os.dup2(2, 1)  # nothing that a library prints may get between the messages
-    asyncio.run(work(output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +132,6 @@ class HealthMonitor:
             self._lags_ms.append((now_s - self._due_s) * 1e3)
         self._due_s = now_s + HEARTBEAT_S
         self._heartbeat = loop.call_at(self._due_s, self._beat, loop)
-
-
-def encoded(message: object) -> bytes:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)) + data
-
-
-async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Return the next message of a process that this one started, or of its parent. IncompleteReadError at the end."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return pickle.loads(await reader.readexactly(length))
 
 
 async def drive_part(

@@ -3,10 +3,10 @@
 Scraping is a process of its own, because reading a page of metrics in the client's process would delay its requests.
 The kernel kills it when the thread that started it ends, so start it from the main thread.
 
-`Sampler` starts this module as a program and sends its task as one line of JSON to standard input, because an argument
-would show the engine's secret to all users. The program (`Scraper`) answers with one line when the first sample is in
-the file. At the end of its input it takes a last sample and ends. Every page is fetched in a thread of its own, so a
-server that hangs delays neither the other page nor the end.
+`Sampler` starts this module as a program and sends its task as a message, because an argument would show the engine's
+secret to all users. The program (`Scraper`) answers when the first sample is in the file. When the channel is closed,
+it takes a last sample and ends. Every page is fetched in a thread of its own, so a server that hangs delays neither
+the other page nor the end.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import contextlib
 import json
 import os
 import queue
-import select
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
+from kvbm.child.channel import Channel, ChannelClosed
+from kvbm.child.child import end_of_channel
+from kvbm.child.parent import end, start_child
+from kvbm.child.run import Output, last_line
 from kvbm.errors import EnvironmentProblem, UsageError, reason_of
 from kvbm_cli.bench.metrics.engine_metrics import (
     NAMES,
@@ -35,12 +36,10 @@ from kvbm_cli.bench.metrics.engine_metrics import (
     started_s,
 )
 from kvbm_cli.bench.metrics.summary import ServerSummary, summarise
-from kvbm_cli.system import die_with_parent
 from kvbm_cli.system.http_client import get_metrics, load_library
 from kvbm_cli.system.metrics_page import MetricsPage
 from kvbm_cli.system.usage import Gpus, ProcessTree
 
-ROOT = Path(__file__).resolve().parents[3]
 MODULE = "kvbm_cli.bench.metrics.sampler"
 METRICS = "/metrics"
 START_TIMEOUT_S = 30.0
@@ -48,7 +47,7 @@ STOP_TIMEOUT_S = 2.5
 SHORTEST_INTERVAL_S = 0.05
 EXTRA_S = 1.0  # a sample waits for its pages for its interval and this time
 LAST_S = 1.0
-READY = "ready\n"
+READY = "ready"
 STOP = "stop"
 NO_METRICS = "the answer has no metrics"
 
@@ -56,8 +55,11 @@ NO_METRICS = "the answer has no metrics"
 class Sampler:
     """A started scraper. As a context manager, it takes a last sample at the end and ends the process."""
 
-    def __init__(self, child: subprocess.Popen[bytes], path: Path, *, has_pages: bool) -> None:
-        self._child = child
+    def __init__(self, path: Path, *, has_pages: bool) -> None:
+        self._output = Output()
+        self._child, self._channel = start_child(
+            MODULE, "the sampler of server metrics", stderr=self._output.fileno(), dies_with_parent=True
+        )
         self._has_pages = has_pages
         self.path = path
         self.failure: str | None = None  # why it ended before `stop`; the file then lacks the rest of the run
@@ -90,23 +92,12 @@ class Sampler:
         began_ns = time.perf_counter_ns() if start_ns is None else start_ns
         task = ScrapeTask(str(path), pages, began_ns, interval_s, pid, dict(headers or {}), ca_file)
         _check_writable(path)
+        sampler = cls(path, has_pages=bool(pages))
         try:
-            child = subprocess.Popen(
-                die_with_parent.command_line([sys.executable, "-P", "-m", MODULE]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                process_group=0,  # Ctrl-C in a terminal ends it through this process
-            )
-        except OSError as error:
-            raise EnvironmentProblem(f"cannot start the sampler of server metrics: {reason_of(error)}") from None
-        sampler = cls(child, path, has_pages=bool(pages))
-        try:
-            sampler._send(task)
-            sampler._wait_ready(START_TIMEOUT_S + interval_s + EXTRA_S)
+            sampler._begin(task, START_TIMEOUT_S + interval_s + EXTRA_S)
         except BaseException:
-            sampler._kill()
+            sampler._child.kill()
+            sampler.stop()
             raise
         return sampler
 
@@ -122,21 +113,15 @@ class Sampler:
 
     def stop(self) -> None:
         """Take a last sample and end the process within STOP_TIMEOUT_S. May be called twice."""
-        stdin, stdout, stderr = self._pipes()
-        if stderr.closed:
+        if self._child.returncode is not None:
             return
-        with contextlib.suppress(BrokenPipeError):
-            stdin.close()
-        try:
-            if code := self._child.wait(STOP_TIMEOUT_S):
-                reason = _last_line(stderr)
-                self.failure = f"the sampler ended with exit code {code}" + (f": {reason}" if reason else "")
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+        self._channel.close()
+        if not end(self._child, STOP_TIMEOUT_S):
             self.failure = f"the sampler did not end within {STOP_TIMEOUT_S:g} s"
-        stdout.close()
-        stderr.close()
+        elif code := self._child.returncode:
+            reason = last_line(self._output.text())
+            self.failure = f"the sampler ended with exit code {code}" + (f": {reason}" if reason else "")
+        self._output.close()
 
     def summary(self) -> ServerSummary:
         """Of the samples in the file, after `stop`. It has a caveat if the process ended early."""
@@ -146,40 +131,13 @@ class Sampler:
         caveat = f"the server metrics cover only a part of the run: {self.failure}"
         return replace(found, caveats=(*found.caveats, caveat))
 
-    def _send(self, task: ScrapeTask) -> None:
-        stdin, _, _ = self._pipes()
-        with contextlib.suppress(BrokenPipeError):  # it has ended; _wait_ready reports why
-            stdin.write(task.to_json().encode() + b"\n")
-            stdin.flush()
-
-    def _wait_ready(self, timeout_s: float) -> None:
-        _, stdout, stderr = self._pipes()
-        ready = select.poll()
-        ready.register(stdout, select.POLLIN)
-        if ready.poll(1000 * timeout_s) and os.read(stdout.fileno(), len(READY)) == READY.encode():
-            return
-        self._child.kill()
-        reason = _last_line(stderr) or f"no sample within {timeout_s:.0f} s"
-        raise EnvironmentProblem(f"the sampler of server metrics did not start: {reason}")
-
-    def _kill(self) -> None:
-        self._child.kill()
-        self._child.wait()
-        for pipe in self._pipes():
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-        child = self._child
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stderr is not None
-        return child.stdin, child.stdout, child.stderr
-
-
-def _last_line(stderr: IO[bytes]) -> str:
-    lines = stderr.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
+    def _begin(self, task: ScrapeTask, timeout_s: float) -> None:
+        try:
+            self._channel.send(asdict(task))
+            self._channel.receive_one(str, timeout_s)
+        except (ChannelClosed, TimeoutError):
+            reason = last_line(self._output.text(), f"no sample within {timeout_s:.0f} s")
+            raise EnvironmentProblem(f"the sampler of server metrics did not start: {reason}") from None
 
 
 def _check_writable(path: Path) -> None:
@@ -203,9 +161,6 @@ class ScrapeTask:
     headers: dict[str, str] = field(default_factory=dict)
     ca_file: str = ""
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True, slots=True)
 class FetchedPage:
@@ -220,9 +175,10 @@ class FetchedPage:
 class Scraper:
     """Owns the file and the threads of the process."""
 
-    def __init__(self, task: ScrapeTask, output: TextIO) -> None:
-        """Borrows `output`."""
+    def __init__(self, task: ScrapeTask, channel: Channel, output: TextIO) -> None:
+        """Borrows `channel` and `output`."""
         self._task = task
+        self._channel = channel
         self._output = output
         self._events: queue.SimpleQueue[FetchedPage | str] = queue.SimpleQueue()
         self._tree = None if task.pid is None else ProcessTree(task.pid)
@@ -231,11 +187,10 @@ class Scraper:
         self._is_stopping = False
 
     def run(self) -> None:
-        """Sample until the input ends."""
+        """Sample until the channel is closed."""
         load_library()  # not in the time of the first sample
         self._sample(self._task.interval_s + EXTRA_S)
-        sys.stdout.write(READY)
-        sys.stdout.flush()
+        self._channel.send(READY)
         threading.Thread(target=self._wait_for_stop, daemon=True).start()
         next_s = time.monotonic()
         while not self._is_stopping:
@@ -247,7 +202,8 @@ class Scraper:
         self._sample(LAST_S)
 
     def _wait_for_stop(self) -> None:
-        sys.stdin.read()
+        with contextlib.suppress(ChannelClosed):
+            self._channel.receive_one(str)
         self._events.put(STOP)
 
     def _wait_until(self, moment_s: float) -> None:
@@ -321,10 +277,10 @@ class Scraper:
 
 
 def main() -> None:
-    task = ScrapeTask(**json.loads(sys.stdin.readline()))
+    channel = end_of_channel()
+    task = ScrapeTask(**channel.receive_one(dict))
     with open(task.path, "w", encoding="utf-8") as output:
-        Scraper(task, output).run()
-    sys.stdout.flush()
+        Scraper(task, channel, output).run()
     os._exit(0)  # a thread may still wait for a server that hangs
 
 

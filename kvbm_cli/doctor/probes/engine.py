@@ -26,7 +26,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -44,7 +43,6 @@ TRY_TIMEOUT_S = 15.0
 DISTRIBUTIONS = {"nixl": "nixl", "nixl-cu13": "nixl_cu13", "nixl-cu12": "nixl_cu12"}
 NEEDS_GPU = ("GDS", "GPUNETIO")
 VARIANTS = {"POSIX": {"POSIX (io_uring)": {"use_uring": "true"}, "POSIX (aio)": {"use_aio": "true"}}}
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
 DISK_TIMEOUT_S = 30.0
 TICKET = 1
 
@@ -74,12 +72,14 @@ def compiler(ignored: Sequence[str]) -> dict[str, object]:
 
 
 def _compiles(command: Sequence[str], header: str, *flags: str) -> bool:
+    from kvbm.child.run import run
+
     include = f"-I{sysconfig.get_paths()['include']}"
     with tempfile.TemporaryDirectory() as directory:
         source, program = Path(directory, "a.cpp"), Path(directory, "a.out")
         source.write_text(f"#include <{header}>\nint main() {{ return 0; }}\n")
         built = [*command, include, str(source), "-o", str(program), *flags]
-        return subprocess.run(built, capture_output=True).returncode == 0
+        return run(built, timeout_s=None).code == 0
 
 
 def cuda(ignored: Sequence[str]) -> dict[str, object]:
@@ -141,20 +141,18 @@ def _tried(name: str) -> dict[str, str | None]:
 
 def _in_a_process(arguments: list[str]) -> list[Any]:
     """Run this program with other arguments and return the objects that it prints; none if it crashes or hangs."""
+    from kvbm.child.run import run
+
+    command = [sys.executable, "-P", __file__, "nixl", *arguments]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", __file__, "nixl", *arguments], capture_output=True, text=True, timeout=TRY_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
+        done = run(command, timeout_s=TRY_TIMEOUT_S, dies_with_parent=True)
+    except TimeoutError:
         return []
-    return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ('"', "n")]
+    return [json.loads(line) for line in done.out.splitlines() if line[:1] in ('"', "n")]
 
 
 def _try(shown: str) -> list[Any]:
     """Create a backend and return [error or None]. With an empty name, returns the names of all plugins."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
     name = shown.partition(" ")[0]
     try:
         api = _api()
