@@ -16,7 +16,7 @@ import subprocess
 
 from kvbm.child.channel import ChannelClosed
 from kvbm.child.child import end_of_channel, send_all
-from kvbm.child.parent import start_child
+from kvbm.child.parent import end, start_child
 from kvbm.child.stream import MessageStream
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
@@ -81,7 +81,12 @@ class BodyProcess:
             self.close()
         if self._process is None:
             child, channel = start_child(__spec__.name, "the process for large bodies", dies_with_parent=True)
-            self._process = child, await MessageStream.over(channel)
+            try:
+                self._process = child, await MessageStream.over(channel)
+            except BaseException:  # a client that left
+                channel.close()
+                end(child, 0)
+                raise
         return self._process[1]
 
 

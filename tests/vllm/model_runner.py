@@ -9,7 +9,10 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
+import pytest
+
 IS_V2 = any(point.value == "triton_on_cpu" for point in metadata.entry_points(group="triton.backends"))
+NEEDS_TOP_K = pytest.mark.skipif(IS_V2, reason="Triton's interpreter cannot run vLLM's kernel for top_k and top_p")
 LOG_LINE = "Using V2 Model Runner"
 
 

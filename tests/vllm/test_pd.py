@@ -27,6 +27,7 @@ import traffic
 import yaml
 from fake_server import FakeServer
 from kvbm_serve import PROGRAM
+from model_runner import NEEDS_TOP_K
 from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 from waiting import eventually
@@ -353,6 +354,7 @@ def test_streamed_answer_is_the_same(disaggregated: Disaggregated, truth: Mappin
 
 
 @needs_nixl
+@NEEDS_TOP_K
 def test_several_prompts_or_answers_in_one_request_are_right_too(
     disaggregated: Disaggregated, truth: Mapping[int, Answer]
 ) -> None:
