@@ -75,7 +75,7 @@ class LogRelay(logging.Handler):
 
 def outlive_signals() -> None:
     """Ignore the signals that end the parent, which may still need this process, and then closes the channel. A log
-    that nobody reads does not stop it."""
+    that no process reads does not stop it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     use_queued_stderr()

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """What a process writes, in memory: it requires no writable directory, and nobody has to read it meanwhile."""
+    """What a process writes, in memory: it requires no writable directory, and no reader meanwhile."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("kvbm-output")

@@ -36,7 +36,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a program in its own session, so that signals of a terminal reach only this process. May raise OSError.
 
-    Without `stdin` and `stdout` it has none; `stderr` is that of this process. With `dies_with_parent`, the kernel
+    Without `stdin` and `stdout` it has none; it shares `stderr` with this process. With `dies_with_parent`, the kernel
     kills it when the thread that called this ends.
     """
     import subprocess
