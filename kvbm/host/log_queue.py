@@ -81,7 +81,7 @@ class _QueuedBytes(io.RawIOBase):
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self.queue: LogQueue[bytes] = LogQueue(self._write_all, _note_in_bytes)
+        self.queue: LogQueue[bytes] = LogQueue(self._write_all, lambda dropped: f"{_note(dropped)}\n".encode())
 
     def writable(self) -> bool:
         return True
@@ -135,10 +135,6 @@ def queue_log(logger: logging.Logger, target: logging.Logger) -> None:
 
 def _note(dropped: int) -> str:
     return f"kvbm: dropped {dropped} log entries, because the log was not read"
-
-
-def _note_in_bytes(dropped: int) -> bytes:
-    return f"{_note(dropped)}\n".encode()
 
 
 def _note_as_record(dropped: int) -> logging.LogRecord:

@@ -79,7 +79,7 @@ class Operations:
         if not self._tiers or not chain:
             return False
         wanted = Holding(owner, next(self._numbers), chain, self._clock() + delay_s)
-        insort(self._wanted, wanted, key=_due_s)
+        insort(self._wanted, wanted, key=lambda one: one.until_s)
         given_up = self.hints.waiting.add(wanted)
         self._counters.prefetch_share_hints += len(given_up)
         for one in given_up:
@@ -166,7 +166,3 @@ class Operations:
         if one is self._reading:
             self._reading = None
             self.end_asking(ASKS_LATER)
-
-
-def _due_s(one: Holding) -> float:
-    return one.until_s

@@ -119,8 +119,8 @@ class LeaderSide:
                 segments, traits, reports[0].block_count, self._described, info={"engine_name": "tensorrt-llm"}
             ),
             LeaderCallbacks(
-                self._hold,
-                self._release,
+                self._held.update,
+                self._held.subtract,
                 self._tenant_of,
                 self._telemetry.trace,
                 spans=self._telemetry.spans(lambda request_id: None),
@@ -354,12 +354,6 @@ class LeaderSide:
         rows = [tuple(row) for row in zip(*groups, strict=False)]
         self._tables.update((row[0], row) for row in rows if min(row) >= 0)
         return [row[0] if min(row) >= 0 else NO_BLOCK for row in rows]
-
-    def _hold(self, block_ids: Sequence[int]) -> None:
-        self._held.update(block_ids)
-
-    def _release(self, block_ids: Sequence[int]) -> None:
-        self._held.subtract(block_ids)
 
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(int(request_id))

@@ -36,7 +36,8 @@ def lost_blocks(facts: CellFacts) -> list[Why]:
     """All causes that apply, the one with the most blocks first."""
     if (facts.missed_share or 0.0) < facts.limits.gain or facts.saved_share is None or facts.saved_share >= FEW:
         return []
-    found = [_g2_too_small(facts), _filtered(facts), _skipped(facts), _disk_off(facts), _shared_off(facts)]
+    filtered = _filtered_from_disk(facts) or _filtered_by_priority(facts)
+    found = [_g2_too_small(facts), filtered, _skipped(facts), _disk_off(facts), _shared_off(facts)]
     return [why for _, why in sorted((one for one in found if one), key=lambda one: -one[0])]
 
 
@@ -90,11 +91,6 @@ def _enough_host_memory(facts: CellFacts, g2_tokens: int, needed: int) -> tuple[
         return "tiers.host.blocks", f"{math.ceil(wanted_tokens / (facts.block_size or 1))}"
     wanted_bytes = parse_size(host["capacity"]) / g2_tokens * wanted_tokens
     return "tiers.host.capacity", f"{math.ceil(wanted_bytes / MIB)}MiB"
-
-
-def _filtered(facts: CellFacts) -> tuple[int, Why] | None:
-    """Blocks that never got to a lower tier, because an offload filter of the profile keeps them out."""
-    return _filtered_from_disk(facts) or _filtered_by_priority(facts)
 
 
 def _filtered_from_disk(facts: CellFacts) -> tuple[int, Why] | None:
