@@ -7,28 +7,19 @@ the tokens are accepted only with the value that means "off". `prompt.py` makes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
 
 from kvbm.embedded.engine.request import SamplingParams
-from kvbm.embedded.http.request_fields import Fields, RequestError, is_unicode, read_json, wrong
+from kvbm.embedded.http.request_fields import Body, RequestError, read_body, shown, wrong, wrong_value
 
 COMPLETION_TOKENS = 16  # default of `max_tokens` for completions in the OpenAI API
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_CHOICES = 128  # also the highest `n` of the OpenAI API
 LOWEST_TEMPERATURE = 1e-5
-PROMPT_RIGHT = "a string or a list of token ids"
-
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-)
-ROLES = ("system", "developer", "user", "assistant")
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +69,6 @@ class CompletionRequest:
     default_max_tokens: int | None
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    fields = Fields(read_json(body))
-    model = fields.text("model")
-    prompts = _completion_prompts(fields)
-    logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    max_tokens = fields.integer("max_tokens", minimum=1)
-    generation = _generation(fields, max_tokens=max_tokens, logprobs=logprobs)
-    fields.only("best_of", 1)
-    fields.only("echo", False)
-    fields.only("suffix", "")
-    fields.finish()
-    _check_choices(len(prompts), generation.choices_per_prompt)
-    return CompletionRequest(model, prompts, generation, default_max_tokens=COMPLETION_TOKENS)
-
-
-def parse_chat(body: bytes) -> CompletionRequest:
-    fields = Fields(read_json(body))
-    model = fields.text("model")
-    prompt = _conversation(fields)
-    generation = _generation(fields, max_tokens=_chat_max_tokens(fields), logprobs=_chat_logprobs(fields))
-    _refuse_tools(fields)
-    fields.only("modalities", ["text"])
-    fields.only("response_format", {"type": "text"})
-    fields.only("echo", False)
-    fields.only("continue_final_message", False)
-    fields.ignore("include_reasoning")
-    fields.finish()
-    return CompletionRequest(model, [prompt], generation, default_max_tokens=None)
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
     model: str | None
@@ -115,150 +76,35 @@ class TokenizeRequest:
     return_token_strings: bool
 
 
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = Fields(read_json(body))
-    model = fields.text("model")
-    prompt: Prompt
-    if fields.has("messages"):
-        prompt = _conversation(fields)
-    else:
-        text = fields.text("prompt")
-        if text is None:
-            fields.missing("prompt", "the text to tokenize, or `messages`")
-        prompt = TextPrompt(text, add_special_tokens=fields.boolean("add_special_tokens", True))
-    request = TokenizeRequest(model, prompt, fields.boolean("return_token_strs", False))
-    fields.finish()
-    return request
+# -- fields ------------------------------------------------------------------------------------------------------------
 
 
-def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
-    """Return the model's name and the tokens."""
-    fields = Fields(read_json(body))
-    model, tokens = fields.text("model"), fields.take("tokens")
-    if not _is_token_list(tokens):
-        raise wrong("tokens", tokens, "a list of token ids")
-    fields.finish()
-    return model, tokens
+def _off(*values: object) -> AfterValidator:
+    """Return the check of an unsupported field: it must be absent or have one of the values that change nothing."""
+
+    def check(value: object) -> object:
+        if value is not None and not any(type(value) is type(one) and value == one for one in values):
+            raise wrong_value(" or ".join(["absent", *map(shown, values)]) + "; this engine supports nothing else")
+        return value
+
+    return AfterValidator(check)
 
 
-def _generation(fields: Fields, *, max_tokens: int | None, logprobs: int | None) -> Generation:
-    stream = fields.boolean("stream", False)
-    include_usage, continuous_usage = _stream_options(fields, stream=stream)
-    sampling = SamplingParams(
-        min_tokens=fields.integer("min_tokens", minimum=0) or 0,
-        temperature=_temperature(fields),
-        top_p=fields.number(
-            "top_p", 1.0, is_right=lambda value: 0 < value <= 1, right="a number above 0 and at most 1 (1 is off)"
-        ),
-        top_k=max(0, fields.integer("top_k", minimum=-1) or 0),
-        seed=fields.integer("seed"),
-        ignore_eos=fields.boolean("ignore_eos", False),
-        stop=_stop(fields),
-        logprobs=logprobs,
-        cache_salt=_cache_salt(fields),
-        kv_transfer_params=_object(fields, "kv_transfer_params"),
-    )
-    generation = Generation(
-        sampling=sampling,
-        choices_per_prompt=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
-        max_tokens=max_tokens,
-        stream=stream,
-        include_usage=include_usage,
-        continuous_usage=continuous_usage,
-        return_token_ids=fields.boolean("return_token_ids", False),
-        skip_special_tokens=fields.boolean("skip_special_tokens", True),
-    )
-    _refuse_other_sampling(fields)
-    fields.ignore(*IGNORED)
-    return generation
-
-
-def _refuse_other_sampling(fields: Fields) -> None:
-    for name in ("frequency_penalty", "presence_penalty", "min_p"):
-        fields.only(name, 0, 0.0)
-    for name in ("repetition_penalty", "length_penalty"):
-        fields.only(name, 1, 1.0)
-    for name in ("include_stop_str_in_output", "return_tokens_as_token_ids", "use_beam_search"):
-        fields.only(name, False)
-    fields.only("spaces_between_special_tokens", True)
-    fields.only("logit_bias", {})
-    for name in ("bad_words", "stop_token_ids"):
-        fields.only(name, [])
-    fields.only("priority", 0)
-
-
-def _check_choices(prompts: int, choices_per_prompt: int) -> None:
-    if prompts * choices_per_prompt > MAX_CHOICES:
-        raise RequestError(
-            f"{prompts} prompts with `n` {choices_per_prompt} are {prompts * choices_per_prompt} answers: at most "
-            f"{MAX_CHOICES} are allowed in one request",
-            param="prompt",
-        )
-
-
-def _stream_options(fields: Fields, *, stream: bool) -> tuple[bool, bool]:
-    """Return (include_usage, continuous_usage_stats)."""
-    options = _object(fields, "stream_options")
-    if options is None:
-        return False, False
-    if not stream:
-        raise wrong("stream_options", options, "absent unless `stream` is true")
-    inner = Fields(options, path="stream_options.")
-    result = inner.boolean("include_usage", False), inner.boolean("continuous_usage_stats", False)
-    inner.ignore("include_obfuscation")
-    inner.finish()
-    return result
-
-
-def _temperature(fields: Fields) -> float:
-    """Return the temperature; one so low that dividing logits by it could overflow counts as 0."""
-    value = fields.number(
-        "temperature", 1.0, is_right=lambda value: 0 <= value <= 100, right="a number from 0 (greedy) to 100"
-    )
-    return value if value >= LOWEST_TEMPERATURE else 0.0
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    value = fields.take("stop")
+def _stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop and is_unicode(stop) for stop in stops):
-        raise wrong("stop", value, "a non-empty string, or a list of such strings")
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise wrong_value("a non-empty string, or a list of such strings")
     if len(stops) > MAX_STOP_STRINGS:
-        raise RequestError(f"`stop` has {len(stops)} strings: at most {MAX_STOP_STRINGS} are allowed", param="stop")
-    return tuple(stops)
+        raise wrong_value(f"a list of at most {MAX_STOP_STRINGS} strings")
+    return stops
 
 
-def _cache_salt(fields: Fields) -> str | None:
-    salt = fields.text("cache_salt")
-    if salt == "":
-        raise wrong("cache_salt", salt, "a non-empty string")
-    return salt
-
-
-def _object(fields: Fields, name: str) -> dict[str, Any] | None:
-    value = fields.take(name)
-    if value is not None and not isinstance(value, dict):
-        raise wrong(name, value, "an object")
-    return value
-
-
-def _completion_prompts(fields: Fields) -> list[Prompt]:
-    """Parse a string, a list of token ids, or a list of several of these."""
-    add_special_tokens = fields.boolean("add_special_tokens", True)
-    if not fields.has("prompt"):
-        fields.missing("prompt", PROMPT_RIGHT)
-    value = fields.take("prompt")
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        return [_completion_prompt(each, f"prompt[{index}]", add_special_tokens) for index, each in enumerate(value)]
-    return [_completion_prompt(value, "prompt", add_special_tokens)]
-
-
-def _completion_prompt(value: object, name: str, add_special_tokens: bool) -> Prompt:
-    if isinstance(value, str) and value and is_unicode(value):
-        return TextPrompt(value, add_special_tokens)
-    if _is_token_list(value) and value:
-        return value  # type: ignore[return-value]
-    raise wrong(name, value, f"{PROMPT_RIGHT}, not empty")
+def _prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a string, a list of token ids, or a list of several of these."""
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if not all(prompt and (isinstance(prompt, str) or _is_token_list(prompt)) for prompt in prompts):
+        raise wrong_value("a string or a list of token ids, not empty, or a list of several of these")
+    return prompts
 
 
 def _is_token_list(value: object) -> bool:
@@ -266,69 +112,219 @@ def _is_token_list(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-def _conversation(fields: Fields) -> ChatPrompt:
-    messages = fields.take("messages")
-    if messages is None:
-        fields.missing("messages", "a list of messages")
-    if not isinstance(messages, list) or not messages:
-        raise wrong("messages", messages, "a list of messages, not empty")
-    return ChatPrompt(
-        messages=[_message(message, index) for index, message in enumerate(messages)],
-        add_generation_prompt=fields.boolean("add_generation_prompt", True),
-        variables=_object(fields, "chat_template_kwargs") or {},
-    )
+def _token_list(value: Any) -> Any:
+    if not _is_token_list(value):
+        raise wrong_value("a list of token ids")
+    return value
 
 
-def _message(message: object, index: int) -> dict[str, Any]:
-    name = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise wrong(name, message, "an object with `role` and `content`")
-    fields = Fields(message, path=f"{name}.")
-    role = fields.take("role")
-    if role not in ROLES:
-        raise wrong(f"{name}.role", role, f"one of {', '.join(ROLES)}")
-    content = _content(fields.take("content"), f"{name}.content")
-    for unsupported in ("tool_calls", "function_call", "audio"):
-        fields.only(unsupported, [])
-    fields.ignore("refusal", "annotations", "name")
-    fields.finish()
-    return {"role": role, "content": content}
+def _text(value: Any) -> str:
+    """Return the content of a message, joined if it has several parts."""
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise wrong_value(
+            'a string, or a list of parts such as {"type": "text", "text": "..."}; no others are supported'
+        )
+    return "".join(part["text"] for part in parts)
 
 
-def _content(content: object, name: str) -> str:
-    if isinstance(content, list):
-        content = "".join(_text_part(part, f"{name}[{index}]") for index, part in enumerate(content))
-    if not isinstance(content, str) or not is_unicode(content):
-        raise wrong(name, content, "a string, or a list of parts of type text")
-    return content
+Flag = bool | None
+Integer = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+Positive = Annotated[int, Field(ge=1, le=INT64_MAX)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Zero = Annotated[Any, _off(0, 0.0)]
+One = Annotated[Any, _off(1, 1.0)]
+No = Annotated[Any, _off(False)]
+Yes = Annotated[Any, _off(True)]
+NoList = Annotated[Any, _off([])]
+NoTool = Annotated[Any, _off("none", "auto")]
 
 
-def _text_part(part: object, name: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise wrong(name, part, 'an object such as {"type": "text", "text": "..."}; this engine supports text only')
+class StreamOptions(Body):
+    include_usage: Flag = None
+    continuous_usage_stats: Flag = None
+    include_obfuscation: Any = None
 
 
-def _chat_max_tokens(fields: Fields) -> int | None:
-    """Read `max_tokens` or its newer name `max_completion_tokens`."""
-    older = fields.integer("max_tokens", minimum=1)
-    newer = fields.integer("max_completion_tokens", minimum=1)
+class GenerationBody(Body):
+    """What both completion endpoints take."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Positive | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    seed: Integer | None = None
+    stop: Annotated[Any, AfterValidator(_stops)] = ()
+    ignore_eos: Flag = None
+    stream: Flag = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: Flag = None
+    skip_special_tokens: Flag = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    min_p: Zero = None
+    repetition_penalty: One = None
+    length_penalty: One = None
+    echo: No = None
+    include_stop_str_in_output: No = None
+    return_tokens_as_token_ids: No = None
+    use_beam_search: No = None
+    spaces_between_special_tokens: Yes = None
+    logit_bias: Annotated[Any, _off({})] = None
+    bad_words: NoList = None
+    stop_token_ids: NoList = None
+    priority: Annotated[Any, _off(0)] = None
+
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[Any, AfterValidator(_prompts)]
+    add_special_tokens: Flag = None
+    logprobs: Logprobs | None = None
+    best_of: Annotated[Any, _off(1)] = None
+    suffix: Annotated[Any, _off("")] = None
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, AfterValidator(_text)]
+    tool_calls: NoList = None
+    function_call: NoList = None
+    audio: NoList = None
+    refusal: Any = None
+    annotations: Any = None
+    name: Any = None
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
+class ChatTemplate(Body):
+    add_generation_prompt: Flag = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompt_of(self, messages: list[Message]) -> ChatPrompt:
+        contents = [{"role": message.role, "content": message.content} for message in messages]
+        return ChatPrompt(contents, self.add_generation_prompt is not False, self.chat_template_kwargs or {})
+
+
+class ChatBody(GenerationBody, ChatTemplate):
+    messages: Messages
+    max_completion_tokens: Positive | None = None
+    logprobs: Flag = None
+    top_logprobs: Logprobs | None = None
+    tools: NoList = None
+    functions: NoList = None
+    tool_choice: NoTool = None
+    function_call: NoTool = None
+    modalities: Annotated[Any, _off(["text"])] = None
+    response_format: Annotated[Any, _off({"type": "text"})] = None
+    continue_final_message: No = None
+    parallel_tool_calls: Any = None
+    include_reasoning: Any = None
+
+
+class TokenizeBody(ChatTemplate):
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: Flag = None
+    messages: Messages | None = None
+    return_token_strs: Flag = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[Any, AfterValidator(_token_list)]
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    fields = read_body(CompletionBody, body)
+    special, choices = fields.add_special_tokens is not False, fields.n or 1
+    prompts: list[Prompt] = [TextPrompt(one, special) if isinstance(one, str) else one for one in fields.prompt]
+    if len(prompts) * choices > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with `n` {choices} are {len(prompts) * choices} answers: at most {MAX_CHOICES} "
+            "are allowed in one request",
+            param="prompt",
+        )
+    generation = _generation(fields, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
+    return CompletionRequest(fields.model, prompts, generation, default_max_tokens=COMPLETION_TOKENS)
+
+
+def parse_chat(body: bytes) -> CompletionRequest:
+    """`max_completion_tokens` is the newer name of `max_tokens`."""
+    fields = read_body(ChatBody, body)
+    older, newer, top = fields.max_tokens, fields.max_completion_tokens, fields.top_logprobs or 0
     if older is not None and newer is not None and older != newer:
         raise wrong("max_tokens", older, f"absent, or equal to `max_completion_tokens`, which is {newer}")
-    return older if newer is None else newer
+    if top and not fields.logprobs:
+        raise wrong("top_logprobs", top, "absent unless `logprobs` is true")
+    limit = older if newer is None else newer
+    generation = _generation(fields, max_tokens=limit, logprobs=top if fields.logprobs else None)
+    return CompletionRequest(fields.model, [fields.prompt_of(fields.messages)], generation, default_max_tokens=None)
 
 
-def _chat_logprobs(fields: Fields) -> int | None:
-    requested = fields.boolean("logprobs", False)
-    count = fields.integer("top_logprobs", minimum=0, maximum=MAX_LOGPROBS)
-    if count and not requested:
-        raise wrong("top_logprobs", count, "absent unless `logprobs` is true")
-    return count or 0 if requested else None
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    fields = read_body(TokenizeBody, body)
+    prompt: Prompt
+    if fields.messages is not None and fields.prompt is None:
+        prompt = fields.prompt_of(fields.messages)
+    elif fields.prompt is not None and fields.messages is None:
+        prompt = TextPrompt(fields.prompt, fields.add_special_tokens is not False)
+    else:
+        raise RequestError("exactly one of `prompt` and `messages` is required", param="prompt")
+    return TokenizeRequest(fields.model, prompt, fields.return_token_strs or False)
 
 
-def _refuse_tools(fields: Fields) -> None:
-    fields.only("tools", [])
-    fields.only("functions", [])
-    fields.only("tool_choice", "none", "auto")
-    fields.only("function_call", "none", "auto")
-    fields.ignore("parallel_tool_calls")
+def parse_detokenize(body: bytes) -> tuple[str | None, list[int]]:
+    """Return the model's name and the tokens."""
+    fields = read_body(DetokenizeBody, body)
+    return fields.model, fields.tokens
+
+
+def _generation(fields: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Generation:
+    options = fields.stream_options or StreamOptions()
+    if fields.stream_options is not None and not fields.stream:
+        raise wrong("stream_options", options.model_dump(exclude_none=True), "absent unless `stream` is true")
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    sampling = SamplingParams(
+        min_tokens=fields.min_tokens or 0,
+        # dividing logits by a lower one could overflow
+        temperature=temperature if temperature >= LOWEST_TEMPERATURE else 0.0,
+        top_p=fields.top_p or 1.0,
+        top_k=max(0, fields.top_k or 0),
+        seed=fields.seed,
+        ignore_eos=fields.ignore_eos or False,
+        stop=tuple(fields.stop),
+        logprobs=logprobs,
+        cache_salt=fields.cache_salt,
+        kv_transfer_params=fields.kv_transfer_params,
+    )
+    return Generation(
+        sampling=sampling,
+        choices_per_prompt=fields.n or 1,
+        max_tokens=max_tokens,
+        stream=fields.stream or False,
+        include_usage=options.include_usage or False,
+        continuous_usage=options.continuous_usage_stats or False,
+        return_token_ids=fields.return_token_ids or False,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+    )

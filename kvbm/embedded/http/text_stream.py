@@ -7,6 +7,9 @@
 
 One request uses it on the event loop. A streamed answer and a whole answer have the same text, because both come from
 here.
+
+`tokenizers.DecodeStream` (0.23) does less: it never returns an unfinished character at the end, decodes a long run of
+broken characters from its beginning with every token, and needs a Rust tokenizer.
 """
 
 from __future__ import annotations
