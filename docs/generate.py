@@ -27,11 +27,11 @@ from kvbm.config.sglang_options import KVBM_SETS as SGLANG_KVBM_SETS
 from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
 from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
+from kvbm.engines.sglang.versions import TESTED as SGLANG_TESTED
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED as TRTLLM_TESTED
+from kvbm.engines.vllm.versions import CONTRACT_TESTED, RUN
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS
-from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
-from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
-from kvbm.vllm_integration.versions import CONTRACT_TESTED, RUN
 from kvbm_cli.app import app
 from kvbm_cli.bench.workload.files import workload_keys
 from kvbm_cli.bench.workload.schema import KINDS as WORKLOAD_KINDS

@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from kvbm.embedded.engine.synthetic_models import SYNTHETIC
-from kvbm.embedded.engine.tokenizer import byte_tokenizer
+from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
 
 
 def save(directory: Path) -> None:

@@ -6,8 +6,8 @@ from kvbm.core.ranking import CLASS_MASK
 from kvbm.core.store import COMPLETE, FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.host.control_words import LANES
-from kvbm.leader.disk_tier import DiskTier
-from kvbm.leader.shared_tier import SharedTier
+from kvbm.tiers.disk.tier import DiskTier
+from kvbm.tiers.shared.tier import SharedTier
 
 
 def check_leader(leader):

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvbm.disk.files import Alignment
 from kvbm.host.machine_memory import HostMemory
+from kvbm.tiers.disk.files import Alignment
 from kvbm_cli.doctor.machine import Machine, ProbeFailed
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings, Speed
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeOutcome

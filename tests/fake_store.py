@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvbm.shared.orders import NOT_WANTED, Get, Listing, ObjectResult, Order, Outcome, Probe, ProbeResult, Put
-from kvbm.shared.presence import DIGEST, digest_of
-from kvbm.shared.storage import SharedCounters
+from kvbm.tiers.shared.orders import NOT_WANTED, Get, Listing, ObjectResult, Order, Outcome, Probe, ProbeResult, Put
+from kvbm.tiers.shared.presence import DIGEST, digest_of
+from kvbm.tiers.shared.storage import SharedCounters
 
 GARBAGE = 0xEE
 

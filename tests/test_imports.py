@@ -19,8 +19,8 @@ ENGINES = ("torch", "transformers", "vllm", "tensorrt_llm", "sglang")
 BASE = ("kvbm.types", "kvbm.errors", "kvbm.text")
 DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *ENGINES)
 RUNS_THE_CACHE = (
-    *("kvbm.leader", "kvbm.device", "kvbm.host", "kvbm.disk", "kvbm.shared", "kvbm.observe", "kvbm.core.groups"),
-    *("kvbm.boundary", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
+    *("kvbm.leader", "kvbm.tiers", "kvbm.device", "kvbm.host", "kvbm.observe", "kvbm.core.groups", "kvbm.boundary"),
+    *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
 )
 
 
@@ -53,24 +53,17 @@ RULES = (  # the first that fits a module counts
         lazily=("torch",),
     ),
     Rule("kvbm.child", ("kvbm.host",), never=("numpy", "pydantic", *ENGINES)),
-    Rule("kvbm.disk.io", ("kvbm.host", "kvbm.child.run", "kvbm.child.start"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.disk.service", ("kvbm.disk", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.disk", ("kvbm.host",), never=("pydantic", *ENGINES)),
-    Rule("kvbm.shared.service", ("kvbm.shared", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
-    Rule("kvbm.shared", ("kvbm.host",), never=("pydantic", *ENGINES)),
+    Rule("kvbm.tiers.disk.io", ("kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.tiers.disk.tier", ("kvbm.tiers", "kvbm.core", "kvbm.host", "kvbm.child")),
+    Rule("kvbm.tiers.disk", ("kvbm.tiers.rates", "kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.tiers.shared.tier", ("kvbm.tiers", "kvbm.core", "kvbm.host", "kvbm.child")),
+    Rule("kvbm.tiers.shared", ("kvbm.host", "kvbm.child"), never=("pydantic", *ENGINES)),
+    Rule("kvbm.tiers.rates", ("kvbm.metrics",), never=DECIDES_WITHOUT_THE_MACHINE),
+    Rule("kvbm.tiers", ("kvbm.core", "kvbm.host", "kvbm.metrics", "kvbm.config.schema")),
     Rule(
         "kvbm.leader",
         (
-            *(
-                "kvbm.core",
-                "kvbm.host",
-                "kvbm.disk",
-                "kvbm.shared",
-                "kvbm.plan",
-                "kvbm.metrics",
-                "kvbm.events",
-                "kvbm.hashing",
-            ),
+            *("kvbm.core", "kvbm.host", "kvbm.tiers", "kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing"),
             *("kvbm.boundary", "kvbm.config.schema", "kvbm.child.deadlines"),
         ),
     ),
@@ -78,6 +71,7 @@ RULES = (  # the first that fits a module counts
         "kvbm.observe",
         (
             "kvbm.leader",
+            "kvbm.tiers.settings",
             "kvbm.core.shadow_caches",
             "kvbm.plan",
             "kvbm.metrics",
@@ -94,40 +88,47 @@ RULES = (  # the first that fits a module counts
         never=("pydantic", *ENGINES),
     ),
     Rule("kvbm.sizing", ("kvbm.config",)),
-    Rule("kvbm.vllm_integration.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.vllm_integration.launch", ("kvbm.config", "kvbm.vllm_integration.versions")),
-    Rule("kvbm.vllm_integration", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
-    Rule("kvbm.trtllm_integration.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.trtllm_integration.launch", ("kvbm.config", "kvbm.trtllm_integration.versions")),
+    Rule("kvbm.engines.vllm.versions", ("kvbm.config.installation",)),
+    Rule("kvbm.engines.vllm.launch", ("kvbm.config", "kvbm.engines.vllm.versions")),
+    Rule("kvbm.engines.vllm", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
+    Rule("kvbm.engines.trtllm.versions", ("kvbm.config.installation",)),
+    Rule("kvbm.engines.trtllm.launch", ("kvbm.config", "kvbm.engines.trtllm.versions")),
     Rule(
-        "kvbm.trtllm_integration",
+        "kvbm.engines.trtllm",
         RUNS_THE_CACHE,
         never=("vllm", "sglang", "transformers"),
         lazily=("tensorrt_llm", "torch"),
     ),
-    Rule("kvbm.sglang_integration.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.sglang_integration.launch", ("kvbm.config", "kvbm.sglang_integration.versions")),
+    Rule("kvbm.engines.sglang.versions", ("kvbm.config.installation",)),
+    Rule("kvbm.engines.sglang.launch", ("kvbm.config", "kvbm.engines.sglang.versions")),
     Rule(
-        "kvbm.sglang_integration",
+        "kvbm.engines.sglang",
         RUNS_THE_CACHE,
         never=("vllm", "tensorrt_llm", "transformers"),
         lazily=("sglang", "torch"),
     ),
-    Rule("kvbm.embedded.launch", ("kvbm.config", "kvbm.embedded.engine.synthetic_models")),
+    Rule("kvbm.engines.embedded.launch", ("kvbm.config", "kvbm.engines.embedded.engine.synthetic_models")),
     Rule(
-        "kvbm.embedded.engine", ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"), never=ENGINES[2:]
-    ),
-    Rule(
-        "kvbm.embedded.http",
-        ("kvbm.embedded.engine", "kvbm.config.launch_plan", "kvbm.observe.shared_page"),
+        "kvbm.engines.embedded.engine",
+        ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"),
         never=ENGINES[2:],
     ),
-    Rule("kvbm.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
-    Rule("kvbm_cli.cache.disk_verification", ("kvbm.disk", "kvbm.host.processes")),  # imported by its command
-    Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.disk",)),  # runs in the process of the probe
+    Rule(
+        "kvbm.engines.embedded.http",
+        ("kvbm.engines.embedded.engine", "kvbm.config.launch_plan", "kvbm.observe.shared_page"),
+        never=ENGINES[2:],
+    ),
+    Rule("kvbm.engines.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
+    Rule("kvbm.vllm_integration", ("kvbm.engines.vllm.connector",)),
+    Rule("kvbm.trtllm_integration", ("kvbm.engines.trtllm.connector",)),
+    Rule("kvbm.sglang_integration", ("kvbm.engines.sglang.storage",)),
+    Rule("kvbm.embedded"),
+    Rule("kvbm_cli.cache.disk_verification", ("kvbm.tiers.disk", "kvbm.host.processes")),  # imported by its command
+    Rule("kvbm_cli.doctor.probes.disk_speed", ("kvbm.tiers.disk",)),  # runs in the process of the probe
     Rule("kvbm_cli.system", ("kvbm.child.start", "kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
+SUBJECTS = ("kvbm.tiers.disk", "kvbm.tiers.shared", "kvbm.engines.embedded")  # each a room with its folders
 
 
 def within(name, packages):
@@ -185,7 +186,9 @@ def violations(module, path):
 
 
 def room_of(module):
-    """The folder of a module, or of a name in one; a module in the root of a package is a room of its own."""
+    """The subject or folder of a module, or of a name in one; a module in the root of a package is its own room."""
+    if subject := next((one for one in SUBJECTS if within(module, (one,))), None):
+        return subject
     parts = module.split(".")
     while (
         not (is_folder := REPOSITORY.joinpath(*parts).is_dir())
@@ -295,20 +298,20 @@ def test_the_roots_stay_small():
         ("kvbm.host.region", "import torch"),
         ("kvbm.host.region", "from kvbm import leader"),
         ("kvbm.device.pool", "from kvbm.core.store import BlockStore"),
-        ("kvbm.disk.storage", "from kvbm.core.store import BlockStore"),
+        ("kvbm.tiers.disk.storage", "from kvbm.core.store import BlockStore"),
         ("kvbm.leader.leader", "def f():\n    import torch"),
         ("kvbm.leader.leader", "from kvbm.config.load import load"),
         ("kvbm.device.worker", "from kvbm.leader.leader import Leader"),
         ("kvbm.config.schema", "from kvbm.core.store import BlockStore"),
-        ("kvbm.vllm_integration.connector", "import sglang"),
-        ("kvbm.vllm_integration.launch", "def f():\n    import vllm"),
-        ("kvbm.trtllm_integration.connector", "import tensorrt_llm"),
-        ("kvbm.trtllm_integration.rank_side", "import torch"),
-        ("kvbm.trtllm_integration.connector", "def f():\n    import vllm"),
-        ("kvbm.trtllm_integration.leader_side", "from kvbm.core.store import BlockStore"),
-        ("kvbm.embedded.engine.engine", "from kvbm_cli import app"),
-        ("kvbm.embedded.engine.engine", "from kvbm.leader.leader import Leader"),
-        ("kvbm.embedded.driver", "from kvbm.core.store import BlockStore"),
+        ("kvbm.engines.vllm.connector", "import sglang"),
+        ("kvbm.engines.vllm.launch", "def f():\n    import vllm"),
+        ("kvbm.engines.trtllm.connector", "import tensorrt_llm"),
+        ("kvbm.engines.trtllm.rank_side", "import torch"),
+        ("kvbm.engines.trtllm.connector", "def f():\n    import vllm"),
+        ("kvbm.engines.trtllm.leader_side", "from kvbm.core.store import BlockStore"),
+        ("kvbm.engines.embedded.engine.engine", "from kvbm_cli import app"),
+        ("kvbm.engines.embedded.engine.engine", "from kvbm.leader.leader import Leader"),
+        ("kvbm.engines.embedded.driver", "from kvbm.core.store import BlockStore"),
         ("kvbm_cli.app", "import torch"),
         ("kvbm.manager", "import json"),
     ],
@@ -329,9 +332,9 @@ def test_importing_a_light_module_loads_nothing_heavy(module):
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["kvbm_cli.app", "kvbm.leader.leader", "kvbm.embedded.driver"])
+@pytest.mark.parametrize("module", ["kvbm_cli.app", "kvbm.leader.leader", "kvbm.engines.embedded.driver"])
 def test_importing_an_engine_loads_no_library_of_the_shared_tier(module):
-    libraries = "{'obstore', 'mooncake', 'cryptography', 'kvbm.shared.storage', 'kvbm.shared.service'}"
+    libraries = "{'obstore', 'mooncake', 'cryptography', 'kvbm.tiers.shared.storage', 'kvbm.tiers.shared.service'}"
     script = f"import sys, {module}; print(sorted({libraries} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert result.stdout.strip() == "[]"

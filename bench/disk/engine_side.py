@@ -8,13 +8,13 @@ import threading
 import time
 from pathlib import Path
 
-from kvbm.disk.orders import Read, Write
-from kvbm.disk.service.client import DiskClient
-from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.tiers.disk.orders import Read, Write
+from kvbm.tiers.disk.service.client import DiskClient
+from kvbm.tiers.disk.settings import DiskSettings, Namespace
+from kvbm.tiers.disk.storage import DiskStorage
 from kvbm.types import SlotState
 
 HASH_BYTES = 16

@@ -74,9 +74,9 @@ class Embedded:
     def started(cls, sections: Mapping[str, object] | None, *, model: str = "synthetic:small") -> Iterator[Embedded]:
         """`sections` of a profile, without `engine`; `None` for an engine without the block manager."""
         from kvbm.config.schema import Profile
-        from kvbm.embedded.driver import create_connector
-        from kvbm.embedded.engine.config import EngineConfig
-        from kvbm.embedded.engine.engine import Engine
+        from kvbm.engines.embedded.driver import create_connector
+        from kvbm.engines.embedded.engine.config import EngineConfig
+        from kvbm.engines.embedded.engine.engine import Engine
 
         connector = None
         if sections is not None:
@@ -94,7 +94,7 @@ class Embedded:
         self.ask(random_prompt("first")[:300])
 
     def ask(self, prompt: list[int]) -> Sample:
-        from kvbm.embedded.engine.request import SamplingParams
+        from kvbm.engines.embedded.engine.request import SamplingParams
 
         self.asked += 1
         tokens: list[int] = []

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 
 from facts import facts
 
-from kvbm.disk import index as module
-from kvbm.disk.index import BlockIndex, IndexRow
+from kvbm.tiers.disk import index as module
+from kvbm.tiers.disk.index import BlockIndex, IndexRow
 
 SCHEMAS = {"as it is": module.SCHEMA, "unique hashes": module.SCHEMA.replace("hash BLOB NOT NULL", "hash BLOB UNIQUE")}
 CHANGED = 4096

@@ -39,16 +39,16 @@ sys.path[:0] = [str(HERE.parent / "vllm"), str(HERE)]
 
 from facts import facts, stolen_s  # noqa: E402
 
-from kvbm.disk.directory import INDEX  # noqa: E402
-from kvbm.disk.index import BlockIndex, IndexRow  # noqa: E402
-from kvbm.disk.service.client import DiskSupervisor  # noqa: E402
-from kvbm.disk.settings import DiskSettings, Namespace  # noqa: E402
 from kvbm.host.layout import BlockLayout  # noqa: E402
 from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
 from kvbm.leader.opening import lower_tiers  # noqa: E402
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy  # noqa: E402
+from kvbm.tiers.disk.directory import INDEX  # noqa: E402
+from kvbm.tiers.disk.index import BlockIndex, IndexRow  # noqa: E402
+from kvbm.tiers.disk.service.client import DiskSupervisor  # noqa: E402
+from kvbm.tiers.disk.settings import DiskSettings, Namespace  # noqa: E402
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BLOCK_BYTES = 4096

@@ -63,15 +63,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group
+from kvbm.engines.vllm.cache_groups import TransferGroup
+from kvbm.engines.vllm.engine_facts import VllmFacts
+from kvbm.engines.vllm.scheduler_side import SchedulerSide
+from kvbm.engines.vllm.worker_side import Handshake
 from kvbm.host.layout import BlockLayout
 from kvbm.host.processes import boot_id
 from kvbm.host.segment import Segment
 from kvbm.host.shared_memory import SharedMemory
 from kvbm.types import SlotState
-from kvbm.vllm_integration.cache_groups import TransferGroup
-from kvbm.vllm_integration.engine_facts import VllmFacts
-from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.worker_side import Handshake
 
 BLOCK_TOKENS = 16
 RANKS = 8

@@ -49,7 +49,7 @@ from kvbm.host.region import Region  # noqa: E402
 from kvbm.host.segment import Segment  # noqa: E402
 from kvbm.host.shared_memory import MAX_PREFAULT_THREADS  # noqa: E402
 from kvbm.leader.leader import Leader  # noqa: E402
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings  # noqa: E402
 from kvbm.types import SlotState  # noqa: E402
 
 BYTES_PER_BLOCK_LIMITS = {16: 240, 32: 272}  # by the length of a hash

@@ -29,11 +29,11 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "shared"))
 
 from mooncake_pool import mooncake_pool, wait_until
 
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_store import Outgoing
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores.mooncake import MooncakeStore
-from kvbm.shared.stores.open import open_store
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.object_store import Outgoing
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores.mooncake import MooncakeStore
+from kvbm.tiers.shared.stores.open import open_store
 
 SHAPES = ((4 << 20, 16), (1 << 20, 64))  # bytes and number of blocks
 TARGET, ROUNDS = 0.85, 40

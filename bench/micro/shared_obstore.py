@@ -33,9 +33,9 @@ sys.path.insert(0, str(REPOSITORY / "tests" / "shared"))
 
 from servers import NotInstalled, running
 
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.stores.obstore import connection
-from kvbm.shared.stores.open import open_store
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.stores.obstore import connection
+from kvbm.tiers.shared.stores.open import open_store
 
 SIZE, COUNT, IN_FLIGHT = 4 << 20, 32, 16
 THROUGHPUT, CPU, ROUNDS = 0.85, 1.3, 15

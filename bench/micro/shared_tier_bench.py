@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.shared.extent_format import ExtentFormat
-from kvbm.shared.geometry import ExtentGeometry
-from kvbm.shared.keys import KeySpace, extent_blocks
-from kvbm.shared.object_store import ObjectStore
-from kvbm.shared.orders import Get, Outcome, Put
-from kvbm.shared.protection import NoProtection
-from kvbm.shared.settings import SharedSettings
-from kvbm.shared.storage import SharedStorage
+from kvbm.tiers.shared.extent_format import ExtentFormat
+from kvbm.tiers.shared.geometry import ExtentGeometry
+from kvbm.tiers.shared.keys import KeySpace, extent_blocks
+from kvbm.tiers.shared.object_store import ObjectStore
+from kvbm.tiers.shared.orders import Get, Outcome, Put
+from kvbm.tiers.shared.protection import NoProtection
+from kvbm.tiers.shared.settings import SharedSettings
+from kvbm.tiers.shared.storage import SharedStorage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 NAMESPACE = b"bench of kvbm..."

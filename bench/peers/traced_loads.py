@@ -20,8 +20,8 @@ from typing import Any
 import native_on_cpu
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvbm.vllm_integration.connector import DynamoConnector
-from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.worker_side import WorkerSide
 
 
 class Moments:

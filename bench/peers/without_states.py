@@ -10,8 +10,8 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from kvbm.engines.vllm.connector import DynamoConnector
 from kvbm.plan import Onboard
-from kvbm.vllm_integration.connector import DynamoConnector
 
 
 class WithoutStates(DynamoConnector):

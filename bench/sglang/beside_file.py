@@ -50,7 +50,7 @@ from exchanges import save_twin
 from sglang_server import Reply, Server, disk_at, profile_of, serving
 
 from kvbm.config.sglang_options import STORAGE
-from kvbm.disk.superblock import read_superblock
+from kvbm.tiers.disk.superblock import read_superblock
 from kvbm_cli import make_model
 
 LAYERS, HEAD_DIM, FLOAT32_BYTES = 8, 256, 4

@@ -28,7 +28,7 @@ from typing import Any
 
 from comparison import ARMS, Place, drop_from_memory, flip_bits, full_disk, parser_of, save
 
-from kvbm.sglang_integration import cpu_server
+from kvbm.engines.sglang import cpu_server
 
 cpu_server.prepare()
 
@@ -36,9 +36,9 @@ import pytest  # noqa: E402
 from host_pools import SGLangHostPool, pretend_identity, storage_config  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile  # noqa: E402
 
-from kvbm.disk.superblock import read_superblock  # noqa: E402
-from kvbm.sglang_integration import storage  # noqa: E402
-from kvbm.sglang_integration.host_pool import HostPool, copy_out  # noqa: E402
+from kvbm.engines.sglang import storage  # noqa: E402
+from kvbm.engines.sglang.host_pool import HostPool, copy_out  # noqa: E402
+from kvbm.tiers.disk.superblock import read_superblock  # noqa: E402
 
 PAGE_TOKENS = 4096  # of 192 bytes
 COUNT = 32

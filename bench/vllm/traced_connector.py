@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from kvbm.vllm_integration.connector import DynamoConnector
-from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.worker_side import WorkerSide
 
 SCHEDULER_HOOKS = (
     *("on_new_request", "get_num_new_matched_tokens", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),

@@ -34,7 +34,7 @@ _COPIES: Any = Field(None, description="Number of engine copies, each with devic
 
 
 class EmbeddedArguments(Section):
-    """Flags of `python -m kvbm.embedded`. A missing key keeps the default of the engine."""
+    """Flags of `python -m kvbm.engines.embedded`. A missing key keeps the default of the engine."""
 
     LENGTH: ClassVar[str] = "max_model_len"
 

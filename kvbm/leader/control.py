@@ -25,11 +25,11 @@ from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
-    from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.lower_tier import LowerTier
     from kvbm.leader.operations import Operations
-    from kvbm.leader.slot_labels import SlotLabels
     from kvbm.metrics import Counters, Facts
+    from kvbm.tiers.host_tier import HostTier
+    from kvbm.tiers.lower_tier import LowerTier
+    from kvbm.tiers.slot_labels import SlotLabels
 
 BUDGET_S = 0.002  # of a step
 PIECE_SLOTS = 65_536  # looked at in one piece

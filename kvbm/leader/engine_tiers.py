@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.control import CacheControl
-from kvbm.leader.host_tier import HostTier
-from kvbm.leader.lower_tier import TierContext
-from kvbm.leader.rates import Rates
 from kvbm.metrics import Counters, Facts, TierBlocks
+from kvbm.tiers.host_tier import HostTier
+from kvbm.tiers.lower_tier import TierContext
+from kvbm.tiers.rates import Rates
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
     from kvbm.host.region import Region
-    from kvbm.leader.lower_tier import LowerTier, OpenTier
     from kvbm.leader.operations import Operations
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.tiers.lower_tier import LowerTier, OpenTier
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
 
 log = logging.getLogger(__name__)
 

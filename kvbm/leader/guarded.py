@@ -35,9 +35,9 @@ from kvbm.types import SlotState, Tier
 if TYPE_CHECKING:
     from kvbm.events import Event
     from kvbm.host.region import Region
-    from kvbm.leader.lower_tier import OpenTier
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters, Facts
+    from kvbm.tiers.lower_tier import OpenTier
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
 
 OFF = "the cache is off until the engine is restarted: its log says why"
 QUERY_STEPS = 64  # engine steps between two queries for the results of what was in flight

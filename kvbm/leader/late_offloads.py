@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from kvbm.core.ranking import PLAIN
 
 if TYPE_CHECKING:
-    from kvbm.leader.lower_tier import TierContext
-    from kvbm.leader.settings import EvictionQueue
+    from kvbm.tiers.lower_tier import TierContext
+    from kvbm.tiers.settings import EvictionQueue
 
 STEPS_AHEAD = 2
 FADING = 1 - 1 / 256  # of the demand, in each step that fills a block: it halves in 177 such steps

@@ -35,19 +35,19 @@ from kvbm.leader.onboards import Onboards
 from kvbm.leader.operations import Operations
 from kvbm.leader.prefetches import Prefetches
 from kvbm.leader.request import LiveRequest, LoadResults, OffloadProgress
-from kvbm.leader.settings import SpanNote
 from kvbm.metrics import HIT_TIERS
 from kvbm.plan import StepPlan
+from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
     from kvbm.core.chooser import ChainUse
     from kvbm.events import Event
     from kvbm.host.region import Region
-    from kvbm.leader.lower_tier import OpenTier
     from kvbm.leader.offloads import Completed
     from kvbm.leader.request import LoadResult
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.plan import Offload, Onboard
+    from kvbm.tiers.lower_tier import OpenTier
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
 
 LOWER = HIT_TIERS[1:]
 LOOK_AGAIN_S = 1.0  # between two looks of an idle engine at a tier that is off

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.store import BlockStore
-    from kvbm.leader.host_tier import HostTier
-    from kvbm.leader.lower_tier import LowerTier
     from kvbm.leader.request import LiveRequest
+    from kvbm.tiers.host_tier import HostTier
+    from kvbm.tiers.lower_tier import LowerTier
     from kvbm.types import Tier
 
 LARGE_BACKLOG = 64  # entries; with each of so many more, a step does the work of one slice more

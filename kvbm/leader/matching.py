@@ -19,10 +19,10 @@ from kvbm.leader.long_chains import LongMatches, Slices
 from kvbm.types import Tier
 
 if TYPE_CHECKING:
-    from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.onboards import Onboards
     from kvbm.leader.prefetches import Prefetches
     from kvbm.leader.request import LiveRequest
+    from kvbm.tiers.lower_tier import LowerTier, TierContext
 
 
 @dataclass(slots=True)

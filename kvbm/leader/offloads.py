@@ -22,10 +22,10 @@ from kvbm.leader.late_offloads import LateOffloads
 from kvbm.plan import Offload
 
 if TYPE_CHECKING:
-    from kvbm.leader.host_tier import Reservation
     from kvbm.leader.long_chains import Slices
-    from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.request import LiveRequest, OffloadProgress
+    from kvbm.tiers.host_tier import Reservation
+    from kvbm.tiers.lower_tier import LowerTier, TierContext
 
 SNAPSHOT_SHARE = 2  # snapshots may hold this many times `max_in_flight_blocks`: there is no later step for them
 FRESH_SHARE = 4  # a chain that was made recent stays so until this part of the slots has been evicted

@@ -31,18 +31,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.host.control_words import LANES
-from kvbm.leader.lower_tier import Claim
 from kvbm.leader.request import Load, LoadPart
-from kvbm.leader.settings import SpanNote
 from kvbm.plan import Onboard
+from kvbm.tiers.lower_tier import Claim
+from kvbm.tiers.settings import SpanNote
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.long_chains import LongMatch, Slices
-    from kvbm.leader.lower_tier import LowerTier, TierContext
-    from kvbm.leader.open_reads import Fetch
     from kvbm.leader.request import LiveRequest
+    from kvbm.tiers.lower_tier import LowerTier, TierContext
+    from kvbm.tiers.open_reads import Fetch
 
 FETCHES_AT_A_TIME = 32
 LANES_SHARE = 4  # this part of the lanes is left for loads without slices

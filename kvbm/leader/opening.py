@@ -21,23 +21,23 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, TypeVar
 
-from kvbm.disk.settings import Namespace
 from kvbm.hashing import namespace
 from kvbm.host.region import Region
-from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
-from kvbm.leader.shared_tier import SharedTier
 from kvbm.leader.storage_leader import StorageLeader
+from kvbm.tiers.disk.settings import Namespace
+from kvbm.tiers.disk.tier import DiskTier
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.tiers.shared.tier import SharedTier
 from kvbm.types import SegmentInfo
 
 if TYPE_CHECKING:
     from kvbm.boundary import Boundary
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.disk.service.client import DiskSupervisor
-    from kvbm.disk.settings import DiskSettings
-    from kvbm.leader.lower_tier import OpenTier
-    from kvbm.shared.service.client import SharedClient
+    from kvbm.tiers.disk.service.client import DiskSupervisor
+    from kvbm.tiers.disk.settings import DiskSettings
+    from kvbm.tiers.lower_tier import OpenTier
+    from kvbm.tiers.shared.service.client import SharedClient
 
 DAY_S = 86_400.0
 WAITS = "the files of the model are being read to identify their content"
@@ -158,7 +158,7 @@ def _begin_disk(config: ConnectorConfig, engine: EngineAtStart, identity: Future
     section = config.tiers.disk
     if section is None:
         return None
-    from kvbm.disk.service.client import DiskSupervisor
+    from kvbm.tiers.disk.service.client import DiskSupervisor
 
     named = _then(identity, partial(_disk_settings, config, engine.segments))
     if not named.done():
@@ -169,7 +169,7 @@ def _begin_disk(config: ConnectorConfig, engine: EngineAtStart, identity: Future
 def _disk_settings(
     config: ConnectorConfig, segments: Sequence[SegmentInfo], identity: Identity
 ) -> tuple[DiskSettings, Namespace]:
-    from kvbm.disk.settings import DiskSettings
+    from kvbm.tiers.disk.settings import DiskSettings
 
     section = config.tiers.disk
     assert section is not None, "there is a disk tier"
@@ -197,8 +197,8 @@ def _begin_shared(
     section = config.tiers.shared
     if section is None:
         return None
-    from kvbm.shared.service.client import BlockShape, SharedClient
-    from kvbm.shared.settings import SharedSettings
+    from kvbm.tiers.shared.service.client import BlockShape, SharedClient
+    from kvbm.tiers.shared.settings import SharedSettings
 
     def named(identity: Identity) -> tuple[bytes, Mapping[str, object]] | None:
         name, doubt = namespace_of(segments, identity)

@@ -22,8 +22,8 @@ from kvbm.leader.tenant_table import Holding
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.leader.hints import Hints
-    from kvbm.leader.lower_tier import LowerTier, TierContext
     from kvbm.leader.prefetches import Prefetches
+    from kvbm.tiers.lower_tier import LowerTier, TierContext
 
 PIN_SHARE = 0.25  # of host memory
 MOST_PINS = 256

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvbm.core.store import BlockStore
-    from kvbm.leader.lower_tier import LowerTier, TierContext
-    from kvbm.leader.open_reads import Extent, Fetch
+    from kvbm.tiers.lower_tier import LowerTier, TierContext
+    from kvbm.tiers.open_reads import Extent, Fetch
 
 READS_AT_A_TIME = 4
 SHARES_OF_G2 = 4  # one read takes at most this share of host memory

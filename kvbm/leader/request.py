@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbm.core.ranking import PLAIN_MARK
-from kvbm.leader.settings import SpanNote
+from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.core.chooser import ChainUse
     from kvbm.leader.hints import Hint
-    from kvbm.leader.lower_tier import Claim, LowerTier
-    from kvbm.leader.open_reads import Extent, Fetch, OpenReads
-    from kvbm.leader.rates import Rates
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
     from kvbm.metrics import Counters
+    from kvbm.tiers.lower_tier import Claim, LowerTier
+    from kvbm.tiers.open_reads import Extent, Fetch, OpenReads
+    from kvbm.tiers.rates import Rates
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
     from kvbm.types import Tier
 
 

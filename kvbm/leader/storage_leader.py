@@ -30,10 +30,10 @@ from kvbm.types import Tier
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
     from kvbm.host.region import Region
-    from kvbm.leader.host_tier import Reservation
-    from kvbm.leader.lower_tier import LowerTier, OpenTier
-    from kvbm.leader.open_reads import Extent, Fetch
-    from kvbm.leader.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.tiers.host_tier import Reservation
+    from kvbm.tiers.lower_tier import LowerTier, OpenTier
+    from kvbm.tiers.open_reads import Extent, Fetch
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
 
 LENT_SHARE = 4  # a loan of free slots has at most this share of host memory
 

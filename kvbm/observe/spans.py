@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import threads
-from kvbm.leader.settings import SpanNote
 from kvbm.metrics import Counters
 from kvbm.text.outside import without_secrets
+from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from kvbm.config.schema import MetricsSection
     from kvbm.leader.control import CacheControl
-    from kvbm.leader.settings import SpanNote
     from kvbm.metrics import Counters
+    from kvbm.tiers.settings import SpanNote
 
 log = logging.getLogger(__name__)
 

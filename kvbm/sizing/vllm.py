@@ -216,7 +216,7 @@ def device(
 
 def _replica_count(plan: VllmPlan, model_config: Mapping[str, object], ranks: int) -> int:
     """Return the number of consecutive ranks with equal KV in every layer, by the rules of
-    `vllm_integration/replicas.py`."""
+    `engines/vllm/replicas.py`."""
     specs = [spec for group in plan.groups for spec in group.specs]
     kinds, counts = {spec.kind for spec in specs}, {spec.replicas for spec in specs}
     if len(counts) > 1:

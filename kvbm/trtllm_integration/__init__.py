@@ -1,1 +1,1 @@
-"""TensorRT-LLM integration: the connector, under the module path and class names of NVIDIA's."""
+"""The module path that users' command lines name."""

@@ -1,1 +1,1 @@
-"""kvbm inside vLLM: `connector` runs in the engine's processes, `launch` and `versions` make its command line."""
+"""The module path that users' command lines name."""

@@ -15,7 +15,7 @@ from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.config.schema import Profile
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
-from kvbm.shared.settings import directory_of
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.bench.load.request import Target

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from kvbm.config.files import is_missing
 from kvbm.config.schema import DiskTierSection
-from kvbm.disk.directory import (
+from kvbm.errors import EnvironmentProblem, UsageError, reason_of
+from kvbm.hashing import tenant
+from kvbm.text.outside import shown
+from kvbm.tiers.disk.directory import (
     SUPERBLOCK,
     InstanceLock,
     Skipped,
     remove_instance,
 )
-from kvbm.disk.superblock import OtherFormat, read_superblock
-from kvbm.errors import EnvironmentProblem, UsageError, reason_of
-from kvbm.hashing import tenant
-from kvbm.text.outside import shown
+from kvbm.tiers.disk.superblock import OtherFormat, read_superblock
 from kvbm_cli.cache.disk_verification import drop, holder, verify
 from kvbm_cli.cache.tenant_clearing import clear_tenant
 from kvbm_cli.profile.resolve import resolve

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.disk.directory import ARENA, INDEX, LOCK
-from kvbm.disk.files import open_private
-from kvbm.disk.index import BlockIndex, Recovered, checksum
-from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
-from kvbm.disk.superblock import Superblock
 from kvbm.host.processes import stat_of
+from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK
+from kvbm.tiers.disk.files import open_private
+from kvbm.tiers.disk.index import BlockIndex, Recovered, checksum
+from kvbm.tiers.disk.io.threads import Buffer, IoRun, ThreadsIO
+from kvbm.tiers.disk.superblock import Superblock
 from kvbm_cli.store.caches import index_to_read
 
 READ_BYTES = 8 << 20
 LOCKS = Path("/proc/locks")
-DISK_PROCESS = b"kvbm.disk.service.server"
+DISK_PROCESS = b"kvbm.tiers.disk.service.server"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvbm.config.values import shared_url
 from kvbm.errors import UsageError
 from kvbm.hashing import tenant
-from kvbm.shared.settings import directory_of
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.system.answering import require_answering
 from kvbm_cli.terminal.progress import ProgressDisplay
 
@@ -157,7 +157,7 @@ def _before(age: str | None) -> float | None:
 def _of_tenant(inventory: Inventory, selected: Selected, salt: str, progress: ProgressDisplay) -> list[StoredExtent]:
     """Return the extents of the requests with this cache salt. A damaged header has no tenant."""
     from kvbm.errors import EnvironmentProblem
-    from kvbm.shared.extent_format import BadObject, tenant_tag
+    from kvbm.tiers.shared.extent_format import BadObject, tenant_tag
     from kvbm_cli.store.inspection import HEAD_BYTES, found_extent
     from kvbm_cli.store.inventory import PARALLEL_HEADS
 

@@ -16,7 +16,7 @@ from kvbm_cli.terminal.quantities import counted
 from kvbm_cli.terminal.read_progress import ReadProgress
 
 if TYPE_CHECKING:
-    from kvbm.shared.protection import Protection
+    from kvbm.tiers.shared.protection import Protection
     from kvbm_cli.store.inventory import Inventory, StoredExtent
 
 DAMAGED = 1
@@ -62,8 +62,8 @@ class Keys:
 
     def __init__(self, key_file: Path | None) -> None:
         """Raise EnvironmentProblem if the secret cannot be read."""
-        from kvbm.shared.protection import protection_of
-        from kvbm.shared.settings import KEY_VARIABLE
+        from kvbm.tiers.shared.protection import protection_of
+        from kvbm.tiers.shared.settings import KEY_VARIABLE
 
         self._key_file = key_file
         self.has_secret = key_file is not None or bool(os.environ.get(KEY_VARIABLE))
@@ -74,7 +74,7 @@ class Keys:
 
     def of(self, code: int) -> Protection | None:
         """Return what opens objects with this protection, None without a secret. Raises EnvironmentProblem."""
-        from kvbm.shared.protection import AesProtection, protection_of
+        from kvbm.tiers.shared.protection import AesProtection, protection_of
 
         if self.has_secret and code == AesProtection.code and code not in self._known:
             self._known[code] = protection_of("aes-gcm", self._key_file)
@@ -128,7 +128,7 @@ def _verify(inventory: Inventory, selected: Selected, keys: Keys, *, deletes_bad
 
 
 def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdict:
-    from kvbm.shared.extent_format import BadObject
+    from kvbm.tiers.shared.extent_format import BadObject
     from kvbm_cli.store.inspection import HEAD_BYTES, found_extent, verify
 
     try:
@@ -151,7 +151,7 @@ def _read(inventory: Inventory, extent: StoredExtent, keys: Keys) -> ObjectVerdi
 
 
 def _count(verdict: NamespaceVerdict, one: ObjectVerdict, *, has_secret: bool) -> None:
-    from kvbm.shared.protection import AesProtection
+    from kvbm.tiers.shared.protection import AesProtection
 
     if one.problem is not None:
         verdict.bad.append({"key": one.extent.key, "problem": one.problem})

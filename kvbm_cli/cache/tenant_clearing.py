@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvbm.disk.directory import ARENA, INDEX
-from kvbm.disk.files import UNSUPPORTED, fallocate, open_private, write_zeros
-from kvbm.disk.index import BlockIndex
-from kvbm.disk.superblock import Superblock
+from kvbm.tiers.disk.directory import ARENA, INDEX
+from kvbm.tiers.disk.files import UNSUPPORTED, fallocate, open_private, write_zeros
+from kvbm.tiers.disk.index import BlockIndex
+from kvbm.tiers.disk.superblock import Superblock
 
 FALLOC_FL_KEEP_SIZE, FALLOC_FL_ZERO_RANGE = 0x01, 0x10
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvbm.engines.vllm.tickets import RELEASE, TICKET
 from kvbm.text.outside import shown_json
 from kvbm.text.reading import bounded_int, has_more_values
-from kvbm.vllm_integration.tickets import RELEASE, TICKET
 
 MAX_VALUES = 1_200_000  # a prompt of a million token ids
 CLIENT_PARAMS = ("max_load_tokens", "max_offload_tokens")
@@ -55,7 +55,7 @@ class EngineRequests:
     """Bodies for the engines. `prefill` is None if a decode engine computes the request alone.
 
     `limits` are the client's `kv_transfer_params`, which `rest` lacks. `ticket` names the blocks of the prompt for the
-    prefill engine, see `kvbm/vllm_integration/tickets.py`.
+    prefill engine, see `kvbm/engines/vllm/tickets.py`.
     """
 
     ticket: str

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from kvbm.config.engine import VllmEngine
 from kvbm.config.flags import CONNECTOR_MODULE
 from kvbm.config.launch_plan import LaunchPlan, served_at
+from kvbm.engines.vllm.versions import INSTALL as INSTALL_VLLM
 from kvbm.errors import EnvironmentProblem
-from kvbm.vllm_integration.versions import INSTALL as INSTALL_VLLM
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.engine.python_probe import run_elsewhere
@@ -89,7 +89,7 @@ def plan(
 def prefill_connector(profile: Profile, number: int = 0) -> dict[str, object]:
     """Return the flags of PdConnector: DynamoConnector for the tiers, NixlConnector to send blocks to a decode engine.
     Each prefill engine has its own metrics port, if metrics are served."""
-    from kvbm.vllm_integration.launch import transfer_config
+    from kvbm.engines.vllm.launch import transfer_config
 
     profile = with_metrics_port(profile, number)
     assert isinstance(profile.engine, VllmEngine), f"this is a plan for vLLM, not for {profile.engine.kind}"

@@ -36,8 +36,8 @@ import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvbm.embedded.http.body_room import BodyRoom
-from kvbm.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.body_room import BodyRoom
+from kvbm.engines.embedded.http.connections import BoundedSite, front
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
 from kvbm_cli.disaggregated.body_process import BodyProcesses

@@ -17,8 +17,8 @@ from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError, UsageError
-from kvbm.shared.settings import directory_of
 from kvbm.sizing import SizeUnknown, Sizing
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.cache.store_selection import checked_url
 from kvbm_cli.doctor import disk, engine, environment, memory, self_test, store
 from kvbm_cli.doctor.check import (

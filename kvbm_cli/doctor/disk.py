@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
-from kvbm.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
+from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm_cli.doctor import disk_features
 from kvbm_cli.doctor.check import (
     NO_ANSWER,

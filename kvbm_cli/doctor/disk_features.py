@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvbm.config.sizes import format_size
-from kvbm.disk.files import PAGE_BYTES
+from kvbm.tiers.disk.files import PAGE_BYTES
 from kvbm_cli.doctor.check import OTHER_DIRECTORY, Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
 from kvbm_cli.doctor.probes.disk_file import DirectIO

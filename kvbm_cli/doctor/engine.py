@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.config.engine import SglangEngine
 from kvbm.config.installation import shown
+from kvbm.engines.sglang.flushes import TO_INSTALL
+from kvbm.engines.sglang.launch import CPU_MODULE
+from kvbm.engines.sglang.versions import TESTED as SGLANG_TESTED
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED as TRTLLM_TESTED
+from kvbm.engines.vllm.versions import RUN as VLLM_RUN
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm.sglang_integration.flushes import TO_INSTALL
-from kvbm.sglang_integration.launch import CPU_MODULE
-from kvbm.sglang_integration.versions import TESTED as SGLANG_TESTED
-from kvbm.trtllm_integration.versions import CONTRACT_TESTED as TRTLLM_TESTED
-from kvbm.vllm_integration.versions import RUN as VLLM_RUN
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.engine.engines import engine_problem, installation_of
 from kvbm_cli.engine.process import choose_port
@@ -32,7 +32,7 @@ COMPILER_TIMEOUT_S = 60.0
 QUICK_TIMEOUT_S = 8.0
 MODULES = {
     "vllm": ["kvbm.vllm_integration.connector"],
-    "embedded": ["kvbm.embedded.driver", "kvbm.embedded.engine.engine", "transformers"],
+    "embedded": ["kvbm.engines.embedded.driver", "kvbm.engines.embedded.engine.engine", "transformers"],
     "tensorrt-llm": ["kvbm.trtllm_integration.connector"],
     "sglang": ["kvbm.sglang_integration.storage"],
 }

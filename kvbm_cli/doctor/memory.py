@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import SglangEngine
 from kvbm.config.sizes import format_size
+from kvbm.engines.sglang.launch import CPU_RESERVE_BYTES, DEFAULT_RATIO, RESERVE_BYTES
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
-from kvbm.sglang_integration.launch import CPU_RESERVE_BYTES, DEFAULT_RATIO, RESERVE_BYTES
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
 from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import extent_blocks
-from kvbm.shared.settings import directory_of
+from kvbm.tiers.shared.keys import extent_blocks
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.doctor.check import NO_ANSWER, Check, DoctorContext, failure, ok, skipped, warning
 from kvbm_cli.doctor.machine import ProbeFailed
 from kvbm_cli.doctor.probes.store import IN_FLIGHT, OBJECT_BYTES, PREFIX, SMALL_GETS, StoreReport
@@ -102,7 +102,7 @@ def _library(context: DoctorContext, url: str) -> Iterator[Check]:
 
 
 def _secret(shared: SharedTierSection) -> Iterator[Check]:
-    from kvbm.shared.protection import protection_of
+    from kvbm.tiers.shared.protection import protection_of
 
     if shared.protection == "none":
         return
@@ -195,7 +195,7 @@ def _first_s(report: StoreReport) -> float:
 
 
 def _break_even(sizing: Sizing, get_rate: float, first_s: float, prefill_rate: float | None) -> Check:
-    """Compare loading with computing, as `kvbm.leader.rates` does: a read takes at least `first_s`."""
+    """Compare loading with computing, as `kvbm.tiers.rates` does: a read takes at least `first_s`."""
     stored_tokens, stored_bytes = sizing.host.token_count, sizing.host.total_bytes
     load_rate = get_rate * stored_tokens / stored_bytes
     facts = {"tokens_per_s": round(load_rate), "first_s": first_s}

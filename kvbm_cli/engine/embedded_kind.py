@@ -18,7 +18,7 @@ class EmbeddedKind:
     traits = ServerTraits("the embedded engine")
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
-        from kvbm.embedded import launch
+        from kvbm.engines.embedded import launch
 
         return launch.plan(profile, connector=connector, port=port)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.vllm_integration.versions import INSTALL_FOR_CPU
+from kvbm.engines.vllm.versions import INSTALL_FOR_CPU
 from kvbm_cli.engine.refused_flag import refusal
 
 VMSTAT = Path("/proc/vmstat")

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvbm.embedded.engine.supported_models import require_supported
-from kvbm.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.engine.supported_models import require_supported
+from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue

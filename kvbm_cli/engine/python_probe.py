@@ -17,11 +17,11 @@ from functools import cache
 from typing import Any
 
 from kvbm.child.run import Ended, run
+from kvbm.engines.sglang.versions import SglangInstallation
+from kvbm.engines.trtllm.versions import INTERFACE_FILES, TrtllmInstallation
+from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import EnvironmentProblem, reason_of
-from kvbm.sglang_integration.versions import SglangInstallation
 from kvbm.text.reading import parse_json
-from kvbm.trtllm_integration.versions import INTERFACE_FILES, TrtllmInstallation
-from kvbm.vllm_integration.versions import VllmInstallation
 
 PROBE_TIMEOUT_S = 30
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}

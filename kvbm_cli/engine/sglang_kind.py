@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import SglangArguments, SglangEngine
 from kvbm.config.values import count_of
+from kvbm.engines.sglang import launch
+from kvbm.engines.sglang.versions import INSTALL, TESTED, SglangInstallation, is_known
 from kvbm.errors import EnvironmentProblem
-from kvbm.sglang_integration import launch
-from kvbm.sglang_integration.versions import INSTALL, TESTED, SglangInstallation, is_known
 from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS, ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_sglang
 from kvbm_cli.engine.synthetic_directory import with_local_model

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from kvbm.config.engine import TrtllmArguments
 from kvbm.config.installation import shown
 from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
+from kvbm.engines.trtllm import launch
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, TrtllmInstallation, is_known
 from kvbm.errors import EnvironmentProblem
-from kvbm.trtllm_integration import launch
-from kvbm.trtllm_integration.versions import CONTRACT_TESTED, INSTALL, TrtllmInstallation, is_known
 from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_trtllm
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.installation import shown
+from kvbm.engines.vllm.versions import CONTRACT_TESTED, INSTALL, INSTALL_FOR_CPU, VllmInstallation, is_known
 from kvbm.errors import EnvironmentProblem
 from kvbm.sizing.vllm import default_block_tokens
-from kvbm.vllm_integration.versions import CONTRACT_TESTED, INSTALL, INSTALL_FOR_CPU, VllmInstallation, is_known
 from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
 from kvbm_cli.engine.python_probe import find_vllm
 from kvbm_cli.engine.synthetic_directory import with_local_model
@@ -32,7 +32,7 @@ class VllmKind:
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         """Do not require `make_model` to have run either."""
-        from kvbm.vllm_integration import launch
+        from kvbm.engines.vllm import launch
 
         return launch.plan(
             with_local_model(profile),

@@ -27,7 +27,7 @@ from kvbm.config.sglang_options import STORAGE as SGLANG_STORAGE
 from kvbm.config.sizes import exact_size
 from kvbm.config.trtllm_options import SAME_OPTION
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
-from kvbm.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
 from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts

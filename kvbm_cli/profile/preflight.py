@@ -20,11 +20,11 @@ from kvbm.config.engine import SglangArguments, VllmArguments
 from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.config.sglang_options import LAYOUTS
 from kvbm.config.values import count_of
-from kvbm.disk.files import MAX_DIRECTORY_BYTES
+from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
-from kvbm.vllm_integration.versions import VllmInstallation
+from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.engine.engines import installation_of, knows_block_tokens, metrics_count
 from kvbm_cli.engine.model_facts import model_facts

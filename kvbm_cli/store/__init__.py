@@ -1,2 +1,2 @@
 """What is stored below host memory, as commands see it: caches on disk, objects of the shared tier. Engines use
-`kvbm/disk` and `kvbm/shared`."""
+`kvbm/tiers/disk` and `kvbm/tiers/shared`."""

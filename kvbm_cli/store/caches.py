@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvbm.disk.directory import (
+from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.tiers.disk.directory import (
     INDEX,
     LEVELS,
     LOCK,
@@ -25,10 +26,9 @@ from kvbm.disk.directory import (
     is_of_user,
     last_used,
 )
-from kvbm.disk.files import open_private, open_private_directory, open_private_in
-from kvbm.disk.index import LOG, BlockIndex
-from kvbm.disk.superblock import OtherFormat, Superblock, read_superblock
-from kvbm.errors import EnvironmentProblem, reason_of
+from kvbm.tiers.disk.files import open_private, open_private_directory, open_private_in
+from kvbm.tiers.disk.index import LOG, BlockIndex
+from kvbm.tiers.disk.superblock import OtherFormat, Superblock, read_superblock
 
 COPY_ATTEMPTS = 10
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvbm.host.tree import NOT_ENTERED, Tree, kind_of
-from kvbm.shared.stores.directory import write_file
+from kvbm.tiers.shared.stores.directory import write_file
 from kvbm_cli.store.access import FoundObject, LeftOut, NoteLeftOut
 
 LEVELS = 2  # of directories below a namespace that have objects, counting its own

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbm.shared.extent_format import CHECKSUM_BYTES, FIXED, PAGE, BadObject, ExtentFormat, fixed_part
-from kvbm.shared.keys import MAX_EXTENT_TOKENS
-from kvbm.shared.protection import AesProtection, Buffer, HmacProtection, Protection
+from kvbm.tiers.shared.extent_format import CHECKSUM_BYTES, FIXED, PAGE, BadObject, ExtentFormat, fixed_part
+from kvbm.tiers.shared.keys import MAX_EXTENT_TOKENS
+from kvbm.tiers.shared.protection import AesProtection, Buffer, HmacProtection, Protection
 
 MAX_OBJECT_BYTES = 4 << 30  # an extent of 256 tokens of a model with 16 MiB per token
 HEAD_BYTES = PAGE  # has at least the fixed part of a header

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.keys import VERSION, KeySpace
 from kvbm.text.reading import parse_json
+from kvbm.tiers.shared.keys import VERSION, KeySpace
 from kvbm_cli.store.access import FoundObject, LeftOut, StoreAccess
 
 NAMESPACE_HEX = 32

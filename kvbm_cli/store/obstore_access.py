@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvbm.shared.stores.obstore import create, translated
+from kvbm.tiers.shared.stores.obstore import create, translated
 from kvbm_cli.store.access import FoundObject, NoteLeftOut
 
 DELETED_AT_ONCE = 1000

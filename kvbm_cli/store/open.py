@@ -5,7 +5,7 @@ A module is imported when its store is opened, because only then must its librar
 
 from __future__ import annotations
 
-from kvbm.shared.settings import directory_of
+from kvbm.tiers.shared.settings import directory_of
 from kvbm_cli.store.access import StoreAccess
 from kvbm_cli.store.inventory import Inventory
 
@@ -15,12 +15,12 @@ INVENTORY_LIMIT_S = 30.0  # of one request
 def open_access(url: str, limit_s: float) -> StoreAccess:
     """Connect to a store, whose requests end within that time. Raises EnvironmentProblem."""
     if (directory := directory_of(url)) is not None:
-        from kvbm.shared.stores.directory import require_directory
+        from kvbm.tiers.shared.stores.directory import require_directory
         from kvbm_cli.store.directory_access import DirectoryAccess
 
         require_directory(directory)
         return DirectoryAccess(directory)
-    from kvbm.shared.stores.obstore import connection
+    from kvbm.tiers.shared.stores.obstore import connection
     from kvbm_cli.store.obstore_access import ObstoreAccess
 
     return ObstoreAccess(connection(url)(limit_s))

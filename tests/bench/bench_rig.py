@@ -202,7 +202,7 @@ def planned(monkeypatch):
         argv = (sys.executable, str(MOCK), "--port", str(port), "--options", json.dumps(options))
         return LaunchPlan(argv, {}, base_url, "mock")
 
-    monkeypatch.setattr("kvbm.embedded.launch.plan", plan)
+    monkeypatch.setattr("kvbm.engines.embedded.launch.plan", plan)
     return found
 
 

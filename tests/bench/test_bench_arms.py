@@ -11,8 +11,8 @@ from mock_engine import MockEngine, Options
 
 from kvbm.config.load import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.stores.obstore import connection
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.stores.obstore import connection
 from kvbm_cli.bench import engines as arms
 from kvbm_cli.bench.arms import Arm, Comparison, comparison_of
 from kvbm_cli.bench.command import _surroundings

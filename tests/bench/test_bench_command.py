@@ -138,11 +138,11 @@ from bench_rig import in_turn, setup_of
 from kvbm.config.launch_plan import LaunchPlan
 from kvbm_cli.bench import command
 from kvbm_cli.bench.result.directory import BenchDirectory
-import kvbm.embedded.launch
+import kvbm.engines.embedded.launch
 def plan(profile, *, connector, port):
     url = f"http://127.0.0.1:{{port}}"
     return LaunchPlan((sys.executable, {mock!r}, "--port", str(port)), {{}}, url, "mock")
-kvbm.embedded.launch.plan = plan
+kvbm.engines.embedded.launch.plan = plan
 setup = setup_of(in_turn(interval_s=30.0))
 sys.exit(command.measure(setup, BenchDirectory.create(Path({output!r})), as_json=False))
 """

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from terminal import assert_entry
 
+from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import UsageError
-from kvbm.vllm_integration.versions import VllmInstallation
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
 from kvbm_cli.bench.cells import Cell

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import xxhash
 
-from kvbm.disk.directory import ARENA, INDEX, LOCK, RATES, SUPERBLOCK
+from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK, RATES, SUPERBLOCK
 
 SECTOR_BYTES = 512
 LOG_HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096  # of SQLite's log

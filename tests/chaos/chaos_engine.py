@@ -268,7 +268,7 @@ class _Served:
                 threading.Thread(target=self._call, args=(number, verb, arguments), daemon=True).start()
 
     def _ask(self, number: int, prompt: list[int], max_tokens: int) -> None:
-        from kvbm.embedded.engine.request import SamplingParams
+        from kvbm.engines.embedded.engine.request import SamplingParams
 
         tokens, logprobs = [], []
 

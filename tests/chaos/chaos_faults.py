@@ -26,7 +26,7 @@ import psutil
 from chaos_engine import EngineProcess, Hung
 from chaos_traffic import Load
 
-from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK
+from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK
 
 COUNTED_LIMIT_S = 40.0
 BEYOND_LIMITS_S = 13.0  # the disk is given up after 10 s

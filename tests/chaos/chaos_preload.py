@@ -3,7 +3,7 @@
 import kvbm_engine  # noqa: F401
 import pytest  # noqa: F401
 
-from kvbm.embedded.engine import model
-from kvbm.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine import model
+from kvbm.engines.embedded.engine.config import EngineConfig
 
 model.load(EngineConfig(model="synthetic:tiny", num_blocks=2, verify=False))

@@ -119,7 +119,7 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
         sys.exit("the capacity policy must be GUARANTEED_NO_EVICT")
     if options["kv_cache_config"]["enable_partial_reuse"] is not False:
         sys.exit("partial reuse")
-    from kvbm.trtllm_integration import connector
+    from kvbm.engines.trtllm import connector
 
     assert config["connector_module"] == connector.__name__
     for key in ("connector_scheduler_class", "connector_worker_class"):

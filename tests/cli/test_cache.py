@@ -25,14 +25,14 @@ from terminal import ROOT, Outcome, assert_transcript, environment, kvbm, kvbm_h
 from waiting import eventually
 
 from kvbm import hashing
-from kvbm.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
-from kvbm.disk.index import BlockIndex
-from kvbm.disk.orders import Write
-from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskStorage
-from kvbm.disk.superblock import read_superblock, write_superblock
 from kvbm.host import tree
-from kvbm.shared.protection import AesProtection, HmacProtection
+from kvbm.tiers.disk.directory import ARENA, INDEX, LOCK, SUPERBLOCK, InstanceLock
+from kvbm.tiers.disk.index import BlockIndex
+from kvbm.tiers.disk.orders import Write
+from kvbm.tiers.disk.settings import DiskSettings, Namespace
+from kvbm.tiers.disk.storage import DiskStorage
+from kvbm.tiers.disk.superblock import read_superblock, write_superblock
+from kvbm.tiers.shared.protection import AesProtection, HmacProtection
 from kvbm_cli.cache import store_selection, tenant_clearing
 from kvbm_cli.cache.disk_verification import verify
 from kvbm_cli.store.caches import index_to_read

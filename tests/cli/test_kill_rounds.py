@@ -26,7 +26,7 @@ from test_serve import started
 from test_serve_embedded import ask
 from waiting import eventually, is_gone
 
-from kvbm.disk.directory import InstanceLock
+from kvbm.tiers.disk.directory import InstanceLock
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.system.guard_process import GUARD
 
@@ -35,9 +35,9 @@ pytest.importorskip("torch")
 VICTIMS = {
     "launcher": "serve",
     "guard": str(GUARD),
-    "engine": "kvbm.embedded",
+    "engine": "kvbm.engines.embedded",
     "worker": "spawn_main",
-    "disk": "kvbm.disk.service.server",
+    "disk": "kvbm.tiers.disk.service.server",
 }
 ENDS_WITH = ("launcher", "engine")  # an engine that loses another one goes on
 MODES = ("foreground", "detached")

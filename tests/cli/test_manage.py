@@ -204,7 +204,7 @@ def test_engines_that_start_at_the_same_time_get_ports_and_names_of_their_own(ho
 
 @pytest.mark.soak
 def test_engine_that_hangs_is_told_from_a_healthy_one(detached):
-    engine = next(one for one in processes_of(detached) if "kvbm.embedded" in one.cmdline())
+    engine = next(one for one in processes_of(detached) if "kvbm.engines.embedded" in one.cmdline())
     engine.suspend()
     assert status(detached)[0]["state"] == "no answer"
     engine.resume()
@@ -282,7 +282,7 @@ def test_pasted_command_of_a_dry_run_starts_the_same_engine(home):
         finally:
             pasted.kill()
     assert kvbm(*SERVE, home=home, **variables).exit_code == 0
-    by_us = _seen_by(next(one for one in processes_of(home) if "kvbm.embedded" in one.cmdline()))
+    by_us = _seen_by(next(one for one in processes_of(home) if "kvbm.engines.embedded" in one.cmdline()))
     kvbm("stop", home=home)
     assert by_hand == by_us
 

@@ -10,13 +10,13 @@ import pytest
 from recorded_runs import facts
 from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, environment
 
-from kvbm.disk.files import require_usable_parent
 from kvbm.host.directories import make_private_directories
 from kvbm.host.machine_memory import THIS_MACHINE
 from kvbm.host.shared_memory import SharedMemory
 from kvbm.identity import digest_cache
 from kvbm.identity.content import Signature
 from kvbm.identity.digest_cache import NAME, DigestCache
+from kvbm.tiers.disk.files import require_usable_parent
 from kvbm_cli.runs.run_directory import Runs
 from kvbm_cli.system.filesystem import unsafe_parents
 

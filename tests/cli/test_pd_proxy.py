@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from waiting import own_children
 
-from kvbm.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.connections import BoundedSite, front
 from kvbm_cli.disaggregated import client_request, handover, proxy
 from kvbm_cli.disaggregated.body_process import SHORT_BODY_BYTES
 from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvbm.vllm_integration import tickets
-from kvbm.vllm_integration.tickets import Tickets
+from kvbm.engines.vllm import tickets
+from kvbm.engines.vllm.tickets import Tickets
 
 
 @pytest.mark.parametrize(

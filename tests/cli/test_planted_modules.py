@@ -17,8 +17,8 @@ from terminal import HANGS_S, ROOT, environment
 from test_pd_engines import plan_of
 
 from kvbm.child.parent import start_child
-from kvbm.disk.io.select import PROGRAM, _in_a_process
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.io.select import PROGRAM, _in_a_process
 from kvbm_cli.bench.metrics.sampler import Sampler
 from kvbm_cli.disaggregated.body_process import BodyProcesses
 from kvbm_cli.disaggregated.client_request import WrongRequest
@@ -38,7 +38,7 @@ STARTS = {
 STARTERS = {"run", "Popen", "call", "check_call", "check_output", "get_context", "Process", "fork", "forkpty"}
 MODULES = {"subprocess", "multiprocessing", "os", "asyncio", "pty"}
 # Their environment has PYTHONSAFEPATH=1: they are arguments of EngineProcess.
-ENGINE_PLANS = {"kvbm.embedded.launch", "kvbm.vllm_integration.launch", "kvbm_cli.disaggregated.plan"}
+ENGINE_PLANS = {"kvbm.engines.embedded.launch", "kvbm.engines.vllm.launch", "kvbm_cli.disaggregated.plan"}
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_doctor_imports_nothing_from_the_working_directory(planted, profile, tmp
     assert checks["self test", "through the disk"] == "ok"
 
 
-@pytest.mark.parametrize("module", ["kvbm.disk.service.server", "kvbm.shared.service.server"])
+@pytest.mark.parametrize("module", ["kvbm.tiers.disk.service.server", "kvbm.tiers.shared.service.server"])
 def test_child_of_the_leader_imports_nothing_from_the_working_directory(planted, module):
     with contextlib.chdir(planted):
         child, channel = start_child(module, "a child")

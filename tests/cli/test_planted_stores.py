@@ -17,9 +17,9 @@ from shared.storage_rig import make_run, opened
 from terminal import kvbm_here
 from test_cache import caches, home, made, run  # noqa: F401
 
-from kvbm.disk.directory import InstanceLock, remove_instance
 from kvbm.errors import EnvironmentProblem
 from kvbm.host import tree
+from kvbm.tiers.disk.directory import InstanceLock, remove_instance
 from kvbm_cli.doctor.probes.store import PREFIX, probe
 from kvbm_cli.store.directory_access import DirectoryAccess
 from kvbm_cli.store.open import open_inventory

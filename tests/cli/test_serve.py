@@ -24,7 +24,7 @@ from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, assert_snapshot, environment
 from test_runs import states
 from waiting import eventually, is_gone
 
-from kvbm.embedded.http.server import Server
+from kvbm.engines.embedded.http.server import Server
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import _open_log

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 from kvbm.config.installation import requirement
-from kvbm.sglang_integration.versions import INSTALL as INSTALL_SGLANG
-from kvbm.sglang_integration.versions import TESTED
-from kvbm.trtllm_integration.versions import CONTRACT_TESTED
-from kvbm.trtllm_integration.versions import INSTALL as INSTALL_TRTLLM
-from kvbm.vllm_integration.versions import INSTALL, RUN
+from kvbm.engines.sglang.versions import INSTALL as INSTALL_SGLANG
+from kvbm.engines.sglang.versions import TESTED
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED
+from kvbm.engines.trtllm.versions import INSTALL as INSTALL_TRTLLM
+from kvbm.engines.vllm.versions import INSTALL, RUN
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

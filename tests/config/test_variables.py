@@ -12,7 +12,7 @@ from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
 from kvbm.config.variables import STORE_VARIABLES, VARIABLES, read_variables, variable_of
 from kvbm.errors import ProfileError
-from kvbm.shared.stores.obstore import OBJECT_VARIABLES
+from kvbm.tiers.shared.stores.obstore import OBJECT_VARIABLES
 
 C, D = "DYN_KVBM_CPU_CACHE_GB", "DYN_KVBM_DISK_CACHE_GB"
 BUCKET, ENABLED, ENDPOINT = (f"DYN_KVBM_OBJECT_{name}" for name in ("BUCKET", "ENABLED", "ENDPOINT"))

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from kvbm.config.load import ResolvedProfile, load
 from kvbm.config.schema import Profile
-from kvbm.sglang_integration import launch as sglang
+from kvbm.engines.sglang import launch as sglang
+from kvbm.engines.vllm import launch as vllm
 from kvbm.sizing import SizeUnknown
-from kvbm.vllm_integration import launch as vllm
 from kvbm_cli.serve.served_profile import ServedProfile
 
 KINDS = ("ConfigMap", "Deployment", "PodDisruptionBudget", "Service")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from disk_rig import assembled, make_hash
 
-from kvbm.disk.health import HealthLimits
+from kvbm.tiers.disk.health import HealthLimits
 
 SLOT_COUNT = 48
 HOST_SLOTS = 48

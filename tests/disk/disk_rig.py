@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvbm.disk.health import HealthLimits
-from kvbm.disk.instance import Instance
-from kvbm.disk.io.threads import ThreadsIO
-from kvbm.disk.orders import Read, Write
-from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.health import HealthLimits
+from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.io.threads import ThreadsIO
+from kvbm.tiers.disk.orders import Read, Write
+from kvbm.tiers.disk.settings import DiskSettings, Namespace
+from kvbm.tiers.disk.storage import DiskStorage
 
 HASH_BYTES = 16
 LIMIT_S = 60.0

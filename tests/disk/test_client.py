@@ -23,15 +23,15 @@ from kvbm.child import deadlines, service_process
 from kvbm.child.channel import Channel
 from kvbm.child.child import Opening
 from kvbm.child.service_process import UnresponsiveProcess
-from kvbm.disk.directory import InstanceLock, await_predecessor
-from kvbm.disk.health import DiskCounters
-from kvbm.disk.orders import FoundBlocks, Opened
-from kvbm.disk.service import client
-from kvbm.disk.service.client import DiskClient
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.tiers.disk.directory import InstanceLock, await_predecessor
+from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.orders import FoundBlocks, Opened
+from kvbm.tiers.disk.service import client
+from kvbm.tiers.disk.service.client import DiskClient
 from kvbm.types import SlotState
 from kvbm_cli.cache.disk_verification import holder
 from kvbm_cli.store.caches import list_caches
@@ -257,9 +257,9 @@ def test_process_that_does_not_answer_while_it_opens_is_not_waited_for(
 SLOW_TO_OPEN = """\
 import sys
 
-if "kvbm.disk.service.server" in sys.orig_argv:
+if "kvbm.tiers.disk.service.server" in sys.orig_argv:
     import time
-    from kvbm.disk.storage import DiskStorage
+    from kvbm.tiers.disk.storage import DiskStorage
 
     open_at_once = DiskStorage.open
 

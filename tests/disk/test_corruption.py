@@ -9,8 +9,8 @@ import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, assembled, instance_of, make_hash, opened, settings_for
 from xxhash import xxh3_64_hexdigest
 
-from kvbm.disk.instance import Instance
-from kvbm.disk.settings import Namespace
+from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.settings import Namespace
 
 OTHER = Namespace(bytes(reversed(range(16))), {"model": "another model"})
 BLOCKS = 12

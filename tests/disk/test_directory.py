@@ -15,14 +15,14 @@ import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, instance_of, make_shards, opened, settings_for
 from xxhash import xxh3_64_hexdigest
 
-from kvbm.disk import files
-from kvbm.disk import instance as instance_module
-from kvbm.disk.directory import InstanceLock, reclaim_oldest
-from kvbm.disk.files import Alignment, Arena, NoRoom, dio_alignment
-from kvbm.disk.instance import Instance
-from kvbm.disk.settings import Namespace
-from kvbm.disk.storage import DiskStorage
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk import files
+from kvbm.tiers.disk import instance as instance_module
+from kvbm.tiers.disk.directory import InstanceLock, reclaim_oldest
+from kvbm.tiers.disk.files import Alignment, Arena, NoRoom, dio_alignment
+from kvbm.tiers.disk.instance import Instance
+from kvbm.tiers.disk.settings import Namespace
+from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.store.caches import index_to_read, list_caches
 
 OTHER = Namespace(bytes(16), {"model": "another model"})
@@ -282,7 +282,7 @@ def test_lock_ends_with_its_process_but_not_with_its_children(tmp_path):
     """An engine is killed, and a child that it forked lives on: the cache is free."""
     script = """
         import os, pathlib, signal, sys
-        from kvbm.disk.directory import InstanceLock
+        from kvbm.tiers.disk.directory import InstanceLock
         lock = InstanceLock.take(pathlib.Path(sys.argv[1]))
         assert lock is not None
         if os.fork() == 0:
@@ -384,7 +384,7 @@ def test_without_fallocate_the_setting_is_named_and_zeros_are_written_when_it_is
 
 
 def test_failed_start_gives_all_space_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvbm.disk.files.FALLOCATE_BYTES", 64 << 10)
+    monkeypatch.setattr("kvbm.tiers.disk.files.FALLOCATE_BYTES", 64 << 10)
     break_fallocate(monkeypatch, errno.ENOSPC, after=2)
     with pytest.raises(NoRoom, match="ENOSPC") as caught, opened(tmp_path):
         pass
@@ -395,7 +395,7 @@ def test_failed_start_gives_all_space_back(tmp_path, monkeypatch):
 def test_failed_growth_leaves_the_cache_as_it_was(tmp_path, monkeypatch):
     fill(tmp_path, 12)
     with monkeypatch.context() as patch:
-        patch.setattr("kvbm.disk.files.FALLOCATE_BYTES", 64 << 10)
+        patch.setattr("kvbm.tiers.disk.files.FALLOCATE_BYTES", 64 << 10)
         break_fallocate(patch, errno.EDQUOT, after=2)
         with pytest.raises(NoRoom, match="EDQUOT"), opened(tmp_path, block_count=400):
             pass
@@ -482,7 +482,7 @@ def test_direct_io_that_lies_is_found_by_the_first_page(tmp_path, monkeypatch):
         memoryview(buffers[0])[0] ^= 1
         return count
 
-    monkeypatch.setattr("kvbm.disk.files.os.preadv", lie)
+    monkeypatch.setattr("kvbm.tiers.disk.files.os.preadv", lie)
     with pytest.raises(EnvironmentProblem, match="the bytes read differ from the bytes written"), opened(tmp_path):
         pass
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from disk_rig import HASTY, LIMIT_S, QUICK, assembled, make_hash, opened
 
-from kvbm.disk.io import threads
-from kvbm.disk.io.threads import IoNotEnded, ThreadsIO
-from kvbm.disk.orders import Read
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.io import threads
+from kvbm.tiers.disk.io.threads import IoNotEnded, ThreadsIO
+from kvbm.tiers.disk.orders import Read
 
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS]
 

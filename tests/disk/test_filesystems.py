@@ -8,9 +8,9 @@ import pytest
 from disk_rig import assembled, instance_of, opened
 from filesystems import Unavailable, mounted
 
-from kvbm.disk.files import NoRoom
-from kvbm.disk.settings import Namespace
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.files import NoRoom
+from kvbm.tiers.disk.settings import Namespace
 from kvbm_cli.store.caches import list_caches
 
 OTHER = Namespace(bytes(16), {"model": "another model"})

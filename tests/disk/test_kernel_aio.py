@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbm.disk.io import kernel_aio
-from kvbm.disk.io.kernel_aio import MAX_REQUESTS, READ, WRITE, KernelAio
-from kvbm.disk.io.threads import EndOfArena, IoRun, ThreadsIO, address_of
+from kvbm.tiers.disk.io import kernel_aio
+from kvbm.tiers.disk.io.kernel_aio import MAX_REQUESTS, READ, WRITE, KernelAio
+from kvbm.tiers.disk.io.threads import EndOfArena, IoRun, ThreadsIO, address_of
 
 PAGE = 4096
 PAGES = 4 * MAX_REQUESTS

@@ -10,8 +10,9 @@ import pytest
 from disk_rig import HASTY, LIMIT_S, assembled, opened
 from test_client import opened as process_opened
 
-from kvbm.disk import index_thread
-from kvbm.disk.known_rates import KnownRates, read_rates, write_rates
+from kvbm.tiers.disk import index_thread
+from kvbm.tiers.disk.known_rates import read_rates, write_rates
+from kvbm.tiers.rates import KnownRates
 
 
 @pytest.mark.slow

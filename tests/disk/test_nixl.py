@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from fake_nixl import FakeAgent, FakeNixl, nixlBackendError
 
-from kvbm.disk.io.nixl import MAX_DESCRIPTORS, NixlIO
-from kvbm.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun, ThreadsIO
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.io.nixl import MAX_DESCRIPTORS, NixlIO
+from kvbm.tiers.disk.io.threads import BlockIO, EndOfArena, IoNotEnded, IoRun, ThreadsIO
 
 BLOCK = 8192
 COUNT = 64
@@ -217,8 +217,8 @@ def test_memory_that_nixl_was_not_told_of_is_moved_all_the_same(make_io: MakeIO,
 def test_process_that_used_nixl_ends_with_its_own_code(tmp_path: Path, queue: str) -> None:
     program = f"""
 import mmap, os, numpy, threading
-from kvbm.disk.io.threads import IoRun
-from kvbm.disk.io.nixl import NixlIO
+from kvbm.tiers.disk.io.threads import IoRun
+from kvbm.tiers.disk.io.nixl import NixlIO
 rows = numpy.frombuffer(mmap.mmap(-1, 8192), numpy.uint8).reshape(2, 4096)
 fd = os.open({str(tmp_path / "arena")!r}, os.O_RDWR | os.O_CREAT, 0o600)
 io = NixlIO(fd, [rows], queue={queue!r})
@@ -283,7 +283,7 @@ def test_exception_while_a_transfer_runs_does_not_end_its_call(
     def fail(seconds: float) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("kvbm.disk.io.nixl.time.sleep", fail)
+    monkeypatch.setattr("kvbm.tiers.disk.io.nixl.time.sleep", fail)
     with pytest.raises(IoNotEnded, match="MemoryError"):
         io.write([IoRun(0, [source[0]])])
     assert nixl.released == []
@@ -339,7 +339,7 @@ def test_backend_that_does_not_work_is_a_problem_of_the_machine(nixl: FakeNixl, 
 
 
 def test_absent_nixl_is_a_problem_of_the_machine(monkeypatch: pytest.MonkeyPatch, fd: int) -> None:
-    monkeypatch.setattr("kvbm.disk.io.nixl.PACKAGES", ("nixl_of_nobody",))
+    monkeypatch.setattr("kvbm.tiers.disk.io.nixl.PACKAGES", ("nixl_of_nobody",))
     with pytest.raises(EnvironmentProblem) as raised:
         NixlIO(fd, [rows()], queue="uring")
     assert "kvbm-cli[nixl]" in (raised.value.hint or "")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.disk.files import MAX_DIRECTORY_BYTES, require_usable_parent
-from kvbm.disk.index import BlockIndex
 from kvbm.errors import PATH_HINTS, EnvironmentProblem, path_hint
 from kvbm.host.directories import make_private_directories
+from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, require_usable_parent
+from kvbm.tiers.disk.index import BlockIndex
 from kvbm_cli.doctor.disk import _remedy_for
 
 EVERY_ERRNO = ("ENOSPC", "EROFS", "ELOOP", "ENAMETOOLONG", "EACCES", "EPERM", "ENOTDIR", "EDQUOT", "ESTALE", "EIO")

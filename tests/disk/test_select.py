@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from fake_nixl import FakeNixl
 
-from kvbm.disk.io import select as module
-from kvbm.disk.io.nixl import GDS, NixlIO
-from kvbm.disk.io.select import GPU, MODULES, Choice, Rates, benchmark_nixl, choose_io, open_io, try_nixl
-from kvbm.disk.io.threads import IoRun
 from kvbm.errors import EnvironmentProblem
+from kvbm.tiers.disk.io import select as module
+from kvbm.tiers.disk.io.nixl import GDS, NixlIO
+from kvbm.tiers.disk.io.select import GPU, MODULES, Choice, Rates, benchmark_nixl, choose_io, open_io, try_nixl
+from kvbm.tiers.disk.io.threads import IoRun
 
 HAS_NIXL = importlib.util.find_spec("nixl_cu13") or importlib.util.find_spec("nixl_cu12")
 
@@ -205,7 +205,7 @@ def test_opened_io_moves_bytes_of_the_arena(
 
 @pytest.mark.parametrize(("wanted", "lines"), [("auto", 1), ("nixl", 1), ("threads", 0)])
 def test_choice_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture, wanted: str, lines: int) -> None:
-    caplog.set_level(logging.INFO, "kvbm.disk.io.select")
+    caplog.set_level(logging.INFO, "kvbm.tiers.disk.io.select")
     choose(wanted, Trials(uring=None))
     assert len(caplog.messages) == lines
     assert all(" uses nixl: " in message for message in caplog.messages)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from disk_rig import HASH_BYTES, NAMESPACE, found_blocks, instance_of, make_hash, make_shards, opened, settings_for
 
-from kvbm.disk import files
-from kvbm.disk.index import ROWS_PER_STATEMENT, BlockIndex
-from kvbm.disk.storage import DiskStorage
+from kvbm.tiers.disk import files
+from kvbm.tiers.disk.index import ROWS_PER_STATEMENT, BlockIndex
+from kvbm.tiers.disk.storage import DiskStorage
 
 MILLION = 1_000_000
 READY_S = 3.0

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from disk_rig import HASH_BYTES, LIMIT_S, QUICK, assembled, instance_of, make_hash, opened
 
-from kvbm.disk import index_thread, storage
-from kvbm.disk.directory import LOCK
-from kvbm.disk.io.threads import ThreadsIO
-from kvbm.disk.orders import Read
 from kvbm.errors import InvariantError
+from kvbm.tiers.disk import index_thread, storage
+from kvbm.tiers.disk.directory import LOCK
+from kvbm.tiers.disk.io.threads import ThreadsIO
+from kvbm.tiers.disk.orders import Read
 from kvbm_cli.store.caches import list_caches
 
 
@@ -201,7 +201,7 @@ def test_other_io_is_opened_in_the_directory_of_the_arena(tmp_path, monkeypatch,
         asked.append((wanted, path, is_direct, [shard.shape for shard in shards]))
         return ThreadsIO(fd)
 
-    monkeypatch.setattr("kvbm.disk.io.select.open_io", open_io)
+    monkeypatch.setattr("kvbm.tiers.disk.io.select.open_io", open_io)
     with opened(tmp_path, io="auto", persist=persist) as rig:
         assert all(rig.write(range(3), range(3)).is_good)
         directory = instance_of(tmp_path) if persist else tmp_path

@@ -21,13 +21,13 @@ from test_client import ProcessRig, has_ended, host_memory, opened, stopped
 from waiting import slept_s
 
 from kvbm.child import deadlines
-from kvbm.disk.directory import reclaim_oldest
-from kvbm.disk.orders import FoundBlocks
-from kvbm.disk.service.client import DiskClient, DiskSupervisor
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
+from kvbm.tiers.disk.directory import reclaim_oldest
+from kvbm.tiers.disk.orders import FoundBlocks
+from kvbm.tiers.disk.service.client import DiskClient, DiskSupervisor
 from kvbm_cli.store.caches import list_caches
 
 pytestmark = pytest.mark.slow

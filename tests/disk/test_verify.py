@@ -8,8 +8,8 @@ from pathlib import Path
 
 from disk_rig import instance_of, opened
 
-from kvbm.disk.index import BlockIndex, IndexRow
-from kvbm.disk.superblock import read_superblock
+from kvbm.tiers.disk.index import BlockIndex, IndexRow
+from kvbm.tiers.disk.superblock import read_superblock
 from kvbm_cli.cache.disk_verification import verify
 from kvbm_cli.store.caches import index_to_read
 

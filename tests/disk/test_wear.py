@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.disk.wear import DAY_S, LEAST_BYTES, SAMPLE_INTERVAL_S, SYSFS, WINDOW_S, Wear, WearMeter
+from kvbm.tiers.disk.wear import DAY_S, LEAST_BYTES, SAMPLE_INTERVAL_S, SYSFS, WINDOW_S, Wear, WearMeter
 
 GIB = 1 << 30
 MOUNTS = "22 27 0:21 / /proc rw - proc proc rw\n23 27 8:1 / / rw - ext4 /dev/root rw\n"

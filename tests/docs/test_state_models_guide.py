@@ -15,7 +15,7 @@ from kvbm.sizing.vllm import Model, Setting, plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/guide/state-models.md").read_text()
-SOURCE = ast.parse((ROOT / "kvbm/vllm_integration/cache_groups.py").read_text())
+SOURCE = ast.parse((ROOT / "kvbm/engines/vllm/cache_groups.py").read_text())
 WITH_STATES = "_reason_of_states"
 SIZES = re.findall(
     r"^\| `([\w./-]+)`.* \| ([\d.]+) MiB \| ([\d,]+) \| (\d+) of ([\d,]+) tokens \|$", GUIDE, re.MULTILINE

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbm.disk.io.threads import IoRun, ThreadsIO
+from kvbm.tiers.disk.io.threads import IoRun, ThreadsIO
 from kvbm_cli.doctor.probes import disk as module
 from kvbm_cli.doctor.probes.disk import RecommendedSettings, probe, recommend
 from kvbm_cli.doctor.probes.disk_file import DirectIO, ProbeFile, ProbeOutcome

@@ -435,7 +435,7 @@ def test_answers_cover_every_program():
 
 def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_host_tier(tmp_path):
     found = load("sglang-cpu-demo", directories=[profiles_directory()])
-    assert modules_of(found.profile) == ["kvbm.sglang_integration.cpu_server", "kvbm.sglang_integration.storage"]
+    assert modules_of(found.profile) == ["kvbm.engines.sglang.cpu_server", "kvbm.sglang_integration.storage"]
     assert modules_of(load("sglang", directories=[profiles_directory()]).profile) == ["kvbm.sglang_integration.storage"]
     sizing = size_of(found)
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)

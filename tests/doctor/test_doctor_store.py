@@ -13,9 +13,9 @@ from doctor_machine import GOOD_STORE, machine
 from s3_stand_in import BUCKET, StandIn
 from terminal import Outcome, assert_snapshot, kvbm_here
 
-from kvbm.shared import orders
-from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
-from kvbm.shared.stores.mooncake import MooncakeStore
+from kvbm.tiers.shared import orders
+from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
+from kvbm.tiers.shared.stores.mooncake import MooncakeStore
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.probes.store import PREFIX, StoreReport, probe

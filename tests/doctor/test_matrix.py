@@ -27,11 +27,11 @@ from filesystems import KINDS, MIB, Unavailable, mounted
 from waiting import eventually
 
 from kvbm.config.load import load
-from kvbm.disk.orders import Read, Write
-from kvbm.disk.settings import DiskSettings, Namespace
-from kvbm.disk.storage import DiskStorage
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
+from kvbm.tiers.disk.orders import Read, Write
+from kvbm.tiers.disk.settings import DiskSettings, Namespace
+from kvbm.tiers.disk.storage import DiskStorage
 from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.disk_features import queue_checks

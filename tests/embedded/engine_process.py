@@ -22,7 +22,17 @@ WAIT_S = 60.0
 @contextmanager
 def engine(log_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A serving engine process and its address; ended by SIGTERM, which must end in exit code 0."""
-    command = [sys.executable, "-m", "kvbm.embedded", "--model", "synthetic:tiny", "--port", "0", "--no-verify", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "kvbm.engines.embedded",
+        "--model",
+        "synthetic:tiny",
+        "--port",
+        "0",
+        "--no-verify",
+        *flags,
+    ]
     environment = {**os.environ, ADMIN_VARIABLE: ADMIN_TOKEN}
     with log_path.open("wb") as log, subprocess.Popen(command, stderr=log, env=environment) as child:
         try:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvbm.embedded.engine.config import EngineConfig
-from kvbm.embedded.engine.engine import Engine
-from kvbm.embedded.engine.request import RequestOutput, SamplingParams
+from kvbm.engines.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine.engine import Engine
+from kvbm.engines.embedded.engine.request import RequestOutput, SamplingParams
 
 PAUSE_S = 0.0002
 

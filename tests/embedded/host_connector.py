@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvbm.embedded.engine.connector import ConnectorOutput
+from kvbm.engines.embedded.engine.connector import ConnectorOutput
 
 
 class Memory(Protocol):

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from faults import FaultyCopier
 
 from kvbm.config.schema import Profile
-from kvbm.embedded.driver import create_connector
-from kvbm.embedded.engine.config import EngineConfig
-from kvbm.embedded.engine.engine import Engine, _Order
-from kvbm.embedded.engine.request import RequestOutput, SamplingParams
+from kvbm.engines.embedded.driver import create_connector
+from kvbm.engines.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine.engine import Engine, _Order
+from kvbm.engines.embedded.engine.request import RequestOutput, SamplingParams
 
 WAIT_S = 60.0
 LOGPROB_ROUNDING = 1e-3  # other batches round otherwise by 1e-5; one wrong block of 200 shows as 1e-2

@@ -25,14 +25,14 @@ from typing import Any
 
 import aiohttp
 
-from kvbm.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from kvbm.embedded.engine.scheduler import EngineCounters
-from kvbm.embedded.http.completion import Served
-from kvbm.embedded.http.connections import BoundedSite, front
-from kvbm.embedded.http.endpoints import create_app
-from kvbm.embedded.http.metrics import EngineMetrics
-from kvbm.embedded.http.service import Service
-from kvbm.embedded.http.text_codec import TextCodec
+from kvbm.engines.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from kvbm.engines.embedded.engine.scheduler import EngineCounters
+from kvbm.engines.embedded.http.completion import Served
+from kvbm.engines.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.endpoints import create_app
+from kvbm.engines.embedded.http.metrics import EngineMetrics
+from kvbm.engines.embedded.http.service import Service
+from kvbm.engines.embedded.http.text_codec import TextCodec
 from kvbm.errors import EngineError, KvbmError
 
 END = 258  # the end token of the byte tokenizer
@@ -251,7 +251,7 @@ def serve(engine: WrittenEngine, use: Callable[[Client], Awaitable[None]], *, co
 
 @cache
 def byte_codec() -> TextCodec:
-    from kvbm.embedded.engine.tokenizer import byte_tokenizer
+    from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
 
     return TextCodec(byte_tokenizer())
 
@@ -269,7 +269,7 @@ def connected(port: int) -> Iterator[socket.socket]:
 
 
 def main() -> int:
-    from kvbm.embedded.http.server import Server, ServerSettings
+    from kvbm.engines.embedded.http.server import Server, ServerSettings
 
     port, seconds_to_load, drain_timeout_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     engine = WrittenEngine(bytes(range(32, 127)), delay_s=0.05)

@@ -14,10 +14,10 @@ import torch
 from engine_rig import Result
 
 from kvbm import hashing
-from kvbm.embedded.engine.block_pool import BlockPool
-from kvbm.embedded.engine.engine_core import EngineCore
-from kvbm.embedded.engine.request import Request, SamplingParams
-from kvbm.embedded.engine.scheduler import Scheduler, SchedulerLimits
+from kvbm.engines.embedded.engine.block_pool import BlockPool
+from kvbm.engines.embedded.engine.engine_core import EngineCore
+from kvbm.engines.embedded.engine.request import Request, SamplingParams
+from kvbm.engines.embedded.engine.scheduler import Scheduler, SchedulerLimits
 from kvbm.host.layout import BlockLayout
 
 VOCABULARY = 50

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbm.embedded.engine.block_pool import BlockPool
+from kvbm.engines.embedded.engine.block_pool import BlockPool
 from kvbm.errors import InvariantError
 
 

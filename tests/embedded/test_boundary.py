@@ -23,20 +23,20 @@ from simulated_engine import SharedMemoryOfBytes, SimulatedEngine, expected_outp
 
 from kvbm.config.schema import Profile
 from kvbm.core.store import BlockStore
-from kvbm.embedded import driver
-from kvbm.embedded.driver import KvbmScheduler, KvbmWorker
-from kvbm.embedded.engine.connector import SchedulerConnector, WorkerConnector
+from kvbm.engines.embedded import driver
+from kvbm.engines.embedded.driver import KvbmScheduler, KvbmWorker
+from kvbm.engines.embedded.engine.connector import SchedulerConnector, WorkerConnector
 from kvbm.events import TierCleared
 from kvbm.host.region import Region
 from kvbm.leader import opening
-from kvbm.leader.disk_tier import DiskTier
 from kvbm.leader.guarded import GuardedLeader
-from kvbm.leader.host_tier import HostTier
 from kvbm.leader.leader import Leader
 from kvbm.leader.offloads import Offloads
 from kvbm.leader.onboards import Onboards
 from kvbm.leader.opening import open_tiers
-from kvbm.leader.shared_tier import SharedTier
+from kvbm.tiers.disk.tier import DiskTier
+from kvbm.tiers.host_tier import HostTier
+from kvbm.tiers.shared.tier import SharedTier
 from kvbm.types import Tier
 
 PAUSE_S = 0.0002
@@ -421,10 +421,10 @@ def test_every_hook_of_the_embedded_engine_is_guarded(protocol, ours):
 def test_only_the_boundary_and_threads_catch_everything():
     """`except Exception` anywhere else would hide a fault that the boundary must count."""
     # reported to all ranks, which then refuse to start together; or raised with what to install
-    at_start = ("kvbm/trtllm_integration/rank_side.py", "kvbm/device/replicas.py", "kvbm/sglang_integration/flushes.py")
-    instead_of_a_cache = "kvbm/disk/instance.py"  # logged and counted; another cache is opened
-    of_any_form = "kvbm/vllm_integration/media_content.py"  # a model's processor made it; logged, nothing is kept
-    of_a_thread = ("kvbm/disk/index_thread.py", "kvbm/sglang_integration/leader_thread.py")  # reported or counted
+    at_start = ("kvbm/engines/trtllm/rank_side.py", "kvbm/device/replicas.py", "kvbm/engines/sglang/flushes.py")
+    instead_of_a_cache = "kvbm/tiers/disk/instance.py"  # logged and counted; another cache is opened
+    of_any_form = "kvbm/engines/vllm/media_content.py"  # a model's processor made it; logged, nothing is kept
+    of_a_thread = ("kvbm/tiers/disk/index_thread.py", "kvbm/engines/sglang/leader_thread.py")  # reported or counted
     allowed = {"kvbm/boundary.py", *of_a_thread, *at_start, instead_of_a_cache, of_any_form}
     root = Path(inspect.getfile(driver)).parents[1]
     for path in sorted(root.rglob("*.py")):

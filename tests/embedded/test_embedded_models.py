@@ -9,8 +9,8 @@ import tiny_models
 import torch
 from engine_rig import EngineRig
 
-from kvbm.embedded.engine import attention, model, synthetic_models, tokenizer
-from kvbm.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine import attention, model, synthetic_models, tokenizer
+from kvbm.engines.embedded.engine.config import EngineConfig
 from kvbm.errors import EnvironmentProblem, ProfileError
 
 TEXTS = ["Once upon a time", "def main():\n    return", "The capital of France is", "1, 2, 3, 4,", "x"]

@@ -10,7 +10,7 @@ import tiny_models
 from engine_rig import EngineRig, prompts_of
 
 from kvbm.config.schema import Profile
-from kvbm.embedded.driver import create_connector
+from kvbm.engines.embedded.driver import create_connector
 
 BLOCK = 8
 NEW_TOKENS = 10

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_rig import EngineRig, prompts_of
 
-from kvbm.embedded.engine import attention
+from kvbm.engines.embedded.engine import attention
 
 pytestmark = [
     pytest.mark.gpu,

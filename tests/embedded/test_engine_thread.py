@@ -7,9 +7,9 @@ import host_connector
 import pytest
 from engine_rig import prompts_of
 
-from kvbm.embedded.engine.config import EngineConfig
-from kvbm.embedded.engine.engine import RESET_PAUSE, Engine
-from kvbm.embedded.engine.request import SamplingParams
+from kvbm.engines.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine.engine import RESET_PAUSE, Engine
+from kvbm.engines.embedded.engine.request import SamplingParams
 from kvbm.errors import EngineError, ProfileError
 
 WAIT_S = 60.0

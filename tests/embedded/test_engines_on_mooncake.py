@@ -10,10 +10,10 @@ sys.path.append(str(Path(__file__).parent.parent / "shared"))
 from kvbm_engine import assert_same, prompt, running
 from mooncake_pool import mooncake_pool, wait_until
 
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_store import Outgoing
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores.open import open_store
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.object_store import Outgoing
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores.open import open_store
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 pytestmark = pytest.mark.servers

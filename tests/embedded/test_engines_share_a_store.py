@@ -21,10 +21,10 @@ from kvbm_engine import assert_same, prompt, running
 from mooncake_pool import mooncake_pool, wait_until
 from mortal_stores import Ceph, Mooncake
 
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_store import Outgoing
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores.open import open_store
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.object_store import Outgoing
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores.open import open_store
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 

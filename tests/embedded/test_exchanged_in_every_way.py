@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
 
 
 def byte_tokenizer_in(directory):
-    from kvbm.embedded.engine.tokenizer import byte_tokenizer
+    from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
 
     byte_tokenizer().save_pretrained(directory)
 

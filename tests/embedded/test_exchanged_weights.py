@@ -20,8 +20,8 @@ import torch
 from kvbm_engine import assert_same, prompt, running
 from safetensors.torch import load_file, save_file
 
-from kvbm.embedded.engine import model as models
-from kvbm.embedded.engine.config import EngineConfig
+from kvbm.engines.embedded.engine import model as models
+from kvbm.engines.embedded.engine.config import EngineConfig
 
 PROMPT = prompt(1, 100)
 LONG_AGO_NS = 1_000_000_000_000_000_000

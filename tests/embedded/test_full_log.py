@@ -37,10 +37,10 @@ def make_noisy(owner, name):
 
     setattr(owner, name, noisy)
 
-if "kvbm.disk.service.server" in sys.orig_argv:
-    from kvbm.disk.storage import DiskStorage
+if "kvbm.tiers.disk.service.server" in sys.orig_argv:
+    from kvbm.tiers.disk.storage import DiskStorage
     make_noisy(DiskStorage, "poll")
-elif "kvbm.embedded.worker_process" in sys.orig_argv:
+elif "kvbm.engines.embedded.worker_process" in sys.orig_argv:
     from kvbm.device.worker import Worker
     make_noisy(Worker, "poll")
 """
@@ -79,7 +79,16 @@ def is_healthy(port: int) -> bool:
 @pytest.mark.soak
 def test_an_engine_serves_and_ends_although_its_log_is_not_read():
     port = choose_port("127.0.0.1", 0)
-    command = [sys.executable, "-m", "kvbm.embedded", "--model", "synthetic:tiny", "--port", str(port), "--no-verify"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvbm.engines.embedded",
+        "--model",
+        "synthetic:tiny",
+        "--port",
+        str(port),
+        "--no-verify",
+    ]
     with full_pipe() as (_, write):
         engine = subprocess.Popen(command, stdout=write, stderr=write)
         try:

@@ -10,7 +10,7 @@ import urllib.request
 from kvbm_engine import WAIT_S, prompt, running
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbm.embedded.http.openai_responses import Usage
+from kvbm.engines.embedded.http.openai_responses import Usage
 from kvbm.metrics import COUNTERS
 
 

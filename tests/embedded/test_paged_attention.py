@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvbm.embedded.engine import attention
-from kvbm.embedded.engine.attention import Batch, PackedSequence
-from kvbm.embedded.engine.kv_pool import KVGeometry, KVPool
+from kvbm.engines.embedded.engine import attention
+from kvbm.engines.embedded.engine.attention import Batch, PackedSequence
+from kvbm.engines.embedded.engine.kv_pool import KVGeometry, KVPool
 
 BLOCK, HEADS, KV_HEADS = 4, 6, 3
 

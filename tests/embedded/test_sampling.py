@@ -7,8 +7,8 @@ import torch
 from engine_rig import EngineRig, prompts_of
 
 from kvbm import hashing
-from kvbm.embedded.engine import sampling
-from kvbm.embedded.engine.request import Request, SamplingParams
+from kvbm.engines.embedded.engine import sampling
+from kvbm.engines.embedded.engine.request import Request, SamplingParams
 
 PROMPTS = prompts_of([30, 9, 44], vocabulary=256)
 

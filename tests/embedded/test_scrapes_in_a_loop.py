@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from server_rig import Stats
 
-from kvbm.embedded.http.metrics import EngineMetrics
+from kvbm.engines.embedded.http.metrics import EngineMetrics
 from kvbm.observe.shared_page import REST
 
 PAGE_S = 0.02

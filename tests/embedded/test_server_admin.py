@@ -10,8 +10,8 @@ from aiohttp.test_utils import make_mocked_request
 from server_rig import ADMIN_TOKEN, COMPLETIONS, Client, WrittenEngine, serve
 
 from kvbm.config.launch_plan import ADMIN_HEADER
-from kvbm.embedded.http.admin import require_admin
-from kvbm.embedded.http.request_fields import RequestError
+from kvbm.engines.embedded.http.admin import require_admin
+from kvbm.engines.embedded.http.request_fields import RequestError
 
 RESET = "/reset_prefix_cache"
 TOKEN = {ADMIN_HEADER: ADMIN_TOKEN}

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, serve
 
-from kvbm.embedded.http import connections
-from kvbm.embedded.http.connections import BoundedSite, front, most_connections
+from kvbm.engines.embedded.http import connections
+from kvbm.engines.embedded.http.connections import BoundedSite, front, most_connections
 
 pytest.importorskip("transformers")
 

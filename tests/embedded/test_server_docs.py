@@ -6,9 +6,9 @@ from pathlib import Path
 
 from server_rig import WrittenEngine
 
-from kvbm.embedded.http.endpoints import create_app
-from kvbm.embedded.http.metrics import EngineMetrics
-from kvbm.embedded.http.service import Service
+from kvbm.engines.embedded.http.endpoints import create_app
+from kvbm.engines.embedded.http.metrics import EngineMetrics
+from kvbm.engines.embedded.http.service import Service
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "embedded-server.md").read_text()
 

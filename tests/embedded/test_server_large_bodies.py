@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from server_rig import CHAT, COMPLETIONS, HELLO, MAX_MODEL_LEN, Client, WrittenEngine, byte_codec, eventually, serve
 
-from kvbm.embedded.http import completion, openai_requests
-from kvbm.embedded.http.request_fields import AnyBody, read_body
-from kvbm.embedded.http.text_codec import TextCodec
+from kvbm.engines.embedded.http import completion, openai_requests
+from kvbm.engines.embedded.http.request_fields import AnyBody, read_body
+from kvbm.engines.embedded.http.text_codec import TextCodec
 
 pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from server_rig import DEADLY_TOKEN
 
-from kvbm.embedded.__main__ import main
+from kvbm.engines.embedded.__main__ import main
 from kvbm_cli.engine.process import choose_port
 
 RIG = Path(__file__).with_name("server_rig.py")
@@ -200,7 +200,7 @@ def test_a_wrong_flag_is_named(arguments: list[str], message: str, capfd: pytest
     code, lines = shown(capfd, *arguments)
     assert code == 2
     assert lines[0].startswith(f"error: {message}")
-    assert lines[-1] == "hint: see `python -m kvbm.embedded --help` for all flags"
+    assert lines[-1] == "hint: see `python -m kvbm.engines.embedded --help` for all flags"
 
 
 def test_the_help_says_what_a_flag_is_by_default_and_never_none(capfd: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +234,7 @@ def test_what_cannot_be_loaded_is_named(
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">&-", "2>&-", "2>/dev/full", ">/dev/full 2>/dev/full"])
 def test_streams_that_are_closed_or_full_leave_the_exit_code(streams: str) -> None:
     pytest.importorskip("torch")
-    command = f"exec {shlex.quote(sys.executable)} -m kvbm.embedded --model /nowhere --port 0 {streams}"
+    command = f"exec {shlex.quote(sys.executable)} -m kvbm.engines.embedded --model /nowhere --port 0 {streams}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
     assert ended.returncode == 2
     assert b"Traceback" not in ended.stdout + ended.stderr
@@ -243,7 +243,7 @@ def test_streams_that_are_closed_or_full_leave_the_exit_code(streams: str) -> No
 def test_connection_never_gets_the_number_of_a_closed_stream() -> None:
     """Libraries write to descriptor 2, whatever it is."""
     script = (
-        "import os, socket; from kvbm.embedded.__main__ import _open_standard_streams as opens; opens(); "
+        "import os, socket; from kvbm.engines.embedded.__main__ import _open_standard_streams as opens; opens(); "
         "s = socket.socket(); os._exit(7 if s.fileno() > 2 and os.get_inheritable(2) else 8)"
     )
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(script)} <&- >&- 2>&-"

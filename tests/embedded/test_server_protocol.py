@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.embedded.http.openai_requests import (
+from kvbm.engines.embedded.http.openai_requests import (
     ChatPrompt,
     CompletionRequest,
     TextPrompt,
@@ -20,7 +20,7 @@ from kvbm.embedded.http.openai_requests import (
     parse_detokenize,
     parse_tokenize,
 )
-from kvbm.embedded.http.request_fields import RequestError
+from kvbm.engines.embedded.http.request_fields import RequestError
 
 Parse = Callable[[bytes], CompletionRequest]
 TEN = ", ".join(['"a"'] * 10)

@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 from server_rig import CHAT, COMPLETIONS, HELLO, Client, WrittenEngine, serve
 
-from kvbm.embedded.engine.tokenizer import byte_tokenizer
-from kvbm.embedded.http import endpoints
-from kvbm.embedded.http.endpoints import MAX_BODY_BYTES
-from kvbm.embedded.http.text_codec import TextCodec
+from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
+from kvbm.engines.embedded.http import endpoints
+from kvbm.engines.embedded.http.endpoints import MAX_BODY_BYTES
+from kvbm.engines.embedded.http.text_codec import TextCodec
 
 
 def test_refusals_are_openai_errors_with_their_status() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.embedded.http.text_stream import LONG_WINDOW_TOKENS, Detokenizer, StopFinder, TextStream
+from kvbm.engines.embedded.http.text_stream import LONG_WINDOW_TOKENS, Detokenizer, StopFinder, TextStream
 
 
 def decode(token_ids: Sequence[int]) -> str:

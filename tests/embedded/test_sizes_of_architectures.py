@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvbm.embedded.engine.model import _probe
-from kvbm.embedded.engine.supported_models import SUPPORTED
+from kvbm.engines.embedded.engine.model import _probe
+from kvbm.engines.embedded.engine.supported_models import SUPPORTED
 from kvbm.sizing.embedded import bytes_per_token
 from kvbm_cli.engine.model_facts import model_facts
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvbm.embedded.engine.tokenizer import byte_tokenizer
-from kvbm.embedded.http import openai_responses
-from kvbm.embedded.http.openai_requests import TextPrompt
-from kvbm.embedded.http.openai_responses import dumps, pieces
-from kvbm.embedded.http.prompt import encode
-from kvbm.embedded.http.request_fields import RequestError
-from kvbm.embedded.http.text_codec import TextCodec
+from kvbm.engines.embedded.engine.tokenizer import byte_tokenizer
+from kvbm.engines.embedded.http import openai_responses
+from kvbm.engines.embedded.http.openai_requests import TextPrompt
+from kvbm.engines.embedded.http.openai_responses import dumps, pieces
+from kvbm.engines.embedded.http.prompt import encode
+from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.engines.embedded.http.text_codec import TextCodec
 
 LETTERS = "abcdefgh"
 

@@ -7,10 +7,10 @@ import platform
 
 import pytest
 
-from kvbm.disk.io import kernel_aio
-from kvbm.disk.io.kernel_aio import READ, KernelAio
 from kvbm.host import tree
 from kvbm.host.shared_memory import Kernel
+from kvbm.tiers.disk.io import kernel_aio
+from kvbm.tiers.disk.io.kernel_aio import READ, KernelAio
 from kvbm_cli.doctor.probes import disk_file, quota
 
 # Linux's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from model_files import exchange
 
+from kvbm.engines.vllm.adapters import Adapters
 from kvbm.identity import content
-from kvbm.vllm_integration.adapters import Adapters
 
 
 @pytest.fixture

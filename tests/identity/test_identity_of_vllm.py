@@ -10,10 +10,10 @@ import pytest
 from model_files import exchange, model
 from vllm_configs import HfConfig, LoadConfig, ModelConfig, MultiModalConfig, vllm_config
 
+from kvbm.engines.vllm import identity, options
 from kvbm.identity import loading
 from kvbm.identity.description import describe
 from kvbm.identity.options import Options
-from kvbm.vllm_integration import identity, options
 
 HOUR_NS = 3_600_000_000_000
 

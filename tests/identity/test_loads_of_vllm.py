@@ -11,9 +11,9 @@ import pytest
 from model_files import exchange, model
 from vllm_configs import vllm_config
 
+from kvbm.engines.vllm import loads
 from kvbm.identity import look
 from kvbm.identity.digests import Unidentified
-from kvbm.vllm_integration import loads
 
 DISK = {"tiers": {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": "/tmp/x"}}}
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvbm.vllm_integration import media as module
-from kvbm.vllm_integration import media_content
-from kvbm.vllm_integration.media import MAX_IDENTIFIER_LENGTH, UNLIMITED, Identifier, Media
-from kvbm.vllm_integration.media_content import UnreadableContent, digest_of
+from kvbm.engines.vllm import media as module
+from kvbm.engines.vllm import media_content
+from kvbm.engines.vllm.media import MAX_IDENTIFIER_LENGTH, UNLIMITED, Identifier, Media
+from kvbm.engines.vllm.media_content import UnreadableContent, digest_of
 
 torch = pytest.importorskip("torch")
 HASH = b"h" * 32

@@ -24,18 +24,18 @@ from manual_pool import ManualPool
 
 from kvbm.device.copier import DeviceCopier
 from kvbm.device.worker import CopyThreads, Worker
-from kvbm.disk.health import DiskCounters
-from kvbm.disk.known_rates import KnownRates
-from kvbm.disk.orders import DiskResult, FoundBlocks, Read, Write
-from kvbm.disk.wear import Wear
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader
 from kvbm.leader.opening import lower_tiers
 from kvbm.leader.request import LoadResult
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.plan import StepPlan
+from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.orders import DiskResult, FoundBlocks, Read, Write
+from kvbm.tiers.disk.wear import Wear
+from kvbm.tiers.rates import KnownRates
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings, TierPolicy
 from kvbm.types import SegmentInfo, Tier
 
 PIECE_BYTES = 512

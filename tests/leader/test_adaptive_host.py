@@ -5,7 +5,7 @@ from rig import Rig, chain, disk_policy
 
 from kvbm.core.chooser import ChainUse
 from kvbm.core.ranking import ARRIVING, CLASS_MASK, IN_LOWER_TIER, INCUMBENTS, NEW, RESIDENT, RETAINED
-from kvbm.leader.settings import TierPolicy
+from kvbm.tiers.settings import TierPolicy
 
 
 @pytest.fixture

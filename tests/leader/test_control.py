@@ -8,7 +8,7 @@ from rig import Rig, chain, disk_policy
 
 from kvbm.leader import control
 from kvbm.leader.control import Refused
-from kvbm.leader.settings import TierPolicy
+from kvbm.tiers.settings import TierPolicy
 from kvbm.types import Tier
 
 ALICE, BOB = b"alice" * 3 + b"!", b"bob"

@@ -10,12 +10,13 @@ from bookkeeping import check_leader
 from rig import FakeDisk, Rig, chain, disk_policy
 
 from kvbm.core.groups import Group
-from kvbm.disk.orders import Read, Write
 from kvbm.errors import EnvironmentProblem
 from kvbm.events import TierCleared
-from kvbm.leader import disk_tier, onboards
-from kvbm.leader.disk_tier import RATES_INTERVAL_S
-from kvbm.leader.rates import GRACE, TRIAL_INTERVAL_S
+from kvbm.leader import onboards
+from kvbm.tiers.disk import tier as disk_tier
+from kvbm.tiers.disk.orders import Read, Write
+from kvbm.tiers.disk.tier import RATES_INTERVAL_S
+from kvbm.tiers.rates import GRACE, TRIAL_INTERVAL_S
 from kvbm.types import Tier
 
 

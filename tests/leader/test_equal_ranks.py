@@ -16,11 +16,11 @@ from rig import G1, FakeDisk, Rank, Rig, chain, disk_policy
 
 from kvbm.config.schema import ConnectorConfig
 from kvbm.device.pool import TransferPool
-from kvbm.disk.service import client
 from kvbm.host.region import Region
 from kvbm.leader.leader import Leader
 from kvbm.leader.opening import EngineAtStart, known, open_tiers
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.tiers.disk.service import client
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 from kvbm.types import SegmentInfo, SlotState
 
 RANKS = 8

@@ -13,9 +13,9 @@ from bookkeeping import check_leader
 from fake_store import FakeStore
 from rig import Rig, chain, disk_policy
 
-from kvbm.leader import disk_tier
-from kvbm.leader.open_reads import HUNG_S
-from kvbm.leader.settings import TierPolicy
+from kvbm.tiers.disk import tier as disk_tier
+from kvbm.tiers.open_reads import HUNG_S
+from kvbm.tiers.settings import TierPolicy
 from kvbm.types import Tier
 
 STEP_S = 0.1

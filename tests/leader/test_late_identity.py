@@ -17,7 +17,7 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.leader.opening import EngineAtStart, namespace_of, open_tiers
-from kvbm.leader.settings import EngineTraits, LeaderSettings
+from kvbm.tiers.settings import EngineTraits, LeaderSettings
 
 LIMIT_S = 20.0
 FACTS = {"engine": "e", "model": "m"}

@@ -19,7 +19,7 @@ from rig import Rig, chain, disk_policy, pattern
 
 from kvbm.core.groups import Group, StateGroup
 from kvbm.core.ranking import TABLES
-from kvbm.leader.settings import TierPolicy
+from kvbm.tiers.settings import TierPolicy
 from kvbm.types import Tier
 
 LENGTH = 4

@@ -13,7 +13,7 @@ from rig import G1, Rank, chain
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
 from kvbm.leader.leader import Leader
-from kvbm.leader.settings import EngineTraits, LeaderCallbacks, LeaderSettings
+from kvbm.tiers.settings import EngineTraits, LeaderCallbacks, LeaderSettings
 
 SLOTS = 8
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.disk.known_rates import TOKENS_PER_S, KnownRates
-from kvbm.leader.rates import Rates
 from kvbm.metrics import Counters
+from kvbm.tiers.disk.known_rates import TOKENS_PER_S
+from kvbm.tiers.rates import KnownRates, Rates
 from kvbm.types import Tier
 
 

@@ -10,9 +10,9 @@ from fake_store import FakeStore
 from rig import FakeDisk, Rig, chain, disk_policy
 
 from kvbm.core.groups import Group
-from kvbm.leader import shared_tier
-from kvbm.leader.settings import TierPolicy
-from kvbm.shared.orders import Get, Probe, Put
+from kvbm.tiers.settings import TierPolicy
+from kvbm.tiers.shared import tier as shared_tier
+from kvbm.tiers.shared.orders import Get, Probe, Put
 from kvbm.types import Tier
 
 

@@ -7,9 +7,9 @@ import pytest
 from fake_store import FakeStore
 from rig import Rig, disk_policy
 
-from kvbm.leader.lower_tier import Claim, LowerTier
-from kvbm.leader.open_reads import OpenReads
-from kvbm.leader.settings import TierPolicy
+from kvbm.tiers.lower_tier import Claim, LowerTier
+from kvbm.tiers.open_reads import OpenReads
+from kvbm.tiers.settings import TierPolicy
 from kvbm.types import Tier
 
 

@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         name="unknown-flags-of-vllm-are-none",
         bug="If the flags of the installed vLLM are unknown, every flag is refused.",
-        file="kvbm/vllm_integration/versions.py",
+        file="kvbm/engines/vllm/versions.py",
         old="set(self.flags) >= _USUAL_FLAGS and flag not in",
         new="flag not in",
         fails="tests/cli/test_transcripts.py -k 'flags_are_known and not program'",
@@ -202,7 +202,7 @@ MUTANTS = (
     Mutant(
         name="engine-executes-orders-without-end",
         bug="callers who repeat an order hold up the requests of the embedded engine",
-        file="kvbm/embedded/engine/engine.py",
+        file="kvbm/engines/embedded/engine/engine.py",
         old="for _ in range(queued):",
         new="while True:",
         fails="tests/embedded/test_engine_thread.py -k without_a_pause",
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         name="engine-resets-without-a-pause",
         bug="callers who repeat resets of a slow disk take most of the engine's time",
-        file="kvbm/embedded/engine/engine.py",
+        file="kvbm/engines/embedded/engine/engine.py",
         old="RESET_PAUSE * (ended_s - began_s)",
         new="0",
         fails="tests/embedded/test_engine_thread.py -k leave_the_engine",
@@ -218,7 +218,7 @@ MUTANTS = (
     Mutant(
         name="disk-process-reports-a-clear-late",
         bug="the end of a clear is noticed only by the next poll, so that each reset takes 0.1 s",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="            clear.on_durable()\n",
         new="",
         fails="tests/disk/test_storage.py",
@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         name="reset-of-the-cache-without-a-token",
         bug="Every program on the machine can empty the cache of the embedded engine.",
-        file="kvbm/embedded/http/admin.py",
+        file="kvbm/engines/embedded/http/admin.py",
         old="not _is_token(request.headers.get(ADMIN_HEADER), token)",
         new="False",
         fails="tests/embedded/test_server_admin.py",
@@ -234,7 +234,7 @@ MUTANTS = (
     Mutant(
         name="prompt-counts-once-per-answer",
         bug="With `n` above 1, the usage counts the tokens of a prompt several times.",
-        file="kvbm/embedded/http/choices.py",
+        file="kvbm/engines/embedded/http/choices.py",
         old="usages[:: self._per_prompt]",
         new="usages",
         fails="tests/embedded/test_server_answers.py -k n_choices",
@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         name="all-answers-of-a-prompt-share-a-seed",
         bug="With a seed, all `n` answers of a prompt are equal.",
-        file="kvbm/embedded/http/prompt.py",
+        file="kvbm/engines/embedded/http/prompt.py",
         old="seed=params.seed + index",
         new="seed=params.seed",
         fails="tests/embedded/test_server_answers.py -k n_choices",
@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         name="role-and-text-in-one-chunk",
         bug="A chat stream has no opening chunk, so a client that expects vLLM's chunks finds no role.",
-        file="kvbm/embedded/http/response_writer.py",
+        file="kvbm/engines/embedded/http/response_writer.py",
         old="if is_first else None",
         new="if False else None",
         fails="tests/embedded/test_client_requests.py",
@@ -322,7 +322,7 @@ MUTANTS = (
     Mutant(
         name="purge-deletes-what-is-not-ours",
         bug="Every object in the place of a namespace counts as a run.",
-        file="kvbm/shared/keys.py",
+        file="kvbm/tiers/shared/keys.py",
         old="return name if name and self.key(name) == key else None",
         new="return name or None",
         fails="tests/cli/test_cache.py -k of_others",
@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         name="doctor-shows-the-dump-of-the-client",
         bug="The reason of a failed request has all lines, which may hold credentials.",
-        file="kvbm/shared/stores/obstore.py",
+        file="kvbm/tiers/shared/stores/obstore.py",
         old='return str(error).partition("\\n")[0] or type(error).__name__',
         new="return str(error)",
         fails="tests/doctor/test_doctor_store.py -k not_exist",

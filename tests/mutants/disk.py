@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         name="cache-is-removed-by-its-path",
         bug="a cache whose path has become a link since it was locked is removed where the link leads",
-        file="kvbm/disk/directory.py",
+        file="kvbm/tiers/disk/directory.py",
         old="            if not _is_at(home, instance.name, lock.directory.descriptor):\n"
         '                raise OSError(errno.ESTALE, "another directory has its name")\n',
         new="            for name in names:\n                os.unlink(instance / name)\n",
@@ -25,7 +25,7 @@ MUTANTS = (
     Mutant(
         name="aio-does-not-wait-when-interrupted",
         bug="A batch that is interrupted leaves its I/O running into the buffers.",
-        file="kvbm/disk/io/kernel_aio.py",
+        file="kvbm/tiers/disk/io/kernel_aio.py",
         old="""\
             self.close()
 """,
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         name="aio-part-is-taken-for-all",
         bug="A request of a batch that moved only some of its bytes counts as done.",
-        file="kvbm/disk/io/threads.py",
+        file="kvbm/tiers/disk/io/threads.py",
         old="if count != wanted",
         new="if count < 0",
         fails="tests/disk/test_kernel_aio.py",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="disk-auto-takes-nixl-however-slow",
         bug="`io: auto` takes NIXL wherever it works, however slow it is.",
-        file="kvbm/disk/io/select.py",
+        file="kvbm/tiers/disk/io/select.py",
         old="return Choice(queue if nixl > FASTER * threads else None, shown)",
         new="return Choice(queue, shown)",
         fails="tests/disk/test_select.py",
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="disk-believes-every-byte",
         bug="A block that was read is good, whatever its checksum says.",
-        file="kvbm/disk/transfers.py",
+        file="kvbm/tiers/disk/transfers.py",
         old="is_good = found == transfer.checksums[position]",
         new="is_good = True",
         fails="tests/disk/test_corruption.py",
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="disk-cache-is-not-marked-as-used",
         bug="a cache counts as unused since its engine was started, and is the first to go",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="self._instance.touch()",
         new="pass",
         fails="tests/disk/test_storage.py -k blocks_move",
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         name="disk-checksum-without-the-hash",
         bug="A checksum fits the bytes of a block whatever its hash is.",
-        file="kvbm/disk/index.py",
+        file="kvbm/tiers/disk/index.py",
         old=' ^ int.from_bytes(sequence_hash[:SEED_BYTES], "little")',
         new="",
         fails="tests/disk/test_disk_faults.py tests/disk/test_corruption.py",
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         name="disk-checksum-without-the-namespace",
         bug="The files of another model, whose blocks have the same hashes, pass the checksum.",
-        file="kvbm/disk/index.py",
+        file="kvbm/tiers/disk/index.py",
         old='int.from_bytes(namespace[:SEED_BYTES], "little") ^ ',
         new="",
         fails="tests/disk/test_corruption.py -k another_model",
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         name="disk-cache-of-another-model-is-taken-over",
         bug="An instance in the directory of a model is used whatever model its superblock names.",
-        file="kvbm/disk/instance.py",
+        file="kvbm/tiers/disk/instance.py",
         old="if former.namespace != self.namespace.digest.hex():",
         new="if False:",
         fails="tests/disk/test_corruption.py -k another_model",
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         name="disk-child-keeps-the-lock",
         bug="A forked child keeps the lock of a cache when the engine is killed.",
-        file="kvbm/disk/directory.py",
+        file="kvbm/tiers/disk/directory.py",
         old="os.register_at_fork(after_in_child=_close_in_child)",
         new="os.register_at_fork(after_in_child=list)",
         fails="tests/disk/test_directory.py -k lock",
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="disk-does-not-wait-for-a-predecessor",
         bug="A restarted engine creates an empty cache while the process of its predecessor is exiting.",
-        file="kvbm/disk/directory.py",
+        file="kvbm/tiers/disk/directory.py",
         old="    while is_locked(predecessor):",
         new="    while False:",
         fails="tests/disk/test_client.py -k predecessor",
@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         name="disk-clear-is-not-flushed",
         bug="A clear is committed, but a power cut takes it back.",
-        file="kvbm/disk/index.py",
+        file="kvbm/tiers/disk/index.py",
         old='self._connection.execute("PRAGMA synchronous=FULL")',
         new='self._connection.execute("PRAGMA synchronous=NORMAL")',
         fails="tests/disk/test_crashes.py -k survive_a",
@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         name="disk-clear-misses-what-is-in-flight",
         bug="A write that was under way when all was cleared is committed after it.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="for transfer in (*self._in_flight, *written, *started):",
         new="for transfer in started:",
         fails="tests/disk/test_disk_faults.py -k clear",
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         name="disk-commits-before-the-flush",
         bug="Rows are committed although the flush of their bytes has failed.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="""\
             for transfer in written:
                 transfer.fail(f"flush: {error}")
@@ -142,7 +142,7 @@ MUTANTS = (
     Mutant(
         name="disk-commits-lost-bytes",
         bug="A write is committed although its host slots have lost their bytes.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="if not self._is_intact(transfer):",
         new="if False:",
         fails="tests/disk/test_disk_faults.py -k lost_their_bytes",
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         name="disk-failed-start-keeps-the-space",
         bug="A start that fails leaves what it has taken.",
-        file="kvbm/disk/files.py",
+        file="kvbm/tiers/disk/files.py",
         old="""\
             with suppress(OSError):
                 os.ftruncate(self.fd, min(before, length))
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="disk-follows-links",
         bug="A file of a cache may be a link to somewhere else.",
-        file="kvbm/disk/files.py",
+        file="kvbm/tiers/disk/files.py",
         old="return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
         new="return _private(os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)",
         fails="tests/disk/test_directory.py -k link",
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         name="disk-forgets-the-debts",
         bug="What could not be deleted is not deleted later.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="self._slots_to_delete = slots if error else set()",
         new="self._slots_to_delete = set()",
         fails="tests/disk/test_disk_faults.py -k forgotten_later",
@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         name="disk-gds-is-tried-anywhere",
         bug="GPUDirect Storage is tried where its driver hangs.",
-        file="kvbm/disk/io/select.py",
+        file="kvbm/tiers/disk/io/select.py",
         old="complaint = (why_no_gds() if queue == GDS else None) or trial(directory, queue)",
         new="complaint = trial(directory, queue)",
         fails="tests/disk/test_select.py",
@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         name="disk-older-row-of-a-hash-counts",
         bug="Of two rows with one hash, the older one is taken for where the block is.",
-        file="kvbm/disk/instance.py",
+        file="kvbm/tiers/disk/instance.py",
         old='positions = positions[np.argsort(found.generations[positions], kind="stable")]',
         new='positions = positions[np.argsort(-found.generations[positions], kind="stable")]',
         fails="tests/disk/test_corruption.py",
@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         name="disk-overwrites-what-is-still-named",
         bug="The rows of a slot stay in the index while its bytes change.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="union(*overwritten, *",
         new="union(*",
         fails="tests/disk/test_crashes.py -k named_points --timeout 170",
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         name="disk-failed-read-is-damage",
         bug="A read that failed, as on a disk that hangs, counts as proof that its blocks are damaged.",
-        file="kvbm/disk/storage.py",
+        file="kvbm/tiers/disk/storage.py",
         old="for position, bad in enumerate(transfer.is_damaged) if bad)",
         new="for position, good in enumerate(transfer.is_good) if not good)",
         fails="tests/disk/test_disk_faults.py -k proves_nothing",
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         name="disk-lost-host-memory-is-damage",
         bug="A block whose host slot is lost during the read counts as damaged.",
-        file="kvbm/disk/transfers.py",
+        file="kvbm/tiers/disk/transfers.py",
         old="if not is_good and not self._is_intact(transfer, position):",
         new="if not is_good:",
         fails="tests/disk/test_disk_faults.py -k host_memory_is_lost",
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         name="disk-short-count-is-enough",
         bug="What the kernel did in part counts as all.",
-        file="kvbm/disk/io/threads.py",
+        file="kvbm/tiers/disk/io/threads.py",
         old="buffers = _rest(buffers, count)",
         new="return offset",
         fails="tests/disk/test_disk_faults.py -k short",
@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         name="disk-stall-holds-what-waits",
         bug="What waits behind a disk that hangs is not ended.",
-        file="kvbm/disk/storage.py",
+        file="kvbm/tiers/disk/storage.py",
         old="""\
         self._threads.fail_waiting("the disk hangs")
 """,
@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         name="disk-tells-the-last-found-again",
         bug="the last of what was found at opening is told again and again",
-        file="kvbm/disk/storage.py",
+        file="kvbm/tiers/disk/storage.py",
         old="self._found = NOTHING if is_last else (slots",
         new="self._found = (slots, hashes, written) if is_last else (slots",
         fails="tests/disk/test_storage.py -k told_some_at_a_time",
@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(
         name="disk-writes-although-rows-stay",
         bug="A write goes on although the rows of its slots could not be deleted.",
-        file="kvbm/disk/index_thread.py",
+        file="kvbm/tiers/disk/index_thread.py",
         old="if error is None:",
         new="if True:",
         fails="tests/disk/test_disk_faults.py -k cannot_be_deleted",
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         name="disk-writes-go-first",
         bug="Reads wait behind all writes.",
-        file="kvbm/disk/transfers.py",
+        file="kvbm/tiers/disk/transfers.py",
         old="piece = (self._reads or self._writes).popleft()",
         new="piece = (self._writes or self._reads).popleft()",
         fails="tests/disk/test_disk_faults.py -k reads_go_before",
@@ -259,7 +259,7 @@ MUTANTS = (
     Mutant(
         name="disk-ends-a-ticket-with-running-io",
         bug="A ticket ends although the end of its I/O could not be detected.",
-        file="kvbm/disk/transfers.py",
+        file="kvbm/tiers/disk/transfers.py",
         old="""\
                 with self._changed:
                     del self._running[me]
@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         name="disk-nixl-repeats-a-failed-transfer",
         bug="A transfer of NIXL that has failed is repeated while parts of it may still be running.",
-        file="kvbm/disk/io/nixl.py",
+        file="kvbm/tiers/disk/io/nixl.py",
         old="""\
         if not has_ended:
             _never""",
@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         name="disk-trusts-generations",
         bug="A row with the largest generation leaves none for later writes.",
-        file="kvbm/disk/instance.py",
+        file="kvbm/tiers/disk/instance.py",
         old=" & (found.generations <= MAX_GENERATION)",
         new="",
         fails="tests/disk/test_corruption.py -k cannot_be",
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         name="disk-unusable-cache-ends-the-start",
         bug="A cache whose files cannot be used ends the start of the engine.",
-        file="kvbm/disk/instance.py",
+        file="kvbm/tiers/disk/instance.py",
         old="""\
             except EnvironmentProblem as error:
                 unusable_count += 1
@@ -310,7 +310,7 @@ MUTANTS = (
     Mutant(
         name="disk-unforeseen-damage-ends-the-start",
         bug="An exception that nothing foresees, while a cache is opened, ends the start of the engine.",
-        file="kvbm/disk/instance.py",
+        file="kvbm/tiers/disk/instance.py",
         old="            except Exception:  # a damage that nothing foresees",
         new="            except MemoryError:  # a damage that nothing foresees",
         fails="tests/disk/test_directory.py -k unforeseen",
@@ -318,7 +318,7 @@ MUTANTS = (
     Mutant(
         name="disk-damaged-schema-is-an-exception",
         bug="A message of SQLite that cannot be decoded is no sqlite3.Error.",
-        file="kvbm/disk/index.py",
+        file="kvbm/tiers/disk/index.py",
         old="        except UnicodeDecodeError as error:",
         new="        except KeyError as error:",
         fails="tests/disk/test_corruption.py -k schema_is_not_text",
@@ -358,7 +358,7 @@ MUTANTS = (
     Mutant(
         name="lasting-disk-takes-any-cache",
         bug="the next disk process takes over a cache that a clear of this engine has not reached",
-        file="kvbm/disk/directory.py",
+        file="kvbm/tiers/disk/directory.py",
         old="for instance in reversed(instances_of(home)) if only in (None, instance)]",
         new="for instance in reversed(instances_of(home))]",
         fails="tests/disk/test_supervisor.py -k other_cache",
@@ -374,7 +374,7 @@ MUTANTS = (
     Mutant(
         name="disk-forgets-a-clear-before-its-start",
         bug="blocks on a disk that answers after a reset are served",
-        file="kvbm/disk/service/client.py",
+        file="kvbm/tiers/disk/service/client.py",
         old="            self._clears_first = True\n",
         new="",
         fails="tests/embedded/test_disk_in_engine.py -k answers_after",
@@ -398,7 +398,7 @@ MUTANTS = (
     Mutant(
         name="disk-of-a-living-engine-is-reclaimed",
         bug="the cache of an engine is removed while its killed disk process is replaced",
-        file="kvbm/disk/directory.py",
+        file="kvbm/tiers/disk/directory.py",
         old="None if _has_living_engine(instance) else InstanceLock.take(instance)",
         new="InstanceLock.take(instance)",
         fails="tests/disk/test_supervisor.py -k living_engine",

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         name="sglang-late-page-counts",
         bug="Pages of a question that was given up are reported as there.",
-        file="kvbm/sglang_integration/storage.py",
+        file="kvbm/engines/sglang/storage.py",
         old="are_there = [False] * len(hashes)\n",
         new="are_there = [True] * len(hashes)\n",
         fails=f"{STORAGE} -k 'stopped or missing'",
@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         name="sglang-pools-share-hashes",
         bug="A page of one host pool is found as a page of another.",
-        file="kvbm/sglang_integration/storage.py",
+        file="kvbm/engines/sglang/storage.py",
         old="    if pool == KV_POOL:\n        return hashes",
         new="    if pool:\n        return hashes",
         fails="tests/sglang/test_sglang_pools.py -k one_pool",
@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         name="sglang-window-is-one-page",
         bug="A prefix is restorable although only the last of the pages that a pool requires is there.",
-        file="kvbm/sglang_integration/storage.py",
+        file="kvbm/engines/sglang/storage.py",
         old="max(1, len(transfer.keys or ()))",
         new="1",
         fails="tests/sglang/test_sglang_pools.py -k last_pages",
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="sglang-layout-is-not-in-the-name",
         bug="Engines whose pages have equal sizes in another order of bytes find each other's pages.",
-        file="kvbm/sglang_integration/host_pool.py",
+        file="kvbm/engines/sglang/host_pool.py",
         old='"layout": pool.layout,',
         new='"layout": "",',
         fails=f"{STORAGE} -k differ",
@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         name="sglang-rank-is-not-in-the-name",
         bug="All tensor-parallel ranks keep their parts of a page under one name.",
-        file="kvbm/sglang_integration/identity.py",
+        file="kvbm/engines/sglang/identity.py",
         old="[storage.tp_rank, storage.tp_size] if is_split else [0, 1]",
         new="[0, 1]",
         fails=f"{STORAGE} -k differ",
@@ -67,7 +67,7 @@ MUTANTS = (
     Mutant(
         name="sglang-page-outside-the-pool-is-read",
         bug="A page that is not in the memory of the host pool is read anyway.",
-        file="kvbm/sglang_integration/host_pool.py",
+        file="kvbm/engines/sglang/host_pool.py",
         old="if not any(begin <= address and address + length <= end for begin, end in self._ranges):",
         new="if not self._ranges:",
         fails=f"{STORAGE} -k outside",
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         name="sglang-writes-after-a-change-of-the-weights",
         bug="Pages that other weights computed are stored.",
-        file="kvbm/sglang_integration/storage.py",
+        file="kvbm/engines/sglang/storage.py",
         old="if self._thread is None or self.boundary.is_off or self._cause:",
         new="if self._thread is None or self.boundary.is_off:",
         fails=f"{STORAGE} -k change_of_the_weights",
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         name="sglang-updates-are-noticed-too-late",
         bug="A change of the weights is noticed after it has happened, and one that fails never.",
-        file="kvbm/sglang_integration/weight_updates.py",
+        file="kvbm/engines/sglang/weight_updates.py",
         old='        _WATCH.note(f"`{cause}` can have changed the weights")\n',
         new="",
         fails=f"{IDENTITY} -k noticed",
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         name="sglang-takes-a-prefetch-of-former-weights",
         bug="Pages that a prefetch has read before a change of the weights are used after it.",
-        file="kvbm/sglang_integration/weight_updates.py",
+        file="kvbm/engines/sglang/weight_updates.py",
         old="            return self.release_aborted_request(operation.handle)\n",
         new="            pass\n",
         fails=f"{IDENTITY} -k brought_before",
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="sglang-attached-storage-takes-pages-of-former-weights",
         bug="A storage that is attached after a change of the weights stores pages of the former ones.",
-        file="kvbm/sglang_integration/weight_updates.py",
+        file="kvbm/engines/sglang/weight_updates.py",
         old="        listener.weights_may_change(_WATCH.cause)\n",
         new="        pass\n",
         fails=f"{IDENTITY} -k noticed",
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         name="sglang-unknown-options-do-not-count",
         bug="Options that kvbm does not know are left out of the identity.",
-        file="kvbm/sglang_integration/identity.py",
+        file="kvbm/engines/sglang/identity.py",
         old="if name not in _NOT_KV\n",
         new='if name in ("kv_cache_dtype", "attention_backend", "page_size", "tp_size")\n',
         fails=f"{IDENTITY} -k unknown_ones",

@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-ignores-files-of-code",
         bug="code of the model's directory can read a file that does not count",
-        file="kvbm/vllm_integration/identity.py",
+        file="kvbm/engines/vllm/identity.py",
         old="every=runs_its_code(model)",
         new="every=False",
         fails="tests/identity/test_identity_of_vllm.py -k every_file",
@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-the-configuration-only",
         bug="the weights that the embedded engine has in memory do not count",
-        file="kvbm/embedded/engine/model.py",
+        file="kvbm/engines/embedded/engine/model.py",
         old='{"tensors": tensors}, directory)',
         new="{}, directory)",
         fails="tests/embedded/test_exchanged_weights.py -k put_back_is_another_model",
@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         name="engine-serves-from-the-file",
         bug="the weights of the embedded engine stay mapped from their file",
-        file="kvbm/embedded/engine/model.py",
+        file="kvbm/engines/embedded/engine/model.py",
         old="    _detach(network)\n    tensors",
         new="    tensors",
         fails="tests/embedded/test_exchanged_weights.py -k overwritten_after_loading",
@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-ignores-the-load-format",
         bug="weights of .pt files get answers from blocks of the .safetensors files next to them",
-        file="kvbm/vllm_integration/identity.py",
+        file="kvbm/engines/vllm/identity.py",
         old="for text in (_content(model, load), options.digest(load), _encoder_scales(model))",
         new="for text in (_content(model, load), _encoder_scales(model))",
         fails="tests/identity/test_identity_of_vllm.py -k selects_the_weight_files",
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-ignores-variables",
         bug="blocks of one quantised reduction are loaded after a start with another one",
-        file="kvbm/vllm_integration/options.py",
+        file="kvbm/engines/vllm/options.py",
         old='if name.startswith("VLLM_") and not OTHER_VARIABLES.search(name)',
         new='if name.startswith("VLLM_ATTENTION") and not OTHER_VARIABLES.search(name)',
         fails="tests/identity/test_identity_of_vllm.py -k can_change_the_kv",
@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-ignores-versions-of-plugins",
         bug="blocks of a model class in a plugin are loaded after an upgrade of the plugin",
-        file="kvbm/vllm_integration/identity.py",
+        file="kvbm/engines/vllm/identity.py",
         old="{point.group} {point.value} {_version(point.value, distribution.version)}",
         new="{point.group} {point.value}",
         fails="tests/identity/test_identity_of_vllm.py -k plugins_count",
@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant(
         name="adapter-in-place-is-cached",
         bug="an adapter whose files vLLM reads with every request is cached",
-        file="kvbm/vllm_integration/adapters.py",
+        file="kvbm/engines/vllm/adapters.py",
         old="not in self._doubtful and not _is_in_place(adapter) and not self._is_silent(adapter)",
         new="not in self._doubtful and not self._is_silent(adapter)",
         fails="tests/identity/test_adapters.py -k in_place",
@@ -256,7 +256,7 @@ MUTANTS = (
     Mutant(
         name="adapter-of-the-hub-is-watched-without-its-commit",
         bug="an adapter that is named by its name on the hub changes to another commit unnoticed",
-        file="kvbm/vllm_integration/adapters.py",
+        file="kvbm/engines/vllm/adapters.py",
         old="    return (*(str(snapshot / name) for name in FILES), str(reference))\n",
         new="    return tuple(str(snapshot / name) for name in FILES)\n",
         fails="tests/identity/test_adapters.py -k another_commit",
@@ -264,7 +264,7 @@ MUTANTS = (
     Mutant(
         name="adapter-on-tmpfs-is-cached",
         bug="an adapter whose files can change without a trace is cached",
-        file="kvbm/vllm_integration/adapters.py",
+        file="kvbm/engines/vllm/adapters.py",
         old="not in self._doubtful and not _is_in_place(adapter) and not self._is_silent(adapter)",
         new="not in self._doubtful and not _is_in_place(adapter)",
         fails="tests/identity/test_adapters.py -k tmpfs",
@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         name="identity-counts-known-options-only",
         bug="an option that a later version of vLLM adds does not count",
-        file="kvbm/vllm_integration/options.py",
+        file="kvbm/engines/vllm/options.py",
         old="values = {name: getattr(vllm_config, name, None) for name in names if name not in OTHER_SECTIONS}",
         new='values = {name: getattr(vllm_config, name, None) for name in names if name.endswith("_config")}',
         fails="tests/identity/test_namespace.py -k that_change_kv",
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         name="identity-leaves-out-lengths",
         bug="a model with longrope gets blocks of an engine whose `max_model_len` made it use the other factors",
-        file="kvbm/vllm_integration/options.py",
+        file="kvbm/engines/vllm/options.py",
         old="return -1 if is_derived else int(model_config.max_model_len)",
         new="return 0",
         fails="tests/identity/test_namespace.py -k maximum_length",
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         name="identity-ignores-the-version-of-pickles",
         bug="engines whose Python pickles tokens differently share a namespace",
-        file="kvbm/vllm_integration/identity.py",
+        file="kvbm/engines/vllm/identity.py",
         old='else f"pickle of Python {major}.{minor}"',
         new='else f"pickle of Python {major}"',
         fails="tests/identity/test_namespace.py -k pickled_hashes",
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant(
         name="identity-of-vllm-counts-replicas",
         bug="each data-parallel replica has a cache of its own",
-        file="kvbm/vllm_integration/options.py",
+        file="kvbm/engines/vllm/options.py",
         old='{"data_parallel_size", "data_parallel_size_local", "data_parallel_rank", ',
         new='{"data_parallel_size_local", ',
         fails="tests/identity/test_namespace.py -k replicas_differ",

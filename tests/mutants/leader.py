@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         name="leader-keeps-generations-in-a-list",
         bug="The garbage collector walks a list with an entry per block of host memory.",
-        file="kvbm/leader/host_tier.py",
+        file="kvbm/tiers/host_tier.py",
         old='array("Q", bytes(8 * region.slot_count))',
         new="[0] * region.slot_count",
         fails="tests/leader/test_memory_at_scale.py",
@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         name="leader-registers-failed-blocks",
         bug="a block is registered whatever its control word says",
-        file="kvbm/leader/host_tier.py",
+        file="kvbm/tiers/host_tier.py",
         old="[state is SlotState.READY for state in states]",
         new="[True for _ in states]",
         fails="tests/leader",
@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         name="leader-rests-before-the-disk-has-its-blocks",
         bug="an engine at rest leaves blocks unwritten that are due for the disk",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old="return self.is_writing() or (not self._is_filled and self._clock() < self._awake_until_s)",
         new="return not self._is_filled and self._clock() < self._awake_until_s",
         fails="tests/leader",
@@ -340,7 +340,7 @@ MUTANTS = (
     Mutant(
         name="scheduler-computes-in-blocks-under-a-copy",
         bug="after a failed load the embedded engine computes in blocks that a copy still writes to",
-        file="kvbm/embedded/engine/scheduler.py",
+        file="kvbm/engines/embedded/engine/scheduler.py",
         old="""\
             self._release(request.block_ids[first_bad:])
             del request.block_ids[first_bad:]
@@ -391,7 +391,7 @@ MUTANTS = (
     Mutant(
         name="leader-reads-the-wall-clock",
         bug="a clock that is set ahead makes the ranks look silent and the reads late",
-        file="kvbm/leader/settings.py",
+        file="kvbm/tiers/settings.py",
         old="    clock: Callable[[], float] = time.monotonic\n",
         new="    clock: Callable[[], float] = lambda: time.time()\n",
         fails="tests/leader/test_hanging_tiers.py -k wall_clock",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-MEDIA = "kvbm/vllm_integration/media.py"
-CONTENT = "kvbm/vllm_integration/media_content.py"
-DIGESTS = "kvbm/vllm_integration/media_content.py"
+MEDIA = "kvbm/engines/vllm/media.py"
+CONTENT = "kvbm/engines/vllm/media_content.py"
+DIGESTS = "kvbm/engines/vllm/media_content.py"
 TESTS = "tests/identity/test_media_of_vllm.py"
 
 MUTANTS = (

@@ -35,7 +35,7 @@ MUTANTS = (
     Mutant(
         name="series-count-evictions-of-free-slots",
         bug="each write to the disk seems to evict a block",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old="evicted = max(0, len(source.slots) - self.store.free)",
         new="evicted = len(source.slots)",
         fails=f"{SERIES} -k eviction",
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="control-counts-cleared-blocks-as-failed-writes",
         bug="an operator who clears a tenant causes an alert on failed transfers",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old="sum(not good and one not in write.cleared for",
         new="sum(not good for",
         fails="tests/leader/test_control.py -k cleared_tenant",
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         name="control-leaves-reads-in-flight",
         bug="a read from disk brings blocks of a cleared tenant back",
-        file="kvbm/leader/open_reads.py",
+        file="kvbm/tiers/open_reads.py",
         old="fetch.is_void |= tenant is None or fetch.tenant in (None, tenant)",
         new="fetch.is_void |= tenant is None",
         fails="tests/leader/test_control.py -k brings_back",
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         name="labels-keep-a-former-tenant",
         bug="a block without a tenant counts as that of the one whose block was in its slot before",
-        file="kvbm/leader/slot_labels.py",
+        file="kvbm/tiers/slot_labels.py",
         old="if not tenant and not self._numbers:",
         new="if not tenant:",
         fails="tests/leader/test_control.py -k labels",
@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         name="labels-forget-the-disk-at-a-restart",
         bug="after a restart, blocks on disk belong to nobody",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old='self._labels.own_each(slots, found.tenants or [b""] * len(slots))',
         new="pass",
         fails="tests/leader/test_control.py -k survive_a_restart",

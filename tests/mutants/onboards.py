@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         name="loads-read-more-than-host-memory-has-room-for",
         bug="a read asks for more room than host memory may ever have",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old="size = max(1, min(self._settings.batch_blocks, len(positions) // PARTS, share))",
         new="size = max(1, min(self._settings.batch_blocks, len(positions) // PARTS))",
         fails="tests/leader",
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="rates-wait-for-ever",
         bug="a read that has become hopeless is waited for",
-        file="kvbm/leader/rates.py",
+        file="kvbm/tiers/rates.py",
         old="return waited_s > blocks * compute_s + max(GRACE * of_blocks * compute_s, GRACE_S)",
         new="return False",
         fails="tests/leader",
@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         name="reads-that-hang-take-all-of-host-memory",
         bug="reads that never end leave no room for anything else",
-        file="kvbm/leader/open_reads.py",
+        file="kvbm/tiers/open_reads.py",
         old="return not self._open or (",
         new="return True or (",
         fails="tests/leader/test_hanging_tiers.py",
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         name="reads-that-hang-are-followed-by-others",
         bug="a tier with a read that hangs is read from",
-        file="kvbm/leader/open_reads.py",
+        file="kvbm/tiers/open_reads.py",
         old="return self._hung > 0",
         new="return False",
         fails="tests/leader/test_hanging_tiers.py",
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         name="reads-that-hang-are-hidden-by-later-ones",
         bug="one read that never ends is waited for as long as others end",
-        file="kvbm/leader/open_reads.py",
+        file="kvbm/tiers/open_reads.py",
         old="later.has_moved |= other > ticket",
         new="later.has_moved = True",
         fails="tests/leader/test_hanging_tiers.py",
@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         name="reads-are-unknown-to-the-other-tiers",
         bug="blocks that come from the shared tier are never written to disk",
-        file="kvbm/leader/open_reads.py",
+        file="kvbm/tiers/open_reads.py",
         old="if other is not self._tier:",
         new="if False:",
         fails="tests/leader/test_shared_tier.py -k have_come_go_to_disk",

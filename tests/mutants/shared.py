@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         name="engine-reads-through-links",
         bug="an engine loads an object from behind a link that somebody has put into the store",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="read_file(root.open_file(one.key), one)",
         new="read_file(os.open(self._root / one.key, os.O_RDONLY), one)",
         fails=f"{PLANTED} -k neither_reads",
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         name="object-checksum-is-not-compared",
         bug="a block with a changed byte counts as good",
-        file="kvbm/shared/geometry.py",
+        file="kvbm/tiers/shared/geometry.py",
         old="(found or self._checksums(order)) != expected",
         new="False",
         fails=f"{CONTRACT} -k damaged_object",
@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         name="object-length-is-not-compared",
         bug="an object that became longer is taken",
-        file="kvbm/shared/object_store.py",
+        file="kvbm/tiers/shared/object_store.py",
         old='return None if size == one.length else StoreAnswer(Outcome.BAD, f"{size} bytes, not {one.length}")',
         new="return None",
         fails=f"{CONTRACT} -k damaged_object",
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         name="object-first-listing-waits",
         bug="the process says what the store has when it looks around next, after the first request",
-        file="kvbm/shared/service/server.py",
+        file="kvbm/tiers/shared/service/server.py",
         old="        self._report()  # the first listing may be there already\n",
         new="",
         fails=f"{SERVICE} -k first_listing_comes",
@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         name="object-listings-pile-up",
         bug="listings are sent to an engine that does not take them: its next step takes seconds",
-        file="kvbm/shared/service/server.py",
+        file="kvbm/tiers/shared/service/server.py",
         old="            self._is_listing_on_its_way = True\n",
         new="",
         fails=f"{SERVICE} -k gets_one_listing",
@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         name="object-full-store-is-not-read",
         bug="failed writes count as a store that does not answer",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="        if result.outcome is Outcome.FAILED and is_write:\n",
         new="        if False:\n",
         fails="tests/shared/test_store_breaks.py -k reads_go_on",
@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         name="object-bad-file-is-a-bad-store",
         bug="a file that cannot be read counts as a store that does not answer",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="            if error.errno not in (errno.ENOENT, *OF_ONE_FILE) or not self._is_mounted():",
         new="            if error.errno != errno.ENOENT:",
         fails="tests/shared/test_store_breaks.py -k cannot_be_read",
@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant(
         name="object-stuck-call-keeps-the-tier-off",
         bug="a call that never returns turns the tier off again and again",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="            self._stuck_s = max(stuck)\n",
         new="",
         fails="tests/shared/test_store_breaks.py -k never_returns",
@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         name="usage-names-tokens-that-did-not-come",
         bug="after a load that failed in part, usage names tokens of the shared tier that never came",
-        file="kvbm/embedded/engine/scheduler.py",
+        file="kvbm/engines/embedded/engine/scheduler.py",
         old="        self._register_computed(request)\n        if self._connector is not None:\n",
         new="        self._register_computed(request)\n        if False:\n",
         fails="tests/embedded/test_engines_share_a_directory.py -k not_reported",
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         name="object-secret-changes-under-a-namespace",
         bug="a process that starts again uses another secret in the old namespace",
-        file="kvbm/shared/service/server.py",
+        file="kvbm/tiers/shared/service/server.py",
         old="protection.namespace(order.digest) != order.namespace",
         new="False",
         fails=f"{SERVICE} -k another_secret",
@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         name="object-order-wakes-nobody",
         bug="an order waits until a thread looks for itself",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="            self._has_order.notify()\n",
         new="",
         fails=f"{CONTRACT} -k order_does_not_wait",
@@ -153,7 +153,7 @@ MUTANTS = (
     Mutant(
         name="object-secret-is-not-in-its-namespace",
         bug="engines with different secrets replace each other's objects for ever",
-        file="kvbm/shared/protection.py",
+        file="kvbm/tiers/shared/protection.py",
         old='        return self._key(b" namespace", digest)[: len(digest)]',
         new="        return digest",
         fails="tests/embedded/test_engines_share_a_directory.py -k secrets",
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         name="object-half-of-a-file-stays",
         bug="a write that failed in the middle leaves a file",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="            with suppress(OSError):\n                os.unlink(staged, dir_fd=at)\n            raise\n",
         new="            raise\n",
         fails="tests/shared/test_directory_store.py -k fails_in_the_middle",
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         name="object-file-is-replaced",
         bug="a file that another engine has written at the same time is replaced",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="            if not creates:\n                os.replace(staged, name",
         new="            if True:\n                os.replace(staged, name",
         fails="tests/shared/test_directory_store.py -k one_creates_it",
@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         name="object-arriving-bytes-are-not-hashed",
         bug="checksums of arriving bytes leave out what comes after the first part",
-        file="kvbm/shared/geometry.py",
+        file="kvbm/tiers/shared/geometry.py",
         old="        if self._position != self._block_bytes * len(self._hashers):\n            return None\n",
         new="",
         fails=f"{CONTRACT} -k byte_for_byte",
@@ -185,7 +185,7 @@ MUTANTS = (
     Mutant(
         name="object-limit-stays-after-timeouts",
         bug="a store that has become slower for good is never used again",
-        file="kvbm/shared/stores/request_limit.py",
+        file="kvbm/tiers/shared/stores/request_limit.py",
         old="if took_s < limit_s or self.seconds != limit_s:",
         new="if True:",
         fails=f"{FAULTS} -k 'become_slower and moto'",
@@ -193,7 +193,7 @@ MUTANTS = (
     Mutant(
         name="object-seal-is-not-compared",
         bug="an object of somebody without the secret is taken",
-        file="kvbm/shared/protection.py",
+        file="kvbm/tiers/shared/protection.py",
         old="return payload if hmac.compare_digest(expected, seal) else None",
         new="return payload",
         fails=f"{CONTRACT} -k protected_run",
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         name="object-written-without-its-rank",
         bug="blocks are written although their rank has ended",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="if self._slots_carry(order.host_slots, order.generations):",
         new="if True:",
         fails=f"{CONTRACT} -k rank_ended",
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         name="object-probe-skips-gaps",
         bug="a probe counts runs behind one that is absent",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="                    high = position\n                    break\n",
         new="                    continue\n",
         fails=f"{CONTRACT} -k probe_finds",
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         name="object-breaker-never-opens",
         bug="every order waits for a store that does not answer",
-        file="kvbm/shared/breaker.py",
+        file="kvbm/tiers/shared/breaker.py",
         old="if self.why is None and self._failures >= FAILURES_IN_A_ROW:",
         new="if False:",
         fails=f"{FAULTS} -k 'every_fault and unavailable'",
@@ -225,7 +225,7 @@ MUTANTS = (
     Mutant(
         name="object-breaker-never-closes",
         bug="the tier stays off after the store answers again",
-        file="kvbm/shared/breaker.py",
+        file="kvbm/tiers/shared/breaker.py",
         old="                self.why, self._failures = None, 0\n",
         new="                pass\n",
         fails=f"{FAULTS} -k 'every_fault and unavailable'",
@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant(
         name="object-missing-bucket-is-a-miss",
         bug="an engine starts with a bucket that does not exist",
-        file="kvbm/shared/stores/obstore.py",
+        file="kvbm/tiers/shared/stores/obstore.py",
         old="            with translated():\n"
         "                for _ in obstore.list(self._store, chunk_size=1):  # a missing bucket is an error here\n"
         "                    break\n",
@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(
         name="object-url-shows-its-password",
         bug="a URL with credentials is accepted and logged",
-        file="kvbm/shared/stores/obstore.py",
+        file="kvbm/tiers/shared/stores/obstore.py",
         old="if parts.password is not None:",
         new="if False:",
         fails=f"{FAULTS} -k password",
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-that-is-bad-is-a-miss",
         bug="a damaged copy is not read again from the store",
-        file="kvbm/shared/storage.py",
+        file="kvbm/tiers/shared/storage.py",
         old="if result.outcome is Outcome.BAD and answer.is_copy:",
         new="if False:",
         fails=f"{COPIES} -k flipped",
@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-lacks-what-was-skipped",
         bug="a copy has no content where its reader skipped blocks",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old="has_gaps = len(buffers) < len(one.buffers)",
         new="has_gaps = False",
         fails=f"{COPIES} -k skipped",
@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-not-awaited",
         bug="engines that read at the same time all ask the store",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old="is_patient = not one.is_fresh and now >= self._patient_from_s",
         new="is_patient = False",
         fails=f"{COPIES} -k requested_once",
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-new",
         bug="an object that is about to expire looks new, and is not written again",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old="time.time() - age_s))",
         new="time.time()))",
         fails=f"{COPIES} -k as_old",
@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-read-into-memory-in-use",
         bug="a read of a copy that was given up changes what the request has read from the store meanwhile",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old="else self._on_disk(self._read_copy, name, one.length)",
         new="else self._on_disk(lambda: (read_file(self._copies.open_file(name), one), b''))",
         fails=f"{COPIES} -k ends_late",
@@ -312,7 +312,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-is-kept-too-late",
         bug="a copy has bytes that its buffers got after the end of the request",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old="if is_late.is_set():",
         new="if False:",
         fails=f"{COPIES} -k ends_late",
@@ -328,7 +328,7 @@ MUTANTS = (
     Mutant(
         name="node-copy-of-another-store",
         bug="an engine reads the copy of an object in another store",
-        file="kvbm/shared/stores/node_copies.py",
+        file="kvbm/tiers/shared/stores/node_copies.py",
         old='f"{self._url}\\0{key}"',
         new='f"{key}"',
         fails=f"{COPIES} -k not_confused",
@@ -336,7 +336,7 @@ MUTANTS = (
     Mutant(
         name="shared-probe-reads-nothing",
         bug="a store whose reads hang counts as working, because its directory can be listed",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="                    _read_all(root.open_file(key))\n",
         new="                    pass\n",
         fails="tests/shared/test_store_breaks.py",
@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(
         name="shared-probe-likes-a-bare-mount-point",
         bug="the empty directory below a file system that is gone counts as a store that works",
-        file="kvbm/shared/stores/directory.py",
+        file="kvbm/tiers/shared/stores/directory.py",
         old="        if not self._is_mounted():\n            return f",
         new="        if False:\n            return f",
         fails="tests/shared/test_store_breaks.py",
@@ -352,7 +352,7 @@ MUTANTS = (
     Mutant(
         name="shared-process-with-a-hung-read-stays",
         bug="a process whose read never ends keeps its host memory for good",
-        file="kvbm/shared/service/client.py",
+        file="kvbm/tiers/shared/service/client.py",
         old="return min(self._heard_s, self._moved_s) if self._reads else self._heard_s",
         new="return self._heard_s",
         fails="tests/shared/test_shared_service.py -k never_ends",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-FILE = "kvbm/leader/shared_tier.py"
+FILE = "kvbm/tiers/shared/tier.py"
 TESTS = "tests/leader/test_shared_tier.py"
 
 MUTANTS = (

@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         name="client-that-left-is-not-noticed",
         bug="The request of a client that left is computed to the end.",
-        file="kvbm/embedded/http/connections.py",
+        file="kvbm/engines/embedded/http/connections.py",
         old="handler_cancellation=True",
         new="handler_cancellation=False",
         fails="tests/embedded/test_server_connections.py -k leaves",
@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant(
         name="connections-without-a-limit",
         bug="A flood of clients takes every descriptor of the engine.",
-        file="kvbm/embedded/http/connections.py",
+        file="kvbm/engines/embedded/http/connections.py",
         old="        if len(server.connections) < self._limit:\n",
         new="        if True:\n",
         fails="tests/embedded/test_server_connections.py -k too_many",
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         name="long-bodies-without-a-rest",
         bug="The streams of the embedded engine get no turn between the long bodies of eight clients.",
-        file="kvbm/embedded/http/endpoints.py",
+        file="kvbm/engines/embedded/http/endpoints.py",
         old="loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turn.release)",
         new="turn.release()",
         fails="tests/embedded/test_server_large_bodies.py -k between_two",
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         name="long-bodies-in-parallel",
         bug="The engine parses any number of long bodies without a pause between them.",
-        file="kvbm/embedded/http/endpoints.py",
+        file="kvbm/engines/embedded/http/endpoints.py",
         old="turn = served.long_turn if len(body) > LONG_BODY_BYTES else served.short_turn",
         new="turn = asyncio.Lock()",
         fails="tests/embedded/test_server_large_bodies.py -k one_at_a_time",
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         name="usual-bodies-wait-for-long-ones",
         bug="A prompt of 100 kB waits until a body of 8 MiB is parsed.",
-        file="kvbm/embedded/http/endpoints.py",
+        file="kvbm/engines/embedded/http/endpoints.py",
         old="turn = served.long_turn if len(body) > LONG_BODY_BYTES else served.short_turn",
         new="turn = served.long_turn",
         fails="tests/embedded/test_server_large_bodies.py -k while_a_long_one",
@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         name="variables-in-the-command-line",
         bug="The engine's variables are part of the embedded engine's arguments.",
-        file="kvbm/embedded/launch.py",
+        file="kvbm/engines/embedded/launch.py",
         old="_without_environment(profile).model_dump_json()",
         new="profile.model_dump_json()",
         fails="tests/config/test_launch.py -k variables",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-LEADER_SIDE = "kvbm/trtllm_integration/leader_side.py"
-RANK_SIDE = "kvbm/trtllm_integration/rank_side.py"
+LEADER_SIDE = "kvbm/engines/trtllm/leader_side.py"
+RANK_SIDE = "kvbm/engines/trtllm/rank_side.py"
 
 MUTANTS = (
     Mutant(
@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-writes-blocks-without-their-tenant",
         bug="a block of an unknown tenant is written without one, so that it cannot be deleted by tenant",
-        file="kvbm/leader/disk_tier.py",
+        file="kvbm/tiers/disk/tier.py",
         old="if one not in self._unowned and one not in self._departing]",
         new="if one not in self._departing]",
         fails="tests/trtllm/test_disk_of_trtllm.py -k unknown_tenant",
@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-identity-without-arguments",
         bug="an engine with another data type loads blocks of this one",
-        file="kvbm/trtllm_integration/identity.py",
+        file="kvbm/engines/trtllm/identity.py",
         old='facts["arguments"] = _digest(arguments, directory)',
         new='facts["arguments"] = ""',
         fails="tests/trtllm/test_disk_of_trtllm.py -k other_arguments",
@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-keeps-blocks-of-adapters",
         bug="a block of an adapter is loaded for another adapter of the same number after a restart",
-        file="kvbm/trtllm_integration/identity.py",
+        file="kvbm/engines/trtllm/identity.py",
         old='if getattr(arguments, "lora_config", None) is not None:',
         new="if False:",
         fails="tests/trtllm/test_disk_of_trtllm.py -k outlive",
@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-baseline-with-the-connector",
         bug="the baseline has the cache too",
-        file="kvbm/trtllm_integration/launch.py",
+        file="kvbm/engines/trtllm/launch.py",
         old='return {**found, "kv_connector_config": dict(CONNECTOR)} if connector else found',
         new='return {**found, "kv_connector_config": dict(CONNECTOR)}',
         fails="tests/config/test_launch_trtllm.py",
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-option-of-the-profile-replaces-a-section",
         bug="a profile with options of the KV cache loses those that kvbm requires",
-        file="kvbm/trtllm_integration/launch.py",
+        file="kvbm/engines/trtllm/launch.py",
         old="required = {name: {**section, **(given.get(name) or {})} for name, section in _REQUIRED.items()}",
         new="required = {name: given.get(name) or section for name, section in _REQUIRED.items()}",
         fails="tests/config/test_launch_trtllm.py",
@@ -151,7 +151,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-key-without-adapter",
         bug="requests of two adapters share blocks",
-        file="kvbm/trtllm_integration/request_key.py",
+        file="kvbm/engines/trtllm/request_key.py",
         old='"adapter": None if adapter is _MISSING else adapter,',
         new='"adapter": None,',
         fails="tests/trtllm/test_traps.py -k trap_9",
@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-caches-media",
         bug="two images share blocks, because their tokens are alike",
-        file="kvbm/trtllm_integration/request_key.py",
+        file="kvbm/engines/trtllm/request_key.py",
         old="    if _has_media(request):\n        return None\n",
         new="",
         fails="tests/trtllm/test_traps.py -k trap_9",
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-serves-engines-whose-weights-change",
         bug="blocks of the former weights are used after an update of the weights in memory",
-        file="kvbm/trtllm_integration/engine_facts.py",
+        file="kvbm/engines/trtllm/engine_facts.py",
         old='_WEIGHT_UPDATES = ("ray_worker_extension_cls", "sleep_config", "enable_sleep")',
         new='_WEIGHT_UPDATES = ("sleep_config",)',
         fails="tests/trtllm/test_traps.py -k not_supported",
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-overlooks-media-of-the-pytorch-backend",
         bug="two images that TensorRT-LLM could not hash share blocks",
-        file="kvbm/trtllm_integration/request_key.py",
+        file="kvbm/engines/trtllm/request_key.py",
         old=" or not data.keys() <= {_FROM_TOKENS}",
         new="",
         fails="tests/trtllm/test_traps.py -k trap_9",

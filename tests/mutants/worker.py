@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         name="driver-loads-into-the-first-blocks",
         bug="a load goes to the first blocks of the request, not to those behind its local hit",
-        file="kvbm/embedded/driver.py",
+        file="kvbm/engines/embedded/driver.py",
         old="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[start:end])",
         new="self._cache.onboard(request.request_id, request.block_hashes, start, block_ids[: end - start])",
         fails="tests/embedded/test_kvbm_in_engine.py",
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         name="driver-offloads-before-the-forward-pass",
         bug="offloads begin before the blocks are computed",
-        file="kvbm/embedded/driver.py",
+        file="kvbm/engines/embedded/driver.py",
         old="""\
             self._worker.start(meta)
 """,

@@ -88,8 +88,8 @@ def test_nothing_is_replaced_without_package_or_profiler(package, caplog, domain
 @pytest.mark.parametrize(
     ("path", "names"),
     [
-        ("vllm_integration/scheduler_side.py", SCHEDULER_HOOKS),
-        ("vllm_integration/worker_side.py", RANK_HOOKS),
+        ("engines/vllm/scheduler_side.py", SCHEDULER_HOOKS),
+        ("engines/vllm/worker_side.py", RANK_HOOKS),
         ("device/copier.py", COPIES),
     ],
 )

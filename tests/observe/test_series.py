@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rig import Rig, chain, disk_policy
 
 from kvbm.core.shadow_caches import EVICTIONS, SIZES
-from kvbm.leader.settings import TierPolicy
 from kvbm.metrics import TRANSFER_BOUNDS_S, Counters, Durations
 from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS, EngineReport, SeriesCollector
+from kvbm.tiers.settings import TierPolicy
 
 BLOCK_BYTES = 1024
 ALWAYS = TierPolicy("always")

@@ -12,8 +12,8 @@ from rig import Rig, disk_policy
 from waiting import slept_s
 
 from kvbm.config.schema import MetricsSection
-from kvbm.leader.settings import SpanNote
 from kvbm.observe.telemetry import Telemetry
+from kvbm.tiers.settings import SpanNote
 
 pytest.importorskip("opentelemetry.sdk")
 

@@ -20,12 +20,12 @@ from waiting import eventually
 
 from kvbm.config.schema import MetricsSection
 from kvbm.errors import EnvironmentProblem
-from kvbm.leader.settings import EngineTraits, LeaderSettings
 from kvbm.metrics import Counters
 from kvbm.observe import bounded_server, decision_trace
 from kvbm.observe.decision_trace import DecisionTrace
 from kvbm.observe.metrics_server import MetricsServer
 from kvbm.observe.telemetry import HitRateLog, Telemetry, hit_rates
+from kvbm.tiers.settings import EngineTraits, LeaderSettings
 from kvbm.types import Tier
 from kvbm_cli.engine.process import choose_port
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kvbm.sglang_integration import storage
-from kvbm.sglang_integration.identity import part_of
+from kvbm.engines.sglang import storage
+from kvbm.engines.sglang.identity import part_of
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 LAYERS, HEADS, DIM = 3, 2, 8

@@ -13,7 +13,7 @@ import pytest
 import torch
 from host_pools import SGLangHostPool, storage_config
 
-from kvbm.sglang_integration import storage
+from kvbm.engines.sglang import storage
 
 pytestmark = pytest.mark.usefixtures("identity")
 PAGES, KEYS, THREADS, OPERATIONS = 120, 60, 4, 120

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from collect_surface import FILE
 
-from kvbm.sglang_integration import flushes, host_pool, identity, ranks, storage, weight_updates
-from kvbm.sglang_integration.storage import KvbmHiCacheStorage
-from kvbm.sglang_integration.versions import TESTED
+from kvbm.engines.sglang import flushes, host_pool, identity, ranks, storage, weight_updates
+from kvbm.engines.sglang.storage import KvbmHiCacheStorage
+from kvbm.engines.sglang.versions import TESTED
 
 SURFACES = json.loads(FILE.read_text())
 # Methods of the interface that kvbm leaves to SGLang's base class, and why.

@@ -18,8 +18,8 @@ from host_pools import SGLangHostPool, pretend_identity, storage_config
 from kept_results import KeptResults
 from test_sglang_storage import keys_of, leader_of, on_disk, wait_until
 
+from kvbm.engines.sglang import storage
 from kvbm.errors import EnvironmentProblem
-from kvbm.sglang_integration import storage
 
 CASES = 270
 KINDS = [one for one in DAMAGES.values() if not one.is_plain_user]  # root is above permissions

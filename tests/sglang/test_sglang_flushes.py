@@ -8,8 +8,8 @@ import pytest
 from host_pools import SGLangHostPool, storage_config
 from waiting import eventually
 
+from kvbm.engines.sglang import flushes, leader_thread, storage
 from kvbm.errors import EnvironmentProblem
-from kvbm.sglang_integration import flushes, leader_thread, storage
 
 pytestmark = pytest.mark.usefixtures("identity")
 KEYS = ["ab" * 32]

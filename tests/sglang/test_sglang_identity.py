@@ -12,10 +12,10 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from host_pools import storage_config
 
+from kvbm.engines.sglang import loads, weight_updates
+from kvbm.engines.sglang.identity import identity
 from kvbm.identity import code, content
 from kvbm.identity.description import describe
-from kvbm.sglang_integration import loads, weight_updates
-from kvbm.sglang_integration.identity import identity
 
 SECTIONS = {
     **dict.fromkeys(("model_path", "revision", "load_format", "kv_cache_dtype", "context_length"), "model"),

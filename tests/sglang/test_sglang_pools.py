@@ -12,8 +12,8 @@ import pytest
 from host_pools import SGLangHostPool, SGLangStatePool, storage_config
 from test_sglang_storage import keys_of, leader_of, on_disk
 
+from kvbm.engines.sglang import storage
 from kvbm.errors import EnvironmentProblem
-from kvbm.sglang_integration import storage
 
 pytestmark = pytest.mark.usefixtures("identity")
 

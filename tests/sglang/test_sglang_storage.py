@@ -12,9 +12,9 @@ import pytest
 from host_pools import LAYOUTS, SGLangHostPool, storage_config
 
 from kvbm.child import deadlines
+from kvbm.engines.sglang import leader_thread, storage
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.opening import known
-from kvbm.sglang_integration import leader_thread, storage
 from kvbm.types import Tier
 
 pytestmark = pytest.mark.usefixtures("identity")
@@ -228,7 +228,7 @@ STOPS_ITSELF = """
 import os, signal, sys
 from pathlib import Path
 
-if "kvbm.disk.service.server" in sys.orig_argv and not Path({pid!r}).exists():
+if "kvbm.tiers.disk.service.server" in sys.orig_argv and not Path({pid!r}).exists():
     Path({pid!r} + ".new").write_text(str(os.getpid()))
     os.rename({pid!r} + ".new", {pid!r})
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -30,7 +30,7 @@ from vllm_server import Answer, margin
 
 from kvbm.config.schema import Profile
 from kvbm.config.sglang_options import STORAGE
-from kvbm.sglang_integration import launch
+from kvbm.engines.sglang import launch
 
 PAGE = 64
 START_S, ANSWER_S, REST_S = 400.0, 240.0, 60.0
@@ -154,7 +154,9 @@ class Server:
 
     def disk_process(self) -> int:
         """The disk I/O process, which is a descendant of the server."""
-        found = subprocess.run(["pgrep", "-f", "kvbm.disk.service"], capture_output=True, text=True).stdout.split()
+        found = subprocess.run(
+            ["pgrep", "-f", "kvbm.tiers.disk.service"], capture_output=True, text=True
+        ).stdout.split()
         mine = [int(pid) for pid in found if self._is_descendant(int(pid))]
         assert len(mine) == 1, found
         return mine[0]

@@ -22,7 +22,7 @@ except metadata.PackageNotFoundError:
 # In a process of its own, because the stand-ins for its kernels stay. Prints each flag, its entry and its nargs.
 PARSER = """
 import argparse, json
-from kvbm.sglang_integration import cpu_server
+from kvbm.engines.sglang import cpu_server
 cpu_server.prepare()
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser(add_help=False)

@@ -6,16 +6,16 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from kvbm.shared.extent_format import ExtentFormat
-from kvbm.shared.geometry import ExtentGeometry
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
-from kvbm.shared.protection import NoProtection
-from kvbm.shared.settings import SharedSettings
-from kvbm.shared.storage import SharedStorage
-from kvbm.shared.stores.directory import DirectoryStore
-from kvbm.shared.stores.obstore import connection
-from kvbm.shared.stores.open import open_store
+from kvbm.tiers.shared.extent_format import ExtentFormat
+from kvbm.tiers.shared.geometry import ExtentGeometry
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.orders import NOT_WANTED, Get, Outcome, Probe, Put
+from kvbm.tiers.shared.protection import NoProtection
+from kvbm.tiers.shared.settings import SharedSettings
+from kvbm.tiers.shared.storage import SharedStorage
+from kvbm.tiers.shared.stores.directory import DirectoryStore
+from kvbm.tiers.shared.stores.obstore import connection
+from kvbm.tiers.shared.stores.open import open_store
 
 HASH_BYTES = 16
 LIMIT_S = 60.0

@@ -9,11 +9,11 @@ import pytest
 from storage_rig import make_run, opened
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.geometry import ExtentGeometry
-from kvbm.shared.object_store import Outgoing
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores import directory
-from kvbm.shared.stores.request_limit import FIRST_LIMIT_S
+from kvbm.tiers.shared.geometry import ExtentGeometry
+from kvbm.tiers.shared.object_store import Outgoing
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores import directory
+from kvbm.tiers.shared.stores.request_limit import FIRST_LIMIT_S
 
 RUN = make_run(0)
 

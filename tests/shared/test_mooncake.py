@@ -9,10 +9,10 @@ from mooncake_pool import mooncake_pool, wait_until
 from storage_rig import SHARDS, make_run, opened, pattern
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.object_store import Incoming, Outgoing
-from kvbm.shared.orders import Get, Outcome, Put
-from kvbm.shared.protection import AesProtection, HmacProtection
-from kvbm.shared.storage import STALL
+from kvbm.tiers.shared.object_store import Incoming, Outgoing
+from kvbm.tiers.shared.orders import Get, Outcome, Put
+from kvbm.tiers.shared.protection import AesProtection, HmacProtection
+from kvbm.tiers.shared.storage import STALL
 
 pytest.importorskip("mooncake.store", exc_type=ImportError)
 pytestmark = pytest.mark.servers
@@ -176,7 +176,7 @@ def test_a_master_that_does_not_exist_is_an_error_at_the_start():
 @pytest.fixture
 def faulty(pool, monkeypatch):
     """A rig with one run in a store that the test breaks. The breaker tries the store every second."""
-    monkeypatch.setattr("kvbm.shared.breaker.LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr("kvbm.tiers.shared.breaker.LONGEST_PAUSE_S", 1.0)
     with opened(pool.url) as rig:
         ready(pool, rig)
         assert comes_back(rig, make_run(0))

@@ -16,12 +16,12 @@ from test_shared_service import LIMIT_S
 from test_shared_service import opened as opened_process
 
 from kvbm.host.tree import Tree
-from kvbm.shared.keys import KeySpace
-from kvbm.shared.object_store import Incoming, StoreAnswer
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores import node_copies as module
-from kvbm.shared.stores.node_copies import COPIES, COPY_NAME, NodeCopies
-from kvbm.shared.stores.open import open_store, with_copies
+from kvbm.tiers.shared.keys import KeySpace
+from kvbm.tiers.shared.object_store import Incoming, StoreAnswer
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores import node_copies as module
+from kvbm.tiers.shared.stores.node_copies import COPIES, COPY_NAME, NodeCopies
+from kvbm.tiers.shared.stores.open import open_store, with_copies
 
 OBJECTS = 20
 SLOW_BYTES_PER_S = 80_000  # an object takes 0.1 s

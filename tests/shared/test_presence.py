@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvbm.shared import presence as module
-from kvbm.shared.orders import Listing
-from kvbm.shared.presence import ABSENT_S, DIGEST, Presence, digest_of
+from kvbm.tiers.shared import presence as module
+from kvbm.tiers.shared.orders import Listing
+from kvbm.tiers.shared.presence import ABSENT_S, DIGEST, Presence, digest_of
 
 NAMES = [b"%d" % number for number in range(1000)]
 

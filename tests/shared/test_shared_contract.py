@@ -8,9 +8,9 @@ import pytest
 from storage_rig import make_run, opened
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared import storage
-from kvbm.shared.orders import Outcome
-from kvbm.shared.protection import AesProtection, HmacProtection, NoProtection
+from kvbm.tiers.shared import storage
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.protection import AesProtection, HmacProtection, NoProtection
 
 SECRET = b"sixteen bytes or more"
 

@@ -10,8 +10,8 @@ from fault_proxy import FAULTS, FaultProxy
 from storage_rig import EXTENT_BLOCKS, make_run, opened
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.orders import Get, Outcome, Probe, Put
-from kvbm.shared.stores.request_limit import LEAST_LIMIT_S
+from kvbm.tiers.shared.orders import Get, Outcome, Probe, Put
+from kvbm.tiers.shared.stores.request_limit import LEAST_LIMIT_S
 
 MISS_LIMIT_S = 4.0  # a request may take 1 s then, and a call twice as long
 BACK_LIMIT_S = 12.0  # pauses of 1, 2 and 4 s

@@ -24,10 +24,10 @@ from kvbm.errors import EnvironmentProblem
 from kvbm.host.layout import BlockLayout
 from kvbm.host.region import Region
 from kvbm.host.segment import Segment
-from kvbm.shared.orders import Get, Outcome, Probe, Put
-from kvbm.shared.presence import DIGEST
-from kvbm.shared.service.client import BlockShape, SharedClient
-from kvbm.shared.settings import SharedSettings
+from kvbm.tiers.shared.orders import Get, Outcome, Probe, Put
+from kvbm.tiers.shared.presence import DIGEST
+from kvbm.tiers.shared.service.client import BlockShape, SharedClient
+from kvbm.tiers.shared.settings import SharedSettings
 from kvbm.types import SlotState
 
 SLOTS, BLOCK_BYTES, GENERATION = 32, 8192, 7

@@ -11,11 +11,11 @@ from waiting import eventually
 
 from kvbm.child import channel as channel_module
 from kvbm.child.channel import Channel
-from kvbm.shared import breaker, storage
-from kvbm.shared.breaker import WritePause
-from kvbm.shared.object_store import StoreAnswer
-from kvbm.shared.orders import Outcome
-from kvbm.shared.stores import directory
+from kvbm.tiers.shared import breaker, storage
+from kvbm.tiers.shared.breaker import WritePause
+from kvbm.tiers.shared.object_store import StoreAnswer
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.stores import directory
 
 RUNS = [make_run(number) for number in range(8)]
 

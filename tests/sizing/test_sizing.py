@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbm.config.schema import Profile
-from kvbm.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, size
 from kvbm.sizing.embedded import bytes_per_token

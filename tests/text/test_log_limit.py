@@ -16,7 +16,7 @@ from kvbm.text.log_limit import BUDGET, BURST, INTERVAL_S, MAX_KINDS, Lines, Log
 
 
 def passed(limit: RepeatFilter, text: str, *arguments: object, level: int = logging.WARNING) -> str | None:
-    record = logging.LogRecord("kvbm.disk", level, "file", 1, text, arguments, None)
+    record = logging.LogRecord("kvbm.tiers.disk", level, "file", 1, text, arguments, None)
     return record.getMessage() if limit.filter(record) else None
 
 

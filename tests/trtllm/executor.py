@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from interface import Collectives, Manager, State, Version, arguments, installed, require_attention_dp
 
-from kvbm.trtllm_integration import meeting
+from kvbm.engines.trtllm import meeting
 
 BLOCK = 4
 LAYERS = 2

@@ -20,9 +20,9 @@ from interface import MAIN, V1_2, VERSIONS, arguments
 from test_tokens import assert_right, conversations, drawn, everywhere
 from test_traps import output
 
+from kvbm.engines.trtllm.identity import identity
 from kvbm.identity import code, loading
 from kvbm.identity.description import describe
-from kvbm.trtllm_integration.identity import identity
 from kvbm.types import Tier
 
 HOUR_NS = 3_600_000_000_000

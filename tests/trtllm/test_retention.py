@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvbm.engines.trtllm.retention import hint_of
 from kvbm.leader.hints import HIGH_S, Hint, parsed
-from kvbm.trtllm_integration.retention import hint_of
 
 
 def request(*ranges):

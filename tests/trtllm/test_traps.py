@@ -23,9 +23,9 @@ from interface import (
     require_attention_dp,
 )
 
+from kvbm.engines.trtllm.messages import TransferOrders
+from kvbm.engines.trtllm.request_key import request_key
 from kvbm.errors import EnvironmentProblem, ProfileError
-from kvbm.trtllm_integration.messages import TransferOrders
-from kvbm.trtllm_integration.request_key import request_key
 
 PROMPT = tuple(range(17))  # four blocks and one token
 every_version = pytest.mark.parametrize("version", VERSIONS, ids=str)

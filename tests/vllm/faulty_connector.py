@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvbm.device.worker import Worker
+from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.worker_side import WorkerSide
 from kvbm.errors import TransferError
-from kvbm.vllm_integration.connector import DynamoConnector
-from kvbm.vllm_integration.worker_side import WorkerSide
 
 FAULTS_FILE = "KVBM_TEST_FAULTS"
 POLL_S = 0.01

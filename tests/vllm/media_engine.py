@@ -47,7 +47,7 @@ class MediaEngine(SteppedEngine):
 
     def slow_digests(self, seconds: float) -> None:
         """From now on, each digest takes so long, in all engines."""
-        from kvbm.vllm_integration import media_content
+        from kvbm.engines.vllm import media_content
 
         digest_of = media_content.digest_of
 

@@ -27,13 +27,13 @@ from kvbm.boundary import Boundary
 from kvbm.config.schema import EventsSection
 from kvbm.core.groups import Group, StateGroup
 from kvbm.core.store import BlockStore
+from kvbm.engines.vllm import announcer as module
+from kvbm.engines.vllm import descriptions
+from kvbm.engines.vllm.announcer import STEP_BLOCKS, Announcer
+from kvbm.engines.vllm.cache_groups import TransferGroup
+from kvbm.engines.vllm.descriptions import Descriptions, forms_of
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, TierCleared
 from kvbm.types import Tier
-from kvbm.vllm_integration import announcer as module
-from kvbm.vllm_integration import descriptions
-from kvbm.vllm_integration.announcer import STEP_BLOCKS, Announcer
-from kvbm.vllm_integration.cache_groups import TransferGroup
-from kvbm.vllm_integration.descriptions import Descriptions, forms_of
 
 SIZE = 4
 PLAIN = TransferGroup(0, Group(SIZE), ("layer",), kind="full_attention")

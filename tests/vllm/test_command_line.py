@@ -18,8 +18,8 @@ from kvbm.config.engine import VllmArguments
 from kvbm.config.flags import KVBM_SETS
 from kvbm.config.load import load
 from kvbm.config.schema import Profile
-from kvbm.vllm_integration.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
-from kvbm.vllm_integration.versions import VllmInstallation, is_known
+from kvbm.engines.vllm.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
+from kvbm.engines.vllm.versions import VllmInstallation, is_known
 from kvbm_cli.engine.python_probe import find_vllm
 from kvbm_cli.package_data import profiles_directory
 

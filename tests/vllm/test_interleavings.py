@@ -36,9 +36,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvbm.vllm_integration.connector import DynamoConnector
-from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.worker_side import WorkerSide
+from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.scheduler_side import SchedulerSide
+from kvbm.engines.vllm.worker_side import WorkerSide
 from kvbm_cli.make_model import materialise
 
 BLOCK, BLOCKS, PREFIX = 32, 24, 96
@@ -344,7 +344,7 @@ def test_what_a_rank_assumes_of_the_order_of_calls_is_tested(world, monkeypatch,
 
 
 def test_names_in_g1_must_be_refused_when_they_are_given(world, monkeypatch):
-    monkeypatch.setattr("kvbm.vllm_integration.former_weights.FormerWeights._of_fresh", lambda _, register: register)
+    monkeypatch.setattr("kvbm.engines.vllm.former_weights.FormerWeights._of_fresh", lambda _, register: register)
     assert wrong_points(world, "full", 1, "V2", 2, 2) != []
 
 

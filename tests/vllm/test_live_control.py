@@ -117,7 +117,7 @@ def stopped_disk(running: VllmServer) -> Iterator[None]:
     disk = next(
         child
         for child in psutil.Process(running.process.pid).children(recursive=True)
-        if "kvbm.disk.service.server" in child.cmdline()
+        if "kvbm.tiers.disk.service.server" in child.cmdline()
     )
     os.kill(disk.pid, signal.SIGSTOP)
     try:

@@ -78,7 +78,7 @@ def test_series_at_a_port_of_their_own_are_those_of_vllm_itself(tmp_path):
 
 
 def test_a_mistake_is_refused_before_any_process_of_an_engine_starts(monkeypatch):
-    from kvbm.vllm_integration.connector import DynamoConnector
+    from kvbm.engines.vllm.connector import DynamoConnector
 
     monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "100GB")
     with pytest.raises(ProfileError) as caught:
@@ -100,8 +100,8 @@ def test_vllm_asks_that_of_an_engine_with_cuda_graphs(monkeypatch):
 
 def test_a_taken_port_stops_the_side_that_decides(monkeypatch):
     from kvbm.config.schema import ConnectorConfig
-    from kvbm.vllm_integration.engine_facts import VllmFacts
-    from kvbm.vllm_integration.scheduler_side import SchedulerSide
+    from kvbm.engines.vllm.engine_facts import VllmFacts
+    from kvbm.engines.vllm.scheduler_side import SchedulerSide
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -142,7 +142,7 @@ def pool():
 
 
 def test_the_queue_is_examined_again_when_an_eighth_of_what_was_seen_is_evicted(pool):
-    from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
+    from kvbm.engines.vllm.eviction_queue import VllmEvictionQueue
 
     queue = VllmEvictionQueue(pool)
     assert [block_id for block_id, _ in queue.first(32, again=False)] == list(range(1, 33))
@@ -157,7 +157,7 @@ def test_the_queue_is_examined_again_when_an_eighth_of_what_was_seen_is_evicted(
 
 
 def test_an_evicted_block_has_another_content(pool):
-    from kvbm.vllm_integration.eviction_queue import VllmEvictionQueue
+    from kvbm.engines.vllm.eviction_queue import VllmEvictionQueue
 
     queue = VllmEvictionQueue(pool)
     before = queue.contents_of([1, 2])

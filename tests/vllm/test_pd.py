@@ -66,7 +66,7 @@ def children(*names: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("second", ["NixlConnector", "NixlPullConnector"])
 def test_our_connector_and_then_nixl_are_its_children(second: str) -> None:
-    from kvbm.vllm_integration.pd import require_children
+    from kvbm.engines.vllm.pd import require_children
 
     require_children(children("DynamoConnector", second))
 
@@ -85,7 +85,7 @@ def test_our_connector_and_then_nixl_are_its_children(second: str) -> None:
     ],
 )
 def test_other_children_are_refused_before_an_engine_starts(extra_config: dict[str, Any], message: str) -> None:
-    from kvbm.vllm_integration.connector import PdConnector
+    from kvbm.engines.vllm.connector import PdConnector
 
     with pytest.raises(ProfileError) as caught:
         PdConnector.requires_piecewise_for_cudagraph(extra_config)
@@ -96,7 +96,7 @@ def test_other_children_are_refused_before_an_engine_starts(extra_config: dict[s
 def test_vllm_knows_our_names_however_often_the_module_is_loaded() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from kvbm.vllm_integration import connector
+    from kvbm.engines.vllm import connector
 
     connector._register()
     for name in ("DynamoConnector", "PdConnector"):
@@ -106,7 +106,7 @@ def test_vllm_knows_our_names_however_often_the_module_is_loaded() -> None:
 def test_all_that_it_is_made_of_can_do_with_hybrid_models() -> None:
     from vllm.config import KVTransferConfig
 
-    from kvbm.vllm_integration.pd import PdConnector
+    from kvbm.engines.vllm.pd import PdConnector
 
     extra_config = children("DynamoConnector", "NixlConnector")
     assert PdConnector.all_children_support_hma(
@@ -115,7 +115,7 @@ def test_all_that_it_is_made_of_can_do_with_hybrid_models() -> None:
 
 
 def test_configuration_in_the_guide_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbm.vllm_integration.pd import PdConnector
+    from kvbm.engines.vllm.pd import PdConnector
 
     monkeypatch.setenv("DYN_KVBM_CPU_CACHE_GB", "100")  # as the guide says: without a tier it is refused
     guide = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"
@@ -148,7 +148,7 @@ class Request:
 
 def pd_connector(*its_children: Child) -> Any:
     """Without an engine's configuration, of which these methods ask nothing."""
-    from kvbm.vllm_integration.pd import PdConnector
+    from kvbm.engines.vllm.pd import PdConnector
 
     connector = PdConnector.__new__(PdConnector)
     connector._connectors, connector._requests_to_connector = list(its_children), {}

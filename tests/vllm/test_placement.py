@@ -12,8 +12,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm_server import CONNECTOR, FAULTY_CONNECTOR
 
+from kvbm.engines.vllm import placement
 from kvbm.errors import ProfileError
-from kvbm.vllm_integration import placement
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch
 OURS = CONNECTOR

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvbm.vllm_integration.replicas import replica_count
+from kvbm.engines.vllm.replicas import replica_count
 
 HEAD = {"block_size": 16, "num_kv_heads": 1, "head_size": 64, "dtype": torch.float32}
 ONE_HEAD = FullAttentionSpec(**HEAD)

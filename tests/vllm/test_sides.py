@@ -41,6 +41,20 @@ from vllm.v1.request import RequestStatus
 from kvbm.boundary import Boundary
 from kvbm.config.schema import ConnectorConfig
 from kvbm.core.groups import Group, StateGroup
+from kvbm.engines.vllm.block_tables import GroupedTables
+from kvbm.engines.vllm.cache_groups import (
+    KNOWS_FAILED_REQUESTS,
+    REPORTS_HIT_SOURCES,
+    TransferGroup,
+    cache_groups,
+    decline_reason,
+)
+from kvbm.engines.vllm.engine_facts import VllmFacts
+from kvbm.engines.vllm.request import UNLIMITED, VllmRequest, _limit
+from kvbm.engines.vllm.scheduler_side import SchedulerSide
+from kvbm.engines.vllm.telemetry import KvbmPromMetrics, KvbmStats, StatsSource
+from kvbm.engines.vllm.weight_updates import reports_weight_updates, watch
+from kvbm.engines.vllm.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.processes import boot_id
 from kvbm.leader.leader import Leader
@@ -50,20 +64,6 @@ from kvbm.metrics import Counters, Facts
 from kvbm.observe.series import SeriesCollector
 from kvbm.plan import Offload, Onboard, StepPlan
 from kvbm.types import SegmentInfo, Tier
-from kvbm.vllm_integration.block_tables import GroupedTables
-from kvbm.vllm_integration.cache_groups import (
-    KNOWS_FAILED_REQUESTS,
-    REPORTS_HIT_SOURCES,
-    TransferGroup,
-    cache_groups,
-    decline_reason,
-)
-from kvbm.vllm_integration.engine_facts import VllmFacts
-from kvbm.vllm_integration.request import UNLIMITED, VllmRequest, _limit
-from kvbm.vllm_integration.scheduler_side import SchedulerSide
-from kvbm.vllm_integration.telemetry import KvbmPromMetrics, KvbmStats, StatsSource
-from kvbm.vllm_integration.weight_updates import reports_weight_updates, watch
-from kvbm.vllm_integration.worker_side import Handshake, StepOrders, WordsWritten, WorkerSide
 
 CONFIG = ConnectorConfig.model_validate({"tiers": {"host": {"blocks": 8}}})
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -220,7 +220,7 @@ def test_states_next_to_latent_attention_are_declined():
 
 def test_states_are_declined_where_vllm_is_too_old_for_them(monkeypatch):
     """Before 0.30, a request whose load failed continues with the state of an earlier block."""
-    monkeypatch.setattr("kvbm.vllm_integration.cache_groups.KNOWS_FAILED_REQUESTS", False)
+    monkeypatch.setattr("kvbm.engines.vllm.cache_groups.KNOWS_FAILED_REQUESTS", False)
     reason = decline_reason(engine(), cache(mamba()))
     assert reason.startswith("vLLM before 0.30 ")
     assert "states" in reason
@@ -452,7 +452,7 @@ def test_after_a_sleep_blocks_are_loaded_into_the_memory_that_vllm_maps_again(ra
 
 
 def test_a_rank_with_a_copy_that_does_not_end_refuses_to_sleep_and_goes_on(rank, monkeypatch):
-    monkeypatch.setattr("kvbm.vllm_integration.worker_side.SLEEP_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvbm.engines.vllm.worker_side.SLEEP_PATIENCE_S", 0.01)
     rank.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
     rank._worker._onboard_pool = pool = ManualPool()
     try:
@@ -999,7 +999,7 @@ def test_without_kv_events_nothing_is_described():
 
 
 def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):
-    monkeypatch.setattr("kvbm.vllm_integration.scheduler_side.RESET_PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvbm.engines.vllm.scheduler_side.RESET_PATIENCE_S", 0.05)
     hung = threading.Event()
     copier = fake_engine.worker._worker._copier
     monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from kvbm.vllm_integration import cache_groups
+from kvbm.engines.vllm import cache_groups
 
 STATE = MambaSpec(block_size=128, shapes=((3, 4), (2, 4)), dtypes=(torch.float32,) * 2, mamba_cache_mode="align")
 

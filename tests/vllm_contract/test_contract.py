@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mypy import api
 
-from kvbm.vllm_integration import versions
+from kvbm.engines.vllm import versions
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -28,7 +28,7 @@ INTEGRATION = Path(versions.__file__).parent
 SOURCES = sorted(set(INTEGRATION.glob("*.py")) - {INTEGRATION / "launch.py"})
 CONNECTORS = {
     "DynamoConnector": "kvbm.vllm_integration.connector",
-    "PdConnector": "kvbm.vllm_integration.pd",
+    "PdConnector": "kvbm.engines.vllm.pd",
 }
 ALL_HOOKS = set().union(*(hooks(SURFACES.surface(version)) for version in VERSIONS))
 SMALL_CONNECTOR = """

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvbm.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
-from kvbm.disk.io.threads import ThreadsIO
+from kvbm.tiers.disk.files import PAGE_BYTES, UNSUPPORTED, Alignment, dio_alignment, fallocate
+from kvbm.tiers.disk.io.threads import ThreadsIO
 from kvbm_cli.doctor.probes.disk_file import (
     AREA_BYTES,
     DirectIO,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvbm.disk.files import PAGE_BYTES, fallocate
-from kvbm.disk.io.kernel_aio import KernelAio
 from kvbm.host.libc import LIBC, last_error
+from kvbm.tiers.disk.files import PAGE_BYTES, fallocate
+from kvbm.tiers.disk.io.kernel_aio import KernelAio
 
 PREFIX = ".kvbm-probe-"
 TRIED_ALIGNMENTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

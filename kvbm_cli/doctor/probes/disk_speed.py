@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbm.disk.io.threads import Buffer, IoRun, ThreadsIO
+from kvbm.tiers.disk.io.threads import Buffer, IoRun, ThreadsIO
 
 THREADS = 4
 FLUSHES = 9

@@ -248,9 +248,9 @@ class RoundTrip:
         return DeviceCopier(self._layout, [self._device_memory], self._segment)
 
     def _through_disk(self) -> None:
-        from kvbm.disk.orders import Read, Write
-        from kvbm.disk.settings import DiskSettings, Namespace
-        from kvbm.disk.storage import DiskStorage
+        from kvbm.tiers.disk.orders import Read, Write
+        from kvbm.tiers.disk.settings import DiskSettings, Namespace
+        from kvbm.tiers.disk.storage import DiskStorage
 
         assert self._request.disk is not None
         given = {**self._request.disk, "directory": Path(self._request.disk["directory"])}

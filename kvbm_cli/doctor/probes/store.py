@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvbm.errors import EnvironmentProblem
-from kvbm.shared.object_store import Incoming, Outgoing, StoreAnswer
-from kvbm.shared.orders import Outcome
-from kvbm.shared.settings import directory_of
+from kvbm.tiers.shared.object_store import Incoming, Outgoing, StoreAnswer
+from kvbm.tiers.shared.orders import Outcome
+from kvbm.tiers.shared.settings import directory_of
 
 if TYPE_CHECKING:
-    from kvbm.shared.stores.mooncake import MooncakeStore
+    from kvbm.tiers.shared.stores.mooncake import MooncakeStore
     from kvbm_cli.store.access import LeftOut, StoreAccess
 
 PREFIX = "kvbm-doctor"
@@ -225,7 +225,7 @@ def _pass_over(left_out: LeftOut) -> None:
 def _probe_pool(url: str, *, seconds: float, writes: bool, on_phase: PhaseCallback) -> StoreReport:
     """Test whether a pool of Mooncake Store takes objects, and how fast. Each rate is measured for `seconds`. Without
     `writes`, it asks only for an object. It holds 64 MiB at most, because a full pool removes objects of others."""
-    from kvbm.shared.stores.mooncake import MooncakeStore
+    from kvbm.tiers.shared.stores.mooncake import MooncakeStore
 
     on_phase("connect")
     try:

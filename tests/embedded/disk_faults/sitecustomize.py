@@ -17,7 +17,7 @@ The file, named by KVBM_TEST_DISK_FAULTS, holds a JSON object; what is absent fr
 
 import sys
 
-if "kvbm.disk.service.server" in sys.orig_argv:
+if "kvbm.tiers.disk.service.server" in sys.orig_argv:
     import errno
     import json
     import os
@@ -27,11 +27,11 @@ if "kvbm.disk.service.server" in sys.orig_argv:
     import time
     from pathlib import Path
 
-    from kvbm.disk import storage
-    from kvbm.disk.files import Arena
-    from kvbm.disk.health import HealthLimits
-    from kvbm.disk.index import BlockIndex
-    from kvbm.disk.io.threads import EndOfArena, IoNotEnded, ThreadsIO
+    from kvbm.tiers.disk import storage
+    from kvbm.tiers.disk.files import Arena
+    from kvbm.tiers.disk.health import HealthLimits
+    from kvbm.tiers.disk.index import BlockIndex
+    from kvbm.tiers.disk.io.threads import EndOfArena, IoNotEnded, ThreadsIO
 
     FILE = Path(os.environ["KVBM_TEST_DISK_FAULTS"])
     POLL_S = 0.01

@@ -1,0 +1,1 @@
+"""One room per engine: all that is true of one engine only."""

@@ -1,0 +1,436 @@
+"""Scheduler: decides how many tokens each request computes in a step, and allocates its blocks.
+
+States of a request, and the blocks it holds:
+
+    waiting ──────────────▶ running ──▶ finished        waiting: no blocks
+      │  ▲                   ▲   │                      loading: blocks; the connector loads into them
+      │  └── preempted ◀─────┼───┤                      loaded:  blocks, KV up to num_computed_tokens
+      ▼                      │   ▼                      running: blocks, in the batch
+    loading ──▶ loaded ──────┘
+
+Requests run in order of arrival; if blocks run out, the newest request is preempted. Running requests are scheduled
+first: those that decode, then those that prefill, so that a long prompt does not delay the next token of others. Loaded
+requests come before waiting ones, because they hold blocks. A request is admitted if the free blocks suffice for all of
+its tokens, for the missing tokens of admitted requests, and for one more block of each. Therefore the oldest request
+always finishes.
+
+The engine thread owns it. It copies no bytes, and its only time source is `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from kvbm.engines.embedded.engine.block_pool import BlockPool
+from kvbm.engines.embedded.engine.connector import ConnectorOutput, SchedulerConnector, SchedulerOutput
+from kvbm.engines.embedded.engine.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_batched_tokens` per step over at most `max_requests` requests that hold blocks."""
+
+    block_size: int
+    max_batched_tokens: int
+    max_requests: int
+    prefix_caching: bool = True
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Counters since the start. Queries and hits are tokens, counted when a request is first admitted. The tokens of a
+    failed load remain hits here; the request's own output does not count them.
+    """
+
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_cache_queries: int = 0
+    external_cache_hits: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: the scheduled requests in batch order, and the preempted ones."""
+
+    budget: int
+    scheduled: dict[Request, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+
+    def add(self, request: Request, token_count: int) -> None:
+        self.scheduled[request] = token_count
+        self.budget -= token_count
+
+    def remove(self, request: Request) -> None:
+        self.budget += self.scheduled.pop(request, 0)
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests whose last token is in this step, in batch order: each gets a next token."""
+        return [request for request, count in self.scheduled.items() if count == request.num_uncomputed_tokens]
+
+    def output(self) -> SchedulerOutput:
+        """Return the step in the form for the connector."""
+        scheduled = [(request.request_id, count) for request, count in self.scheduled.items()]
+        return SchedulerOutput(scheduled, preempted_ids=[request.request_id for request in self.preempted])
+
+
+class Scheduler:
+    """Schedules requests. Per step: `schedule`, the forward pass, `update`."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, connector: SchedulerConnector | None) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._connector = connector
+        self._requests: dict[str, Request] = {}
+        self._waiting: deque[Request] = deque()
+        self._loading: dict[str, Request] = {}
+        self._loaded: list[Request] = []
+        self._running: list[Request] = []
+        self._arrivals = 0
+        self.counters = EngineCounters()
+
+    def add(self, request: Request) -> None:
+        self._arrivals += 1
+        request.arrival_index = self._arrivals
+        self._requests[request.request_id] = request
+        self._waiting.append(request)
+        if self._connector is not None:
+            self._connector.on_new_request(request)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def finish(self, request: Request) -> None:
+        """End a request in any state: notify the connector once, then free its blocks."""
+        self._leave_queue(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        if self._connector is not None:
+            self._connector.request_finished(request)
+        self._release(request.block_ids)
+        request.block_ids = []
+
+    def reset_prefix_cache(self) -> bool:
+        """Clear the prefix cache in G1 and in the connector. Running requests continue and register no more blocks."""
+        self._pool.reset()
+        for request in self._requests.values():
+            request.may_register = not request.block_ids
+        return self._connector is None or self._connector.reset_cache()
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def has_pending_transfers(self) -> bool:
+        """Whether the connector needs steps, even if no request is left."""
+        return self._connector is not None and self._connector.has_pending_work()
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    def schedule(self) -> Step:
+        step = Step(self._limits.max_batched_tokens)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_loaded(step)
+        if not step.preempted:
+            self._admit_waiting(step)
+        return step
+
+    def _schedule_running(self, step: Step) -> None:
+        decoding = [request for request in self._running if request.num_uncomputed_tokens == 1]
+        prefilling = [request for request in self._running if request.num_uncomputed_tokens != 1]
+        for request in chain(decoding, prefilling):
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            count = min(request.num_uncomputed_tokens, step.budget)
+            if count and self._grow(request, count, step):
+                step.add(request, count)
+
+    def _grow(self, request: Request, token_count: int, step: Step) -> bool:
+        """Allocate blocks for the next tokens of a running request. Preempts the newest request, possibly this one."""
+        while not self._extend_table(request, request.num_computed_tokens + token_count):
+            victim = max(chain(self._running, self._loaded), key=lambda other: other.arrival_index)
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request, step: Step) -> None:
+        self._leave_queue(victim)
+        step.remove(victim)
+        step.preempted.append(victim)
+        self._release(victim.block_ids)
+        self._return_to_waiting(victim)
+        victim.status = RequestStatus.PREEMPTED
+        self.counters.preemptions += 1
+
+    def _return_to_waiting(self, request: Request) -> None:
+        """Insert the request by order of arrival, without computed tokens or blocks."""
+        request.block_ids = []
+        request.num_computed_tokens = 0
+        request.registered_blocks = 0
+        request.may_register = True
+        request.failed_block_ids.clear()
+        request.status = RequestStatus.WAITING
+        place = sum(1 for other in self._waiting if other.arrival_index < request.arrival_index)
+        self._waiting.insert(place, request)
+
+    def _schedule_loaded(self, step: Step) -> None:
+        for request in sorted(self._loaded, key=lambda loaded: loaded.arrival_index):
+            count = min(request.num_uncomputed_tokens, step.budget)
+            if count == 0 or request.status is RequestStatus.PREEMPTED:
+                return
+            if not self._grow_loaded(request, count, step):
+                return
+            self._loaded.remove(request)
+            self._run(request, count, step, num_external_tokens=0)
+
+    def _grow_loaded(self, request: Request, token_count: int, step: Step) -> bool:
+        """Allocate blocks for a loaded request. Preempts the newest loaded one, only if no request is running."""
+        while not self._extend_table(request, request.num_computed_tokens + token_count):
+            newest = max(self._loaded, key=lambda other: other.arrival_index)
+            if self._running or newest is request:
+                return False
+            self._preempt(newest, step)
+        return True
+
+    def _admit_waiting(self, step: Step) -> None:
+        """Admit requests in order of arrival. One that lacks free blocks delays those behind it; a lookup does not."""
+        unclaimed = self._pool.available_count - sum(map(self._claimed_blocks, self._holders()))
+        for request in list(self._waiting):
+            if self._holder_count() >= self._limits.max_requests or (step.budget == 0 and self._connector is None):
+                return
+            local_ids = self._local_hit(request)
+            external, is_async = self._external_hit(request, local_ids)
+            if external is None:
+                continue
+            if step.budget == 0 and not is_async:
+                return
+            needed = self._blocks_for(request.num_tokens) - len(local_ids) + self._pool.unreferenced_count(local_ids)
+            if needed > unclaimed:
+                return
+            unclaimed -= needed + 1
+            self._waiting.remove(request)
+            self._admit(request, local_ids, external, is_async=is_async, step=step)
+
+    def _admit(self, request: Request, local_ids: list[int], external: int, *, is_async: bool, step: Step) -> None:
+        """Admit a request. Nothing may fail from here on: there are enough blocks for all of its tokens."""
+        local = len(local_ids) * self._limits.block_size
+        self._pool.hold(local_ids)
+        request.block_ids = list(local_ids)
+        request.registered_blocks = len(local_ids)
+        self._count_admission(request, local, external)
+        if is_async:
+            self._must_extend(request, local + external)
+            request.num_computed_tokens = local
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self._loading[request.request_id] = request
+            self._notify_allocation(request, external)
+            request.num_computed_tokens = local + external
+            return
+        request.num_computed_tokens = local + external
+        count = min(request.num_uncomputed_tokens, step.budget)
+        self._must_extend(request, request.num_computed_tokens + count)
+        self._run(request, count, step, num_external_tokens=external)
+
+    def _run(self, request: Request, count: int, step: Step, *, num_external_tokens: int) -> None:
+        self._running.append(request)
+        request.status = RequestStatus.RUNNING
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+        step.add(request, count)
+        self._notify_allocation(request, num_external_tokens)
+
+    def _notify_allocation(self, request: Request, num_external_tokens: int) -> None:
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, list(request.block_ids), num_external_tokens)
+            if num_external_tokens:
+                request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
+
+    def _local_hit(self, request: Request) -> list[int]:
+        """Return the cached G1 blocks of this request, except the one with its last token, which must be computed."""
+        if not self._limits.prefix_caching:
+            return []
+        return self._pool.match(request.block_hashes[: (request.num_tokens - 1) // self._limits.block_size])
+
+    def _external_hit(self, request: Request, local_ids: list[int]) -> tuple[int | None, bool]:
+        """Return (tokens, whether the load is asynchronous) that the connector can load beyond the local hit.
+
+        An asynchronous load may cover the whole request, whose last token is then computed again. A synchronous load
+        excludes the block of the last token.
+        """
+        if self._connector is None:
+            return 0, False
+        local = len(local_ids) * self._limits.block_size
+        external, is_async = self._connector.get_num_new_matched_tokens(request, local)
+        if not external:
+            return external, False
+        last_block = (request.num_tokens - 1) // self._limits.block_size * self._limits.block_size
+        room = request.num_tokens if is_async or local + external < request.num_tokens else last_block
+        return min(external, room - local), is_async
+
+    def _count_admission(self, request: Request, local: int, external: int) -> None:
+        if request.was_admitted:
+            return
+        request.was_admitted = True
+        request.num_cached_tokens, request.num_external_tokens = local, external
+        self.counters.prefix_cache_queries += request.num_tokens
+        self.counters.prefix_cache_hits += local
+        if self._connector is not None:
+            self.counters.external_cache_queries += request.num_tokens - local
+            self.counters.external_cache_hits += external
+
+    def update(
+        self,
+        step: Step,
+        sampled: list[tuple[int, TokenLogprobs | None]],
+        stop_token_ids: frozenset[int],
+        connector_output: ConnectorOutput,
+    ) -> list[tuple[Request, RequestOutput]]:
+        """Process the step's results: `sampled[i]` is the token of `step.sampled[i]`. Returns outputs for clients.
+
+        Failed loads are processed first, so that nothing computed from wrong bytes is kept.
+        """
+        tokens = dict(zip(step.sampled, sampled, strict=True))
+        affected = self._drop_failed_blocks(connector_output.failed_block_ids, step)
+        outputs = []
+        for request, count in step.scheduled.items():
+            if request in affected:
+                continue
+            request.num_computed_tokens += count
+            self._register_computed(request)
+            if request in tokens:
+                outputs.append((request, self._take_token(request, *tokens[request], stop_token_ids)))
+        for request_id in sorted(connector_output.finished_recving & self._loading.keys()):
+            self._end_load(self._loading.pop(request_id))
+        return outputs
+
+    def _take_token(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None, stop_token_ids: frozenset[int]
+    ) -> RequestOutput:
+        request.append(token_id)
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+        details = None if logprobs is None else [logprobs]
+        reason = _finish_reason(request, token_id, stop_token_ids)
+        if reason is None:
+            return RequestOutput(request.request_id, [token_id], details)
+        request.finish_reason = reason
+        self.finish(request)
+        return request.last_output(reason, new_token_ids=[token_id], logprobs=details)
+
+    def _register_computed(self, request: Request) -> None:
+        """Register full blocks, whose KV is complete, in the prefix cache."""
+        full = request.num_computed_tokens // self._limits.block_size
+        if self._limits.prefix_caching and request.may_register:
+            for index in range(request.registered_blocks, full):
+                self._pool.register(request.block_ids[index], request.block_hashes[index])
+        request.registered_blocks = max(request.registered_blocks, full)
+
+    def _end_load(self, request: Request) -> None:
+        """End an asynchronous load: keep the blocks before the first failed one, and compute the rest in other blocks.
+
+        The connector may hold the failed ones, because a copy that it has given up can still write to them.
+        """
+        self._keep_computed(request, request.num_tokens - 1)
+        failed = request.failed_block_ids
+        first_bad = next((i for i, block_id in enumerate(request.block_ids) if block_id in failed), None)
+        if first_bad is not None:
+            self._cut(request, first_bad)
+            self._release(request.block_ids[first_bad:])
+            del request.block_ids[first_bad:]
+            failed.clear()
+        if request.num_computed_tokens == 0:
+            self._release(request.block_ids)
+            self._return_to_waiting(request)
+            return
+        request.status = RequestStatus.WAITING
+        self._register_computed(request)
+        if self._connector is not None:
+            request.num_disk_tokens, request.num_shared_tokens = self._connector.lower_tier_tokens(request)
+        self._loaded.append(request)
+
+    def _drop_failed_blocks(self, failed: set[int], step: Step) -> set[Request]:
+        """Discard the contents of failed blocks. Returns the requests of this step that read one of them."""
+        if not failed:
+            return set()
+        self._pool.forget(failed)
+        for request in self._loading.values():
+            request.failed_block_ids |= failed.intersection(request.block_ids)
+        affected = set()
+        for request in chain(self._running, self._loaded):
+            read = self._blocks_for(request.num_computed_tokens)
+            first_bad = next((i for i, block_id in enumerate(request.block_ids[:read]) if block_id in failed), None)
+            if first_bad is not None:
+                self._pool.forget(request.block_ids[first_bad:])
+                self._cut(request, first_bad)
+                if request in step.scheduled:
+                    affected.add(request)
+        return affected
+
+    def _cut(self, request: Request, first_bad_block: int) -> None:
+        """Compute again from this block on. The block table stays."""
+        self._keep_computed(request, first_bad_block * self._limits.block_size)
+        request.registered_blocks = min(request.registered_blocks, first_bad_block)
+
+    def _keep_computed(self, request: Request, token_count: int) -> None:
+        """Limit the computed tokens to `token_count`, and the external tokens with them."""
+        request.num_computed_tokens = min(request.num_computed_tokens, token_count)
+        if request.first_token_time is None:
+            loaded_tokens = max(0, request.num_computed_tokens - request.num_cached_tokens)
+            request.num_external_tokens = min(request.num_external_tokens, loaded_tokens)
+
+    def _blocks_for(self, token_count: int) -> int:
+        return -(-token_count // self._limits.block_size)
+
+    def _claimed_blocks(self, request: Request) -> int:
+        return max(0, self._blocks_for(request.num_tokens) - len(request.block_ids)) + 1
+
+    def _extend_table(self, request: Request, token_count: int) -> bool:
+        missing = self._blocks_for(token_count) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        block_ids = self._pool.allocate(missing)
+        if block_ids is None:
+            return False
+        request.block_ids += block_ids
+        return True
+
+    def _must_extend(self, request: Request, token_count: int) -> None:
+        extended = self._extend_table(request, token_count)
+        assert extended, (request.request_id, token_count, len(request.block_ids), self._pool.available_count)
+
+    def _release(self, block_ids: list[int]) -> None:
+        """Release the tail first: it is evicted before the head, without which it is useless."""
+        self._pool.release(reversed(block_ids))
+
+    def _holders(self) -> Iterator[Request]:
+        return chain(self._running, self._loaded, self._loading.values())
+
+    def _holder_count(self) -> int:
+        return len(self._running) + len(self._loaded) + len(self._loading)
+
+    def _leave_queue(self, request: Request) -> None:
+        self._loading.pop(request.request_id, None)
+        for queue in (self._running, self._loaded, self._waiting):
+            if request in queue:
+                queue.remove(request)
+
+
+def _finish_reason(request: Request, token_id: int, stop_token_ids: frozenset[int]) -> FinishReason | None:
+    params, count = request.params, len(request.output_token_ids)
+    if token_id in stop_token_ids and not params.ignore_eos and count >= params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if count >= request.max_output_tokens else None

@@ -1,0 +1,176 @@
+"""Completion: one request in progress, between the engine thread and the event loop.
+
+    engine thread:  Engine -> on_output ──┐ call_soon_threadsafe
+    event loop:                           └─> _arrive -> take -> Choices -> HTTP
+
+Only `_hand_over` runs in the engine thread, and it uses only the event loop. The engine sends exactly one last output
+per request, also after an abort. The creator of a Completion must `close` it.
+
+An HTTP request for several answers (`n`, or several prompts) has one Completion for each of them; see `choices.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbm.engines.embedded.engine.request import FinishReason, RequestOutput, SamplingParams
+from kvbm.engines.embedded.http.body_room import BodyRoom
+from kvbm.engines.embedded.http.metrics import EngineMetrics
+from kvbm.engines.embedded.http.openai_requests import Generation
+from kvbm.engines.embedded.http.openai_responses import AnswerPart, Usage
+from kvbm.engines.embedded.http.text_codec import TextCodec
+from kvbm.engines.embedded.http.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from kvbm.engines.embedded.engine.engine import Engine
+
+MAX_BODIES_BYTES = 128 * 2**20  # of all clients
+ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A started engine with its text codec and metrics. Token ids are below `vocabulary_size`. Except `stop`, which
+    blocks until the engine thread has ended, its methods may be called on the event loop.
+
+    `parser` has the threads for bodies that are not parsed on the event loop: one for usual prompts, which take
+    `short_turn`, and one for longer bodies, which take `long_turn`. `room` is for bodies that are not parsed yet.
+    """
+
+    engine: Engine
+    vocabulary_size: int
+    codec: TextCodec
+    metrics: EngineMetrics
+    parser: Executor = field(default_factory=partial(ThreadPoolExecutor, 2, thread_name_prefix="parser"))
+    short_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    long_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    room: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_BODIES_BYTES))
+
+
+class CompletionFailed(Exception):
+    """The engine could not finish an accepted request."""
+
+
+class Completion:
+    """One request in progress. Collects the outputs of the engine and returns them as parts of an answer.
+
+    `index` is the number of its choice. `news` is set when it has new output, has ended or has failed.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        request_id: str,
+        prompt_token_ids: list[int],
+        generation: Generation,
+        *,
+        news: asyncio.Event,
+        index: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.is_answered = False
+        self._index = index
+        self._engine = served.engine
+        self._metrics = served.metrics
+        self._loop = asyncio.get_running_loop()
+        decode = partial(served.codec.decode, skip_special_tokens=generation.skip_special_tokens)
+        self._text = TextStream(decode, stop=generation.sampling.stop, min_tokens=generation.sampling.min_tokens)
+        self._token_count = 0
+        self._outputs: list[RequestOutput] = []
+        self._last: RequestOutput | None = None
+        self._failure: str | None = None
+        self._news = news
+        self._ended = asyncio.Event()
+        self._created = time.monotonic()
+        self._latest_token: float | None = None
+
+    def submit(self, params: SamplingParams) -> None:
+        """Submit the request to the engine. Raises what `Engine.submit` raises."""
+        self._engine.submit(self.request_id, self.prompt_token_ids, params, self._hand_over)
+
+    def take(self) -> list[AnswerPart]:
+        """Return the output since the last call. Raises CompletionFailed."""
+        if self._failure is not None and not self.is_answered:
+            raise CompletionFailed(self._failure)
+        outputs, self._outputs = self._outputs, []
+        return [self._part(output) for output in outputs if not self.is_answered]
+
+    async def usage(self) -> Usage:
+        """Wait for the last output of the request, which has the sources of its prompt tokens."""
+        await self._ended.wait()
+        if self._last is None:
+            raise CompletionFailed(self._failure or "the engine dropped the request")
+        return Usage.of(self._last, completion_tokens=self._token_count)
+
+    def fail(self, message: str) -> None:
+        """End the answer with an error, independently of the engine. Keeps the first reason."""
+        self._failure = self._failure or message
+        self._news.set()
+        self._ended.set()
+
+    def close(self) -> None:
+        """Abort the request if it is still running. Safe to call at any time, also after the engine has stopped."""
+        if self._last is None:
+            self._engine.abort(self.request_id)
+
+    def _hand_over(self, output: RequestOutput) -> None:
+        """Hand an output to the event loop. Runs in the engine thread. Outputs that arrive after the loop is closed are
+        dropped."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._arrive, output)
+
+    def _arrive(self, output: RequestOutput) -> None:
+        if output.new_token_ids:
+            self._measure_tokens()
+        if output.finish_reason is not None:
+            self._last = output
+            self._ended.set()
+            self._metrics.request_ended(output, seconds=time.monotonic() - self._created)
+        self._outputs.append(output)
+        self._news.set()
+
+    def _measure_tokens(self) -> None:
+        now = time.monotonic()
+        if self._latest_token is None:
+            self._metrics.first_token(now - self._created)
+        else:
+            self._metrics.next_token(now - self._latest_token)
+        self._latest_token = now
+
+    def _part(self, output: RequestOutput) -> AnswerPart:
+        if output.finish_reason is not None and output.finish_reason not in ENDED_BY_ITSELF:
+            raise CompletionFailed(output.error or "the engine dropped the request")
+        part = AnswerPart(index=self._index)
+        for index, token_id in enumerate(output.new_token_ids):
+            is_end_token = output.finish_reason is FinishReason.STOP and index == len(output.new_token_ids) - 1
+            self._add_token(part, output, index, text_of=None if is_end_token else token_id)
+            if self._text.found_stop is not None:
+                break
+        self._end(part, output)
+        return part
+
+    def _add_token(self, part: AnswerPart, output: RequestOutput, index: int, *, text_of: int | None) -> None:
+        """Add one token. The token that ends an answer counts, but is not part of its text."""
+        self._token_count += 1
+        part.token_ids.append(output.new_token_ids[index])
+        part.offsets.append(self._text.characters)
+        if output.logprobs is not None:
+            part.logprobs.append(output.logprobs[index])
+        if text_of is not None:
+            part.text += self._text.add(text_of)
+
+    def _end(self, part: AnswerPart, output: RequestOutput) -> None:
+        if output.finish_reason is not None and self._text.found_stop is None:
+            part.text += self._text.finish()
+        if self._text.found_stop is not None:
+            part.finish_reason, part.stop_reason = FinishReason.STOP.value, self._text.found_stop
+            self.close()
+        elif output.finish_reason is not None:
+            part.finish_reason = output.finish_reason.value
+        self.is_answered = part.finish_reason is not None

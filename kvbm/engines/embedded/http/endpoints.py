@@ -1,0 +1,327 @@
+"""HTTP endpoints: each one reads a request, calls the engine, and writes a response. They run on the event loop.
+
+An invalid request raises `RequestError`, which the middleware turns into a 4xx with OpenAI's error object. An engine
+failure becomes a 5xx, or an error event if the stream has started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+from aiohttp import web
+
+from kvbm.engines.embedded.engine.request import SamplingParams
+from kvbm.engines.embedded.http.admin import require_admin
+from kvbm.engines.embedded.http.body_room import BodyRoom
+from kvbm.engines.embedded.http.choices import Choices
+from kvbm.engines.embedded.http.completion import Completion, CompletionFailed, Served
+from kvbm.engines.embedded.http.openai_requests import (
+    CompletionRequest,
+    Generation,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from kvbm.engines.embedded.http.openai_responses import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    Head,
+    Json,
+    dumps,
+    error_body,
+    model_body,
+    pieces,
+)
+from kvbm.engines.embedded.http.prompt import check_model, check_token_ids, encode, prepare
+from kvbm.engines.embedded.http.request_fields import RequestError, wrong
+from kvbm.engines.embedded.http.response_writer import stream_response, whole_body
+from kvbm.engines.embedded.http.service import Service
+from kvbm.errors import EngineError
+from kvbm.text.outside import shown
+from kvbm.text.reading import has_more_values
+
+MAX_BODY_BYTES = 8 * 2**20  # which the JSON parser reads in 0.1 s (2 cores)
+BODY_TIMEOUT_S = 60.0
+THREAD_BODY_BYTES = 64 * 2**10  # above, a separate thread parses it
+LONG_BODY_BYTES = 256 * 2**10  # above, usual prompts do not wait for it
+LONGEST_REST_S = 0.3  # after a long body; the strings of the longest one take less (2 cores)
+SPARE_BYTES = 2**20
+BYTES_PER_TOKEN = 128  # a character of a prompt has up to 12 in JSON
+SPARE_VALUES = 20_000
+VALUES_PER_TOKEN = 2  # a prompt of token ids has one, other requests have fewer
+MAX_REQUEST_ID_CHARACTERS = 200
+REQUEST_ID = "X-Request-Id"
+
+Parsed = TypeVar("Parsed")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def create_app(service: Service) -> web.Application:
+    endpoints = _Endpoints(service)
+    app = web.Application(middlewares=[_errors_as_json])
+    app.add_routes(
+        [
+            web.post("/v1/completions", endpoints.completions),
+            web.post("/v1/chat/completions", endpoints.chat_completions),
+            web.get("/v1/models", endpoints.models),
+            web.get("/v1/models/{name:.+}", endpoints.model),
+            web.post("/tokenize", endpoints.tokenize),
+            web.post("/detokenize", endpoints.detokenize),
+            web.post("/reset_prefix_cache", endpoints.reset_prefix_cache),
+            web.get("/health", endpoints.health),
+            web.get("/metrics", endpoints.metrics),
+            web.get("/version", endpoints.version),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        body = error_body(error.message, status=error.status, param=error.param, code=error.code)
+        return _json(body, status=error.status)
+    except web.RequestPayloadError as error:
+        return _json(error_body(f"the body cannot be read: {shown(error)}", status=400), status=400)
+    except CompletionFailed as error:
+        return _json(error_body(str(error), status=500, code="engine_failed"), status=500)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _json(error_body(_http_error_text(request, error), status=error.status), status=error.status)
+
+
+def _http_error_text(request: web.Request, error: web.HTTPException) -> str:
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = " or ".join(sorted(error.allowed_methods))
+            return f"{shown(request.path)} accepts {allowed}, not {shown(request.method)}"
+        case web.HTTPRequestEntityTooLarge():
+            return f"the body is longer than {MAX_BODY_BYTES} bytes"
+        case web.HTTPNotFound():
+            return f"unknown endpoint {shown(request.path)}"
+    return shown(error.text or error.reason)
+
+
+class _Endpoints:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._number = itertools.count()
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_completion, CompletionFormat, "cmpl")
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, parse_chat, ChatFormat, "chatcmpl")
+
+    async def _complete(
+        self,
+        request: web.Request,
+        parse: Callable[[bytes], CompletionRequest],
+        create_format: Callable[[Head], AnswerFormat],
+        prefix: str,
+    ) -> web.StreamResponse:
+        served = self._service.ready()
+        client_id = _request_id(request)
+        parsed = await _parsed(request, parse, served)
+        generation = parsed.generation
+        prepared = await prepare(served, parsed)
+        answer_id = f"{prefix}-{client_id}"
+        news = asyncio.Event()
+        completions = [
+            Completion(served, f"{answer_id}-{next(self._number)}", token_ids, generation, news=news, index=index)
+            for index, (token_ids, _) in enumerate(prepared)
+        ]
+        choices = Choices(completions, per_prompt=generation.choices_per_prompt, news=news)
+        answer = create_format(_head(served, answer_id, generation, [token_ids for token_ids, _ in prepared]))
+        self._service.ready()  # the server may have started to stop while the body arrived
+        self._service.running.update(completions)
+        try:
+            for completion, (_, params) in zip(completions, prepared, strict=True):
+                _submit(completion, params)
+            parts = await choices.next_parts()
+            headers = {REQUEST_ID: client_id}
+            if generation.stream:
+                return await stream_response(request, choices, parts, answer, generation, headers)
+            return _json(await whole_body(choices, parts, answer), headers=headers)
+        finally:
+            self._service.running.difference_update(completions)
+            for completion in completions:
+                completion.close()
+
+    async def models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model(self._service.ready())]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        check_model(served.engine, request.match_info["name"])
+        return _json(self._model(served))
+
+    def _model(self, served: Served) -> Json:
+        name, length = served.engine.model_name, served.engine.max_model_len
+        return model_body(name, created_unix_s=self._service.started_unix_s, max_model_len=length)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        parsed = await _parsed(request, parse_tokenize, served)
+        check_model(served.engine, parsed.model)
+        assert not isinstance(parsed.prompt, list), "a prompt of tokens is already tokenized"
+        token_ids = await encode(served.codec, parsed.prompt, max_tokens=served.engine.max_model_len)
+        body = {"count": len(token_ids), "max_model_len": served.engine.max_model_len, "tokens": token_ids}
+
+        def answer() -> bytes:
+            wanted = parsed.return_token_strings
+            texts = [served.codec.token_text(one) for one in token_ids] if wanted else None
+            return b"".join(pieces({**body, "token_strs": texts}))
+
+        return _json_body(await asyncio.to_thread(answer))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        served = self._service.ready()
+        model, token_ids = await _parsed(request, parse_detokenize, served)
+        check_model(served.engine, model)
+        check_token_ids(served, token_ids, "tokens")
+        return _json({"prompt": await asyncio.to_thread(served.codec.decode, token_ids, skip_special_tokens=False)})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Clear the prefix cache in G1 and in the connector."""
+        require_admin(request, self._service.admin_token)
+        served = self._service.ready()
+        if (external := request.query.get("reset_external")) not in (None, "true", "false"):
+            raise wrong("reset_external", external, "true or false")
+        try:
+            is_reset = await asyncio.wrap_future(served.engine.begin_reset())
+        except EngineError as error:
+            raise RequestError(error.message, status=503, code="engine_failed") from error
+        if not is_reset:
+            raise RequestError("the connector could not clear its cache: try again", status=409, code="in_use")
+        return _json({"reset": True})
+
+    async def health(self, request: web.Request) -> web.Response:
+        status, body = self._service.status()
+        return _json(body, status=status)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        page = await self._service.ready().metrics.page()
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_METRICS})
+
+    async def version(self, request: web.Request) -> web.Response:
+        try:
+            return _json({"version": version("kvbm-cli")})
+        except PackageNotFoundError:
+            return _json({"version": "unknown"})
+
+
+CONTENT_TYPE_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+async def _body(request: web.Request, room: BodyRoom, held: ExitStack) -> bytes:
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise RequestError(
+            f"the body has Content-Encoding {shown(encoding)}: send it uncompressed",
+            param="Content-Encoding",
+            status=415,
+        )
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await room.read(request, MAX_BODY_BYTES, held)
+    except TimeoutError:
+        raise RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408) from None
+
+
+async def _parsed(request: web.Request, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
+    """Read and parse the body. The JSON parser does not let other threads run, so bytes and values are limited."""
+    with ExitStack() as held:
+        return await _parsed_of(await _body(request, served.room, held), parse, served)
+
+
+async def _parsed_of(body: bytes, parse: Callable[[bytes], Parsed], served: Served) -> Parsed:
+    most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * served.engine.max_model_len
+    if len(body) > most_bytes:
+        raise RequestError(f"the body has {len(body)} bytes: at most {most_bytes} are read for this model", status=413)
+    limit = VALUES_PER_TOKEN * served.engine.max_model_len + SPARE_VALUES
+    if has_more_values(body, limit):
+        raise RequestError(
+            f"the body has more than {limit} commas and brackets, which is more than any prompt of this model "
+            "needs: send fewer prompts in one request",
+            status=413,
+        )
+    if len(body) <= THREAD_BODY_BYTES:
+        return parse(body)
+    return await _parsed_in_turn(parse, body, served)
+
+
+async def _parsed_in_turn(parse: Callable[[bytes], Parsed], body: bytes, served: Served) -> Parsed:
+    """Parse a body in a thread of the parser. It keeps its turn until it is parsed, also if the client has left, and
+    as long again: an event of a stream needs several steps of two threads, which wait while strings are parsed."""
+    turn = served.long_turn if len(body) > LONG_BODY_BYTES else served.short_turn
+    await turn.acquire()
+    loop, began_s = asyncio.get_running_loop(), time.monotonic()
+
+    def give_back(_: object) -> None:
+        loop.call_later(min(LONGEST_REST_S, time.monotonic() - began_s), turn.release)
+
+    try:
+        parsed = loop.run_in_executor(served.parser, parse, body)
+    except BaseException:  # the thread could not be started
+        turn.release()
+        raise
+    parsed.add_done_callback(give_back)
+    return await asyncio.shield(parsed)
+
+
+def _submit(completion: Completion, params: SamplingParams) -> None:
+    """Submit the request; translate a rejection by the engine into a RequestError."""
+    try:
+        completion.submit(params)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    except EngineError as error:
+        raise RequestError(error.message, status=503, code="engine_failed") from error
+
+
+def _request_id(request: web.Request) -> str:
+    """Return the request id from the client's header, or a generated one."""
+    client_id = request.headers.get(REQUEST_ID)
+    if client_id is None:
+        return os.urandom(12).hex()
+    if not (client_id and client_id.isascii() and client_id.isprintable()):
+        raise RequestError(f"the header {REQUEST_ID} must be printable ASCII", param=REQUEST_ID)
+    if len(client_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise RequestError(
+            f"the header {REQUEST_ID} has {len(client_id)} characters: at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
+            param=REQUEST_ID,
+        )
+    return client_id
+
+
+def _head(served: Served, answer_id: str, generation: Generation, prompt_token_ids: list[list[int]]) -> Head:
+    return Head(
+        answer_id=answer_id,
+        model=served.engine.model_name,
+        created_unix_s=int(time.time()),
+        wants_logprobs=generation.sampling.logprobs is not None,
+        prompt_token_ids=prompt_token_ids if generation.return_token_ids else None,
+        token_text=served.codec.token_text,
+        token_bytes=served.codec.token_bytes,
+    )
+
+
+def _json(body: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return _json_body(dumps(body), status=status, headers=headers)
+
+
+def _json_body(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,281 @@
+"""OpenAI response bodies: whole answers, stream chunks and errors, with vLLM's extensions.
+
+An `AnswerPart` is a part of an answer; a whole answer is one part. The two formats differ in where the text is placed.
+vLLM's extensions are `token_ids`, `prompt_token_ids` (requested by `return_token_ids`) and `stop_reason`. kvbm's own is
+`cached_tokens_by_tier`, which splits the cached prompt tokens into device (G1), host (G2) and disk (G3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kvbm.engines.embedded.engine.request import RequestOutput, TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+PIECE_ITEMS = 10_000  # of a list that is encoded at once, in about a millisecond
+DONE = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """A part of the answer of choice `index`. `offsets` are the positions of its tokens in the text of that answer."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+    def append(self, other: AnswerPart) -> None:
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.offsets += other.offsets
+        self.logprobs += other.logprobs
+        self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `device_tokens`, `host_tokens`, `disk_tokens`, `shared_tokens`: prompt tokens from
+    G1, G2, G3, G4."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int = 0
+    shared_tokens: int = 0
+
+    @classmethod
+    def of(cls, output: RequestOutput, *, completion_tokens: int) -> Usage:
+        """Compute the usage from a request's last output. A cache hit counts at most the prompt's tokens."""
+        prompt_tokens = output.num_prompt_tokens
+        device_tokens = min(output.num_cached_tokens, prompt_tokens)
+        external_tokens = min(output.num_external_tokens, prompt_tokens - device_tokens)
+        disk_tokens = min(output.num_disk_tokens, external_tokens)
+        shared_tokens = min(output.num_shared_tokens, external_tokens - disk_tokens)
+        host_tokens = external_tokens - disk_tokens - shared_tokens
+        return cls(prompt_tokens, completion_tokens, device_tokens, host_tokens, disk_tokens, shared_tokens)
+
+    @classmethod
+    def sum(cls, prompts: Sequence[Usage], *, completion_tokens: int) -> Usage:
+        """Return the usage of a request with several prompts."""
+        totals = {one.name: sum(getattr(each, one.name) for each in prompts) for one in fields(cls)}
+        return cls(**{**totals, "completion_tokens": completion_tokens})
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.device_tokens - self.external_tokens
+
+    @property
+    def external_tokens(self) -> int:
+        return self.host_tokens + self.disk_tokens + self.shared_tokens
+
+    def to_json(self) -> Json:
+        details = {
+            "cached_tokens": self.device_tokens + self.external_tokens,
+            "cached_tokens_by_tier": {
+                "device": self.device_tokens,
+                "host": self.host_tokens,
+                "disk": self.disk_tokens,
+                "shared": self.shared_tokens,
+            },
+        }
+        return {**token_counts(self.prompt_tokens, self.completion_tokens), "prompt_tokens_details": details}
+
+
+def token_counts(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Return the part of the usage that is known before an answer has ended."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Fields that all bodies of one answer share. `prompt_token_ids` has the prompt of every choice; it is None unless
+    the client requested token ids.
+    """
+
+    answer_id: str
+    model: str
+    created_unix_s: int
+    wants_logprobs: bool
+    prompt_token_ids: list[list[int]] | None
+    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes | None]
+
+    def to_json(self, kind: str) -> Json:
+        return {"id": self.answer_id, "object": kind, "created": self.created_unix_s, "model": self.model}
+
+
+class AnswerFormat(Protocol):
+    """Response format of one endpoint. `opening` is the chunk that precedes the first part of a choice."""
+
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json: ...
+
+    def opening(self, index: int) -> Json | None: ...
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json: ...
+
+    def usage_chunk(self, usage: Usage) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFormat:
+    """/v1/completions. `top_logprobs` contains the requested alternatives and always the chosen token."""
+
+    head: Head
+
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
+        choices = [self._choice(part, is_first=True) for part in parts]
+        return {**self.head.to_json("text_completion"), "choices": choices, "usage": usage.to_json()}
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
+        return {**self.head.to_json("text_completion"), "choices": [self._choice(part, is_first=is_first)]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self.head.to_json("text_completion"), "choices": [], "usage": usage.to_json()}
+
+    def _choice(self, part: AnswerPart, *, is_first: bool) -> Json:
+        choice: Json = {"index": part.index, "text": part.text, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.prompt_token_ids is not None:
+            choice["token_ids"] = part.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = self.head.prompt_token_ids[part.index]
+        return choice
+
+    def _logprobs(self, part: AnswerPart) -> Json | None:
+        if not self.head.wants_logprobs:
+            return None
+        return {
+            "text_offset": part.offsets,
+            "token_logprobs": [_json_logprob(token.logprob) for token in part.logprobs],
+            "tokens": [self._name(token.token_id) for token in part.logprobs],
+            "top_logprobs": [
+                {
+                    self._name(token_id): _json_logprob(logprob)
+                    for token_id, logprob in (*token.top, (token.token_id, token.logprob))
+                }
+                for token in part.logprobs
+            ],
+        }
+
+    def _name(self, token_id: int) -> str:
+        """Return the token's text, or its bytes if the token is not a whole character."""
+        raw = self.head.token_bytes(token_id)
+        text = self.head.token_text(token_id)
+        if raw is None or "�" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """/v1/chat/completions. The opening chunk of each choice has the role and no text."""
+
+    head: Head
+
+    def whole(self, parts: Sequence[AnswerPart], usage: Usage) -> Json:
+        choices = [
+            self._choice(part, "message", {"role": "assistant", "content": part.text, "refusal": None})
+            for part in parts
+        ]
+        body = {**self.head.to_json("chat.completion"), "choices": choices}
+        return {**body, **self._prompt(), "usage": usage.to_json()}
+
+    def opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice], **self._prompt()}
+
+    def chunk(self, part: AnswerPart, *, is_first: bool) -> Json:
+        choice = self._choice(part, "delta", {"content": part.text})
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [choice]}
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return {**self.head.to_json("chat.completion.chunk"), "choices": [], "usage": usage.to_json()}
+
+    def _prompt(self) -> Json:
+        return {} if self.head.prompt_token_ids is None else {"prompt_token_ids": self.head.prompt_token_ids[0]}
+
+    def _choice(self, part: AnswerPart, name: str, content: Json) -> Json:
+        choice: Json = {"index": part.index, name: content, "logprobs": self._logprobs(part), **_ending(part)}
+        if self.head.prompt_token_ids is not None:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def _logprobs(self, part: AnswerPart) -> Json | None:
+        if not self.head.wants_logprobs:
+            return None
+        content = [
+            {
+                **self._token(token.token_id, token.logprob),
+                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in token.top],
+            }
+            for token in part.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
+        raw = self.head.token_bytes(token_id)
+        return {
+            "token": self.head.token_text(token_id),
+            "logprob": _json_logprob(logprob),
+            "bytes": None if raw is None else list(raw),
+        }
+
+
+def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> Json:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_body(name: str, *, created_unix_s: int, max_model_len: int) -> Json:
+    about = {"id": name, "object": "model", "created": created_unix_s, "owned_by": "kvbm"}
+    return {**about, "root": name, "parent": None, "max_model_len": max_model_len}
+
+
+def event(body: Json) -> bytes:
+    """Encode a server-sent event. JSON escapes every line break, so one `data:` line is enough."""
+    return b"data: %s\n\n" % dumps(body)
+
+
+def dumps(value: object) -> bytes:
+    """Encode as compact ASCII JSON. Raises ValueError for NaN, which is not JSON."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def pieces(body: Json) -> Iterator[bytes]:
+    """Encode a body with long lists as `dumps` does. It lets other threads run after each piece of a list."""
+    for index, (name, value) in enumerate(body.items()):
+        yield b"%b%b:" % (b"," if index else b"{", dumps(name))
+        if isinstance(value, list) and len(value) > PIECE_ITEMS:
+            for start in range(0, len(value), PIECE_ITEMS):
+                yield (b"," if start else b"[") + dumps(value[start : start + PIECE_ITEMS])[1:-1]
+            yield b"]"
+        else:
+            yield dumps(value)
+    yield b"}"
+
+
+def _ending(part: AnswerPart) -> Json:
+    return {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
+
+
+def _json_logprob(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB) if math.isfinite(logprob) else LOWEST_LOGPROB

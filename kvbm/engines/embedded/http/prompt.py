@@ -1,0 +1,148 @@
+"""Prompt preparation: turns a parsed request into prompt tokens and sampling parameters for the engine.
+
+It makes all checks that need a loaded engine: model name, vocabulary and maximum request length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbm.engines.embedded.engine.request import SamplingParams
+from kvbm.engines.embedded.http.completion import Served
+from kvbm.engines.embedded.http.openai_requests import ChatPrompt, CompletionRequest, Prompt, TextPrompt
+from kvbm.engines.embedded.http.request_fields import RequestError, wrong
+from kvbm.engines.embedded.http.text_codec import TextCodec
+
+if TYPE_CHECKING:
+    from kvbm.engines.embedded.engine.engine import Engine
+
+MAX_CHARACTERS_PER_TOKEN = 128  # far more than any text has on average
+LONG_TEXT_CHARACTERS = 16_384  # above, chat template and tokenizer run in a separate thread
+CHARACTERS_PER_MESSAGE = 64  # what a chat template adds
+
+
+async def prepare(served: Served, request: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+    """Return prompt token ids and sampling parameters of every choice, all choices of the first prompt first.
+
+    Raises RequestError if the engine cannot serve the request.
+    """
+    check_model(served.engine, request.model)
+    if request.generation.sampling.stop and not served.codec.has_text:
+        raise RequestError("`stop` requires a tokenizer, and the model has none", param="stop")
+    choices = []
+    for prompt in request.prompts:
+        prompt_token_ids, params = await _prepare_prompt(served, prompt, request)
+        choices += [(prompt_token_ids, _of_choice(params, i)) for i in range(request.generation.choices_per_prompt)]
+    return choices
+
+
+async def _prepare_prompt(
+    served: Served, prompt: Prompt, request: CompletionRequest
+) -> tuple[list[int], SamplingParams]:
+    prompt_token_ids = await _token_ids(served, prompt)
+    max_tokens = _max_tokens(served.engine, len(prompt_token_ids), request)
+    sampling = request.generation.sampling
+    if sampling.min_tokens > max_tokens:
+        raise wrong("min_tokens", sampling.min_tokens, f"at most `max_tokens`, which is {max_tokens}")
+    return prompt_token_ids, replace(sampling, max_tokens=max_tokens)
+
+
+def _of_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """Return parameters with a seed for this choice of a prompt. The first choice keeps the seed of the client."""
+    return params if params.seed is None else replace(params, seed=params.seed + index)
+
+
+def check_model(engine: Engine, name: str | None) -> None:
+    if name is not None and name != engine.model_name:
+        error = wrong("model", name, f'"{engine.model_name}", the only model of this server')
+        raise RequestError(error.message, param="model", code="model_not_found", status=404)
+
+
+def check_token_ids(served: Served, token_ids: list[int], name: str) -> None:
+    size = served.vocabulary_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+        index = next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < size)
+        error = wrong(f"{name}[{index}]", token_ids[index], f"a token id from 0 to {size - 1}")
+        raise RequestError(error.message, param=name)
+
+
+async def _token_ids(served: Served, prompt: Prompt) -> list[int]:
+    """Return the prompt's tokens, validated except for their number."""
+    if isinstance(prompt, list):
+        check_token_ids(served, prompt, "prompt")
+        return prompt
+    check_count = partial(_room, served.engine)
+    token_ids = await encode(served.codec, prompt, max_tokens=served.engine.max_model_len, check_count=check_count)
+    if not token_ids:
+        raise RequestError("the prompt has no tokens: it must have at least one", param="prompt")
+    return token_ids
+
+
+async def encode(
+    codec: TextCodec,
+    prompt: TextPrompt | ChatPrompt,
+    *,
+    max_tokens: int,
+    check_count: Callable[[int], object] = lambda count: None,
+) -> list[int]:
+    """Tokenize a prompt, a long one in a separate thread. Raises RequestError if it is far too long, and what
+    `check_count` raises for its number of tokens."""
+    if _characters(prompt) > LONG_TEXT_CHARACTERS:
+        return await asyncio.to_thread(_encode, codec, prompt, max_tokens, check_count)
+    return _encode(codec, prompt, max_tokens, check_count)
+
+
+def _characters(prompt: TextPrompt | ChatPrompt) -> int:
+    if isinstance(prompt, TextPrompt):
+        return len(prompt.text)
+    return sum(len(message["content"]) + CHARACTERS_PER_MESSAGE for message in prompt.messages)
+
+
+def _encode(
+    codec: TextCodec, prompt: TextPrompt | ChatPrompt, max_tokens: int, check_count: Callable[[int], object]
+) -> list[int]:
+    """Raise RequestError before tokenizing if the text is far too long for `max_tokens`."""
+    if isinstance(prompt, TextPrompt):
+        text, add_special_tokens = prompt.text, prompt.add_special_tokens
+    else:
+        text, add_special_tokens = codec.render(prompt), False
+    if len(text) > max_tokens * MAX_CHARACTERS_PER_TOKEN:
+        raise RequestError(
+            f"the prompt has {len(text)} characters: this is above the limit of {max_tokens} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return codec.encode(text, add_special_tokens=add_special_tokens, check_count=check_count)
+
+
+def _max_tokens(engine: Engine, prompt_tokens: int, request: CompletionRequest) -> int:
+    """Return how many tokens may be generated: the client's limit, or the default within the remaining length."""
+    room = _room(engine, prompt_tokens)
+    requested = request.generation.max_tokens
+    if requested is None:
+        return room if request.default_max_tokens is None else min(room, request.default_max_tokens)
+    if requested > room:
+        raise RequestError(
+            f"`max_tokens` is {requested}: it must be at most {room}, because the prompt uses {prompt_tokens} of "
+            f"{engine.max_model_len} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return requested
+
+
+def _room(engine: Engine, prompt_tokens: int) -> int:
+    """Return how many tokens may follow a prompt. Raises RequestError if there is no room for one."""
+    room = engine.max_model_len - prompt_tokens
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt_tokens} tokens: with at least one generated token it must fit into "
+            f"{engine.max_model_len} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return room

@@ -1,0 +1,95 @@
+"""Response writer: sends the answers of a request as one JSON body, or as a stream of server-sent events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from aiohttp import web
+
+from kvbm.engines.embedded.http.choices import Choices
+from kvbm.engines.embedded.http.completion import CompletionFailed
+from kvbm.engines.embedded.http.openai_requests import Generation
+from kvbm.engines.embedded.http.openai_responses import (
+    DONE,
+    AnswerFormat,
+    AnswerPart,
+    Json,
+    error_body,
+    event,
+    token_counts,
+)
+
+
+async def whole_body(choices: Choices, parts: list[AnswerPart], answer: AnswerFormat) -> Json:
+    """Wait for the complete answers. Raises CompletionFailed."""
+    whole: dict[int, AnswerPart] = {}
+    while parts:
+        for part in parts:
+            whole.setdefault(part.index, AnswerPart(index=part.index)).append(part)
+        parts = await choices.next_parts()
+    return answer.whole([whole[index] for index in sorted(whole)], await choices.usage())
+
+
+async def stream_response(
+    request: web.Request,
+    choices: Choices,
+    parts: list[AnswerPart],
+    answer: AnswerFormat,
+    generation: Generation,
+    headers: Mapping[str, str],
+) -> web.StreamResponse:
+    """Write each part as an event as soon as it arrives. The handler ends when the client disconnects."""
+    response = web.StreamResponse(
+        headers={**headers, "Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    )
+    try:
+        await response.prepare(request)
+        await _write_events(response, choices, parts, _Events(choices, answer, generation))
+        await response.write_eof()
+    except ConnectionResetError:
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+async def _write_events(
+    response: web.StreamResponse, choices: Choices, parts: list[AnswerPart], events: _Events
+) -> None:
+    try:
+        while parts:
+            await response.write(b"".join(events.of(parts)))
+            parts = await choices.next_parts()
+        await response.write(await events.last() + DONE)
+    except CompletionFailed as error:
+        await response.write(event(error_body(str(error), status=500, code="engine_failed")) + DONE)
+
+
+class _Events:
+    """Encodes parts as events. Counts the tokens that were sent for each choice."""
+
+    def __init__(self, choices: Choices, answer: AnswerFormat, generation: Generation) -> None:
+        self._choices = choices
+        self._answer = answer
+        self._generation = generation
+        self._sent_tokens: Counter[int] = Counter()
+
+    def of(self, parts: Iterable[AnswerPart]) -> Iterator[bytes]:
+        for part in parts:
+            is_first = part.index not in self._sent_tokens
+            opening = self._answer.opening(part.index) if is_first else None
+            if opening is not None:
+                yield event({**opening, **self._usage(part.index)})
+            self._sent_tokens[part.index] += len(part.token_ids)
+            yield event({**self._answer.chunk(part, is_first=is_first), **self._usage(part.index)})
+
+    async def last(self) -> bytes:
+        """Return the event with the usage of the whole request, if the client requested it. Raises CompletionFailed."""
+        if not self._generation.include_usage:
+            return b""
+        return event(self._answer.usage_chunk(await self._choices.usage()))
+
+    def _usage(self, index: int) -> Json:
+        if self._generation.continuous_usage:
+            return {"usage": token_counts(self._choices.prompt_tokens(index), self._sent_tokens[index])}
+        return {"usage": None} if self._generation.include_usage else {}

@@ -1,0 +1,121 @@
+"""TextCodec: a Hugging Face tokenizer for the server. Invalid input from a client always becomes a RequestError.
+
+It runs on the event loop; long texts are encoded in a separate thread, because encoding can take milliseconds. The
+Rust tokenizer is called directly where possible: it lets other threads run, unlike the Python class around it.
+Without a tokenizer in the model directory, the server accepts and returns token ids only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvbm.engines.embedded.engine.tokenizer import letters_of_bytes
+from kvbm.engines.embedded.http.openai_requests import ChatPrompt
+from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.engines.embedded.http.text_stream import REPLACEMENT
+from kvbm.text.outside import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENCODING = ("encode", "_encode_plus", "set_truncation_and_padding")
+TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class TextCodec:
+    """Encodes text to token ids, decodes token ids, and renders chat templates."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._encodes_directly = self._backend is not None and _is_plain(tokenizer)
+        if tokenizer is not None:
+            tokenizer.encode("")  # sets the options of the Rust tokenizer: no truncation, no padding
+        self._bytes_of_letters = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer is not None
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, check_count: Callable[[int], object] = lambda count: None
+    ) -> list[int]:
+        """Return the token ids, after `check_count` has got their number, which may raise."""
+        tokenizer = self._require("prompt")
+        token_ids: list[int]
+        if self._encodes_directly and self._backend is not None:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            check_count(len(encoding))
+            token_ids = encoding.ids
+        else:
+            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            check_count(len(token_ids))
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text, with U+FFFD for incomplete characters; an empty text without a tokenizer."""
+        if self._backend is not None:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if self._tokenizer is None:
+            return ""
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of one token, or None if they are unknown."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = None if self._backend is None else self._backend.id_to_token(token_id)
+        if piece is None:
+            return None
+        if len(piece) == len("<0x00>") and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        values = [self._bytes_of_letters.get(letter) for letter in piece]
+        return None if None in values else bytes(value for value in values if value is not None)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def render(self, conversation: ChatPrompt) -> str:
+        """Render the prompt with the model's chat template. Raises RequestError if the template fails."""
+        from jinja2.exceptions import TemplateError
+
+        tokenizer = self._require("messages")
+        if not tokenizer.chat_template:
+            raise RequestError("the model has no chat template: use /v1/completions", param="messages")
+        reserved = inspect.signature(tokenizer.apply_chat_template).parameters
+        for name in conversation.variables:
+            if name in reserved or name == "messages":
+                raise RequestError(
+                    f"`chat_template_kwargs.{shown(name)}` is reserved: a request cannot set it",
+                    param="chat_template_kwargs",
+                )
+        try:
+            text = tokenizer.apply_chat_template(
+                conversation.messages,
+                tokenize=False,
+                add_generation_prompt=conversation.add_generation_prompt,
+                **conversation.variables,
+            )
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            raise RequestError(
+                f"the model's chat template rejects the messages: {shown(error)}", param="messages"
+            ) from error
+        return str(text)
+
+    def _require(self, param: str) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise RequestError("the model has no tokenizer: send token ids as `prompt` to /v1/completions", param=param)
+        return self._tokenizer
+
+
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its Python class adds nothing to the Rust tokenizer when it encodes a text."""
+    from transformers import PreTrainedTokenizerFast
+
+    return all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name, None) for name in ENCODING)

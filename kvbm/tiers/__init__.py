@@ -1,0 +1,1 @@
+"""Where blocks are kept below the device: host memory, disk, and stores that engines share."""

@@ -1,0 +1,341 @@
+"""Files of the disk tier: private, preallocated, read and written with O_DIRECT.
+
+Private means: directories 0700, files 0600, owned by this user, opened without following a link in the last component.
+An operation that the file system refuses raises an EnvironmentProblem with the path, the error and, if one applies, the
+setting. If an operation fails, the space that it has allocated is released.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shlex
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbm.errors import EnvironmentProblem, TierProblem, path_hint
+from kvbm.host.directories import make_private_directories
+from kvbm.host.libc import LIBC, last_error
+from kvbm.host.tree import Tree
+from kvbm.tiers.disk.settings import Progress
+
+PAGE_BYTES = 4096
+MAX_DIRECTORY_BYTES = 440  # SQLite opens no file whose path has more than 504 bytes; its index is 64 bytes longer
+FALLOCATE_BYTES = 1 << 30
+ZERO_BYTES = 4 << 20
+ZERO_FLUSH_BYTES = 256 << 20
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+STATX_DIOALIGN = 0x2000  # Linux 6.1
+AT_EMPTY_PATH = 0x1000
+STATX_BYTES = 256
+DIO_MEMORY_ALIGN_AT = 152
+DIO_OFFSET_ALIGN_AT = 156
+
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ROOM_HINT = "lower `tiers.disk.capacity`, or set `tiers.disk.reclaim: true`"
+
+LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class NoRoom(TierProblem):
+    """The file system, a quota or a process limit does not allow that much space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Alignment that direct I/O requires: of memory addresses, and of file offsets and lengths."""
+
+    memory: int
+    offset: int
+
+
+def make_private_directory(path: Path) -> None:
+    """Create a directory, or check that the existing one is private. Raises EnvironmentProblem."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+            sync_directory(path.parent)
+        found = os.lstat(path)
+    except OSError as error:
+        raise problem(f"cannot create directory {path}", error) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise TierProblem(f"{path} is not a directory (links are not followed)")
+    _require_private(path, found)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Return a descriptor of a private regular file. Raises OSError, or EnvironmentProblem if it is not private."""
+    return _private(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600), path)
+
+
+def open_private_in(directory: Tree, name: str, flags: int, path: Path) -> int:
+    """Like `open_private`, for a file in an open directory. `path` is its path, for messages."""
+    return _private(directory.open_file(name, flags), path)
+
+
+def open_private_directory(path: Path, *, levels: int) -> Tree:
+    """Open a directory that is `levels` below one that the user named. It and those in between must be private, and no
+    links. Raises OSError or EnvironmentProblem."""
+    parents = list(path.parents)
+    directory = Tree.open(parents[levels - 1])
+    for each in reversed([path, *parents[: levels - 1]]):
+        with directory:
+            inner = directory.directory(each.name)
+        directory = inner
+        try:
+            _require_private(each, os.fstat(directory.descriptor))
+        except BaseException:
+            directory.close()
+            raise
+    return directory
+
+
+def require_usable_parent(directory: Path) -> None:
+    """Check the directory of the profile, and create it if it is missing. Raises EnvironmentProblem.
+
+    It may belong to another user, but other users must not be able to rename our directories in it.
+    """
+    if (length := len(os.fsencode(directory))) > MAX_DIRECTORY_BYTES:
+        raise EnvironmentProblem(
+            f"the path of the directory has {length} bytes; the index of the disk tier allows {MAX_DIRECTORY_BYTES}",
+            hint="set `tiers.disk.directory` to a shorter path",
+        )
+    try:
+        if not directory.exists():
+            make_private_directories(directory)
+        found = os.lstat(directory)
+    except OSError as error:
+        cause = path_hint(error, directory)
+        hint = f"{cause}, or set another `tiers.disk.directory`" if cause else "set `tiers.disk.directory`"
+        raise problem(f"cannot create directory {directory}", error, hint=hint) from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise TierProblem(
+            f"{directory} is not a directory (links are not followed)",
+            hint="set `tiers.disk.directory` to the directory itself",
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        is_own = found.st_uid == os.geteuid()
+        raise TierProblem(
+            f"{directory} is writable by everyone (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"run `chmod o-w {shlex.quote(str(directory))}`" if is_own else "set another `tiers.disk.directory`",
+        )
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def problem(what: str, error: OSError, *, hint: str | None = None) -> TierProblem:
+    """Translate an OSError, with its errno name."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    kind = NoRoom if error.errno in NO_ROOM else TierProblem
+    return kind(f"{what}: {error.strerror or error} ({name})", hint=hint or (ROOM_HINT if kind is NoRoom else None))
+
+
+class Arena:
+    """The file that holds the bytes of the blocks. Its opener closes it; `sync` may be called by any thread."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.is_direct = False
+
+    @classmethod
+    def open(cls, path: Path) -> Arena:
+        """Open the file, or create it empty. Raises EnvironmentProblem."""
+        try:
+            return cls(path, open_private(path, os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise problem(f"cannot open {path}", error) from error
+
+    @classmethod
+    def open_unnamed(cls, directory: Path) -> Arena:
+        """Create a file without a name, deleted when the last process closes it. Raises EnvironmentProblem."""
+        try:
+            with suppress(OSError):  # not every file system supports O_TMPFILE
+                return cls(directory, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            path = directory / f".kvbm-{secrets.token_hex(8)}"
+            fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.unlink(path)
+            return cls(directory, fd)
+        except OSError as error:
+            raise problem(f"cannot create a file in {directory}", error) from error
+
+    def length(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def resize(self, length: int, *, zerofill: bool, progress: Progress | None) -> None:
+        """Allocate the space up to `length`, or release what is beyond it.
+
+        Raises NoRoom or EnvironmentProblem; the file then keeps its former length.
+        """
+        before = self.length()
+        try:
+            if length < before:
+                os.ftruncate(self.fd, length)
+            else:
+                _take_space(self.fd, before, length, zerofill=zerofill, progress=progress)
+            os.fsync(self.fd)
+        except BaseException as error:
+            with suppress(OSError):
+                os.ftruncate(self.fd, min(before, length))
+            if not isinstance(error, OSError):
+                raise
+            what = f"cannot resize {self.path} to {length} bytes"
+            if error.errno in NO_ROOM:
+                what = f"no space for {self.path}, which requires {length} bytes ({length / 2**30:.2f} GiB)"
+            raise problem(what, error) from error
+
+    def alignment(self) -> Alignment:
+        """Return the alignment of direct I/O; a page if the kernel does not report it."""
+        return dio_alignment(self.fd) or Alignment(PAGE_BYTES, PAGE_BYTES)
+
+    def use_direct_io(self, allocator: str) -> None:
+        """Bypass the page cache from here on, by a flag of the open file or by reopening it. Raises OSError."""
+        if allocator == "open-direct":
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            os.close(self.fd)
+            self.fd = fd
+        else:
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
+        self.is_direct = True
+
+    def use_page_cache(self) -> None:
+        """Use buffered I/O, without read-ahead because access is random. Raises OSError."""
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def prove(self, offset: int) -> None:
+        """Write a page at `offset` and read it back. Raises OSError."""
+        with mmap.mmap(-1, 2 * PAGE_BYTES) as memory, memoryview(memory) as view:
+            view[:PAGE_BYTES] = secrets.token_bytes(PAGE_BYTES)
+            with view[:PAGE_BYTES] as written, view[PAGE_BYTES:] as found:
+                count = os.pwritev(self.fd, [written], offset)
+                if count != PAGE_BYTES or os.preadv(self.fd, [found], offset) != PAGE_BYTES or written != found:
+                    raise OSError(errno.EIO, "the bytes read differ from the bytes written")
+
+    def sync(self) -> None:
+        """Make all finished writes durable. Raises OSError."""
+        os.fdatasync(self.fd)
+        if not self.is_direct:
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def is_linked(self) -> bool:
+        """Return whether `path` still names this file."""
+        with suppress(OSError):
+            return self._has_its_name()
+        return False
+
+    def is_removed(self) -> bool:
+        """Return whether `path` certainly no longer names this file; False on other errors."""
+        try:
+            return not self._has_its_name()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
+    def _has_its_name(self) -> bool:
+        return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """Call fallocate(2) itself: the emulation of the C library writes one byte per block. Raises OSError."""
+    while LIBC.fallocate(fd, mode, offset, length) != 0:
+        error = last_error()
+        if error.errno != errno.EINTR:
+            raise error
+
+
+def dio_alignment(fd: int) -> Alignment | None:
+    """Read STATX_DIOALIGN; None if the kernel or the file system does not report it."""
+    if not hasattr(LIBC, "statx"):
+        return None
+    found = ctypes.create_string_buffer(STATX_BYTES)
+    if LIBC.statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, found) != 0:
+        return None
+
+    def word(at: int) -> int:
+        return int.from_bytes(found.raw[at : at + 4], sys.byteorder)
+
+    memory, offset = word(DIO_MEMORY_ALIGN_AT), word(DIO_OFFSET_ALIGN_AT)
+    return Alignment(memory, offset) if word(0) & STATX_DIOALIGN and memory and offset else None
+
+
+def _take_space(fd: int, start: int, end: int, *, zerofill: bool, progress: Progress | None) -> None:
+    room = os.fstatvfs(fd)
+    if room.f_blocks and end - start > room.f_bfree * room.f_frsize:  # other programs keep what is left
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        for at in range(start, end, FALLOCATE_BYTES):
+            fallocate(fd, 0, at, min(FALLOCATE_BYTES, end - at))
+            if progress is not None:
+                progress(min(at + FALLOCATE_BYTES, end), end)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        if not zerofill:
+            raise EnvironmentProblem(
+                f"this file system cannot preallocate space: {error.strerror}",
+                hint="set `tiers.disk.zerofill: true` to fill the file with zeros instead",
+            ) from error
+        write_zeros(fd, start, end, progress)
+
+
+def write_zeros(fd: int, start: int, end: int, progress: Progress | None = None) -> None:
+    """Fill a range with zeros that are durable. Raises OSError."""
+    zeros = memoryview(bytes(ZERO_BYTES))
+    flushed = at = start
+    while at < end:
+        at += os.pwrite(fd, zeros[: end - at], at)
+        if at - flushed >= ZERO_FLUSH_BYTES or at == end:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, flushed, at - flushed, os.POSIX_FADV_DONTNEED)
+            flushed = at
+        if progress is not None:
+            progress(at, end)
+
+
+def _private(fd: int, path: Path) -> int:
+    """Return the descriptor of a private regular file; otherwise close it and raise EnvironmentProblem."""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise TierProblem(f"{path} is not a regular file with a single hard link")
+        _require_private(path, found)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_private(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise TierProblem(
+            f"{path} belongs to user {found.st_uid}; kvbm runs as user {os.geteuid()}",
+            hint=f"run `sudo chown -R {os.geteuid()} {shlex.quote(str(path))}`, or set `tiers.disk.directory`",
+        )
+    if found.st_mode & OTHERS:
+        raise TierProblem(
+            f"{path} is accessible to other users (mode {stat.S_IMODE(found.st_mode):04o})",
+            hint=f"run `chmod go-rwx {shlex.quote(str(path))}`",
+        )

@@ -1,0 +1,395 @@
+"""Instance: one open cache on disk, with its lock, its arena, its index and the blocks recovered from them.
+
+Opening returns a usable cache or raises an EnvironmentProblem. Damage raises nothing: invalid rows are dropped, counted
+in `losses` and logged; in the worst case the cache starts empty. An instance whose files cannot be used, as those of
+another user, is left as it is, and another one is used. The superblock is written last, so that an instance
+whose creation was interrupted counts as damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbm.errors import EnvironmentProblem, TierProblem
+from kvbm.tiers.disk.directory import (
+    ARENA,
+    INDEX,
+    RATES,
+    SUPERBLOCK,
+    InstanceLock,
+    claim,
+    claim_new,
+    existing_instances,
+    reclaim_oldest,
+    remove_instance,
+)
+from kvbm.tiers.disk.files import (
+    NO_ROOM,
+    PAGE_BYTES,
+    ROOM_HINT,
+    UNSUPPORTED,
+    Arena,
+    NoRoom,
+    make_private_directory,
+    open_private,
+    problem,
+    require_usable_parent,
+    sync_directory,
+)
+from kvbm.tiers.disk.health import DiskCounters
+from kvbm.tiers.disk.index import PRIMARY_CODE, BlockIndex, Recovered, index_files, is_damage
+from kvbm.tiers.disk.settings import DiskSettings, Namespace, Progress
+from kvbm.tiers.disk.superblock import Superblock, read_superblock, write_superblock
+
+WORD_BYTES = 8
+MAX_GENERATION = 1 << 62  # leaves enough larger ones for every later write
+PROBE_BYTES = PAGE_BYTES  # after the last slot, for probing the disk
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes that determine the length of an arena."""
+
+    payload_bytes: int
+    hash_bytes: int
+    slot_bytes: int
+    slot_count: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.slot_count * self.slot_bytes + PROBE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _NewInstance:
+    settings: DiskSettings
+    namespace: Namespace
+    payload_bytes: int
+    hash_bytes: int
+    progress: Progress | None
+
+    def with_room(self, function: Callable[[], Result]) -> Result:
+        """Return what a function returns; with `reclaim`, remove unused caches as long as it finds no room."""
+        while True:
+            try:
+                return function()
+            except NoRoom:
+                if not self.settings.reclaim or not reclaim_oldest(self.settings.directory):
+                    raise
+
+
+class Instance:
+    """An open cache. `index` and `lock` are None if it is not persistent."""
+
+    def __init__(self, path: Path, namespace: Namespace, arena: Arena, shape: Shape) -> None:
+        self.path = path
+        self.namespace = namespace
+        self.arena = arena
+        self.shape = shape
+        self.lock: InstanceLock | None = None
+        self.index: BlockIndex | None = None
+        self.recovered: Recovered | None = None
+        self.notes: dict[int, bytes] = {}  # of recovered blocks, by slot
+        self.losses = DiskCounters()  # damage found at opening
+
+    @property
+    def rates_path(self) -> Path | None:
+        """The file with the rates of the engines of this namespace; None if the cache is not persistent."""
+        return None if self.index is None else self.path.parent / RATES
+
+    @classmethod
+    def open(
+        cls,
+        settings: DiskSettings,
+        namespace: Namespace,
+        *,
+        payload_bytes: int,
+        hash_bytes: int,
+        progress: Progress | None = None,
+        only: Path | None = None,
+    ) -> Instance:
+        """Take over a free instance or create one; with `only`, that one or a new one. Raises EnvironmentProblem."""
+        wanted = _NewInstance(settings, namespace, payload_bytes, hash_bytes, progress)
+        require_usable_parent(settings.directory)
+        if not settings.persist:
+            return wanted.with_room(partial(cls._open_unnamed, wanted))
+        home = settings.directory / namespace.digest.hex()
+        wanted.with_room(partial(make_private_directory, home))
+        unusable_count = 0
+        for path in existing_instances(home, only=only):
+            try:
+                if (lock := claim(path)) is not None:
+                    opened = cls._open_locked(lock, wanted)
+                    break
+            except NoRoom:  # a new one needs even more
+                raise
+            except EnvironmentProblem as error:
+                unusable_count += 1
+                remedy = "" if error.hint is None else f" ({error.hint})"
+                logger.warning("cannot use the disk cache %s, using another one: %s%s", path, error.message, remedy)
+            except Exception:  # a damage that nothing foresees; a new instance has none
+                unusable_count += 1
+                logger.exception("cannot use the disk cache %s, using another one", path)
+        else:
+            opened = cls._open_locked(wanted.with_room(partial(claim_new, home)), wanted)
+        opened.losses.unusable_instances = unusable_count
+        return opened
+
+    @classmethod
+    def _open_unnamed(cls, wanted: _NewInstance) -> Instance:
+        arena = Arena.open_unnamed(wanted.settings.directory)
+        try:
+            shape = _shape(arena, wanted)
+            _take_space(arena, shape, wanted)
+        except BaseException:
+            arena.close()
+            raise
+        return cls(wanted.settings.directory, wanted.namespace, arena, shape)
+
+    @classmethod
+    def _open_locked(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
+        """*Consumes* the lock."""
+        try:
+            instance = wanted.with_room(partial(cls._recovered, lock, wanted))
+        except BaseException:
+            if not (lock.path / SUPERBLOCK).exists():
+                with suppress(EnvironmentProblem):
+                    remove_instance(lock)
+            lock.release()
+            raise
+        lock.touch()
+        return instance
+
+    @classmethod
+    def _recovered(cls, lock: InstanceLock, wanted: _NewInstance) -> Instance:
+        arena = Arena.open(lock.path / ARENA)
+        try:
+            instance = cls(lock.path, wanted.namespace, arena, _shape(arena, wanted))
+            instance.lock = lock
+            instance._recover(wanted)
+        except BaseException:
+            arena.close()
+            raise
+        return instance
+
+    def renew_index(self) -> None:
+        """Replace a damaged index by an empty one. Raises sqlite3.Error, OSError or EnvironmentProblem."""
+        assert self.index is not None
+        self.index.close()
+        _remove(*index_files(self.path / INDEX))
+        sync_directory(self.path)
+        self.index = _open_index(self.path / INDEX)
+
+    def touch(self) -> None:
+        """Record that the instance is in use now."""
+        if self.lock is not None:
+            self.lock.touch()
+
+    def close(self) -> None:
+        """Close all files and release the lock. No I/O may be running."""
+        if self.index is not None:
+            self.index.close()
+        self.arena.close()
+        if self.lock is not None:
+            self.lock.touch()
+            self.lock.release()
+
+    def _recover(self, wanted: _NewInstance) -> None:
+        """Bring superblock, index and arena into one state, in an order that may be interrupted anywhere."""
+        shape, path = self.shape, self.path
+        former = self._read_superblock()
+        if former is None or (why := self._mismatch(former)) is not None:
+            if former is not None:
+                logger.warning("disk cache %s has %s: starting empty", path, why)
+            _remove(path / SUPERBLOCK)
+            _remove(*index_files(path / INDEX))
+            self.arena.resize(0, zerofill=False, progress=None)
+        intact_bytes = min(self.arena.length(), shape.arena_bytes)
+        self.recovered = self._load_index(intact_bytes // shape.slot_bytes)
+        try:
+            _take_space(self.arena, shape, wanted)
+            self._write_superblock(former)
+        except BaseException:
+            assert self.index is not None
+            self.index.close()
+            raise
+
+    def _read_superblock(self) -> Superblock | None:
+        superblock = read_superblock(self.path / SUPERBLOCK)
+        if superblock is None and (self.path / INDEX).exists():
+            self.losses.damaged_superblocks += 1
+            logger.warning("the superblock of the disk cache %s is damaged: starting empty", self.path)
+        return superblock
+
+    def _mismatch(self, former: Superblock) -> str | None:
+        """Return why the blocks cannot be used, None if they can."""
+        if former.namespace != self.namespace.digest.hex():
+            return f"blocks of another model (namespace {former.namespace})"
+        if not _is_compatible(former, self.shape):
+            return f"blocks of {former.payload_bytes} bytes, not {self.shape.payload_bytes}"
+        return None
+
+    def _write_superblock(self, former: Superblock | None) -> None:
+        shape, namespace = self.shape, self.namespace
+        superblock = Superblock(
+            namespace=namespace.digest.hex(),
+            facts=dict(namespace.facts),
+            hash_bytes=shape.hash_bytes,
+            payload_bytes=shape.payload_bytes,
+            slot_bytes=shape.slot_bytes,
+            slot_count=shape.slot_count,
+            created=time.time() if former is None else former.created,
+        )
+        try:
+            write_superblock(self.path / SUPERBLOCK, superblock)
+        except OSError as error:
+            if superblock != former or error.errno not in NO_ROOM:
+                raise problem(f"cannot write {self.path / SUPERBLOCK}", error) from error
+
+    def _load_index(self, slot_count: int) -> Recovered:
+        """Load the valid rows: within the arena, of the right lengths, one per slot, and the newest per hash."""
+        path = self.path / INDEX
+        try:
+            self.index = _open_index(path)
+            found = self._drop_misfits(self.index.load(self.shape.hash_bytes), slot_count)
+            self.notes = self.index.load_notes(found)
+            return found
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise _index_problem(f"cannot open {path}", error) from error
+            logger.warning("the index %s is damaged (%s): starting with an empty disk cache", path, error)
+        except OSError as error:
+            raise problem(f"cannot open {path}", error) from error
+        self.losses.damaged_indexes += 1
+        if self.index is not None:
+            self.index.close()
+        _remove(*index_files(path))
+        try:
+            self.index = _open_index(path)
+            return self.index.load(self.shape.hash_bytes)
+        except sqlite3.Error as error:
+            raise _index_problem(f"cannot create {path}", error) from error
+        except OSError as error:
+            raise problem(f"cannot create {path}", error) from error
+
+    def _drop_misfits(self, found: Recovered, slot_count: int) -> Recovered:
+        """Raise sqlite3.Error."""
+        assert self.index is not None
+        if _has_equals(found.slots):
+            raise sqlite3.DatabaseError("two rows have one slot")
+        fits = (found.slots >= 0) & (found.slots < slot_count) & (found.lengths == self.shape.payload_bytes)
+        fits &= (found.generations >= 0) & (found.generations <= MAX_GENERATION)
+        misfits = [*found.misfits, *found.slots[~fits].tolist()]
+        if misfits:
+            logger.warning("dropped %d blocks of the disk cache %s that do not fit its arena", len(misfits), self.path)
+            self.losses.dropped_rows += len(misfits)
+            self.index.delete(misfits)
+            found = found.at(np.flatnonzero(fits))
+        if not (older := _older_of_a_hash(found)):
+            return found
+        self.index.delete(found.slots[older].tolist())
+        return found.at(np.setdiff1d(np.arange(len(found.slots)), older))
+
+
+def _shape(arena: Arena, wanted: _NewInstance) -> Shape:
+    settings, unit = wanted.settings, max(PAGE_BYTES, arena.alignment().offset)
+    slot_bytes = -(-wanted.payload_bytes // unit) * unit
+    slot_count = settings.block_count
+    if slot_count is None:
+        slot_count = (settings.capacity_bytes or 0) // slot_bytes
+    if slot_count < 1:
+        raise EnvironmentProblem(
+            f"a disk tier of {settings.capacity_bytes} bytes is smaller than one block ({slot_bytes} bytes)",
+            hint="raise `tiers.disk.capacity`",
+        )
+    return Shape(wanted.payload_bytes, wanted.hash_bytes, slot_bytes, slot_count)
+
+
+def _has_equals(numbers: NDArray[Any]) -> bool:
+    if np.all(numbers[1:] > numbers[:-1]):
+        return False
+    return bool(np.any(np.diff(np.sort(numbers)) == 0))
+
+
+def _older_of_a_hash(found: Recovered) -> list[int]:
+    """Return the positions of rows whose hash also has a row of a later generation.
+
+    Prefixes of the hashes are compared first: a set of millions of hashes would take too much memory.
+    """
+    positions = np.arange(len(found.hashes))
+    if found.hashes.itemsize >= WORD_BYTES:
+        bytes_of_hashes = found.hashes.view(np.uint8).reshape(-1, found.hashes.itemsize)
+        words = np.ascontiguousarray(bytes_of_hashes[:, :WORD_BYTES]).view(np.uint64).ravel()
+        in_order = np.sort(words)
+        positions = np.flatnonzero(np.isin(words, in_order[1:][np.diff(in_order) == 0]))
+    positions = positions[np.argsort(found.generations[positions], kind="stable")]
+    newest: dict[bytes, int] = {}
+    older: list[int] = []
+    for position, sequence_hash in zip(positions.tolist(), found.hashes[positions].tolist(), strict=True):
+        if sequence_hash in newest:
+            older.append(newest[sequence_hash])
+        newest[sequence_hash] = position
+    return older
+
+
+def _is_compatible(former: Superblock, shape: Shape) -> bool:
+    return (former.payload_bytes, former.hash_bytes, former.slot_bytes) == (
+        shape.payload_bytes,
+        shape.hash_bytes,
+        shape.slot_bytes,
+    )
+
+
+def _take_space(arena: Arena, shape: Shape, wanted: _NewInstance) -> None:
+    """Allocate the arena, switch to direct I/O, and check it with one page that is written and read back."""
+    settings = wanted.settings
+    arena.resize(shape.arena_bytes, zerofill=settings.zerofill, progress=wanted.progress)
+    try:
+        if settings.o_direct:
+            arena.use_direct_io(settings.allocator)
+        else:
+            arena.use_page_cache()
+        arena.prove(shape.arena_bytes - PROBE_BYTES)
+    except OSError as error:
+        what = f"cannot write and read {arena.path}{' with O_DIRECT' if settings.o_direct else ''}"
+        why = problem(what, error, hint="set `tiers.disk.o_direct: false`" if settings.o_direct else None)
+        is_setting = settings.o_direct and error.errno in UNSUPPORTED
+        raise (EnvironmentProblem(why.message, hint=why.hint) if is_setting else why) from error
+
+
+def _open_index(path: Path) -> BlockIndex:
+    """Raise sqlite3.Error or OSError."""
+    os.close(open_private(path, os.O_RDWR | os.O_CREAT))
+    return BlockIndex.open(path)
+
+
+def _index_problem(what: str, error: sqlite3.Error) -> TierProblem:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+    if code & PRIMARY_CODE == sqlite3.SQLITE_FULL:
+        return NoRoom(f"{what}: {error}", hint=ROOM_HINT)
+    return TierProblem(f"{what}: {error}")
+
+
+def _remove(*paths: Path) -> None:
+    """Raise EnvironmentProblem."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise problem(f"cannot remove {path}", error) from error

@@ -1,0 +1,205 @@
+"""LowerTier: what the leader asks of a tier below host memory.
+
+Blocks are written to a lower tier from host memory, and a load reads them into host memory first. The leader's thread
+owns each tier, and calls in this order:
+
+    arrive                      a request arrives, with its whole chain
+    refresh, match              before and during a lookup: what can be read, without starting anything
+    claim, fetch                a load begins: hold what is there, and start its reads one after the other
+    registered, hit, used       blocks were registered in host memory, hit, or used: the tier decides what it writes
+    step                        start the writes that are due
+    settle                      register what has ended: written blocks there, read blocks in host memory
+
+A tier reports nothing before it has happened: what `settle` returns is proven, and any doubt is a miss. What a tier
+does not need keeps the empty method of this Protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvbm.tiers.host_tier import HostListener
+
+if TYPE_CHECKING:
+    from kvbm.core.blocks import PinnedBlocks
+    from kvbm.core.chooser import ChainUse
+    from kvbm.core.store import BlockStore
+    from kvbm.metrics import Counters
+    from kvbm.tiers.host_tier import HostTier
+    from kvbm.tiers.open_reads import Extent, Fetch, OpenReads
+    from kvbm.tiers.rates import Rates
+    from kvbm.tiers.settings import LeaderCallbacks, LeaderSettings
+    from kvbm.tiers.slot_labels import SlotLabels
+    from kvbm.types import Tier
+
+
+@dataclass(slots=True)
+class Claim:
+    """What a load reads from one tier. `batches` are (positions in the load, extent that has them), each read at once;
+    `kept` pins the blocks where they are until the load has ended."""
+
+    batches: list[tuple[Sequence[int], Extent | None]] = field(default_factory=list)
+    kept: list[PinnedBlocks] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a leader and its lower tiers use together."""
+
+    host: HostTier
+    settings: LeaderSettings
+    counters: Counters
+    rates: Rates
+    callbacks: LeaderCallbacks
+
+
+class LowerTier(HostListener, Protocol):
+    """See the module's text. `kind`: as which tier its blocks are counted. `reads` are its reads in flight."""
+
+    kind: Tier
+    reads: OpenReads
+
+    @property
+    def is_on(self) -> bool:
+        """Whether its blocks are found, read and written."""
+        ...
+
+    @property
+    def stores(self) -> Sequence[BlockStore]:
+        """The metadata of a tier whose blocks can be pinned, one at most. They are evicted in order of last use, and
+        reported in events."""
+        return ()
+
+    def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
+        """Note that a request for the chain `hashes` has arrived; return what it is to adaptive eviction here."""
+        return None
+
+    def refresh(self) -> None:
+        """Note what has changed while the engine was idle. Call before a lookup."""
+        return
+
+    def receive(self) -> None:
+        """Take what the tier has sent, before `contains`. `match` does so itself."""
+        return
+
+    def contains(self, sequence_hash: bytes) -> bool:
+        """Whether this block can be read by itself."""
+        ...
+
+    def match(self, hashes: Sequence[bytes], start: int, end: int) -> int:
+        """Return how many of `hashes[start:end]` can be read, up to the first that cannot."""
+        ...
+
+    def extents_of(self, hashes: Sequence[bytes], start: int, end: int) -> list[Extent]:
+        """Return the extents that hold `hashes[start:end]`; none if each block is kept by itself."""
+        return []
+
+    def must_wait(self, request_id: str, hashes: Sequence[bytes], start: int, end: int) -> bool:
+        """Whether a request that found nothing from `start` on should be asked again at the next step."""
+        return False
+
+    def claim(self, hashes: Sequence[bytes], positions: Sequence[int], extents: Sequence[Extent]) -> Claim:
+        """Hold those of the blocks at these positions that are here. `extents` were found by the match."""
+        ...
+
+    def batches(self, positions: Sequence[int]) -> list[Sequence[int]]:
+        """Return these positions of blocks that are pinned here in the batches in which they are read."""
+        return [positions]
+
+    def has_lost(self, hashes: Sequence[bytes], extent: Extent | None) -> bool:
+        """Whether one of these blocks of a claim is gone, because another read of it has failed."""
+        return False
+
+    def fetch(self, hashes: Sequence[bytes], tenant: bytes | None, extent: Extent | None = None) -> Fetch | None:
+        """Start to read blocks of a tenant, None if it is unknown, into host memory; `settle` returns the end. None
+        while there is no room or the tier is off."""
+        ...
+
+    def adopt(self, hashes: Sequence[bytes]) -> None:
+        """Note that a request has these blocks of host memory, so that their tenant is known."""
+        return
+
+    def hit(self, hashes: Sequence[bytes]) -> None:
+        """Note a cache hit of these blocks in any tier."""
+        return
+
+    def used(self, hashes: Sequence[bytes], end: int, tenant: bytes) -> None:
+        """Note that a request that has ended used `hashes[:end]`."""
+        return
+
+    def forget_request(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        return
+
+    def unwritten_blocks(self, end: int) -> int | None:
+        """Return how many blocks a chain of `end` blocks must not evict, because they still have to be written.
+
+        None if the chain does not pass through host memory to this tier, so that it has to fit into host memory.
+        """
+        return None
+
+    def step(self, *, computes: bool) -> None:
+        """Start the writes that are due. `computes`: the last step of the engine computed something."""
+        ...
+
+    def settle(self) -> list[Fetch]:
+        """Register what has ended. Return the ended fetches; the caller owns their blocks."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether the tier needs `settle` soon: the engine must keep stepping."""
+        ...
+
+    def reset(self, *, ends_persistence: bool) -> None:
+        """Forget every block, including those in flight. `ends_persistence`: no block that is written later survives
+        this engine. Raises EnvironmentProblem if that is not durable yet; no block is served before it is."""
+        ...
+
+    def close(self) -> None:
+        """Write what is due, as far as the time allows, and end."""
+        ...
+
+    def queues(self) -> dict[str, tuple[int, float | None]]:
+        """Return for each queue, by name: how many blocks wait or move, and since when the oldest one. Any thread may
+        call it."""
+        return {}
+
+    def wear(self) -> dict[str, float]:
+        """Return the known wear metrics by name."""
+        return {}
+
+    def clear(self, *, ends_persistence: bool) -> None:
+        """Delete every block that an engine that starts later could find. Raises EnvironmentProblem."""
+        return
+
+    @property
+    def labels(self) -> SlotLabels | None:
+        """Ages and tenants of the blocks in `stores`; None for a tier without."""
+        return None
+
+    def begin_clear(self, tenant: bytes | None) -> None:
+        """Start to delete all blocks, or those of one tenant. The caller makes those of a tenant unfindable. Nothing
+        is read or written while `is_clearing`. For a tier with `labels`."""
+        return
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether `begin_clear` is not durable yet."""
+        return False
+
+    def off_because(self) -> str | None:
+        """Return why the tier is off, as far as it is known; None if it is on."""
+        return None
+
+    def drop_results(self) -> None:
+        """Take the results of what is in flight, and ignore them."""
+        return
+
+    def abandon(self, timeout_s: float) -> None:
+        """End within `timeout_s`, and write nothing more."""
+        return
+
+
+OpenTier = Callable[[TierContext], LowerTier]
