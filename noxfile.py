@@ -16,8 +16,7 @@ ARM_PLATFORMS = [f"--platform=manylinux{glibc}_aarch64" for glibc in ARM_GLIBC]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
 # test_interleavings.py calls the connector as V1 and as V2 do, in the session `vllm`.
-IN_V2 = ("determinism", "disk", "on_evict_in_vllm", "pause_in_vllm", "pd", "pipeline_stages", "requests", "shared")
-IN_V2 += ("weight_updates",)
+IN_V2 = ("determinism", "pause_in_vllm", "pd", "pipeline_stages", "requests", "shared", "weight_updates")
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 LATER_PYTHONS = ("3.12", "3.13")  # CI has 3.11
@@ -97,7 +96,8 @@ def vllm_later(session: nox.Session) -> None:
 def vllm_v2(session: nox.Session) -> None:
     """What is about bytes, names and order in vLLM's model runner V2, which GPUs take.
 
-    Triton (290 MB) interprets its kernels on the CPU: a step takes many times as long. An environment of 3 GB.
+    Triton (290 MB) interprets its kernels on the CPU: a step takes many times as long. An environment of 3 GB. Of the
+    others, `nox -s vllm_v2 -- -n 0 -o timeout=3600 tests/vllm/test_on_evict_in_vllm.py` takes a quarter of an hour.
     """
     install_vllm(session, f"triton=={TRITON}")
     session.install("--no-deps", "tests/vllm/triton_on_cpu")
