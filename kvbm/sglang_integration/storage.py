@@ -1,5 +1,7 @@
-"""`--hicache-storage-backend-extra-config` names this module. The storage is in `kvbm/engines/sglang`."""
+"""`--hicache-storage-backend-extra-config` names this module, which is `kvbm.engines.sglang.storage`."""
 
-from kvbm.engines.sglang.storage import KvbmHiCacheStorage
+import sys
 
-__all__ = ["KvbmHiCacheStorage"]
+from kvbm.engines.sglang import storage
+
+sys.modules[__name__] = storage

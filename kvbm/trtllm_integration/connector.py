@@ -1,5 +1,7 @@
-"""`kv_connector_config` names this module. The connector is in `kvbm/engines/trtllm`."""
+"""`kv_connector_config` names this module, which is `kvbm.engines.trtllm.connector`."""
 
-from kvbm.engines.trtllm.connector import DynamoKVBMConnectorLeader, DynamoKVBMConnectorWorker
+import sys
 
-__all__ = ["DynamoKVBMConnectorLeader", "DynamoKVBMConnectorWorker"]
+from kvbm.engines.trtllm import connector
+
+sys.modules[__name__] = connector

@@ -1,5 +1,7 @@
-"""`--kv-transfer-config` names this module. The connector is in `kvbm/engines/vllm`."""
+"""`--kv-transfer-config` names this module, which is `kvbm.engines.vllm.connector`."""
 
-from kvbm.engines.vllm.connector import DynamoConnector, __getattr__
+import sys
 
-__all__ = ["DynamoConnector", "__getattr__"]
+from kvbm.engines.vllm import connector
+
+sys.modules[__name__] = connector

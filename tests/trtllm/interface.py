@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, make_dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-CONNECTOR = "kvbm.trtllm_integration.connector"
+CONNECTOR = "kvbm.engines.trtllm.connector"
 NEW_PATH = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 OLD_PATH = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 LIMIT_S = 30.0
