@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib
 import json
 import os
 import sys
@@ -119,9 +120,7 @@ def load_connector(options: dict[str, dict[str, object]]) -> None:
         sys.exit("the capacity policy must be GUARANTEED_NO_EVICT")
     if options["kv_cache_config"]["enable_partial_reuse"] is not False:
         sys.exit("partial reuse")
-    from kvbm.engines.trtllm import connector
-
-    assert config["connector_module"] == connector.__name__
+    connector = importlib.import_module(config["connector_module"])
     for key in ("connector_scheduler_class", "connector_worker_class"):
         assert hasattr(connector, str(config[key]))
     variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}

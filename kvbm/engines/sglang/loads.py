@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvbm.identity.loading import FileContent, Loading
 
 SCHEDULER = "sglang.srt.managers.scheduler"
-OURS = "kvbm.engines.sglang"
+OURS = "kvbm.sglang_integration"  # in the command line
 
 _WRAPPED: set[type] = set()
 _BEGUN: dict[str, Loading | Unidentified] = {}  # by the absolute path of the directory
