@@ -157,7 +157,7 @@ def test_names_that_are_no_text_are_used_or_refused(home):
     for arguments, exit_code, said in (
         (["serve", "-p", f"{odd}mine.yaml"], 1, "the engine exited before it was healthy"),
         (["serve", "-p", "demo", "--set", f"description={odd}"], 2, "`description` must be UTF-8 text"),
-        (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "must be UTF-8 text, not `?`"),
+        (["serve", "-p", "demo", "--set", f"engine.environment.A={odd}"], 2, "must be UTF-8 text, not `\\udcff`"),
         (["cache", "export-stats", "--dir", f"{odd}caches", "--format", "csv", "--output", "stats.csv"], 0, ""),
     ):
         outcome = kvbm(*arguments, home=home)

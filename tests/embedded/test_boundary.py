@@ -21,6 +21,7 @@ from fake_store import FakeStore
 from faults import FaultyCopier
 from simulated_engine import SharedMemoryOfBytes, SimulatedEngine, expected_output
 
+from kvbm.child import deadlines
 from kvbm.config.schema import Profile
 from kvbm.core.store import BlockStore
 from kvbm.engines.embedded import driver
@@ -342,6 +343,7 @@ def test_after_a_fault_a_reset_succeeds_and_one_event_says_that_the_tier_is_empt
 
 @pytest.mark.parametrize("is_off", [False, True])
 def test_a_change_of_the_weights_ends_persistence_after_a_fault_too(monkeypatch, tmp_path, is_off):
+    monkeypatch.setattr(deadlines, "ANSWER_LIMIT_S", 60.0)  # on a busy machine
     with running(tmp_path) as kvbm, monkeypatch.context() as patch:
         if is_off:
             Fault(patch, Leader, "step", calls={1}, after=False)
