@@ -25,7 +25,7 @@ nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not installed is skipped, with a line
-nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "vllm_v2", "mutants", "bench_micro", "smoke"]
+nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "mutants", "bench_micro", "smoke"]
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -94,7 +94,7 @@ def vllm_later(session: nox.Session) -> None:
 
 @nox.session
 def vllm_v2(session: nox.Session) -> None:
-    """What is about bytes, names and order in vLLM's model runner V2, which GPUs take.
+    """What is about bytes, names and order in vLLM's model runner V2, which GPUs take; not part of `nox`.
 
     Triton (290 MB) interprets its kernels on the CPU: a step takes many times as long. An environment of 3 GB. Of the
     others, `nox -s vllm_v2 -- -n 0 -o timeout=3600 tests/vllm/test_on_evict_in_vllm.py` takes a quarter of an hour.
