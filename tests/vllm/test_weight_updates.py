@@ -89,7 +89,8 @@ CASES = (
     Case(to_host="on_evict", is_full=False),
     Case(to_host="second_hit", is_full=False),
     Case("vllm-swa", blocks=60, is_full=False),
-    *(with_states(preset) for preset in MODELS),
+    # Of Qwen3-Next, vLLM 0.32 for CPUs answers wrong after reload_weights, without kvbm too.
+    *(with_states(preset) for preset in MODELS if preset != "vllm-qwen3-next"),
 )
 
 
