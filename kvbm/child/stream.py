@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
 from typing import Any
 
 from kvbm.child.channel import BUFFER_BYTES, HEADER, Channel, ChannelClosed, decoded, encoded, length_of
+from kvbm.child.parent import end, start_child
 
 
 class MessageStream:
@@ -49,3 +51,17 @@ class MessageStream:
     def close(self) -> None:
         """Close it at once. May be called twice."""
         self._writer.transport.abort()
+
+
+async def start_with_stream(
+    module: str, what: str, *, stderr: int | None = None
+) -> tuple[subprocess.Popen[bytes], MessageStream]:
+    """Run `python -m module FD` as `start_child` does. The child dies with its parent, and with a task that is
+    cancelled meanwhile."""
+    child, channel = start_child(module, what, stderr=stderr, dies_with_parent=True)
+    try:
+        return child, await MessageStream.over(channel)
+    except BaseException:
+        channel.close()
+        end(child, 0)
+        raise

@@ -16,8 +16,8 @@ import subprocess
 
 from kvbm.child.channel import ChannelClosed
 from kvbm.child.child import end_of_channel, send_all
-from kvbm.child.parent import end, start_child
-from kvbm.child.stream import MessageStream
+from kvbm.child.parent import end
+from kvbm.child.stream import MessageStream, start_with_stream
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.disaggregated.client_request import EngineRequests, WrongRequest, engine_requests
 
@@ -73,20 +73,13 @@ class BodyProcess:
         if process is not None:
             child, stream = process
             stream.close()
-            child.kill()
-            child.wait()
+            end(child, 0)
 
     async def _running(self) -> MessageStream:
         if self._process is not None and self._process[0].poll() is not None:
             self.close()
         if self._process is None:
-            child, channel = start_child(__spec__.name, "the process for large bodies", dies_with_parent=True)
-            try:
-                self._process = child, await MessageStream.over(channel)
-            except BaseException:  # a client that left
-                channel.close()
-                end(child, 0)
-                raise
+            self._process = await start_with_stream(__spec__.name, "the process for large bodies")
         return self._process[1]
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvbm.child.channel import ChannelClosed
-from kvbm.child.parent import has_ended, start_child
+from kvbm.child.parent import has_ended
 from kvbm.child.run import Output, last_line
-from kvbm.child.stream import MessageStream
+from kvbm.child.stream import MessageStream, start_with_stream
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.bench.load.launcher import WATCH_INTERVAL_S, OnRecord, Part
 from kvbm_cli.bench.load.process import (
@@ -207,8 +207,11 @@ class _WorkerProcess:
     @classmethod
     async def start(cls) -> _WorkerProcess:
         output = Output()
-        process, channel = start_child(WORKER, "a load worker", stderr=output.fileno(), dies_with_parent=True)
-        return cls(process, await MessageStream.over(channel), output)
+        try:
+            return cls(*await start_with_stream(WORKER, "a load worker", stderr=output.fileno()), output)
+        except BaseException:
+            output.close()
+            raise
 
     def how_it_ended(self) -> str:
         """Wait for its end."""
