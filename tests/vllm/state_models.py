@@ -16,7 +16,7 @@ from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, 
 from vllm_server import FAULTY_CONNECTOR, Answer
 
 BLOCK = 64
-_COMMON = {"block_size": BLOCK, "max_model_len": 768, "max_num_seqs": 8}
+COMMON = {"block_size": BLOCK, "max_model_len": 768, "max_num_seqs": 8}
 # vLLM's Mamba-2 kernels for CPUs fail if a step computes tokens of a request before and after the end of a block. With
 # this limit, a prompt longer than a block starts only when no other request runs.
 _MAMBA2 = {"dtype": "float32", "max_num_batched_tokens": BLOCK}
@@ -94,7 +94,7 @@ def right_answers(
         num_gpu_blocks_override=200,
         enable_prefix_caching=False,
         logits_processors=[FOLLOWED_TOKENS],
-        **_COMMON,
+        **COMMON,
         **MODELS[preset],
     )
     truth: dict[Request, Answer] = {}
@@ -121,7 +121,7 @@ def start_tested(
         num_gpu_blocks_override=blocks,
         enable_prefix_caching=True,
         logits_processors=[FOLLOWED_TOKENS],
-        **_COMMON,
+        **COMMON,
         **MODELS[preset],
         **arguments,
     )

@@ -17,7 +17,7 @@ from draft_models import drafter, target
 from engine_process import FOLLOWED_TOKENS, EngineProcess
 from kept_results import KeptResults, row_of
 from pairs import Faults
-from state_models import BLOCK, MODELS
+from state_models import BLOCK, COMMON, MODELS
 from traffic import TOLERANCE, assert_equal, compare, conversations, own_noise, take_turns, total
 from vllm_server import FAULTY_CONNECTOR
 from wandering_engine import WanderingEngine
@@ -34,7 +34,6 @@ KINDS = PLAIN | MODELS
 GUESSERS = ("ngram", "eagle", "mtp", "", "draft_model", "eagle3")  # "": prompts that are given as embeddings
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 BLOCKS = {"vllm-25m": (30, 90), "vllm-swa": (120, 400), "vllm-mamba2": (12, 40)}  # of G1 and of host memory
-COMMON = {"block_size": BLOCK, "max_model_len": 768, "max_num_seqs": 8}
 
 
 class Combination:

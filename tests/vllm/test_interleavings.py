@@ -54,9 +54,9 @@ CONNECTOR = {
 }
 SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 SPECS = {"full": FullAttentionSpec(**SPEC), "window": SlidingWindowSpec(**SPEC, sliding_window=40)}
-SPECS |= dict.fromkeys(("adapter", "short", "zeroed"), SPECS["full"])
+SPECS |= {"adapter": SPECS["full"], "short": SPECS["full"]}
 ADAPTER = LoRARequest("mine", 1, "/adapter", load_inplace=True)  # kvbm keeps no block of it, and vLLM does
-LEAST_LOADS = {"full": 4, "window": 1, "adapter": 0, "short": 3, "zeroed": 4}  # blocks of the last request
+LEAST_LOADS = {"full": 4, "window": 1, "adapter": 0, "short": 3}  # blocks of the last request
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,6 @@ def configuration():
     engine = found.create_engine_config()
     engine.cache_config.num_gpu_blocks = BLOCKS
     return engine
-
-
-class ZeroedCache(KVCacheConfig):
-    needs_kv_cache_zeroing = True  # as with states
 
 
 @dataclass
@@ -93,8 +89,7 @@ class World:
 
     def __post_init__(self):
         groups = [KVCacheGroupSpec(["layer.0"], SPECS[self.kind])]
-        kind = ZeroedCache if self.kind == "zeroed" else KVCacheConfig
-        cache = kind(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        cache = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
         made = AsyncScheduler if self.depth > 1 else Scheduler
         manager = StructuredOutputManager(self.configuration)
         self.scheduler = made(self.configuration, cache, manager, BLOCK)
@@ -154,7 +149,6 @@ class World:
 
         def compute() -> None:
             self.run_copies()
-            self.kv[output.new_block_ids_to_zero or []] = 0.0
             for name in names:
                 begin, end = starts[name], starts[name] + output.num_scheduled_tokens[name]
                 self.compute(name, begin, end)
@@ -315,10 +309,9 @@ def plant_loads_that_are_not_awaited(monkeypatch):
     monkeypatch.setattr(SchedulerSide, "match", lambda *arguments: (match(*arguments)[0], False))
 
 
-@pytest.mark.parametrize("kind", ["full", "zeroed"])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_every_order_of_calls_answers_right(world, runner, kind):
-    assert explore(world, kind, 2, runner, 2, 2, NEVER) == ([], False)
+def test_every_order_of_calls_answers_right(world, runner):
+    assert explore(world, "full", 2, runner, 2, 2, NEVER) == ([], False)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

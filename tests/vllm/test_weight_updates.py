@@ -21,13 +21,11 @@ from random import Random
 import httpx
 import pytest
 import torch
-from engine_process import FOLLOWED_TOKENS
 from kept_results import KeptResults, row_of
 from pairs import is_at_rest
 from safetensors.torch import load_file, save_file
-from state_models import BLOCK as STATES_BLOCK
-from state_models import MODELS, SMALL
-from traffic import TOLERANCE, Comparison, Request, asker, compare, own_noise, repeat, tokens, total
+from state_models import COMMON, MODELS, SMALL
+from traffic import Comparison, Request, asker, assert_equal, repeat, tokens, total
 from vllm_server import BLOCK_TOKENS, CONNECTOR, Answer, VllmServer
 
 from kvbm_cli.make_model import materialise
@@ -78,7 +76,7 @@ class Case:
 
 
 def with_states(preset: str) -> Case:
-    settings = {"block_size": STATES_BLOCK, "max_model_len": 768, "max_num_seqs": 8} | MODELS[preset]
+    settings = COMMON | MODELS[preset]
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return Case(preset, flags=(*flags, "--enable-prefix-caching"), blocks=SMALL[preset][0], is_full=False)
 
@@ -115,43 +113,27 @@ def versions(case, tmp_path_factory) -> list[Path]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """The answers of each version, and by how much log-probabilities may differ from them."""
-
-    answers: list[dict[Request, Answer]]
-    tolerance: float
-
-    def compare(self, found: dict[Request, Answer], version: int) -> Comparison:
-        comparison = compare(found, self.answers[version], self.tolerance)
-        assert not comparison.wrong, f"{comparison}\n" + "\n".join(comparison.wrong)
-        return comparison
-
-
 @pytest.fixture
-def truth(case, process, versions) -> Truth:
+def truth(case, process, versions) -> list[dict[Request, Answer]]:
     engine, faults = process
     faults.order()
-    settings = {"block_size": STATES_BLOCK, **MODELS[case.preset]} if case.preset in MODELS else {"dtype": "float32"}
-    settings |= {"max_model_len": 768, "enable_prefix_caching": False}
-    is_exact = settings["dtype"] == "float32"
-    if not is_exact:
-        settings["logits_processors"] = [FOLLOWED_TOKENS]
-    found, noise = [], TOLERANCE / 2
+    settings = {"max_model_len": 768, "enable_prefix_caching": False}
+    settings |= COMMON | MODELS[case.preset] if case.preset in MODELS else {"dtype": "float32"}
+    found = []
     for version in versions:
         engine.start(str(version), num_gpu_blocks_override=60, **settings)
         found.append(dict(zip(REQUESTS, engine.answer(REQUESTS), strict=True)))
-        if not is_exact:
-            noise = max(noise, own_noise(engine.answer, found[-1]))
     engine.stop()
     assert len({answers[REQUESTS[0]].tokens for answers in found}) == VERSIONS, "a stale block would not be seen"
-    return Truth(found, 2 * noise)
+    return found
 
 
 class Loop:
     """A server, and what each round did."""
 
-    def __init__(self, case: Case, server: VllmServer, versions: list[Path], truth: Truth) -> None:
+    def __init__(
+        self, case: Case, server: VllmServer, versions: list[Path], truth: list[dict[Request, Answer]]
+    ) -> None:
         self.case, self.server, self.versions, self.truth = case, server, versions, truth
         self.comparisons: list[Comparison] = []
         self.longest_s: Counter[str] = Counter()
@@ -196,7 +178,7 @@ class Loop:
 
     def check(self, number: int) -> dict[Request, Answer]:
         found = repeat(asker(self.server), REQUESTS)
-        self.comparisons.append(self.truth.compare(found, (number + 1) % VERSIONS))
+        self.comparisons.append(assert_equal(found, self.truth[(number + 1) % VERSIONS]))
         return found
 
     def keep(self, number: int) -> None:
@@ -218,10 +200,12 @@ class Loop:
         return {"case": str(self.case), "rounds": rounds, **row_of(total(self.comparisons)), **facts}
 
 
-def held(case: Case, server: VllmServer, versions: list[Path], truth: Truth, rounds: int) -> dict[str, object]:
+def held(
+    case: Case, server: VllmServer, versions: list[Path], truth: list[dict[Request, Answer]], rounds: int
+) -> dict[str, object]:
     """Hold so many rounds, and return what they were like."""
     loop = Loop(case, server, versions, truth)
-    truth.compare(repeat(asker(server), REQUESTS), 0)
+    assert_equal(repeat(asker(server), REQUESTS), truth[0])
     for number in range(rounds):
         loop.round(number)
     row = loop.row(rounds)
@@ -248,5 +232,5 @@ def test_after_many_updates_an_engine_leaves_nothing_on_disk(case, versions, tru
     with case.start(versions[0], disk=disk) as server:
         found = repeat(asker(server), REQUESTS)
         assert [answer.cached for answer in found.values()] == [0] * len(REQUESTS)
-        truth.compare(found, 0)
+        assert_equal(found, truth[0])
     KeptResults("vllm-weight-updates", COMMAND, key="case").add(row)
