@@ -2,7 +2,7 @@
 
 from itertools import chain
 
-from kvbm.core.ranking import CLASS_MASK
+from kvbm.core.policies.ranking import CLASS_MASK
 from kvbm.core.store import COMPLETE, FREE, INACTIVE, MUTABLE, ORPHANED, PINNED, BlockState, StoreCounts
 from kvbm.errors import InvariantError
 from kvbm.host.control_words import LANES
@@ -75,7 +75,7 @@ def check_store(store):
     _check_list(store, lists.walk(lists.free), FREE, counts.free)
     nodes = getattr(order, "_nodes", [lists.inactive])
     _check_list(store, chain.from_iterable(map(lists.walk, nodes)), INACTIVE, counts.inactive)
-    for node in nodes[: len(nodes) * (store.adaptive is not None)]:
+    for node in nodes[: len(nodes) * (store.policy.knows_uses)]:
         of_class = list(lists.walk(node))
         if {order.marks[slot] & CLASS_MASK for slot in of_class} - {node - lists.inactive}:
             raise InvariantError(f"the list of class {node - lists.inactive} has slots of other classes: {of_class}")

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench" / "vllm"), str(ROOT / "bench" / "e
 from facts import facts  # noqa: E402
 from hit_rates import Workload, read  # noqa: E402
 
-from kvbm.core.chooser import ChainUse  # noqa: E402
+from kvbm.core.policies.chain_use import ChainUse  # noqa: E402
 from kvbm.core.shadow_caches import ADAPTIVE, SimulatedCache  # noqa: E402
 from kvbm.leader.hints import LONGEST_S, TOTAL_SHARE, Hint, Hints  # noqa: E402
 from kvbm_cli.bench.trace.hit_rates import name_of  # noqa: E402

@@ -152,7 +152,7 @@ def measure_leader(block_count: int, rank_count: int, hash_bytes: int) -> dict[s
         EngineTraits(block_tokens=16, hash_bytes=hash_bytes),
         block_bytes=rank_count * SLOT_STRIDE,
         max_in_flight_blocks=4 * CHAIN_BLOCKS,
-        has_adaptive_host=True,
+        host_eviction="adaptive",
     )
     ready = Calls()
     region = ready.time("map", lambda: Region.map(infos))

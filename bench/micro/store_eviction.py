@@ -108,7 +108,7 @@ def main() -> int:
     if options.before:
         stores[BEFORE] = store_of(options.before.resolve(), options.blocks)
     for name in (LRU, ADAPTIVE):
-        stores[name] = BlockStore(options.blocks, tier=Tier.HOST, events=False, adaptive=name == ADAPTIVE)
+        stores[name] = BlockStore(options.blocks, tier=Tier.HOST, events=False, eviction=name)
     contenders = {name: Contender(store) for name, store in stores.items()}
     order, choices = random.Random(1), {name: random.Random(2) for name in contenders}
     gc.collect()

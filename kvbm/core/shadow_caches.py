@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvbm.core.policies.table import POLICIES
 from kvbm.core.store import BlockStore
 from kvbm.types import Tier
 
 NAME_BYTES = 8  # of a block in these stores
 TRACKED_BLOCKS = 32_768
+EVICTIONS = tuple(POLICIES)
 LRU, ADAPTIVE = "lru", "adaptive"
-EVICTIONS = (LRU, ADAPTIVE)
 SIZES = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the shadow caches, as multiples of the size of the cache that exists
 KEPT = 1 - 1 / 5000  # weight of what was before a request: a request counts half as much after 3500 others
 
@@ -28,9 +29,7 @@ class SimulatedCache:
     """A store without bytes. `hit_blocks` of `asked_blocks` were found."""
 
     def __init__(self, capacity_blocks: int, eviction: str) -> None:
-        self.store = BlockStore(
-            capacity_blocks, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, adaptive=eviction == ADAPTIVE
-        )
+        self.store = BlockStore(capacity_blocks, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, eviction=eviction)
         self.hit_blocks = self.asked_blocks = 0
 
     def use(self, at_s: float, chain: Sequence[bytes], *, asked: int) -> None:

@@ -24,10 +24,9 @@ from enum import IntEnum
 from itertools import chain, compress
 
 from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-from kvbm.core.chooser import LONGEST_CHAIN, SEEN_BLOCKS, Adaptive, ChainHint, ChainUse
-from kvbm.core.eviction import LeastRecent, Order
 from kvbm.core.index import HashIndex, picked
-from kvbm.core.ranking import PLAIN_MARK
+from kvbm.core.policies.chain_use import ChainHint, ChainUse
+from kvbm.core.policies.table import POLICIES
 from kvbm.errors import InvariantError
 from kvbm.events import BlocksRemoved, BlocksRestored, BlocksStored, Event, TierCleared
 from kvbm.types import Tier
@@ -72,15 +71,15 @@ class BlockStore:
     """Metadata of `capacity_blocks` slots of one tier. See the module for states and ownership."""
 
     def __init__(
-        self, capacity_blocks: int, *, tier: Tier, hash_bytes: int = 16, events: bool = True, adaptive: bool = False
+        self, capacity_blocks: int, *, tier: Tier, hash_bytes: int = 16, events: bool = True, eviction: str = "lru"
     ) -> None:
         self.capacity_blocks = capacity_blocks
         self.tier = tier
         self._states = bytearray(capacity_blocks)
         # Pins of a slot after the first one. Few slots have any, so this is small.
         self._extra_pins: dict[int, int] = {}
-        self.adaptive = Adaptive(capacity_blocks) if adaptive else None
-        self._order: Order = LeastRecent(capacity_blocks) if self.adaptive is None else self.adaptive.order
+        self.policy = POLICIES[eviction](capacity_blocks)
+        self._order = self.policy.order
         self._lists = self._order.lists
         self._index = HashIndex(self._states, bytes((PINNED, INACTIVE)), hash_bytes)
         self._free_count = capacity_blocks
@@ -98,8 +97,7 @@ class BlockStore:
     def allocate(self, count: int) -> MutableBlocks | None:
         """Return `count` slots, or None if there are fewer free and evictable ones.
 
-        Free slots are used first, then inactive blocks are evicted: the least recently used ones, or those that the
-        adaptive order ranks lowest.
+        Free slots are used first, then inactive blocks are evicted, in the order of the policy.
         """
         if count < 0:
             raise InvariantError(f"cannot allocate {count} blocks")
@@ -150,8 +148,7 @@ class BlockStore:
 
     def _register(self, slots: list[int], hashes: tuple[bytes, ...], epoch: int, marks: bytes) -> list[int]:
         self._complete_count -= len(slots)
-        if self.adaptive is not None:
-            self.adaptive.order.mark(slots, marks or PLAIN_MARK * len(slots))
+        self._order.mark(slots, marks)
         if epoch != self._epoch:
             self._set_states(slots, ORPHANED)
             return slots
@@ -272,30 +269,27 @@ class BlockStore:
 
     def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
         """Note that a request for the chain `hashes` has arrived; its blocks get the marks that the ChainUse has for
-        them when they are touched or registered. None with `eviction: lru`."""
-        if self.adaptive is None:
-            return None
-        return self.adaptive.arrive(hashes[:LONGEST_CHAIN], self._index, now_s, hint)
+        them when they are touched or registered. None if the policy knows no uses."""
+        return self.policy.arrive(hashes, self._index, now_s, hint)
 
     def step(self) -> None:
         """Do a part of the work that arrivals have left. To be called in each engine step, or never."""
-        if self.adaptive is not None:
-            self.adaptive.see(SEEN_BLOCKS)
+        self.policy.see()
 
     def let_go(self, hashes: Sequence[bytes], *, demotes: bool) -> None:
         """Retain no longer those of a chain's blocks that only the session of `hashes` has used; with `demotes`, evict
-        them first. For adaptive eviction."""
-        if self.adaptive is not None:
+        them first."""
+        if self.policy.knows_uses:
             slots = self._index.find_prefix(hashes)
             listed = self._listed(slots)
             others = [slot for slot in dict.fromkeys(slots) if self._states[slot] != INACTIVE]
-            self.adaptive.let_go(hashes, listed, others, demotes=demotes)
+            self.policy.let_go(hashes, listed, others, demotes=demotes)
 
     def unretain(self, hashes: Sequence[bytes], kept: int) -> None:
-        """Retain only the first `kept` blocks of a chain. For adaptive eviction."""
-        if self.adaptive is not None and kept < len(hashes):
+        """Retain only the first `kept` blocks of a chain."""
+        if self.policy.knows_uses and kept < len(hashes):
             slots = self._index.find_prefix(hashes)
-            self.adaptive.unretain(hashes, kept, self._listed(slots), slots[kept:])
+            self.policy.unretain(hashes, kept, self._listed(slots), slots[kept:])
 
     def _listed(self, slots: Sequence[int]) -> list[int]:
         return [slot for slot in dict.fromkeys(slots) if self._states[slot] == INACTIVE]
@@ -303,9 +297,7 @@ class BlockStore:
     def room(self, marks: bytes, taken: int = 0) -> int:
         """Return how many of the next blocks of a chain, which have these marks, this store would keep, if `taken`
         others are allocated before."""
-        if self.adaptive is None:
-            return min(len(marks), self.available - taken)
-        return self.adaptive.order.room(marks, self._free_count - taken, self._inactive_count)
+        return self._order.room(marks, self._free_count - taken, self._inactive_count)
 
     def touch(self, hashes: Sequence[bytes], marks: bytes = b"") -> list[int]:
         """Make those of `hashes` that are registered the most recently used, the first one newest.
@@ -327,15 +319,15 @@ class BlockStore:
             states = self._states
             inactive = [slot for slot in dict.fromkeys(slots) if states[slot] == INACTIVE]
             self._lists.remove(inactive)
-            if marks and self.adaptive is not None:
-                self.adaptive.order.remark(slots, marks[: len(slots)], runs)
+            if marks:
+                self._order.remark(slots, marks[: len(slots)], runs)
             self._order.add(inactive[::-1], runs if len(inactive) == len(slots) else ())
         return absent
 
     def evict_next(self, hashes: Sequence[bytes]) -> None:
         """Make those of `hashes` that are registered and not pinned the next ones to be evicted, the last one first.
-        Not for adaptive eviction."""
-        assert self.adaptive is None, "classes have an order of their own"
+        Not if the policy knows uses."""
+        assert not self.policy.knows_uses, "classes have an order of their own"
         slots = dict.fromkeys(slot for slot in self._index.find(hashes) if slot is not None)
         inactive = [slot for slot in slots if self._states[slot] == INACTIVE]
         self._lists.remove(inactive)
@@ -357,8 +349,7 @@ class BlockStore:
             raise InvariantError(f"a hash occurs twice or is registered already: {len(hashes)} blocks restored")
         self._lists.remove(slots[::-1])  # in this order, blocks that were written together form runs
         self._set_states(slots, INACTIVE)
-        if self.adaptive is not None:
-            self.adaptive.order.mark(slots, PLAIN_MARK * len(slots))
+        self._order.mark(slots, b"")
         self._order.add(slots)
         self._free_count -= len(slots)
         self._inactive_count += len(slots)
@@ -395,8 +386,7 @@ class BlockStore:
         self._index.clear()
         self._states[:] = self._states.translate(_AFTER_RESET)
         self._order.free_all()
-        if self.adaptive is not None:
-            self.adaptive.clear()
+        self.policy.clear()
         self._free_count += self._inactive_count
         self._inactive_count = 0
         self._epoch += 1

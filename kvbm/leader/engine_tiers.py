@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvbm.core.policies.table import POLICIES
 from kvbm.errors import EnvironmentProblem
 from kvbm.leader.control import CacheControl
 from kvbm.metrics import Counters, Facts, TierBlocks
@@ -52,8 +53,8 @@ class EngineTiers:
             self.counters,
             hash_bytes=traits.hash_bytes,
             events=traits.publishes_events,
-            adaptive=settings.has_adaptive_host,
-            marks_blocks=settings.has_adaptive_disk,
+            eviction=settings.host_eviction,
+            marks_blocks=POLICIES[settings.disk_eviction].knows_uses,
             clock=clock,
         )
         self._rates = Rates(self.counters, block_tokens=traits.block_tokens, clock=clock, reads_always=reads_always)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbm.core.chooser import LONGEST_CHAIN, ChainHint, grace_class
-from kvbm.core.ranking import GRACES_S
+from kvbm.core.policies.chain_use import LONGEST_CHAIN, ChainHint, grace_class
+from kvbm.core.policies.ranking import GRACES_S
 from kvbm.leader.tenant_table import Holding, TenantTable
 from kvbm.metrics import Counters
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import repeat
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import PLAIN
+from kvbm.core.policies.ranking import PLAIN
 
 if TYPE_CHECKING:
     from kvbm.tiers.lower_tier import TierContext

@@ -23,8 +23,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from kvbm.core.chooser import LONGEST_CHAIN
 from kvbm.core.groups import StateGroup, hits_to_keep
+from kvbm.core.policies.chain_use import LONGEST_CHAIN
 from kvbm.leader.engine_tiers import EngineTiers
 from kvbm.leader.heartbeats import Heartbeats
 from kvbm.leader.hints import Hint, Hints, Invalid, parsed
@@ -40,7 +40,7 @@ from kvbm.plan import StepPlan
 from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
-    from kvbm.core.chooser import ChainUse
+    from kvbm.core.policies.chain_use import ChainUse
     from kvbm.events import Event
     from kvbm.host.region import Region
     from kvbm.leader.offloads import Completed
@@ -155,7 +155,7 @@ class Leader(EngineTiers):
     def _arrive(self, request: LiveRequest, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
         """Return what the chain of a request is to host memory; without adaptive eviction there, to the disk."""
         below = [use for tier in self.lower_tiers if (use := tier.arrive(hashes, now_s)) is not None]
-        if request.hint is None or not self._settings.has_adaptive_host:
+        if request.hint is None or not self._host.store.policy.knows_uses:
             arrival = self._host.arrive(hashes, now_s)
         else:
             hint = self.hints.arrive(request.hint, request.tenant, hashes)

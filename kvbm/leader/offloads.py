@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import compress, groupby, pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import PLAIN_MARK, known_blocks, picked_marks
+from kvbm.core.policies.ranking import PLAIN_MARK, known_blocks, picked_marks
 from kvbm.leader.late_offloads import LateOffloads
 from kvbm.plan import Offload
 
@@ -326,7 +326,7 @@ class Offloads:
     def has_spare(self, progress: OffloadProgress) -> bool:
         """Whether blocks that a request has used are in host memory without need: they are in G1, and are copied when
         they leave it. Not those that a window has left. Adaptive eviction ranks all blocks itself."""
-        return self._late is not None and progress.can_wait and self._host.store.adaptive is None
+        return self._late is not None and progress.can_wait and not self._host.store.policy.knows_uses
 
     def _order_late(self, late: LateOffloads) -> tuple[Offload, ...]:
         """Return one order for the noted blocks that the engine evicts next."""

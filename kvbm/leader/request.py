@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvbm.core.ranking import PLAIN_MARK
+from kvbm.core.policies.ranking import PLAIN_MARK
 from kvbm.tiers.settings import SpanNote
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.core.chooser import ChainUse
+    from kvbm.core.policies.chain_use import ChainUse
     from kvbm.leader.hints import Hint
     from kvbm.metrics import Counters
     from kvbm.tiers.lower_tier import Claim, LowerTier

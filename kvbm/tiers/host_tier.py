@@ -22,14 +22,14 @@ from itertools import compress
 from typing import TYPE_CHECKING, Protocol
 
 from kvbm.core.index import is_consecutive, picked
-from kvbm.core.ranking import PLAIN_MARK
+from kvbm.core.policies.ranking import PLAIN_MARK
 from kvbm.core.store import BlockStore
 from kvbm.tiers.slot_labels import SlotLabels
 from kvbm.types import SlotState, Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-    from kvbm.core.chooser import ChainHint, ChainUse
+    from kvbm.core.policies.chain_use import ChainHint, ChainUse
     from kvbm.host.region import Region
     from kvbm.metrics import Counters
 
@@ -73,37 +73,33 @@ class HostTier:
         *,
         hash_bytes: int = 16,
         events: bool = False,
-        adaptive: bool = False,
+        eviction: str = "lru",
         marks_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.region = region
         self.store = BlockStore(
-            region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events, adaptive=adaptive
+            region.slot_count, tier=Tier.HOST, hash_bytes=hash_bytes, events=events, eviction=eviction
         )
         self.capacity_blocks = region.slot_count
         self.labels = SlotLabels(region.slot_count, clock)
         self.listeners: Sequence[HostListener] = ()
         self.arriving_blocks = 0  # slots that lower tiers are reading into; see OpenReads
-        # What is known of the block in each slot: kept by adaptive eviction, else for the disk's.
-        self._marks = bytearray(region.slot_count if marks_blocks else 0)
-        if self.store.adaptive is not None:
-            self._marks = self.store.adaptive.order.marks
+        # What is known of the block in each slot, for the disk, if the policy of host memory keeps none.
+        self._marks = self.store.policy.marks or bytearray(region.slot_count if marks_blocks else 0)
         self.has_marks = bool(self._marks)
         self._counters = counters
-        counters.eviction_order = int(adaptive)
+        counters.eviction_order, _ = self.store.policy.choice()
         self._slot_generations = array("Q", bytes(8 * region.slot_count))
         self._generation = 0
         self._steps = 0
         self._next_slot = 0
 
     def arrive(self, hashes: Sequence[bytes], now_s: float, hint: ChainHint | None = None) -> ChainUse | None:
-        """Note that a request for the chain `hashes` has arrived, and return what it is to adaptive eviction."""
-        arrival, adaptive = self.store.arrive(hashes, now_s, hint), self.store.adaptive
-        if adaptive is not None:
-            self._counters.hints_off = int(not adaptive.follows_hints)
-            table, self._counters.eviction_gain_percent = adaptive.choice()
-            self._counters.eviction_order = 1 + table
+        """Note that a request for the chain `hashes` has arrived, and return what it is to the policy."""
+        arrival, policy = self.store.arrive(hashes, now_s, hint), self.store.policy
+        self._counters.hints_off = int(not policy.follows_hints)
+        self._counters.eviction_order, self._counters.eviction_gain_percent = policy.choice()
         return arrival
 
     def next_generation(self) -> int:
@@ -166,13 +162,13 @@ class HostTier:
             for slot in slots:
                 generations[slot] = target.generation
         self.labels.begin(slots)
-        if self.has_marks and self.store.adaptive is None:
+        if self.has_marks and not self.store.policy.knows_uses:
             for slot, mark in zip(slots, marks or PLAIN_MARK * len(slots), strict=True):
                 self._marks[slot] = mark
         return proven.stage(hashes).register(marks)
 
     def marks_of(self, slots: Sequence[int]) -> bytes:
-        """Return the mark of the block in each slot; empty if no tier evicts adaptively."""
+        """Return the mark of the block in each slot; empty if no tier's policy knows uses."""
         return bytes(picked(self._marks, slots)) if self.has_marks else b""
 
     def generations_of(self, slots: Sequence[int]) -> tuple[int, ...]:

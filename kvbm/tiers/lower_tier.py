@@ -24,7 +24,7 @@ from kvbm.tiers.host_tier import HostListener
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import PinnedBlocks
-    from kvbm.core.chooser import ChainUse
+    from kvbm.core.policies.chain_use import ChainUse
     from kvbm.core.store import BlockStore
     from kvbm.metrics import Counters
     from kvbm.tiers.host_tier import HostTier
@@ -73,7 +73,7 @@ class LowerTier(HostListener, Protocol):
         return ()
 
     def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
-        """Note that a request for the chain `hashes` has arrived; return what it is to adaptive eviction here."""
+        """Note that a request for the chain `hashes` has arrived; return what it is to the policy of this tier."""
         return None
 
     def refresh(self) -> None:

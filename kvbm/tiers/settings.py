@@ -129,9 +129,9 @@ class LeaderSettings:
 
     Lower tiers are read in batches of at most `batch_blocks`. A load waits `read_timeout_s` for them at most. With
     `reads_always`, blocks are read even where computing them is faster. With `is_buffer`, host memory is not a tier:
-    blocks only pass through it to the disk. With `has_adaptive_host`, it evicts as docs/concepts/eviction.md describes,
-    else the least recently used block; with `has_adaptive_disk`, the disk does. `to_host` says which blocks are copied
-    to host memory: `auto`, `always`, `second_hit`, or `on_evict`, which is `always` if the engine has no EvictionQueue.
+    blocks only pass through it to the disk. `host_eviction` and `disk_eviction` are names of policies
+    (docs/concepts/eviction.md). `to_host` says which blocks are copied to host memory: `auto`, `always`, `second_hit`,
+    or `on_evict`, which is `always` if the engine has no EvictionQueue.
     `shared` is None unless the profile has the tier, which may be off anyway.
     """
 
@@ -148,8 +148,8 @@ class LeaderSettings:
     read_timeout_s: float = 30.0
     reads_always: bool = False
     is_buffer: bool = False
-    has_adaptive_host: bool = False
-    has_adaptive_disk: bool = False
+    host_eviction: str = "lru"
+    disk_eviction: str = "lru"
     to_host: str = "auto"
     disk: TierPolicy = TierPolicy()
     shared: TierPolicy | None = None
@@ -179,8 +179,8 @@ class LeaderSettings:
             reads_always=config.onboard.policy == "always",
             is_buffer=tiers.host is None,
             to_host=offload.to_host,
-            has_adaptive_host=tiers.host is not None and tiers.host.eviction == "adaptive",
-            has_adaptive_disk=tiers.disk is not None and tiers.disk.eviction == "adaptive",
+            host_eviction="lru" if tiers.host is None else tiers.host.eviction,
+            disk_eviction="lru" if tiers.disk is None else tiers.disk.eviction,
             disk=TierPolicy.of(offload, to_disk, 0.0 if tiers.disk is None else tiers.disk.drain_s),
             shared=shared,
         )

@@ -7,8 +7,9 @@ from bookkeeping import check_store
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.chooser import RECENT_BLOCKS, ChainHint, ChainUse, History, grace_class
-from kvbm.core.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
+from kvbm.core.policies.adaptive import RECENT_BLOCKS, History
+from kvbm.core.policies.chain_use import ChainHint, ChainUse, grace_class
+from kvbm.core.policies.ranking import CLASS_MASK, INCUMBENTS, LRU, NEW, PAUSES, PROBATION, TABLES, Ranked
 from kvbm.core.shadow_caches import ADAPTIVE, NAME_BYTES, SimulatedCache
 from kvbm.core.shadow_caches import LRU as LRU_POLICY
 from kvbm.core.store import BlockStore
@@ -35,8 +36,8 @@ def chain(start, count):
 def forced(capacity, table):
     """A cache that evicts by one table, whatever its shadow caches say."""
     cache = SimulatedCache(capacity, ADAPTIVE)
-    cache.store.adaptive.order.use_table(table)
-    cache.store.adaptive._decide = lambda: next(one for one in cache.store.adaptive._shadows if one.table is table)
+    cache.store.policy.order.use_table(table)
+    cache.store.policy._decide = lambda: next(one for one in cache.store.policy._shadows if one.table is table)
     return cache
 
 
@@ -159,11 +160,11 @@ def hits(cache, requests):
 
 
 def test_without_requests_the_order_is_that_of_lru():
-    store = BlockStore(50, tier=Tier.HOST, hash_bytes=NAME_BYTES, adaptive=True)
+    store = BlockStore(50, tier=Tier.HOST, hash_bytes=NAME_BYTES, eviction="adaptive")
     store.allocate(50).stage(chain(0, 50)).register().release()
     store.touch(chain(20, 10))
     assert store.oldest(50) == (*chain(30, 20)[::-1], *chain(0, 20)[::-1], *chain(20, 10)[::-1])
-    assert store.adaptive.choice() == (0, 0)
+    assert store.policy.choice() == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
     for number in range(1200):  # a set that fits, and scans that would push it out
         names = chain(1000 * (number % 5), 30) if number % 2 else chain(1_000_000 + 200 * number, 100)
         use(cache, float(number), names)
-        tables.append(cache.store.adaptive.order.table)
+        tables.append(cache.store.policy.order.table)
     assert tables[0] is LRU
     assert tables[-1] is not LRU
     gained = cache.hit_blocks
@@ -213,13 +214,13 @@ def test_the_chooser_leaves_lru_for_a_gain_and_returns_when_the_workload_changes
     for number in range(1200, 3000):  # each chain is used twice, soon after: only recency matters
         names = chain(50_000_000 + 100 * (number // 2 + choice.randrange(2)), 40)
         use(cache, float(number), names)
-    assert cache.store.adaptive.order.table.name in {"lru", "probation"}
+    assert cache.store.policy.order.table.name in {"lru", "probation"}
 
 
 def test_one_request_decides_nothing():
     """Requests that hit more blocks with another table than with LRU: the first three are chance."""
     cache = SimulatedCache(300, ADAPTIVE)
-    adaptive = cache.store.adaptive
+    adaptive = cache.store.policy
     for _ in range(3):
         adaptive._shadows[-1].note(50, 0)
         assert adaptive._decide() is adaptive._shadows[0]
@@ -235,8 +236,8 @@ def test_shadow_caches_see_in_steps_what_they_see_at_once():
         for _ in range(number % 6):
             in_steps.store.step()
     for cache in (at_once, in_steps):
-        cache.store.adaptive.see()
-    one, other = at_once.store.adaptive, in_steps.store.adaptive
+        cache.store.policy.see()
+    one, other = at_once.store.policy, in_steps.store.policy
     assert [(shadow.hits, shadow.gain) for shadow in one._shadows] == [
         (shadow.hits, shadow.gain) for shadow in other._shadows
     ]
@@ -248,13 +249,13 @@ def test_without_a_difference_between_the_tables_the_order_stays_lru():
     for number in range(60):  # all blocks fit
         use(cache, float(number), chain(1000 * (number % 20), 50))
     assert cache.hit_blocks == 40 * 50
-    assert cache.store.adaptive.order.table is LRU
-    assert cache.store.adaptive.choice() == (0, 0)
+    assert cache.store.policy.order.table is LRU
+    assert cache.store.policy.choice() == (1, 0)
 
 
 def test_new_blocks_have_their_own_class_only_without_a_known_chain():
     cache = SimulatedCache(100, ADAPTIVE)
-    adaptive = cache.store.adaptive
+    adaptive = cache.store.policy
     assert cache.store.arrive(chain(0, 8), 0.0).fresh == NEW
     use(cache, 1.0, chain(0, 8))
     grown = cache.store.arrive(chain(0, 12), 2.0)
@@ -264,7 +265,7 @@ def test_new_blocks_have_their_own_class_only_without_a_known_chain():
     other = cache.store.arrive([*chain(0, 4), *chain(500, 4)], 4.0)  # goes on differently
     assert (other.hit, other.shared_end, other.continues) == (4, 4, False)
     assert other.fresh == NEW
-    assert adaptive.choice() == (0, 0)
+    assert adaptive.choice() == (1, 0)
 
 
 def test_history_knows_blocks_that_have_left_the_cache():
@@ -395,8 +396,8 @@ def test_the_end_of_a_session_leaves_no_hole_if_hints_are_given_up_later():
     cache = HintedCache(5)
     cache.serve(0, chain(0, 4))
     cache.serve(1, chain(0, 5), session="a", demotes=True, ends=True)
-    cache.store.adaptive.follows_hints = False
-    cache.store.adaptive.order.use_table(LRU)
+    cache.store.policy.follows_hints = False
+    cache.store.policy.order.use_table(LRU)
     cache.serve(2, chain(900, 1))
     assert cache.store.match(chain(0, 5)) == 4
 
@@ -406,12 +407,12 @@ def test_hints_that_are_not_followed_change_no_mark():
     plain, hinted = HintedCache(40), HintedCache(40)
     for cache in (plain, hinted):
         cache.serve(0, chain(0, 8), retain_s=1920.0 if cache is hinted else 0.0)
-        cache.store.adaptive.follows_hints = False
-        cache.store.adaptive.order.use_table(LRU)
+        cache.store.policy.follows_hints = False
+        cache.store.policy.order.use_table(LRU)
         cache.serve(200, chain(0, 8), retain_s=1920.0)
         cache.serve(900, chain(0, 10))
     slots = {cache: cache.store._index.find_prefix(chain(0, 10)) for cache in (plain, hinted)}
-    marks = [[cache.store.adaptive.order.marks[slot] for slot in slots[cache]] for cache in (plain, hinted)]
+    marks = [[cache.store.policy.order.marks[slot] for slot in slots[cache]] for cache in (plain, hinted)]
     assert marks[0] == marks[1]
     assert plain.store.arrive(chain(0, 10), 1500) == hinted.store.arrive(chain(0, 10), 1500)
 
@@ -419,7 +420,7 @@ def test_hints_that_are_not_followed_change_no_mark():
 def test_a_retention_from_before_hints_were_given_up_leaves_no_hole():
     """Meanwhile, a request without a hint may have used its beginning, which then leaves before the rest."""
     cache = HintedCache(30)
-    adaptive = cache.store.adaptive
+    adaptive = cache.store.policy
     cache.serve(0, chain(0, 8), retain_s=1920.0)
     adaptive.follows_hints = False
     adaptive.order.use_table(LRU)
@@ -476,7 +477,7 @@ hinted_requests = st.lists(
 def test_no_hint_leaves_a_hole_in_a_chain(table, capacity, requests):
     """Also if hints are followed for some of the requests only."""
     cache, now_s, chains = HintedCache(capacity), 0.0, []
-    adaptive = cache.store.adaptive
+    adaptive = cache.store.policy
     adaptive._current = next(one for one in adaptive._shadows if one.table is table)
     adaptive._decide = lambda: adaptive._current
     for system, conversation, length, pause_s, retain_s, demotes, session, ends, follows in requests:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from kvbm.core.policies.table import POLICIES
 from kvbm.core.store import BlockStore
 from kvbm.events import BlocksRemoved, BlocksStored, TierCleared
 from kvbm.types import Tier
@@ -23,9 +24,9 @@ class StoreMachine(RuleBasedStateMachine):
     complete = Bundle("complete")
     pinned = Bundle("pinned")
 
-    @initialize(capacity=st.integers(0, 9), is_adaptive=st.booleans())
-    def create(self, capacity, is_adaptive):
-        self.store = BlockStore(capacity, tier=Tier.HOST, adaptive=is_adaptive)  # without requests, both are LRU
+    @initialize(capacity=st.integers(0, 9), eviction=st.sampled_from(sorted(POLICIES)))
+    def create(self, capacity, eviction):
+        self.store = BlockStore(capacity, tier=Tier.HOST, eviction=eviction)  # without requests, all are LRU
         self.capacity = capacity
         self.epoch = 0
         self.out = []  # live handles: [kind, handle, slots, hashes, epoch]
@@ -139,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(hashes=batches)
     def evict_next(self, hashes):
-        if self.store.adaptive is not None:
+        if self.store.policy.knows_uses:
             return
         self.store.evict_next(hashes)
         moved = [sequence_hash for sequence_hash in dict.fromkeys(hashes) if sequence_hash in self.order]

@@ -3,14 +3,14 @@
 import pytest
 from rig import Rig, chain, disk_policy
 
-from kvbm.core.chooser import ChainUse
-from kvbm.core.ranking import ARRIVING, CLASS_MASK, IN_LOWER_TIER, INCUMBENTS, NEW, RESIDENT, RETAINED
+from kvbm.core.policies.chain_use import ChainUse
+from kvbm.core.policies.ranking import ARRIVING, CLASS_MASK, IN_LOWER_TIER, INCUMBENTS, NEW, RESIDENT, RETAINED
 from kvbm.tiers.settings import TierPolicy
 
 
 @pytest.fixture
 def rig():
-    rig = Rig(slots=8, blocks=32, has_adaptive_host=True)
+    rig = Rig(slots=8, blocks=32, host_eviction="adaptive")
     yield rig
     rig.close()
 
@@ -27,11 +27,11 @@ def serve(rig, name, hashes):
 def classes(rig, hashes):
     store = rig.leader._host.store
     with store.pin(hashes) as held:
-        return [store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots]
+        return [store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots]
 
 
 def use_incumbents(rig):
-    adaptive = rig.leader._host.store.adaptive
+    adaptive = rig.leader._host.store.policy
     adaptive.order.use_table(INCUMBENTS)
     adaptive._current = adaptive._shadows[-1]
 
@@ -88,7 +88,7 @@ def test_a_declined_request_copies_no_generated_blocks_either(rig):
     "tier", [{"disk": TierPolicy("always")}, {"shared": TierPolicy("always")}, {"to_host": "always"}]
 )
 def test_no_block_is_declined_if_all_are_wanted(tier):
-    rig = Rig(slots=8, blocks=32, has_adaptive_host=True, **tier)
+    rig = Rig(slots=8, blocks=32, host_eviction="adaptive", **tier)
     use_incumbents(rig)
     kept = chain("kept", 8)
     serve(rig, "first", kept)
@@ -100,7 +100,7 @@ def test_no_block_is_declined_if_all_are_wanted(tier):
 
 
 def test_with_second_hit_a_chain_is_copied_when_it_is_used_again():
-    rig = Rig(slots=8, blocks=32, has_adaptive_host=True, to_host="second_hit")
+    rig = Rig(slots=8, blocks=32, host_eviction="adaptive", to_host="second_hit")
     one = chain("a", 1)  # of a chain, every fourth block is remembered
     serve(rig, "first", one)
     assert rig.leader._host.store.match(one) == 0
@@ -133,7 +133,7 @@ def test_with_lru_a_request_is_nothing_special():
 
 
 def test_a_chain_longer_than_a_slice_gets_its_classes_in_slices():
-    rig = Rig(slots=40, blocks=80, has_adaptive_host=True, slice_blocks=4)
+    rig = Rig(slots=40, blocks=80, host_eviction="adaptive", slice_blocks=4)
     hashes = chain("a", 30)
     for name in ("first", "second"):
         rig.leader.match(name, hashes, 0)
@@ -162,7 +162,12 @@ def test_an_arrival_says_what_follows_a_hit():
 @pytest.mark.parametrize("host", [False, True])
 def test_blocks_on_disk_have_classes_too(host):
     rig = Rig(
-        slots=16, blocks=64, fake_disk=40, has_adaptive_host=host, has_adaptive_disk=True, **disk_policy("always")
+        slots=16,
+        blocks=64,
+        fake_disk=40,
+        host_eviction="adaptive" if host else "lru",
+        disk_eviction="adaptive",
+        **disk_policy("always"),
     )
     hashes = chain("a", 6)
     serve(rig, "first", hashes[:4])
@@ -186,7 +191,7 @@ def test_blocks_on_disk_have_classes_too(host):
 def on_disk(rig, hashes):
     store = rig.disk_tier.store
     with store.pin(hashes) as held:
-        return [store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots]
+        return [store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots]
 
 
 def test_a_block_that_is_written_is_not_resident_below():
@@ -199,13 +204,13 @@ def test_a_block_that_is_written_is_not_resident_below():
 
 
 def test_a_disk_with_the_table_of_incumbents_keeps_what_came_back():
-    rig = Rig(slots=16, blocks=64, fake_disk=8, has_adaptive_disk=True, **disk_policy("always"))
+    rig = Rig(slots=16, blocks=64, fake_disk=8, disk_eviction="adaptive", **disk_policy("always"))
     kept = chain("kept", 6)
     for name in ("first", "again"):
         rig.leader._host.store.forget(kept)
         serve(rig, name, kept)
         rig.step()
-    rig.disk_tier.store.adaptive.order.use_table(INCUMBENTS)
+    rig.disk_tier.store.policy.order.use_table(INCUMBENTS)
     for number in range(4):
         serve(rig, f"scan {number}", chain(f"scan {number}", 2))
         rig.step()

@@ -36,7 +36,7 @@ HINTS: dict[str, object] = {}
 @pytest.fixture
 def rig():
     HINTS.clear()
-    rig = Rig(slots=40, blocks=80, has_adaptive_host=True, hints=HINTS)
+    rig = Rig(slots=40, blocks=80, host_eviction="adaptive", hints=HINTS)
     yield rig
     rig.close()
 
@@ -324,7 +324,7 @@ def test_a_chain_that_did_not_come_back_is_counted(disk_rig):
 
 def ledger(capacity=400):
     now = [0.0]
-    store = BlockStore(capacity, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, adaptive=True)
+    store = BlockStore(capacity, tier=Tier.HOST, hash_bytes=NAME_BYTES, events=False, eviction="adaptive")
     return Hints(store, lambda: now[0]), now
 
 
@@ -476,7 +476,7 @@ def test_the_session_of_a_new_tenant_is_remembered_among_those_of_thousands():
 def test_what_is_given_up_for_another_tenant_is_evicted_like_other_blocks():
     """The tail of the chain, but not a beginning that another retained chain has, too. No chain gets a hole."""
     HINTS.clear()
-    rig = Rig(slots=80, blocks=120, has_adaptive_host=True, hints=HINTS)
+    rig = Rig(slots=80, blocks=120, host_eviction="adaptive", hints=HINTS)
     common = chain("agent", 6)
     one, two = [*common, *chain("one", 14)], [*common, *chain("two", 14)]
     serve(rig, "one", one, {"retain_s": 480})
@@ -586,7 +586,7 @@ def test_a_right_hint_counts_from_the_first_turn_on():
 
 def test_hints_that_cost_hits_are_not_followed():
     cache = hits(400, workload(), WRONG["what never comes back is retained"])
-    assert not cache.store.adaptive.follows_hints
+    assert not cache.store.policy.follows_hints
 
 
 def test_a_request_of_a_trace_comes_back_if_a_later_one_begins_with_it():

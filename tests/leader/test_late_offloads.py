@@ -9,7 +9,7 @@ from evicting_g1 import EvictingG1
 from rig import Rig, chain
 
 from kvbm.core.groups import Group
-from kvbm.core.ranking import CLASS_MASK, NEW
+from kvbm.core.policies.ranking import CLASS_MASK, NEW
 from kvbm.leader.offloads import NO_BLOCK
 from kvbm.types import Tier
 
@@ -330,7 +330,7 @@ def test_a_long_chain_is_noted_in_slices():
 
 
 def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
-    rig = late_rig(has_adaptive_host=True)
+    rig = late_rig(host_eviction="adaptive")
     store = rig.leader._host.store
     hashes = chain("a", 4)
     for name in ("first", "second"):
@@ -340,7 +340,7 @@ def test_with_adaptive_eviction_blocks_keep_the_class_of_their_request():
         serve(rig, f"{name}-filler", chain(f"{name}-filler", 24))
     idle(rig)
     with store.pin(hashes) as held:
-        marks = {store.adaptive.order.marks[slot] & CLASS_MASK for slot in held.slots}
+        marks = {store.policy.order.marks[slot] & CLASS_MASK for slot in held.slots}
     assert min(marks) > NEW
     rig.close()
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rig import Rig, chain, disk_policy, pattern
 
 from kvbm.core.groups import Group, StateGroup
-from kvbm.core.ranking import TABLES
+from kvbm.core.policies.ranking import TABLES
 from kvbm.tiers.settings import TierPolicy
 from kvbm.types import Tier
 
@@ -46,7 +46,7 @@ class LeaderMachine(RuleBasedStateMachine):
     )
     def build(self, ranks, limit, slice_blocks, table):
         self.rig = Rig(
-            has_adaptive_host=table is not None,
+            host_eviction="lru" if table is None else "adaptive",
             slots=6,
             blocks=12,
             ranks=ranks[0],
@@ -57,7 +57,7 @@ class LeaderMachine(RuleBasedStateMachine):
             onboard_parts=2,
         )
         if table is not None:
-            self.rig.leader._host.store.adaptive.order.use_table(table)
+            self.rig.leader._host.store.policy.order.use_table(table)
         self.live: dict[str, Live] = {}
         self.names = iter(range(10**6))
 

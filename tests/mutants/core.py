@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         name="new-blocks-displace-incumbents",
         bug="With the table of incumbents, blocks that were never used before take the place of blocks that came back.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="if self.table.admits_new:",
         new="if room >= 0:",
         fails="tests/core/test_adaptive_eviction.py",
@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant(
         name="unknown-blocks-outlive-their-prefix",
         bug="Blocks after a hit rank higher than the hit, so that a chain loses its middle first.",
-        file="kvbm/core/chooser.py",
+        file="kvbm/core/policies/chain_use.py",
         old="(self.hit, RESIDENT + self.resident_pause | REUSED),",
         new="(self.hit, NEW | REUSED),",
         fails="tests/core/test_adaptive_eviction.py",
@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         name="prefix-waits-as-long-as-the-end",
         bug="A prefix that another chain has used since gets the longer pause of this chain's end.",
-        file="kvbm/core/chooser.py",
+        file="kvbm/core/policies/chain_use.py",
         old="(self.hit, RESIDENT + self.resident_pause | REUSED),",
         new="(self.hit, RESIDENT + self.pause | REUSED),",
         fails="tests/core/test_adaptive_eviction.py",
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         name="end-of-a-session-reorders-its-chain",
         bug="Blocks of an ended session count as used after the block before them, which leaves first.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="        self.lists.remove(listed)\n",
         new="        listed = [slot for slot in listed if slot in changed]\n        self.lists.remove(listed)\n",
         fails="tests/core/test_adaptive_eviction.py",
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         name="chooser-believes-every-gain",
         bug="A table is used although its shadow cache has no more hits than that of LRU.",
-        file="kvbm/core/chooser.py",
+        file="kvbm/core/policies/adaptive.py",
         old="best = max(self._shadows, key=score)",
         new="best = max(self._shadows[1:], key=score)",
         fails="tests/core/test_adaptive_eviction.py",
@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         name="hint-of-nobody-ends-a-retention",
         bug="A request without a hint takes the class of a retained beginning, but not of what follows it.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="if old_class > its_class and self._is_in_grace(slot, old_class):",
         new="if False:",
         fails="tests/core/test_adaptive_eviction.py",
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         name="hints-that-are-not-followed-keep-their-classes",
         bug="Blocks that wrong hints retained keep their class after the hints are given up.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="self._merged(slots, marks) if self.follows_hints else marks",
         new="self._merged(slots, marks) if self.has_hints else marks",
         fails="tests/core/test_adaptive_eviction.py",
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         name="grace-outlives-hints-that-were-given-up",
         bug="A retention counts again when hints are followed again, but not for a beginning that was used meanwhile.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="if grace_s and used_s[slot] > since_s:",
         new="if grace_s:",
         fails="tests/core/test_adaptive_eviction.py",
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         name="every-session-owns-a-block",
         bug="A session that ends demotes blocks that others have used.",
-        file="kvbm/core/ranking.py",
+        file="kvbm/core/policies/ranking.py",
         old="new & old & OWNED)",
         new="old & OWNED)",
         fails="tests/core/test_adaptive_eviction.py",
@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         name="hints-are-always-followed",
         bug="Wrong hints cost hits for ever.",
-        file="kvbm/core/chooser.py",
+        file="kvbm/core/policies/adaptive.py",
         old="return hinted.gain >= -tolerated",
         new="return True",
         fails="tests/leader/test_hints.py -k 'cost'",
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         name="core-imports-a-clock",
         bug="The eviction order reads a clock, which the layers forbid.",
-        file="kvbm/core/eviction.py",
+        file="kvbm/core/slot_lists.py",
         old="""\
 from array import array
 """,

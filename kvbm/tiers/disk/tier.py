@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from kvbm.child import deadlines
 from kvbm.core.admission import FrequencyFilter
-from kvbm.core.ranking import IN_LOWER_TIER
+from kvbm.core.policies.ranking import IN_LOWER_TIER
 from kvbm.core.store import BlockStore
 from kvbm.tiers.disk.orders import DiskResult, Read, Write
 from kvbm.tiers.lower_tier import Claim, LowerTier, TierContext
@@ -36,7 +36,7 @@ from kvbm.types import Tier
 
 if TYPE_CHECKING:
     from kvbm.core.blocks import MutableBlocks, PinnedBlocks
-    from kvbm.core.chooser import ChainUse
+    from kvbm.core.policies.chain_use import ChainUse
     from kvbm.tiers.disk.service.client import DiskSupervisor
     from kvbm.tiers.rates import KnownRates
 
@@ -136,11 +136,11 @@ class DiskTier(LowerTier):
         return self._labels
 
     def arrive(self, hashes: Sequence[bytes], now_s: float) -> ChainUse | None:
-        arrival, adaptive = self.store.arrive(hashes, now_s), self.store.adaptive
-        if arrival is not None and adaptive is not None:
+        arrival = self.store.arrive(hashes, now_s)
+        if arrival is not None:
             self.store.touch(hashes[: arrival.hit], arrival.marks(0, arrival.hit))
-            table, self._counters.disk_eviction_gain_percent = adaptive.choice()
-            self._counters.disk_eviction_order = 1 + table
+            counters, choice = self._counters, self.store.policy.choice()
+            counters.disk_eviction_order, counters.disk_eviction_gain_percent = choice
         return arrival
 
     def refresh(self) -> None:
@@ -370,7 +370,7 @@ class DiskTier(LowerTier):
             tier=Tier.DISK,
             hash_bytes=traits.hash_bytes,
             events=traits.publishes_events,
-            adaptive=self._settings.has_adaptive_disk,
+            eviction=self._settings.disk_eviction,
         )
 
     def _admit(self, hashes: Sequence[bytes]) -> None:

@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import cast
 
-from kvbm.core.eviction import Order, SlotLists
 from kvbm.core.index import ascending_runs, picked
+from kvbm.core.policies.order import Order
+from kvbm.core.slot_lists import SlotLists
 
 PAUSES_S = (25.0, 100.0, 400.0)  # the limits between classes of pauses
 # A block that came back after such a pause counts as at least so old. Blocks behind it in a chain were last used before
@@ -157,7 +158,7 @@ class Ranked(Order):
 
     def mark(self, slots: list[int], marks: bytes) -> None:
         """Set the marks of slots that are in no list of inactive ones, and the time of their last use."""
-        self._mark(ascending_runs(slots), marks)
+        self._mark(ascending_runs(slots), marks or PLAIN_MARK * len(slots))
 
     def remark(self, slots: list[int], marks: bytes, runs: Sequence[Sequence[int]] = ()) -> None:
         """Like `mark`, for blocks that have marks already. While hints are followed, a block stays RETAINED until its

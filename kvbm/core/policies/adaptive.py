@@ -20,27 +20,17 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from zlib import crc32
 
 from kvbm.core.index import HashIndex
-from kvbm.core.ranking import (
-    ARRIVING,
-    CLASS_MASK,
-    DEMOTED,
-    GRACES_S,
-    NEW,
-    OWNED,
-    PAUSES,
-    PAUSES_S,
-    RESIDENT,
-    RETAINED,
+from kvbm.core.policies.chain_use import LONGEST_CHAIN, ChainHint, ChainUse, pause_class
+from kvbm.core.policies.policy import Policy
+from kvbm.core.policies.ranking import (
     REUSED,
     SHARED,
     TABLES,
@@ -54,23 +44,11 @@ MEMORY_BLOCKS = 20_000  # after so many sampled blocks, gains have decreased to 
 STANDARD_ERRORS = 0.5  # that a gain must exceed, so that it counts as significant
 LEAST_GAIN = 0.005  # of the hits of LRU
 LEAST_REQUESTS = 4  # whose hits differ from those of LRU: the standard error of fewer says nothing
-LONGEST_CHAIN = 16_384  # blocks that are examined when a request arrives
 LONGEST_PAUSE_S = 60.0  # between two requests; more is time in which nothing competed for the cache
 SEEN_BLOCKS = 512  # of the last chain that arrived, which the shadow caches see in a step
 RECENT_BLOCKS = 128  # at the end of a chain, of which the history has more than of the blocks before
 RECENT_DISTANCE, EARLIER_DISTANCE = 4, 128  # between two positions of which the history has the block
 FIRST_LOOKUPS = 8  # in the history, from the beginning of a chain: if none of them is known, no later one is looked up
-
-_IS_RETAINED = bytes(mark & CLASS_MASK >= RETAINED for mark in range(256))
-
-
-@cache
-def _with_hint(its_class: int | None, *, is_owned: bool) -> bytes:
-    """Return what each mark becomes with a class, None for its own one, and with OWNED."""
-    return bytes(
-        mark & ~(CLASS_MASK | OWNED) | (mark & CLASS_MASK if its_class is None else its_class) | OWNED * is_owned
-        for mark in range(256)
-    )
 
 
 def _chosen(hashes: Sequence[bytes], limit: int) -> list[int]:
@@ -86,122 +64,6 @@ def _chosen(hashes: Sequence[bytes], limit: int) -> list[int]:
 @cache
 def _is_below(limit: int) -> bytes:
     return bytes(byte < limit for byte in range(256))
-
-
-@dataclass(frozen=True, slots=True)
-class ChainHint:
-    """What a client says of the chain of a request (docs/reference/hints.md).
-
-    Its first `retained` blocks are retained, in the class of graces `grace`. With `demotes`, the blocks that no earlier
-    request has used leave first. `owns`: the request is of a session; `continues_session`: its chain continues that of
-    the session's last request.
-    """
-
-    retained: int = 0
-    grace: int = 0
-    demotes: bool = False
-    owns: bool = False
-    continues_session: bool = False
-
-    def applied(self, marks: bytes, begin: int, *, hit: int, reused_end: int) -> bytes:
-        """Return the marks of the blocks from `begin` on, of which `hit` were in the cache, and `reused_end` used."""
-        end = begin + len(marks)
-        inner = {at for at in (self.retained, hit, reused_end) if begin < at < end}
-        changed = bytearray()
-        for at, upto in pairwise(sorted({begin, *inner, end})):
-            its_class = None
-            if at < self.retained:
-                its_class = RETAINED + self.grace
-            elif self.demotes and at >= reused_end:
-                its_class = DEMOTED
-            is_owned = self.owns and (self.continues_session or at >= hit)
-            changed += marks[at - begin : upto - begin].translate(_with_hint(its_class, is_owned=is_owned))
-        return bytes(changed)
-
-
-def grace_class(retain_s: float) -> int:
-    """Return the class of graces for a time; the longest one for longer times."""
-    return min(bisect_left(GRACES_S, retain_s), len(GRACES_S) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ChainUse:
-    """What a chain is when its request arrives. Positions are in blocks:
-
-        [0, hit)                in the cache
-        [0, shared_end)         other chains that continue differently begin with these blocks, too
-        [0, reused_end)         used before
-        [reused_end, ...)       new blocks; their mark is `fresh`
-
-    `pause` is the class of the pause since the last known use of the end of the chain, 0 for the longest one.
-    `resident_pause` is the pause of the first block from `shared_end` on, if it is in the cache. Another chain may have
-    used it since, so it is never longer. With the longer one, this block could leave before the end of that chain.
-    `hint`: what a client says, if hints are followed.
-    """
-
-    hit: int
-    shared_end: int
-    reused_end: int
-    pause: int
-    resident_pause: int
-    continues: bool
-    hint: ChainHint | None = None
-
-    @property
-    def fresh(self) -> int:
-        """The mark of blocks that were never used before."""
-        return ARRIVING + self.pause if self.continues or self._has_resident_tail else NEW
-
-    @property
-    def fresh_from(self) -> int:
-        """Where the blocks begin whose mark is `fresh`. What a hint says may be anything."""
-        return self.reused_end if self.hint is None else sys.maxsize
-
-    @property
-    def _has_resident_tail(self) -> bool:
-        return self.shared_end < self.hit
-
-    def marks(self, begin: int, end: int) -> bytes:
-        """Return the marks of the blocks from `begin` to `end`."""
-        if begin >= self.fresh_from:
-            return bytes((self.fresh,)) * (end - begin)
-        shortest = PAUSES - 1
-        spans = (
-            (min(self.hit, self.shared_end), RESIDENT + shortest | REUSED | SHARED),
-            (self.shared_end, ARRIVING + shortest | REUSED | SHARED),
-            (self.hit, RESIDENT + self.resident_pause | REUSED),
-            (self.reused_end, ARRIVING + self.pause | REUSED),
-            (end, self.fresh),
-        )
-        marks = bytearray()
-        at = begin
-        for span_end, mark in spans:
-            if (upto := min(end, span_end)) > at:
-                marks += bytes([mark]) * (upto - at)
-                at = upto
-        if self.hint is None:
-            return bytes(marks)
-        return self.hint.applied(bytes(marks), begin, hit=self.hit, reused_end=self.reused_end)
-
-    def beside(self, marks: bytes) -> ChainUse:
-        """Return the use if these are the marks of the blocks in the cache. Blocks that were retained together count as
-        used when their grace has ended, so none of them gets the class of a pause."""
-        if not self.continues or not any(marks.translate(_IS_RETAINED)):
-            return self
-        return replace(self, pause=PAUSES - 1, resident_pause=PAUSES - 1)
-
-    def seen_by(self, positions: Sequence[int], hit: int) -> ChainUse:
-        """Return the arrival in a shadow cache that has the first `hit` of the blocks at these positions."""
-        shared_end = bisect_left(positions, self.shared_end)
-        reused_end = max(hit, bisect_left(positions, self.reused_end))
-        hint = self.hint
-        if hint is not None:
-            hint = replace(hint, retained=bisect_left(positions, hint.retained))
-        return ChainUse(hit, shared_end, reused_end, self.pause, self.resident_pause, self.continues, hint)
-
-
-def _pause_class(pause_s: float) -> int:
-    return PAUSES - 1 - bisect_right(PAUSES_S, pause_s)
 
 
 class History:
@@ -347,8 +209,11 @@ class _Unseen:
     sampled: dict[int, int] = field(default_factory=dict)
 
 
-class Adaptive:
+class Adaptive(Policy):
     """The order of eviction of a store of `capacity_blocks`, and the choice of its table."""
+
+    knows_uses = True
+    order: Ranked
 
     def __init__(self, capacity_blocks: int) -> None:
         self.order = Ranked(capacity_blocks)
@@ -366,11 +231,15 @@ class Adaptive:
         self._clock_s: float | None = None
         self._time_s = 0.0
 
+    @property
+    def marks(self) -> bytearray:
+        return self.order.marks
+
     def arrive(
         self, hashes: Sequence[bytes], index: HashIndex, now_s: float, hint: ChainHint | None = None
     ) -> ChainUse:
-        """Note the arrival of a request for the chain `hashes`; `index` has those in the cache."""
-        self.see()
+        self.see(LONGEST_CHAIN)
+        hashes = hashes[:LONGEST_CHAIN]
         if hint is not None and not self._hinted:
             self._begin_hints()
         time_s = self._pass_time(now_s)
@@ -380,7 +249,7 @@ class Adaptive:
             return arrival
         return replace(arrival.beside(self.order.marks_of(index.find_prefix(hashes))), hint=hint)
 
-    def see(self, blocks: int = LONGEST_CHAIN) -> None:
+    def see(self, blocks: int = SEEN_BLOCKS) -> None:
         """Show the shadow caches so many blocks more of the last chain that arrived. They use it after its end, and
         then the history has it, too."""
         if (unseen := self._unseen) is None:
@@ -397,7 +266,7 @@ class Adaptive:
 
     def let_go(self, hashes: Sequence[bytes], listed: list[int], others: list[int], *, demotes: bool) -> None:
         """Note that the session that owns these blocks of the chain `hashes` needs them no more, see Ranked.let_go."""
-        self.see()
+        self.see(LONGEST_CHAIN)
         names = list(self._sample(hashes))
         for shadow in self._hinted:
             shadow.let_go(names, demotes=demotes)
@@ -406,7 +275,7 @@ class Adaptive:
 
     def unretain(self, hashes: Sequence[bytes], kept: int, listed: list[int], slots: list[int]) -> None:
         """Note that the blocks of the chain `hashes` from `kept` on are retained no longer, see Ranked.unretain."""
-        self.see()
+        self.see(LONGEST_CHAIN)
         sampled = self._sample(hashes)
         for shadow in self._hinted:
             shadow.unretain(sampled, kept)
@@ -415,14 +284,13 @@ class Adaptive:
 
     def clear(self) -> None:
         """Forget what is known of blocks. The choice stays: it is about requests."""
-        self.see()
+        self.see(LONGEST_CHAIN)
         self._history.clear(self._time_s)
 
     def choice(self) -> tuple[int, int]:
-        """Return the position of the table in TABLES, and the hits of its shadow cache above those of LRU, in
-        percent."""
+        """Return 1 and the position of the table in TABLES, and the hits of its shadow cache above those of LRU."""
         lru, current = self._shadows[0], self._current
-        return TABLES.index(current.table), round(100 * current.gain / lru.hits) if lru.hits else 0
+        return 1 + TABLES.index(current.table), round(100 * current.gain / lru.hits) if lru.hits else 0
 
     def _begin_hints(self) -> None:
         self._hinted = [shadow.with_hints() for shadow in self._shadows]
@@ -462,9 +330,9 @@ class Adaptive:
         continues = not mark & REUSED or (not mark & SHARED and last == end - 1)
         if not continues:
             return ChainUse(hit, last + 1, last + 1, pause=0, resident_pause=0, continues=False)
-        pause = resident_pause = _pause_class(time_s - used_s)
+        pause = resident_pause = pause_class(time_s - used_s)
         if shared_end < hit and (slot := slot_of(hashes[shared_end])) is not None:
-            resident_pause = max(pause, _pause_class(time_s - order.used_s(slot)))
+            resident_pause = max(pause, pause_class(time_s - order.used_s(slot)))
         return ChainUse(hit, shared_end, last + 1, pause, resident_pause, continues=True)
 
     def _compare(self, seen: _Unseen) -> None:

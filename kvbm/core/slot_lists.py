@@ -1,15 +1,14 @@
-"""The order in which slots are allocated and evicted.
+"""SlotLists: ordered lists of slots.
 
-SlotLists are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends.
+They are circular doubly linked lists that share two arrays of ints, with one extra node per list for its two ends.
 A slot is in at most one list and costs eight bytes. Every operation changes only the slots it is given.
 
        node of the list ──newer──▶ oldest slot ──newer──▶ ... ──newer──▶ newest slot ──newer──▶ node of the list
 
-One list holds the free slots. The others hold the inactive blocks; an Order says which one is evicted next. LeastRecent
-is the order of `eviction: lru`: one list, slots that are appended last are taken last. The order of `adaptive` is in
-ranking.py.
+One list holds the free slots. The others hold the inactive blocks; an Order (policies/order.py) says which one is
+evicted next.
 
-Only the store uses them. It decides from the states which slots belong in which list.
+Only the store and its policy use them. It decides from the states which slots belong in which list.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Protocol
 
 
 class SlotLists:
@@ -113,45 +110,3 @@ def _link(which: int, slots: Iterable[int], newer: memoryview[int], older: memor
         last = slot
     newer[last] = which
     older[which] = last
-
-
-class Order(Protocol):
-    """The inactive slots of `lists`, and which of them is evicted next."""
-
-    lists: SlotLists
-
-    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
-        """Make `slots`, which are in no list, the most recently used inactive ones, the last one newest. `runs` are
-        the same slots from the last one to the first one, in pieces, if these are known."""
-        ...
-
-    def take(self, count: int) -> list[int]:
-        """Remove and return the `count` slots that are evicted next, in that order. There must be as many."""
-        ...
-
-    def first(self, count: int) -> list[int]:
-        """Return up to `count` slots that would be evicted next, in that order."""
-        ...
-
-    def free_all(self) -> None:
-        """Move all slots to the newest end of the free list."""
-        ...
-
-
-class LeastRecent(Order):
-    """Evicts the least recently used block first."""
-
-    def __init__(self, slot_count: int) -> None:
-        self.lists = SlotLists(slot_count)
-
-    def add(self, slots: list[int], runs: Sequence[Sequence[int]] = ()) -> None:
-        self.lists.append(self.lists.inactive, slots)
-
-    def take(self, count: int) -> list[int]:
-        return self.lists.take(self.lists.inactive, count)
-
-    def first(self, count: int) -> list[int]:
-        return list(islice(self.lists.walk(self.lists.inactive), count))
-
-    def free_all(self) -> None:
-        self.lists.append_all(self.lists.free, self.lists.inactive)

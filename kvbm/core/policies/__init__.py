@@ -1,0 +1,1 @@
+"""How a store chooses the blocks that it evicts: one module per policy, and the table of them."""
