@@ -97,9 +97,9 @@ def _require_answers(arguments: Sequence[str]) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Prints failures; raises them only with --debug."""
     if COMPLETION_VARIABLE in os.environ:
-        from kvbm_cli.terminal.completion_shells import answer_shells
+        from typer.completion import completion_init  # type: ignore[attr-defined]
 
-        answer_shells()
+        completion_init()
     try:
         _require_answers(arguments)
         result = typer.main.get_command(app).main(args=list(arguments), prog_name="kvbm", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""`kvbm completion`: its option and help, and the shells. completion_shells.py connects the completers to them."""
+"""`kvbm completion`: its option and help, and the shells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvbm.errors import UsageError
 from kvbm_cli.terminal.console import print_data
 from kvbm_cli.terminal.options import argument, matching
 
-COMPLETION_VARIABLE = "_KVBM_COMPLETE"
+COMPLETION_VARIABLE, PROGRAM = "_KVBM_COMPLETE", "kvbm"
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -23,6 +23,6 @@ def completion(
     if shell not in SHELLS:
         known = ", ".join(f"`{one}`" for one in SHELLS)
         raise UsageError(f"completion is not available for `{shell}`", hint=f"supported shells: {known}")
-    from kvbm_cli.terminal.completion_shells import script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-    print_data(script(shell, COMPLETION_VARIABLE))
+    print_data(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETION_VARIABLE, shell=shell))

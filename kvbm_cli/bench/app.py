@@ -14,7 +14,6 @@ from kvbm_cli.terminal.command_line import Command, CommandGroup
 from kvbm_cli.terminal.options import (
     JsonOption,
     Text,
-    files,
     flag,
     matching,
     names_in,
@@ -57,19 +56,18 @@ PolicyOption = Annotated[str, option("--policy", "NAME,NAME", "Evictions: `lru`,
 BOTH_EVICTIONS = "lru,adaptive"
 
 
-def compared(incomplete: str) -> list[str] | list[tuple[str, str]]:
+def compared(incomplete: str) -> list[str]:
     """Return what `kvbm bench --compare` takes."""
     from kvbm_cli.bench.arms import BASELINE
     from kvbm_cli.package_data import profiles_directory
 
-    names = [*matching([BASELINE], incomplete), *names_in(profiles_directory(), incomplete)]
-    return names or files(incomplete)
+    return [*matching([BASELINE], incomplete), *names_in(profiles_directory(), incomplete)]
 
 
-def workloads(incomplete: str) -> list[str] | list[tuple[str, str]]:
+def workloads(incomplete: str) -> list[str]:
     from kvbm_cli.package_data import workloads_directory
 
-    return names_in(workloads_directory(), incomplete) or files(incomplete)
+    return names_in(workloads_directory(), incomplete)
 
 
 def endpoints(incomplete: str) -> list[str]:

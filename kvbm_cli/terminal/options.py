@@ -12,13 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-ANY_FILE = "files"  # help text of a word that any file name may complete
-
-
-def files(incomplete: str) -> list[tuple[str, str]]:
-    """Lets the shell complete file names."""
-    return [(incomplete, ANY_FILE)]
-
 
 def matching(names: Sequence[str], incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
@@ -37,7 +30,7 @@ def option(names: str, metavar: str, help_: str, completer: Any = None, **limits
 def path_option(names: str, metavar: str, help_: str) -> Any:
     """Declare an option with a path. The parser does not touch the file, whose file system may hang: each command
     reports what is wrong with it."""
-    return option(names, metavar, help_, files, parser=Path)
+    return option(names, metavar, help_, parser=Path)
 
 
 def flag(names: str, help_: str) -> Any:
@@ -50,7 +43,7 @@ def argument(metavar: str, help_: str, completer: Any = None, **how: Any) -> Any
 
 def path_argument(metavar: str, help_: str) -> Any:
     """Declare an argument with a path, as `_path_option`."""
-    return argument(metavar, help_, files, parser=Path)
+    return argument(metavar, help_, parser=Path)
 
 
 Text = str | None
