@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import nox
@@ -17,6 +18,8 @@ ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
 # test_interleavings.py calls the connector as V1 and as V2 do, in the session `vllm`.
 IN_V2 = ("determinism", "pause_in_vllm", "pd", "pipeline_stages", "requests", "shared", "weight_updates")
+# The shortest of them that say most, for every change: `nox -s vllm` ends with them.
+ANSWERS_IN_V2 = "without_cache or preempted or adapters_and_the_base_model or waiting_leaves_nothing or external_reset"
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 LATER_PYTHONS = ("3.12", "3.13")  # CI has 3.11
@@ -84,6 +87,19 @@ def vllm(session: nox.Session) -> None:
     # servers.
     grouped = ("-n", "3", "--dist", "loadgroup")
     session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
+    if not session.posargs:
+        answers_in_v2(session)
+
+
+def answers_in_v2(session: nox.Session) -> None:
+    """A few answers in model runner V2, with Triton (1 GB) on the path alone: once installed, it would replace V1."""
+    packages = Path(session.create_tmp(), "triton")
+    if not packages.exists():
+        where = ("--target", str(packages), "--no-compile", "--no-deps")
+        session.run("python", "-m", "pip", "install", "-q", *where, f"triton=={TRITON}", "tests/vllm/triton_on_cpu")
+    path = os.pathsep.join(filter(None, (str(packages.resolve()), os.environ.get("PYTHONPATH"))))
+    chosen = ("-k", ANSWERS_IN_V2, "-o", "timeout=1800", "tests/vllm/test_determinism.py")
+    session.run("pytest", "-q", "-n", "1", *ALL_BUT_SOAK, *chosen, env={**COMPILED_LATER, "PYTHONPATH": path})
 
 
 @nox.session(python="3.12")  # the Python of vLLM's images

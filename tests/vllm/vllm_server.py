@@ -38,6 +38,7 @@ BLOCK_TOKENS = 128
 START_TIMEOUT_S = 600.0  # 25 s on a quiet machine
 STOP_TIMEOUT_S = 20.0
 SLACK_S = 3.0  # kvbm allows 2 s for clocks that differ
+THIS_TREE = (str(HERE), str(HERE.parent.parent))  # whatever is installed
 ANSWER_TIMEOUT_S = 600.0 if IS_V2 else 240.0
 MAX_MODEL_LEN = 4096
 CONNECTOR = {
@@ -284,7 +285,7 @@ def minimal_environment(directory: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "VIRTUAL_ENV") if name in os.environ}
     return kept | {
         "TMPDIR": directory,
-        "PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent.parent))),  # this tree, whatever is installed
+        "PYTHONPATH": os.pathsep.join(filter(None, (*THIS_TREE, os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
