@@ -18,17 +18,17 @@ from typing import Any
 import typer
 
 from kvbm.config.engine import ENGINE_KINDS
-from kvbm.config.flags import KVBM_SETS
-from kvbm.config.installation import shown
 from kvbm.config.key_list import Key, keys
 from kvbm.config.mistakes import NOT_BUILT
 from kvbm.config.schema import INTERPOLATED
-from kvbm.config.sglang_options import KVBM_SETS as SGLANG_KVBM_SETS
-from kvbm.config.trtllm_options import KVBM_SETS as TRTLLM_KVBM_SETS
-from kvbm.config.trtllm_options import LIMITS, Limit
 from kvbm.config.variables import VARIABLES
+from kvbm.engines.installation import shown
+from kvbm.engines.sglang.options import KVBM_SETS as SGLANG_KVBM_SETS
 from kvbm.engines.sglang.versions import TESTED as SGLANG_TESTED
+from kvbm.engines.trtllm.options import KVBM_SETS as TRTLLM_KVBM_SETS
+from kvbm.engines.trtllm.options import LIMITS, Limit
 from kvbm.engines.trtllm.versions import CONTRACT_TESTED as TRTLLM_TESTED
+from kvbm.engines.vllm.flags import KVBM_SETS
 from kvbm.engines.vllm.versions import CONTRACT_TESTED, RUN
 from kvbm.metrics import BLOCKS, COUNTERS, DISK_GAUGES, HIT_RATES
 from kvbm.observe.series import COUNTED, GAUGES, HISTOGRAMS

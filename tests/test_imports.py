@@ -4,6 +4,7 @@ Imports are read from the syntax trees. Imports inside functions count too, exce
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -21,7 +22,28 @@ DECIDES_WITHOUT_THE_MACHINE = ("numpy", "threading", "os", "time", "pydantic", *
 RUNS_THE_CACHE = (
     *("kvbm.leader", "kvbm.tiers", "kvbm.device", "kvbm.host", "kvbm.observe", "kvbm.core.groups", "kvbm.boundary"),
     *("kvbm.plan", "kvbm.metrics", "kvbm.events", "kvbm.hashing", "kvbm.config", "kvbm.identity"),
+    "kvbm.engines.launch_plan",
 )
+# Modules of an engine's folder that say what is known before it starts. They import no engine and no cache.
+FOLDERS = ("vllm", "trtllm", "sglang", "embedded")
+BEFORE_A_START = (
+    *("kind", "launch", "options", "flags", "models", "versions", "findings"),
+    *("disaggregated", "sizing", "sizing_groups", "cpu", "state_settings"),
+)
+SHARED_BY_ENGINES = tuple(
+    f"kvbm.engines.{name}"
+    for name in (
+        "engine_kind",
+        "disaggregated",
+        "installation",
+        "launch_plan",
+        "make_model",
+        "model_facts",
+        "python_probe",
+        "synthetic_directory",
+    )
+)
+EMBEDDED_MODELS = tuple(f"kvbm.engines.embedded.engine.{name}" for name in ("synthetic_models", "supported_models"))
 
 
 @dataclass(frozen=True)
@@ -88,26 +110,44 @@ RULES = (  # the first that fits a module counts
         never=("pydantic", *ENGINES),
     ),
     Rule("kvbm.sizing", ("kvbm.config",)),
-    Rule("kvbm.engines.vllm.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.engines.vllm.launch", ("kvbm.config", "kvbm.engines.vllm.versions")),
-    Rule("kvbm.engines.vllm", RUNS_THE_CACHE, never=("tensorrt_llm", "sglang")),
-    Rule("kvbm.engines.trtllm.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.engines.trtllm.launch", ("kvbm.config", "kvbm.engines.trtllm.versions")),
+    Rule("kvbm.engines.installation"),
+    Rule("kvbm.engines.launch_plan", ("kvbm.config.schema",)),
+    Rule("kvbm.engines.engine_kind", ("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES)),
+    Rule("kvbm.engines.disaggregated", ("kvbm.config.schema", "kvbm.engines.launch_plan")),
+    Rule("kvbm.engines.python_probe", ("kvbm.child.run", "kvbm.engines.installation")),
+    Rule("kvbm.engines.make_model", never=ENGINES[2:], lazily=("torch", "transformers", "numpy")),
+    Rule("kvbm.engines.near_models"),
+    Rule("kvbm.engines.model_facts", ("kvbm.config.engine", "kvbm.sizing", "kvbm.engines.near_models")),
+    Rule("kvbm.engines.synthetic_directory", ("kvbm.config", "kvbm.engines.make_model", "kvbm.engines.model_facts")),
+    Rule("kvbm.engines.model_tokenizer", ("kvbm.engines.model_facts",)),
+    Rule(
+        "kvbm.engines.table", ("kvbm.config", "kvbm.sizing", "kvbm.identity.machine", "kvbm.child.run", "kvbm.engines")
+    ),
+    *(
+        Rule(
+            f"kvbm.engines.{engine}.{module}",
+            (
+                *("kvbm.config", "kvbm.sizing", *SHARED_BY_ENGINES, *EMBEDDED_MODELS),
+                *(f"kvbm.engines.{engine}.{other}" for other in BEFORE_A_START),
+            ),
+        )
+        for engine in FOLDERS
+        for module in BEFORE_A_START
+        if (engine, module) != ("vllm", "options")  # which are those of a running engine
+    ),
+    Rule("kvbm.engines.vllm", (*RUNS_THE_CACHE, "kvbm.sizing.families.heads"), never=("tensorrt_llm", "sglang")),
     Rule(
         "kvbm.engines.trtllm",
         RUNS_THE_CACHE,
         never=("vllm", "sglang", "transformers"),
         lazily=("tensorrt_llm", "torch"),
     ),
-    Rule("kvbm.engines.sglang.versions", ("kvbm.config.installation",)),
-    Rule("kvbm.engines.sglang.launch", ("kvbm.config", "kvbm.engines.sglang.versions")),
     Rule(
         "kvbm.engines.sglang",
         RUNS_THE_CACHE,
         never=("vllm", "tensorrt_llm", "transformers"),
         lazily=("sglang", "torch"),
     ),
-    Rule("kvbm.engines.embedded.launch", ("kvbm.config", "kvbm.engines.embedded.engine.synthetic_models")),
     Rule(
         "kvbm.engines.embedded.engine",
         ("kvbm.host", "kvbm.hashing", "kvbm.identity", "kvbm.config.engine"),
@@ -115,7 +155,7 @@ RULES = (  # the first that fits a module counts
     ),
     Rule(
         "kvbm.engines.embedded.http",
-        ("kvbm.engines.embedded.engine", "kvbm.config.launch_plan", "kvbm.observe.shared_page"),
+        ("kvbm.engines.embedded.engine", "kvbm.engines.launch_plan", "kvbm.observe.shared_page"),
         never=ENGINES[2:],
     ),
     Rule("kvbm.engines.embedded", (*RUNS_THE_CACHE, "kvbm.child"), never=ENGINES[2:]),
@@ -128,7 +168,12 @@ RULES = (  # the first that fits a module counts
     Rule("kvbm_cli.system", ("kvbm.child.start", "kvbm.host.processes", "kvbm.host.tree"), lazily=(*ENGINES, "numpy")),
     Rule("kvbm_cli", ("kvbm",), never=(), lazily=(*ENGINES, "numpy")),
 )
-SUBJECTS = ("kvbm.tiers.disk", "kvbm.tiers.shared", "kvbm.engines.embedded")  # each a room with its folders
+SUBJECTS = (
+    "kvbm.core",
+    "kvbm.tiers.disk",
+    "kvbm.tiers.shared",
+    "kvbm.engines.embedded",
+)  # rooms with folders
 
 
 def within(name, packages):
@@ -190,6 +235,8 @@ def room_of(module):
     if subject := next((one for one in SUBJECTS if within(module, (one,))), None):
         return subject
     parts = module.split(".")
+    if parts[:2] == ["kvbm", "engines"] and REPOSITORY.joinpath(*parts[:3]).with_suffix(".py").exists():
+        return ".".join(parts[:3])  # the table lies above the engines, and what they share below them
     while (
         not (is_folder := REPOSITORY.joinpath(*parts).is_dir())
         and not REPOSITORY.joinpath(*parts).with_suffix(".py").exists()
@@ -344,3 +391,28 @@ def test_no_two_test_modules_have_one_name():
     """pytest imports them by their names alone, so that one would hide the other in a run of all."""
     names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
     assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+@cache
+def words_of(path):
+    """Return the identifiers and strings of a module, without its docstrings, in lower case."""
+    words, docstrings = [], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+            docstrings.add(getattr(node.body[0], "value", None))
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and node not in docstrings:
+                words.append(node.value)
+        else:
+            words += [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+    return "\n".join(words).lower()
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "most"), [("sglang", "sglang", 8), ("trtllm", "trtllm|tensorrt", 8), ("vllm", "vllm", 20)]
+)
+def test_few_files_outside_its_folder_name_an_engine(folder, name, most):
+    """What is true of one engine only is in its folder, and the rest asks the table."""
+    own = (f"kvbm.engines.{folder}", f"kvbm.{folder}_integration")
+    files = [module for module, path in modules() if not within(module, own) and re.search(name, words_of(path))]
+    assert len(files) <= most, files

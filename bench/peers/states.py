@@ -3,8 +3,8 @@
     python bench/peers/states.py --lmcache .nox/lmcache --output bench/results/NAME-states-peers
 
 Run it with an interpreter that has vLLM 0.32 for CPUs and this repository; bench/peers/ttft.py describes how to install
-LMCache. It makes its models (random weights, `kvbm_cli/make_model.py`) in the user's cache, takes about eight minutes
-on two idle cores and 12 GB of memory, and writes NAME.json and NAME.md. `--models` selects models.
+LMCache. It makes its models (random weights, `kvbm/engines/make_model.py`) in the user's cache, takes about eight
+minutes on two idle cores and 12 GB of memory, and writes NAME.json and NAME.md. `--models` selects models.
 
     vllm-hybrid      Qwen3-Next, bfloat16, large enough that computing a prompt takes seconds
     vllm-qwen3-next  Qwen3-Next, bfloat16, small
@@ -61,7 +61,7 @@ from ttft import (
     write_result,
 )
 
-from kvbm_cli import make_model
+from kvbm.engines import make_model
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))

@@ -49,9 +49,9 @@ from comparison import ARMS, Place, drop_from_memory, files_in, flip_bits, full_
 from exchanges import save_twin
 from sglang_server import Reply, Server, disk_at, profile_of, serving
 
-from kvbm.config.sglang_options import STORAGE
+from kvbm.engines import make_model
+from kvbm.engines.sglang.options import STORAGE
 from kvbm.tiers.disk.superblock import read_superblock
-from kvbm_cli import make_model
 
 LAYERS, HEAD_DIM, FLOAT32_BYTES = 8, 256, 4
 PAGE_BYTES = 1 << 20

@@ -6,6 +6,7 @@ version: only those that kvbm reads are declared, all others are passed on uncha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Set
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
@@ -20,9 +21,9 @@ from kvbm.config.values import (
     Ranks,
     Section,
     VariableName,
+    WrongKey,
 )
 
-ENGINE_KINDS = ("embedded", "vllm", "tensorrt-llm", "sglang")
 MIN_SHUTDOWN_TIMEOUT_S, MAX_SHUTDOWN_TIMEOUT_S = 5, 25  # at 0 vLLM kills its scheduler; kvbm waits 30 s
 
 # Flags that several engines have, under different names.
@@ -225,7 +226,19 @@ class SglangArguments(Section):
 
 
 class EngineSection(Section):
-    """Keys of every engine kind."""
+    """Keys of every engine kind, and what its engines can do, as far as other keys require it.
+
+    `has_presets`: `synthetic:NAME` names a model for it. `keeps_host_memory`: of its own. `sends_priorities`: of
+    requests. `shows_evictions`: which blocks it evicts next. `transfers_blocks`: of a request, to another engine.
+    `tiers_hint` names the tier to add if there is none.
+    """
+
+    has_presets: ClassVar[bool] = True
+    sends_priorities: ClassVar[bool] = False
+    keeps_host_memory: ClassVar[bool] = False
+    shows_evictions: ClassVar[bool] = False
+    transfers_blocks: ClassVar[bool] = False
+    tiers_hint: ClassVar[str] = "add `tiers.host.capacity`, such as `64GiB`"
 
     kind: str = Field(description="Engine that serves the model.")
     model: str = Field(min_length=1, description="Model; the allowed values depend on the engine.")
@@ -238,6 +251,13 @@ class EngineSection(Section):
     environment: dict[VariableName, EnvironmentValue] = Field(
         default={}, description="Environment variables for the engine, in addition to those of the caller."
     )
+
+    @classmethod
+    def require_tiers(cls, *, has_host: bool, has_lower: bool) -> None:
+        """WrongKey, of `tiers`, if the engine cannot use these."""
+
+    def require_one_copy(self) -> None:
+        """ValueError if the arguments start several copies of the engine."""
 
     @property
     def served_name(self) -> str:
@@ -257,6 +277,9 @@ class EmbeddedEngine(EngineSection):
 
 
 class VllmEngine(EngineSection):
+    shows_evictions: ClassVar[bool] = True
+    transfers_blocks: ClassVar[bool] = True
+
     kind: Literal["vllm"] = Field(description="Engine that serves the model.")
     model: str = Field(
         min_length=1,
@@ -265,13 +288,27 @@ class VllmEngine(EngineSection):
     )
     arguments: VllmArguments = Field(default=VllmArguments(), description="Flags of `vllm serve`.")
 
+    def require_one_copy(self) -> None:
+        if self.arguments.data_parallel_size not in (None, 1):
+            raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
+
 
 class TrtllmEngine(EngineSection):
+    has_presets: ClassVar[bool] = False
+    sends_priorities: ClassVar[bool] = True  # requests with a retention configuration
+    transfers_blocks: ClassVar[bool] = True
+
     kind: Literal["tensorrt-llm"] = Field(description="Engine that serves the model.")
     model: str = Field(min_length=1, description="A local Hugging Face directory, or a name on the Hugging Face hub.")
     arguments: TrtllmArguments = Field(
         default=TrtllmArguments(), description="Options of the LLM API, which `trtllm-serve` reads from a file."
     )
+
+    @classmethod
+    def require_tiers(cls, *, has_host: bool, has_lower: bool) -> None:
+        if not has_host:
+            message = "is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
+            raise WrongKey("host", message)
 
     @property
     def served_name(self) -> str:
@@ -280,6 +317,9 @@ class TrtllmEngine(EngineSection):
 
 
 class SglangEngine(EngineSection):
+    keeps_host_memory: ClassVar[bool] = True
+    tiers_hint: ClassVar[str] = "add `tiers.disk.capacity`, such as `1TB`"
+
     kind: Literal["sglang"] = Field(description="Engine that serves the model.")
     model: str = Field(
         min_length=1,
@@ -293,10 +333,42 @@ class SglangEngine(EngineSection):
         "it.",
     )
 
+    @classmethod
+    def require_tiers(cls, *, has_host: bool, has_lower: bool) -> None:
+        if not has_lower:
+            message = "is required with `sglang`, which has host memory of its own; or set `tiers.shared`"
+            raise WrongKey("disk", message)
+
     @property
     def served_name(self) -> str:
         """Name of the model in requests: SGLang refuses colons, which separate the name of an adapter."""
         return super().served_name.removeprefix("synthetic:")
+
+
+ENGINES: Mapping[str, type[EngineSection]] = {
+    "embedded": EmbeddedEngine,
+    "vllm": VllmEngine,
+    "tensorrt-llm": TrtllmEngine,
+    "sglang": SglangEngine,
+}
+ENGINE_KINDS = tuple(ENGINES)
+DEFAULT_KIND = "vllm"  # where none is named
+ACCEPTS_EVERY_FLAG = "vllm"  # also of other kinds, as far as its schema goes
+
+
+def flags_of_others(kind: str) -> Set[str]:
+    """Return the declared flags of the other engines that this one does not declare."""
+    declared: dict[str, set[str]] = {
+        name: set(type(form.model_fields["arguments"].default).model_fields) for name, form in ENGINES.items()
+    }
+    own = declared.pop(kind)
+    return set().union(*declared.values()) - own
+
+
+def kinds_that(can: Callable[[type[EngineSection]], bool]) -> str:
+    """Return the kinds of engines that can do something, for a message."""
+    *others, last = [f"`{kind}`" for kind, form in ENGINES.items() if can(form)]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _kind_of(engine: object) -> str:

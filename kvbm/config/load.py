@@ -8,30 +8,26 @@ one. All mistakes are reported together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, plain_values, together
-from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.engine import ACCEPTS_EVERY_FLAG, ENGINE_KINDS
 from kvbm.config.findings import Findings, is_within, remove_mistaken
-from kvbm.config.flags import refused_flags
 from kvbm.config.interpolation import Interpolation
 from kvbm.config.key_list import keys
 from kvbm.config.layers import ARGUMENTS, TIERS, files_with_parents, find, merge, with_layers
 from kvbm.config.mistakes import invalid_text, mistakes_in, not_built, profile_file
 from kvbm.config.relative_paths import with_absolute_paths
 from kvbm.config.schema import Profile
-from kvbm.config.sglang_options import refused_sglang_flags
-from kvbm.config.trtllm_options import refused_options
 from kvbm.config.variables import other_variables
 from kvbm.errors import ProfileError
 
 DEFAULT = "default"
-# Flags of each kind that are refused.
-_REFUSED = {"vllm": refused_flags, "tensorrt-llm": refused_options, "sglang": refused_sglang_flags}
+Refused = Mapping[str, Callable[[Document], Iterable[Mistake]]]  # by engine kind: the arguments that it refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +81,18 @@ def load(
     variables: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
+    refused: Refused,
 ) -> ResolvedProfile:
     """Resolve the profile of `references`, each a path or a name in one of `directories`. A later one overrides the
     earlier ones.
 
     `overrides` are texts of `--set`. `options` are keys set by other options, as `{key: (option, text)}`; they override
-    everything. ProfileError for a mistake, ProfileMistakes for several.
+    everything. `refused` finds the arguments that an engine refuses; `engines/table.py` has it for every engine.
+    ProfileError for a mistake, ProfileMistakes for several.
     """
-    examined = examine(*references, directories=directories, variables=variables, overrides=overrides, options=options)
+    examined = examine(
+        *references, directories=directories, variables=variables, overrides=overrides, options=options, refused=refused
+    )
     if examined.mistakes:
         raise together(examined.mistakes)
     assert examined.resolved is not None, f"{examined.place} has neither mistakes nor a profile"
@@ -105,12 +105,13 @@ def examine(
     variables: Mapping[str, str] | None = None,
     overrides: Sequence[str] = (),
     options: Mapping[str, tuple[str, str]] | None = None,
+    refused: Refused,
 ) -> Examined:
     """Like `load`, but returns the mistakes. ProfileError only if there is no such file."""
     paths = tuple(find(reference, directories=directories) for reference in references)
     findings = Findings(references)
     document = files_with_parents(paths, directories, findings)
-    return _examined(paths, document, variables or {}, overrides, options or {}, findings)
+    return _examined(paths, document, variables or {}, overrides, options or {}, findings, refused)
 
 
 def examine_written(
@@ -120,11 +121,12 @@ def examine_written(
     directories: Sequence[Path],
     parents: Sequence[Path] = (),
     variables: Mapping[str, str] | None = None,
+    refused: Refused,
 ) -> Examined:
     """Resolve the document `written` as if it were the file `path` and extended `parents`."""
     findings = Findings()
     below = files_with_parents(parents, directories, findings)
-    return _examined((path,), merge(below, written), other_variables(variables or {}), (), {}, findings)
+    return _examined((path,), merge(below, written), other_variables(variables or {}), (), {}, findings, refused)
 
 
 def written_by(
@@ -143,6 +145,7 @@ def _examined(
     overrides: Sequence[str],
     options: Mapping[str, tuple[str, str]],
     findings: Findings,
+    refused: Refused,
 ) -> Examined:
     merged, warnings = with_layers(document, environment, overrides, options, findings)
     interpolation = Interpolation(environment, [])
@@ -151,7 +154,7 @@ def _examined(
     remove_mistaken(merged, findings.add(invalid_text(merged)))
     merged = with_absolute_paths(merged)
     place = place_of(paths)
-    profile = _validated(merged, place, findings)
+    profile = _validated(merged, place, findings, refused)
     mistakes = findings.in_order()
     if profile is None:
         return Examined(place, mistakes, None)
@@ -162,12 +165,12 @@ def _examined(
     return Examined(place, mistakes, ResolvedProfile(paths, profile, values, origins, written, extends, warnings))
 
 
-def _validated(document: Document, place: str, findings: Findings) -> Profile | None:
+def _validated(document: Document, place: str, findings: Findings, refused: Refused) -> Profile | None:
     """Return the profile, None if the document without its mistakes is not valid. Consumes the document."""
     remove_mistaken(document, findings.add(not_built(document)))
     kind = _engine_kind(document)
-    if kind in _REFUSED:
-        remove_mistaken(document, findings.add(_REFUSED[kind](document)))
+    if kind in refused:
+        remove_mistaken(document, findings.add(refused[kind](document)))
     is_known = "engine.kind" not in findings.wrong
     if not is_known:
         document = _of_any_kind(document)
@@ -184,12 +187,12 @@ def _validated(document: Document, place: str, findings: Findings) -> Profile | 
 
 
 def _of_any_kind(document: Document) -> Document:
-    """Return the document with engine kind vllm, which accepts the keys of every kind."""
+    """Return the document with an engine kind that accepts the keys of every kind."""
     engine = document.get("engine")
     if engine is None or engine.section is None:
         return document
     inside = {name: entry for name, entry in engine.section.items() if name != "arguments"}
-    inside["kind"] = Entry(engine.key, engine.source, "vllm")
+    inside["kind"] = Entry(engine.key, engine.source, ACCEPTS_EVERY_FLAG)
     return {**document, "engine": Entry(engine.key, engine.source, inside)}
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
-from kvbm.config.engine import ENGINE_KINDS
+from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS, ENGINES
 from kvbm.config.key_list import Key, keys
 from kvbm.config.spelling import snake_case, unquoted
 from kvbm.config.values import WrongKey
@@ -77,10 +77,9 @@ class FileKind:
 
 def profile_file(engine: str = ENGINE_KINDS[0], given: Sequence[str] = ()) -> FileKind:
     """Return the kind of a profile, with the keys of one engine kind. `given` are the profiles of the command line."""
-    tiers = "`tiers.disk.capacity`, such as `1TB`" if engine == "sglang" else "`tiers.host.capacity`, such as `64GiB`"
-    missing = {"engine": "add `engine.model`, such as `synthetic:tiny`", "tiers": f"add {tiers}"}
+    missing = {"engine": "add `engine.model`, such as `synthetic:tiny`", "tiers": ENGINES[engine].tiers_hint}
     halves = {
-        "engine": f"put a profile with an engine in front: `{_check('vllm', *given)}`",
+        "engine": f"put a profile with an engine in front: `{_check(DEFAULT_KIND, *given)}`",
         "tiers": f"add a profile with tiers: `{_check(*given, 'storage/large-ssd')}`",
     }
     return FileKind("profile", keys(engine=engine), missing, halves if given else {})
@@ -340,6 +339,6 @@ def _nearest_key(dotted: str, kind: FileKind) -> str:
     if not _siblings(prefix, kind):  # a dot in the key itself
         prefix = ""
     where = f"`{prefix}`" if prefix else f"a {kind.noun}"
-    flags = "flags of vLLM, TensorRT-LLM and SGLang require their `engine.kind`"
+    flags = "flags of other engines require their `engine.kind`"
     others = f"; {flags}" if prefix == "engine.arguments" else ""
     return f"keys of {where}: {', '.join(f'`{name}`' for name in _siblings(prefix, kind))}{others}"

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from kvbm.config.engine import AnyEngine
+from kvbm.config.engine import ENGINES, AnyEngine, kinds_that
 from kvbm.config.values import Port, Seconds, Section, Size, WrongKey, absolute, shared_url
 
 Sized = TypeVar("Sized", "HostTierSection", "DiskTierSection")
@@ -193,10 +193,6 @@ class Tiers(Section):
         return self.host or HostTierSection(blocks=BOUNCE_BLOCKS)
 
 
-SENDS_PRIORITIES = frozenset({"tensorrt-llm"})  # requests with a retention configuration
-SHOWS_EVICTIONS = frozenset({"vllm"})  # which blocks the engine evicts next
-
-
 class OffloadSection(Section):
     generated: bool = Field(
         default=True, description="Whether blocks of generated tokens are offloaded too, not only those of prompts."
@@ -243,16 +239,17 @@ class OffloadSection(Section):
         description="Maximum number of blocks that are counted; the least recently used one is dropped.",
     )
 
-    def require_engine(self, engine: str) -> None:
+    def require_engine(self, kind: str) -> None:
         """WrongKey for a setting that requires what this kind of engine does not say.
 
         With a threshold and an engine that sends no priorities, nothing would be offloaded.
         """
-        if self.min_priority > 0 and engine not in SENDS_PRIORITIES:
-            message = f"requires an engine that sends priorities, but `{engine}` sends none; remove it"
+        if self.min_priority > 0 and not ENGINES[kind].sends_priorities:
+            message = f"requires an engine that sends priorities, but `{kind}` sends none; remove it"
             raise WrongKey("min_priority", message)
-        if self.to_host == "on_evict" and engine not in SHOWS_EVICTIONS:
-            message = f"`on_evict` requires `vllm`: `{engine}` does not say which blocks it evicts next"
+        if self.to_host == "on_evict" and not ENGINES[kind].shows_evictions:
+            able = kinds_that(lambda form: form.shows_evictions)
+            message = f"`on_evict` requires {able}: `{kind}` does not say which blocks it evicts next"
             raise WrongKey("to_host", message)
 
     def require_tiers(self, tiers: Tiers) -> None:
@@ -332,7 +329,8 @@ class MetricsSection(Section):
         default=None,
         pattern=r"^https?://",
         description="OTLP/HTTP address, such as `http://127.0.0.1:4318/v1/traces`, that receives OpenTelemetry spans "
-        "of each request; requires `pip install 'kvbm-cli[spans]'`. Not for SGLang.",
+        "of each request; requires `pip install 'kvbm-cli[spans]'`. Not for "
+        f"{kinds_that(lambda form: form.keeps_host_memory)}.",
     )
     nvtx: bool = Field(
         default=False,
@@ -342,7 +340,8 @@ class MetricsSection(Section):
     capacities: bool = Field(
         default=False,
         description="Whether the hit rates that host memory of other sizes would have are measured, for "
-        "`kvbm plan RUN`; takes up to a tenth of a core. Not for SGLang, nor for models with several KV cache groups.",
+        "`kvbm plan RUN`; takes up to a tenth of a core. Not for "
+        f"{kinds_that(lambda form: form.keeps_host_memory)}, nor for models with several KV cache groups.",
     )
     window_requests: int = Field(
         default=1000,
@@ -397,9 +396,6 @@ class Bench(Section):
         min_length=1,
         description="Workload of `kvbm bench`: name of a shipped workload, or path to a file.",
     )
-
-
-TRANSFERS_BLOCKS = ("vllm", "tensorrt-llm")
 
 
 class Disaggregated(Section):
@@ -470,14 +466,10 @@ class Profile(Section):
 
     @field_validator("tiers")
     @classmethod
-    def _has_host_memory(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
+    def _fits_engine(cls, tiers: Tiers, info: ValidationInfo) -> Tiers:
         engine = info.data.get("engine")
-        if engine is not None and engine.kind == "tensorrt-llm" and tiers.host is None:
-            message = "is required with `tensorrt-llm`, because TensorRT-LLM loads blocks only from host memory"
-            raise WrongKey("host", message)
-        if engine is not None and engine.kind == "sglang" and not tiers.has_lower:
-            message = "is required with `sglang`, which has host memory of its own; or set `tiers.shared`"
-            raise WrongKey("disk", message)
+        if engine is not None:
+            engine.require_tiers(has_host=tiers.host is not None, has_lower=tiers.has_lower)
         return tiers
 
     @field_validator("offload")
@@ -496,13 +488,12 @@ class Profile(Section):
         engine = info.data.get("engine")
         if not disaggregated.is_enabled or engine is None:
             return disaggregated
-        if engine.kind not in TRANSFERS_BLOCKS:
-            kinds = " or ".join(f"`{kind}`" for kind in TRANSFERS_BLOCKS)
+        if not engine.transfers_blocks:
+            able = kinds_that(lambda form: form.transfers_blocks)
             raise ValueError(
-                f"requires `engine.kind` {kinds}, which can transfer the blocks of a request to another engine"
+                f"requires `engine.kind` {able}, which can transfer the blocks of a request to another engine"
             )
-        if engine.kind == "vllm" and engine.arguments.data_parallel_size not in (None, 1):
-            raise ValueError("cannot be combined with `engine.arguments.data_parallel_size`; remove one of them")
+        engine.require_one_copy()
         return disaggregated
 
     @field_validator("metrics")

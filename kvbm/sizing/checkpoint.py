@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbm.sizing.families.facts import SizeUnknown
+from kvbm.sizing.families.facts import READER, SizeUnknown
 from kvbm.text.outside import shown
 
 _MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
@@ -29,7 +29,7 @@ def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bo
     if not _has_scheme(quantization):
         return None
     if not has_plain_attention:
-        raise SizeUnknown("with a `kv_cache_scheme` of compressed-tensors, only vLLM knows the size of a block")
+        raise SizeUnknown(f"with a `kv_cache_scheme` of compressed-tensors, only {READER} knows the size of a block")
     return "fp8"
 
 
@@ -45,7 +45,7 @@ def require_scheme_of_vllm(model_config: Mapping[str, object]) -> None:
     name = wrong or "symmetric"
     accepted = " or ".join(f"`{one}`" for one in _SCHEME.get(name, ("true",)))
     raise SizeUnknown(
-        f"vLLM refuses this checkpoint: `kv_cache_scheme.{name}` is `{shown(given.get(name))}`, and vLLM "
+        f"{READER} refuses this checkpoint: `kv_cache_scheme.{name}` is `{shown(given.get(name))}`, and {READER} "
         f"accepts {accepted}"
     )
 
@@ -84,7 +84,7 @@ def _is_modelopt(quantization: Mapping[str, object]) -> bool:
     is_written_by_modelopt = _section(quantization, "producer").get("name") == "modelopt"
     if (is_written_by_modelopt or "modelopt_quant_config" in inner) and algorithm is not None:
         if str(algorithm).upper() not in _MODELOPT_ALGORITHMS:
-            raise SizeUnknown(f"vLLM does not know the quantization `{algorithm}` of this checkpoint")
+            raise SizeUnknown(f"{READER} does not know the quantization `{algorithm}` of this checkpoint")
         return True
     return _method(quantization).startswith("modelopt")
 

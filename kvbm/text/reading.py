@@ -24,6 +24,8 @@ MAX_LEVELS = 100  # of lists and objects within each other: more than any of our
 LARGEST_NUMBER = 1e30  # so that sums and products of a few numbers are finite
 _UNUSUAL = re.compile(r"[0-9]{31}|[0-9][eE]\+?[0-9]{2}|Infinity|NaN")
 NO_WRITER = "no process writes to this pipe"
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LFS_HINT = "`git lfs pull` in the repository, or a download of the file itself, gets its contents"
 
 
 def read_at_most(path: Path, byte_count: int) -> bytes:
@@ -33,6 +35,15 @@ def read_at_most(path: Path, byte_count: int) -> bytes:
     """
     with open(path, "rb", buffering=0, opener=opened_without_waiting) as file:
         return _contents(file, byte_count, time.monotonic() + FIFO_TIMEOUT_S if _is_fifo(path) else None)
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether Git LFS left a pointer in place of this file."""
+    try:
+        with open(path, "rb", opener=opened_without_waiting) as file:
+            return file.read(len(LFS_POINTER)) == LFS_POINTER
+    except OSError:
+        return False
 
 
 def read_stdin(byte_count: int) -> bytes:

@@ -13,15 +13,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvbm.engines.table import engine_version, make_model
 from kvbm.errors import KvbmError, UsageError
 from kvbm.text.outside import shown, without_secret_values
 from kvbm_cli.bench.arms import Comparison, comparison_of, profiles_of, require_startable
 from kvbm_cli.bench.cells import Cell, Overrides, cells_of, parse_pressures, parse_sweep, warnings_of
 from kvbm_cli.bench.engines import ArmEngines, NeededRoom, OpenArm
 from kvbm_cli.bench.experiment import run_experiment
+from kvbm_cli.bench.exports.bench_serve import BENCH_SERVE, bench_serve_result
 from kvbm_cli.bench.exports.lmbenchmark import csv_files_of
 from kvbm_cli.bench.exports.replay import replay_lines
-from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.find_limit import find_limits, require_searchable, show_limits
 from kvbm_cli.bench.judge.compared import is_cell_tight
 from kvbm_cli.bench.judge.limit import Condition, parse_conditions
@@ -38,7 +39,6 @@ from kvbm_cli.bench.summary import incomplete_summary, interrupted_summary, summ
 from kvbm_cli.bench.workload.files import load_workload
 from kvbm_cli.bench.workload.plan import PATHS
 from kvbm_cli.bench.workload.schema import Workload
-from kvbm_cli.engine.engines import engine_version, make_model
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import write_atomically, write_new
 from kvbm_cli.system.machine import machine, versions
@@ -358,7 +358,7 @@ def write_exports(directory: Path, results: Results) -> list[Path]:
 def _write_files(exports: Path, result: ArmResult) -> list[Path]:
     folder = exports / result.arm / result.cell.name
     texts = {
-        "vllm-bench.json": json.dumps(vllm_bench_result(result), allow_nan=False) + "\n",
+        BENCH_SERVE: json.dumps(bench_serve_result(result), allow_nan=False) + "\n",
         **csv_files_of(result),
     }
     try:

@@ -11,8 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.config.schema import Profile
+from kvbm.engines.engine_kind import ServerTraits
+from kvbm.engines.launch_plan import ADMIN_HEADER
+from kvbm.engines.model_tokenizer import model_tokenizer
+from kvbm.engines.table import block_tokens, launch_plan, traits_of, with_device_blocks
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.directories import make_private_directories
 from kvbm.tiers.shared.settings import directory_of
@@ -20,9 +23,6 @@ from kvbm_cli.bench.arms import RECORDING, Arm, Comparison, base_url_of
 from kvbm_cli.bench.load.control import Control, api_key, served_model
 from kvbm_cli.bench.load.request import Target
 from kvbm_cli.bench.workload.script import Tokenize
-from kvbm_cli.engine.engine_kind import ServerTraits
-from kvbm_cli.engine.engines import block_tokens, launch_plan, traits_of, with_device_blocks
-from kvbm_cli.engine.model_tokenizer import model_tokenizer
 from kvbm_cli.engine.process import EngineProcess, choose_port
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.filesystem import remove_tree

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.engine_kind import ServerTraits
+from kvbm.engines.table import caveats, engine_version, has_prefix_caching, traits_of
 from kvbm_cli.bench.arms import DEFAULT_PAIRS, Arm, ArmGroup, Comparison, groups
 from kvbm_cli.bench.cells import Cell, known_launches, script_of
 from kvbm_cli.bench.engines import HEADROOM
@@ -18,8 +20,6 @@ from kvbm_cli.bench.result.directory import FORMAT, run_name
 from kvbm_cli.bench.result.results import CellResult, Results
 from kvbm_cli.bench.workload.plan import Dialect, Plan
 from kvbm_cli.bench.workload.script import LengthWriter, with_canned_answers
-from kvbm_cli.engine.engine_kind import ServerTraits
-from kvbm_cli.engine.engines import caveats, engine_version, has_prefix_caching, traits_of
 from kvbm_cli.profile.size import size_if_known
 from kvbm_cli.system.machine import load_average, usable_cpu_count, versions
 from kvbm_cli.terminal.printable import printable

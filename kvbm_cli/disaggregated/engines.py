@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
 from kvbm_cli.engine.process import NO_TIME, POLL_S, STOP_TIMEOUT_S, EngineProcess

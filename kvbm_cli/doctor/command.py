@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.schema import DiskTierSection, Tiers
 from kvbm.config.variables import other_variables
+from kvbm.engines.table import load
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.tiers.shared.settings import directory_of

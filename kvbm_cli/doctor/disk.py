@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.table import copy_count
 from kvbm.errors import EnvironmentProblem, path_hint, reason_of
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES, PAGE_BYTES, require_usable_parent
 from kvbm_cli.doctor import disk_features
@@ -32,7 +33,6 @@ from kvbm_cli.doctor.check import (
 )
 from kvbm_cli.doctor.machine import SCRATCH_PREFIX, ProbeFailed, scratch_directory
 from kvbm_cli.doctor.probes.disk import DiskReport, RecommendedSettings
-from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.store.caches import CacheFacts, list_caches
 from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import missing_mount, nearest_existing, unsafe_parents

@@ -7,16 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvbm.config.engine import SglangEngine
-from kvbm.config.installation import shown
-from kvbm.engines.sglang.flushes import TO_INSTALL
-from kvbm.engines.sglang.launch import CPU_MODULE
-from kvbm.engines.sglang.versions import TESTED as SGLANG_TESTED
-from kvbm.engines.trtllm.versions import CONTRACT_TESTED as TRTLLM_TESTED
-from kvbm.engines.vllm.versions import RUN as VLLM_RUN
+from kvbm.engines.table import engine_problem, installation_of, kind_of
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm_cli.doctor.check import Check, CheckState, DoctorContext, failure, ok, skipped, warning
-from kvbm_cli.engine.engines import engine_problem, installation_of
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import require_metrics_ports
 from kvbm_cli.profile.preflight import require_arguments
@@ -30,20 +23,6 @@ IMPORT_TIMEOUT_S = 120.0
 NIXL_TIMEOUT_S = 90.0
 COMPILER_TIMEOUT_S = 60.0
 QUICK_TIMEOUT_S = 8.0
-MODULES = {
-    "vllm": ["kvbm.vllm_integration.connector"],
-    "embedded": ["kvbm.engines.embedded.driver", "kvbm.engines.embedded.engine.engine", "transformers"],
-    "tensorrt-llm": ["kvbm.trtllm_integration.connector"],
-    "sglang": ["kvbm.sglang_integration.storage"],
-}
-TESTED = {
-    "vllm": ("vLLM", f"tested with {shown(VLLM_RUN)}"),
-    "tensorrt-llm": (
-        "TensorRT-LLM",
-        f"not run; the connector is tested against the interfaces of {shown(TRTLLM_TESTED)}",
-    ),
-    "sglang": ("SGLang", f"tested with {' and '.join(SGLANG_TESTED)}, on a CPU with stand-ins for its kernels"),
-}
 
 
 def checks(context: DoctorContext) -> Iterator[Check]:
@@ -52,16 +31,15 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     yield _nvidia_kvbm(context)
     if profile is None:
         yield skipped("version", "the engine is unknown without a profile", "add `--profile PROFILE`")
-    elif profile.engine.kind in TESTED:
-        yield from _installed(profile)
     else:
-        yield ok("version", "embedded, part of this kvbm")
+        yield from _installed(profile)
     if context.resolved is not None:
         yield from _arguments(context.resolved)
     if profile is not None:
-        yield _connector(context, python, modules_of(profile))
-        if isinstance(profile.engine, SglangEngine):
-            yield _compiler(context, python)
+        kind = kind_of(profile)
+        yield _connector(context, python, kind.imported(profile))
+        if kind.to_compile is not None:
+            yield _compiler(context, python, kind.traits.title, kind.to_compile)
     yield _cuda(context, python)
     yield from _nixl(context, python)
 
@@ -79,12 +57,13 @@ def _nvidia_kvbm(context: DoctorContext) -> Check:
 
 
 def _installed(profile: Profile) -> Iterator[Check]:
-    problem, found = engine_problem(profile), installation_of(profile)
-    title, tested = TESTED[profile.engine.kind]
-    if problem is not None:
+    kind, problem, found = kind_of(profile), engine_problem(profile), installation_of(profile)
+    if kind.tested is None:
+        yield ok("version", f"{profile.engine.kind}, part of this kvbm")
+    elif problem is not None:
         yield failure("version", problem.message, problem.hint)
     elif found is not None:
-        yield ok("version", f"{title} {found.version} ({tested})", version=found.version)
+        yield ok("version", f"{kind.traits.title} {found.version} ({kind.tested})", version=found.version)
     if found is not None:
         command = found.script or "its module: the interpreter has no such command"
         yield ok("command", command)
@@ -96,13 +75,6 @@ def _arguments(resolved: ResolvedProfile) -> Iterator[Check]:
         require_arguments(resolved)
     except ProfileError as error:
         yield failure("arguments", error.message, error.hint)
-
-
-def modules_of(profile: Profile) -> list[str]:
-    """Return what an engine imports of kvbm, in this order. On a CPU, SGLang cannot be imported without stand-ins."""
-    engine = profile.engine
-    stand_ins = [CPU_MODULE] if isinstance(engine, SglangEngine) and engine.cpu_stand_ins else []
-    return [*stand_ins, *MODULES[engine.kind]]
 
 
 def _connector(context: DoctorContext, python: str, modules: list[str]) -> Check:
@@ -127,14 +99,14 @@ def _run_probe(
     return context.answer_of(_NAMES[probe], python, "engine", [probe, *arguments], timeout_s=timeout_s, remedy=remedy)
 
 
-def _compiler(context: DoctorContext, python: str) -> Check:
-    """Check what SGLang needs to build the extension that names its pages; kvbm lets it do that at its start."""
+def _compiler(context: DoctorContext, python: str, title: str, to_install: str) -> Check:
+    """Check what the engine needs to build an extension; kvbm lets it do that at its start."""
     answer = _run_probe(context, python, "compiler", [], timeout_s=COMPILER_TIMEOUT_S)
     if isinstance(answer, Check):
         return answer
     if missing := answer["missing"]:
-        finding = f"SGLang builds an extension when it starts, and lacks {', '.join(missing)}"
-        return failure("compiler", finding, f"install {TO_INSTALL}")
+        finding = f"{title} builds an extension when it starts, and lacks {', '.join(missing)}"
+        return failure("compiler", finding, f"install {to_install}")
     return ok("compiler", "a C++ compiler, ninja, and the headers of Python and OpenSSL")
 
 

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvbm.config.engine import SglangEngine
 from kvbm.config.sizes import format_size
-from kvbm.engines.sglang.launch import CPU_RESERVE_BYTES, DEFAULT_RATIO, RESERVE_BYTES
+from kvbm.engines.table import copy_count, kind_of
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import node_of_pci_device
 from kvbm_cli.doctor.check import Check, DoctorContext, capacity, failure, ok, skipped, warning
-from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.runs.reservations import largest_run, living_runs, pending_bytes
 from kvbm_cli.runs.run_directory import EngineRun
 from kvbm_cli.terminal.quantities import shown_rate
@@ -39,7 +37,7 @@ def checks(context: DoctorContext) -> Iterator[Check]:
     needed = _needed_bytes(context)
     gpus = _gpus(context)
     yield from _room(context, needed)
-    yield from _own_of_sglang(context)
+    yield from _own_of_engine(context)
     yield from _locked(context, needed, has_gpu=bool(gpus))
     yield _huge_pages(context, needed)
     yield from _start(context, needed)
@@ -85,29 +83,25 @@ def _room(context: DoctorContext, needed: int | None) -> Iterator[Check]:
         yield ok("control group", f"{format_size(tightest.available_bytes)} left ({tightest.limit})")
 
 
-def _own_of_sglang(context: DoctorContext) -> Iterator[Check]:
-    """Check SGLang's own host memory, which its server refuses to allocate unless enough is left."""
-    engine = context.resolved.profile.engine if context.resolved is not None else None
-    if not isinstance(engine, SglangEngine):
+def _own_of_engine(context: DoctorContext) -> Iterator[Check]:
+    """Check the engine's own host memory, which it refuses to allocate unless enough is left."""
+    if context.resolved is None:
         return
-    arguments, sizing = engine.arguments, context.sizing
-    ranks = (arguments.tp_size or 1) * (arguments.pp_size or 1) * (arguments.dp_size or 1)
+    sizing, kind = context.sizing, kind_of(context.resolved.profile)
     device = sizing.device.total_bytes if sizing is not None and sizing.device is not None else None
-    needed = (arguments.hicache_size or 0) * 10**9 * ranks
-    if not needed and device is not None:
-        needed = int((arguments.hicache_ratio or DEFAULT_RATIO) * device) * (arguments.dp_size or 1)
-    left = CPU_RESERVE_BYTES if engine.cpu_stand_ins else RESERVE_BYTES
-    rule = f"SGLang leaves {format_size(left)} free"
-    if not needed:
-        yield skipped("SGLang's memory", f"a multiple of G1, which SGLang determines at start-up; {rule}")
+    own, title = kind.own_memory(context.resolved.profile, device), kind.traits.title
+    if own is None:
+        return
+    rule = f"{title} leaves {format_size(own.left_bytes)} free"
+    if own.needed_bytes is None:
+        yield skipped(f"{title}'s memory", f"a multiple of G1, which {title} determines at start-up; {rule}")
         return
     available = context.machine.memory.room().available_bytes
-    finding = f"{format_size(needed)} of host memory; {rule}"
-    if needed + left <= available:
-        yield ok("SGLang's memory", finding, needed_bytes=needed)
+    finding = f"{format_size(own.needed_bytes)} of host memory; {rule}"
+    if own.needed_bytes + own.left_bytes <= available:
+        yield ok(f"{title}'s memory", finding, needed_bytes=own.needed_bytes)
     else:
-        remedy = "lower `engine.arguments.hicache_size` or `hicache_ratio`"
-        yield failure("SGLang's memory", f"{finding}, but {format_size(available)} are available", remedy)
+        yield failure(f"{title}'s memory", f"{finding}, but {format_size(available)} are available", own.remedy)
 
 
 def _room_remedy(context: DoctorContext, left_bytes: int, living: Sequence[EngineRun]) -> str:
@@ -211,8 +205,9 @@ def order_checks(context: DoctorContext) -> Iterator[Check]:
     present = [("G1", sizing.device), ("G2", host), ("G3", sizing.disk)]
     for (above, larger), (below, smaller) in pairwise((name, tier) for name, tier in present if tier is not None):
         yield _order_of(above, larger, below, smaller)
-    if host is None and isinstance(resolved.profile.engine, SglangEngine):
-        yield ok("G2", "SGLang's own host memory; pages pass through a small buffer of kvbm")
+    kind = kind_of(resolved.profile)
+    if host is None and kind.own_memory(resolved.profile, None) is not None:
+        yield ok("G2", f"{kind.traits.title}'s own host memory; pages pass through a small buffer of kvbm")
     elif host is None:
         yield warning("G2", "no host tier: every block passes through a small buffer", "set `tiers.host.capacity`")
 

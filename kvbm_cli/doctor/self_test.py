@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.table import runs_on_cpu
 from kvbm.errors import reason_of
 from kvbm_cli.doctor.check import Check, DoctorContext, failure, ok, skipped
 from kvbm_cli.doctor.machine import scratch_directory
-from kvbm_cli.engine.engines import runs_on_cpu
 
 if TYPE_CHECKING:
     from kvbm_cli.doctor.probes.disk import RecommendedSettings

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from kvbm.config.document import Document, Source, entry_at, read_file
 from kvbm.config.files import real_path
 from kvbm.config.layers import shipped_name
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.relative_paths import PATHS, absolute_path
 from kvbm.config.variables import other_variables
+from kvbm.engines.table import load
 from kvbm.errors import InvariantError, KvbmError, UsageError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.text import extends_value, scalar

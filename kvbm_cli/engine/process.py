@@ -30,12 +30,12 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from kvbm.child.start import command_line
-from kvbm.config.launch_plan import ADMIN_VARIABLE, LaunchPlan
 from kvbm.config.variables import PREFIX, STORE_VARIABLES
+from kvbm.engines.launch_plan import ADMIN_VARIABLE, LaunchPlan
+from kvbm.engines.python_probe import SAFE_PATH
 from kvbm.errors import EngineError, EnvironmentProblem, reason_of
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.engine.failure_reason import failure_reason_of, oom_kills
-from kvbm_cli.engine.python_probe import SAFE_PATH
 from kvbm_cli.engine.readiness import Readiness
 from kvbm_cli.system.engine_tmpdir import EngineTmpdir
 from kvbm_cli.system.guard_process import GuardProcess

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.system.http_client import HttpAnswer, get
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from kvbm.errors import UsageError
 from kvbm_cli.profile.options import (
+    ENGINES,
     STRICT_HELP,
     FirstProfileArgument,
     MoreProfilesOption,
@@ -22,7 +23,6 @@ from kvbm_cli.terminal.options import (
     JsonOption,
     argument,
     command_group,
-    files,
     flag,
     option,
     path_argument,
@@ -92,15 +92,13 @@ def profile_diff(
 @profile_app.command("new", cls=Command)
 def profile_new(
     file: Annotated[Path, path_argument("FILE", "File to write; ends in .yaml.")],
-    engine: Annotated[
-        str | None, option("--engine", "KIND", "Engine: vllm, tensorrt-llm or embedded.", engines)
-    ] = None,
+    engine: Annotated[str | None, option("--engine", "KIND", f"Engine: {ENGINES}, or `embedded`.", engines)] = None,
     model: Annotated[
-        str | None, option("--model", "MODEL", "Model: a directory or a name that the engine accepts.", files)
+        str | None, option("--model", "MODEL", "Model: a directory or a name that the engine accepts.")
     ] = None,
     host: Annotated[str | None, option("--host", "SIZE", "Host memory for blocks, such as 64GiB.")] = None,
     disk: Annotated[str | None, option("--disk", "SIZE", "Disk space for blocks, such as 1TB.")] = None,
-    directory: Annotated[str | None, option("--dir", "DIR", "Directory of the disk tier.", files)] = None,
+    directory: Annotated[str | None, option("--dir", "DIR", "Directory of the disk tier.")] = None,
     port: Annotated[str | None, option("--port", "PORT", "Port of the engine's server.")] = None,
     extends: Annotated[
         list[str] | None,
@@ -119,11 +117,11 @@ def profile_new(
 
 @profile_app.command("import", cls=Command)
 def profile_import(
-    file: Annotated[str, argument("FILE|-", "Script, manifest, values, Compose or env file; - is stdin.", files)],
+    file: Annotated[str, argument("FILE|-", "Script, manifest, values, Compose or env file; - is stdin.")],
     output: Annotated[
         Path | None, path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
     ] = None,
-    model: Annotated[str | None, option("--model", "MODEL", "Model [default: that of the file].", files)] = None,
+    model: Annotated[str | None, option("--model", "MODEL", "Model [default: that of the file].")] = None,
     engine: Annotated[str | None, option("--engine", "KIND", "Engine [default: that of the file].", engines)] = None,
     select: Annotated[
         str | None, option("--select", "NAME", "Engine of a file that starts several [default: the first with kvbm].")
@@ -141,10 +139,10 @@ def profile_import_env(
     output: Annotated[
         Path | None, path_option("--output", "FILE", "New file; ends in .yaml [default: stdout].")
     ] = None,
-    model: Annotated[str | None, option("--model", "MODEL", "Model of the engine; no variable sets it.", files)] = None,
+    model: Annotated[str | None, option("--model", "MODEL", "Model of the engine; no variable sets it.")] = None,
     engine: Annotated[
         str | None,
-        option("--engine", "KIND", "Engine [default: tensorrt-llm for its variables, else vllm].", engines),
+        option("--engine", "KIND", "Engine [default: the one that the variables are for].", engines),
     ] = None,
 ) -> None:
     """Convert DYN_KVBM_* variables to a profile."""

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import parse_document
-from kvbm.config.load import examine_written
+from kvbm.config.engine import ENGINES
+from kvbm.config.values import WrongKey
 from kvbm.config.variables import STORE_VARIABLES, variable_names
+from kvbm.engines.table import examine_written
 from kvbm.errors import InvariantError, ProfileError, UsageError
 from kvbm_cli.profile.import_file import absolute_model, write_profile
 from kvbm_cli.profile.import_launch import Launch, Word
@@ -46,13 +48,18 @@ def import_env(
         print_note(f"the variables override it while they are set: `unset {' '.join(replaced)}`")
 
 
+_SIZES = {"host": "DYN_KVBM_CPU_CACHE_GB", "disk": "DYN_KVBM_DISK_CACHE_GB"}
+
+
 def profile_text(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> str:
     """Return the text of a profile with this model and the values of the variables."""
     kind, reason = kind_of(engine, model or MODEL, environment)
     config = resolve_connector({}, environment, engine=kind, warns=False)
-    if kind == "tensorrt-llm" and config.tiers.host is None:
-        message = "TensorRT-LLM loads blocks only from host memory, but the variables set only a disk tier"
-        raise ProfileError(message, hint="set `DYN_KVBM_CPU_CACHE_GB` too")
+    try:
+        ENGINES[kind].require_tiers(has_host=config.tiers.host is not None, has_lower=config.tiers.has_lower)
+    except WrongKey as error:
+        message = f"`tiers.{error.name}` {error}, but the variables do not set it"
+        raise ProfileError(message, hint=f"set `{_SIZES[error.name]}` too") from None
     ours = {name: Word(environment[name]) for name in variable_names(environment)}
     note = "" if model is not None else "set your model here; no variable sets it"
     found = imported(Launch("", kind, environment=ours), model=(model or MODEL, note), engine=(kind, reason))

@@ -13,7 +13,7 @@ from kvbm.config.variables import variable_names
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import shown
 from kvbm.text.reading import read_at_most, read_stdin
-from kvbm_cli.profile.import_launch import Launch
+from kvbm_cli.profile.import_launch import READS, Launch
 from kvbm_cli.profile.import_profile import OF_LMCACHE, Imported, body, commented, imported, kind_of
 from kvbm_cli.profile.import_shell import read_script, read_variables_file
 from kvbm_cli.profile.import_yaml import read_yaml
@@ -24,11 +24,6 @@ from kvbm_cli.terminal.printable import commentable
 
 MAX_BYTES = 1 << 18
 MAX_SHOWN = 10
-READS = (
-    "it reads a command line or a script with `vllm serve`, `dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a "
-    "manifest of Kubernetes, values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` "
-    "variables, and options of TensorRT-LLM or vLLM in YAML"
-)
 # The first line that is no comment has a key, or begins a document.
 _YAML = re.compile(r"(?:[ \t]*(?:#.*)?\n)*(?:---|%YAML|\{|[\"']?[A-Za-z_][\w./-]*[\"']?:(?:\s|$))")
 

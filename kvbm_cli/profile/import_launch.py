@@ -20,6 +20,11 @@ MODULES = {
     "dynamo.sglang": "sglang",
     "sglang.launch_server": "sglang",
 }
+READS = (
+    "it reads a command line or a script with `vllm serve`, `dynamo.vllm`, `trtllm-serve` or `sglang.launch_server`, a "
+    "manifest of Kubernetes, values of production-stack or llm-d, a Compose file, an env file with `DYN_KVBM_*` "
+    "variables, and options of TensorRT-LLM or vLLM in YAML"
+)
 _OTHER_SERVERS = ("disaggregated", "mm_embedding_serve", "disaggregated_mpi_worker")  # subcommands of trtllm-serve
 _NO_START = frozenset({"echo", "printf", "pkill", "pgrep", "grep", "which", "trap"})
 _IMAGE = re.compile(r"(?:^|/)(?:vllm[\w.-]*|llm-d-(?:cuda|dev|rocm|xpu|cpu|hpu|aws|gke|tpu)[\w.-]*)(?=[:@]|$)")

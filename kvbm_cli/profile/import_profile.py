@@ -19,18 +19,20 @@ from typing import Any
 from kvbm.config.document import Document, Entry, Mistake, Source, entry_at, parse_document
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.findings import remove_mistaken
-from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE, flag_name
+from kvbm.config.flags import flag_name
 from kvbm.config.interpolation import is_interpolated
 from kvbm.config.layers import ARGUMENTS, merge
-from kvbm.config.load import examine_written
-from kvbm.config.sglang_options import STORAGE as SGLANG_STORAGE
 from kvbm.config.sizes import exact_size
-from kvbm.config.trtllm_options import SAME_OPTION
 from kvbm.config.variables import STORE_VARIABLES, drop_unused, put, read_variables, valid_variables, variable_names
 from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX, preset_facts
+from kvbm.engines.sglang.options import STORAGE as SGLANG_STORAGE
+from kvbm.engines.table import examine_written
+from kvbm.engines.trtllm.options import SAME_OPTION
+from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.errors import ProfileError, UsageError
 from kvbm.text.outside import MAX_SHOWN, shown
-from kvbm_cli.engine.model_facts import SYNTHETIC_PREFIX, model_facts
 from kvbm_cli.profile.import_launch import MAX_DEPTH, MAX_KEY, Launch, Left, Word, is_writable, plain
 from kvbm_cli.profile.import_secrets import NO_SECRETS, has_secret, hidden_in, names_secret, tokens_hidden
 from kvbm_cli.profile.import_yaml import options_in
@@ -165,7 +167,7 @@ def kind_of(engine: str | None, model: str | None, environment: Mapping[str, str
     if model is not None and model.startswith(SYNTHETIC_PREFIX):
         if model.removeprefix(SYNTHETIC_PREFIX) in SYNTHETIC:
             return "embedded", ""
-        model_facts(model, kind="vllm")
+        preset_facts(model, MODELS)
         return "vllm", ""
     found = [name for name in OF_TRTLLM if name in environment]
     return ("tensorrt-llm", f"{found[0]} is a variable for TensorRT-LLM") if found else ("vllm", "")

@@ -17,6 +17,7 @@ import yaml
 from kvbm.config.document import PlainLoader, yaml_problem
 from kvbm.config.key_list import OWN
 from kvbm.config.spelling import snake_case
+from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.import_launch import MAX_DEPTH, Launch, Left, Word, started
 from kvbm_cli.profile.import_secrets import NO_SECRETS, names_secret
@@ -30,22 +31,6 @@ _ROLES = ("prefill", "decode", "leaderTemplate", "workerTemplate", "worker", "pr
 _MORE_ARGUMENTS = "VLLM_ADDITIONAL_ARGS"  # of KServe
 _TEMPLATE = re.compile(r"^[ \t]*\{\{", re.MULTILINE)
 _TEMPLATE_HINT = "this is a template of Helm, not a profile; `helm template` shows the manifests that it makes"
-_SIGNS = {  # keys of files of options that are not keys of other files
-    "tensorrt-llm": frozenset(
-        (
-            *("kv_cache_config", "kv_connector_config", "cuda_graph_config", "moe_config", "max_num_tokens"),
-            *("cache_transceiver_config", "enable_attention_dp", "moe_expert_parallel_size", "print_iter_log"),
-            *("max_batch_size", "disable_overlap_scheduler", "build_config"),
-        )
-    ),
-    "vllm": frozenset(
-        (
-            *("kv_transfer_config", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization"),
-            *("kv_cache_dtype", "max_num_batched_tokens", "max_num_seqs", "compilation_config"),
-            *("enable_prefix_caching", "no_enable_prefix_caching", "served_model_name", "trust_remote_code"),
-        )
-    ),
-}
 _ELSEWHERE = "the variables are not in this file"
 _FILES = "other files are not read"
 _OF_MODEL_SPEC = {  # of production-stack, and the flag
@@ -141,7 +126,7 @@ def _engine_of_options(document: Any) -> str | None:
     names = {name.replace("-", "_") for name in document}
     if names & OWN:
         return None
-    return next((engine for engine, signs in _SIGNS.items() if names & signs), None)
+    return next((engine for engine, kind in KINDS.items() if names & kind.signs), None)
 
 
 def _containers(value: Any, scope: Launch) -> Iterator[Launch]:

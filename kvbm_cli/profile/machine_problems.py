@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.table import copy_count, engine_problem, kind_of
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, ProfileError
 from kvbm.host.machine_memory import THIS_MACHINE, HostMemory
 from kvbm.sizing import SizeUnknown, Sizing
-from kvbm_cli.disaggregated.plan import require_nixl
-from kvbm_cli.engine.engines import copy_count, engine_problem
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.preflight import disk_state, metrics_ports
 from kvbm_cli.profile.size import size_key, tier_warnings
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
     from kvbm.config.schema import Profile
 
-DEV_MODE = "VLLM_SERVER_DEV_MODE"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 DIRECTORY_KEY = "tiers.disk.directory"
 ANOTHER_DIRECTORY = f"set `{DIRECTORY_KEY}` to another directory; `kvbm doctor --dir DIR` checks one"
@@ -110,31 +108,16 @@ def memory_bytes(profile: Profile, sizing: Sizing | SizeUnknown) -> int:
     return (host.capacity or 0) * copy_count(profile) if host is not None and host.blocks is None else 0
 
 
-def _public_debug_endpoints(profile: Profile) -> EnvironmentProblem | None:
-    """vLLM's development mode lets every client call methods of the engine. Engines behind a proxy are private."""
-    mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
-    if mode in ("", "0") or profile.disaggregated.is_enabled or profile.server.host in LOOPBACK:
-        return None
-    return EnvironmentProblem(
-        f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback address",
-        hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
-    )
-
-
 def _engine(resolved: ResolvedProfile, *, has_cache: bool) -> Iterator[MachineProblem]:
-    """Yield problems of the engine. The embedded engine is checked by its own process."""
-    if resolved.profile.engine.kind == "embedded":
-        return
-    if (public := _public_debug_endpoints(resolved.profile)) is not None:
+    """Yield problems of the engine. Engines behind a proxy are private."""
+    profile, kind = resolved.profile, kind_of(resolved.profile)
+    is_private = profile.disaggregated.is_enabled or profile.server.host in LOOPBACK
+    if not is_private and (public := kind.problem_of_address(profile)) is not None:
         yield MachineProblem(public, can_be_forced=True)
-    problem = engine_problem(resolved.profile, has_cache=has_cache)
-    if problem is not None:
+    if (problem := engine_problem(profile, has_cache=has_cache)) is not None:
         yield MachineProblem(problem, can_be_forced=True)
-    elif resolved.profile.disaggregated.is_enabled and resolved.profile.engine.kind == "vllm":
-        try:
-            require_nixl(resolved.profile)
-        except EnvironmentProblem as error:
-            yield MachineProblem(error)
+    elif profile.disaggregated.is_enabled and (lacking := kind.problem_of_fleet(profile)) is not None:
+        yield MachineProblem(lacking)
 
 
 def _disk(resolved: ResolvedProfile, sizing: Sizing | SizeUnknown) -> tuple[MachineProblem, ...]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.config.document import Document, Mistake, plain_values, together
+from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS
 from kvbm.config.layers import find, shipped_name
-from kvbm.config.load import Examined, examine_written, load, written_by
+from kvbm.config.load import Examined, written_by
 from kvbm.config.variables import other_variables
+from kvbm.engines.table import examine_written, load
 from kvbm.errors import EnvironmentProblem, InvariantError, KvbmError, ProfileError, UsageError, reason_of
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.machine_problems import problems_here, warn_of
@@ -51,7 +53,7 @@ TIERS = (
     Question("--disk", "Disk space for blocks, such as 1TB (empty: none)"),
 )
 QUESTIONS = (
-    Question("--engine", "Engine: `vllm`, `tensorrt-llm`, `sglang` or `embedded`", "vllm"),
+    Question("--engine", f"Engine: {', '.join(f'`{kind}`' for kind in ENGINE_KINDS)}", DEFAULT_KIND),
     Question("--model", "Model: a local Hugging Face directory, a name on the hub, or `synthetic:...`"),
     *TIERS,
     Question("--dir", "Directory of the disk tier", "~/.cache/kvbm"),

@@ -6,19 +6,25 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvbm_cli.terminal.options import argument, files, flag, matching, option
+from kvbm_cli.terminal.options import argument, flag, matching, option
 
 if TYPE_CHECKING:
     from kvbm.config.key_list import Key
 
 
-def profiles(incomplete: str) -> list[str] | list[tuple[str, str]]:
-    """Names of shipped profiles; files if no name matches."""
+ENGINES, DEFAULT = (
+    "`vllm`, `tensorrt-llm` or `sglang`",
+    "[default: `vllm`]",
+)  # for texts of help, which import no pydantic
+
+
+def profiles(incomplete: str) -> list[str]:
+    """Names of shipped profiles."""
     from kvbm.config.layers import shipped, shipped_halves
     from kvbm_cli.package_data import profiles_directory
 
     directories = [profiles_directory()]
-    return matching([*shipped(directories), *shipped_halves(directories)], incomplete) or files(incomplete)
+    return matching([*shipped(directories), *shipped_halves(directories)], incomplete)
 
 
 def engines(incomplete: str) -> list[str]:

@@ -6,7 +6,6 @@ machine lacks for a valid profile is found by machine_problems.py.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import shutil
@@ -16,18 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import together
-from kvbm.config.engine import SglangArguments, VllmArguments
-from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
-from kvbm.config.sglang_options import LAYOUTS
 from kvbm.config.values import count_of
-from kvbm.engines.vllm.versions import VllmInstallation
+from kvbm.engines.table import kind_of, knows_block_tokens, metrics_count
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
 from kvbm.sizing import SizeUnknown, Sizing
 from kvbm.sizing.families.facts import text_facts
 from kvbm.tiers.disk.files import MAX_DIRECTORY_BYTES
 from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.engine.engines import installation_of, knows_block_tokens, metrics_count
-from kvbm_cli.engine.model_facts import model_facts
 from kvbm_cli.engine.process import OWN_ADDRESS, choose_port
 from kvbm_cli.profile.size import size_of
 from kvbm_cli.profile.state_check import state_mistakes
@@ -35,7 +29,6 @@ from kvbm_cli.system.answering import answers
 from kvbm_cli.system.filesystem import expanded, nearest_existing
 
 MAX_PORT = 65535
-NEAR = 0.8  # similarity of names of flags
 
 if TYPE_CHECKING:
     from kvbm.config.load import Examined, ResolvedProfile
@@ -81,7 +74,7 @@ def examine_here(
     if sizing is not None:
         mistakes += state_mistakes(resolved)
     if verifies_flags:
-        mistakes += _unknown_flags(resolved)
+        mistakes += _unknown_arguments(resolved)
     of_cache = (require_arguments, _require_metrics, _require_directory) if has_cache else ()
     for require in (_require_program, _require_address, *of_cache):
         try:
@@ -151,70 +144,16 @@ def _require_program(resolved: ResolvedProfile) -> None:
         raise resolved.mistake("engine.python", f"`engine.python`: `{python}` is not an executable", hint=hint)
 
 
-def _unknown_flags(resolved: ResolvedProfile) -> Iterator[ProfileError]:
-    """Yield the flags that the vLLM in the profile's interpreter does not have."""
-    profile = resolved.profile
-    found = installation_of(profile) if profile.engine.kind == "vllm" else None
-    if not isinstance(found, VllmInstallation):
-        return
-    for name in profile.engine.arguments.model_dump(exclude_none=True):
-        if found.lacks(name):
-            alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
-            near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
-            hint = f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
-            yield resolved.mistake(f"engine.arguments.{name}", f"vLLM {found.version} has no flag `{name}`", hint=hint)
+def _unknown_arguments(resolved: ResolvedProfile) -> Iterator[ProfileError]:
+    """Yield the arguments that the engine in the profile's interpreter does not have."""
+    for name, message, hint in kind_of(resolved.profile).unknown_arguments(resolved.profile):
+        yield resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
 
 
 def require_arguments(resolved: ResolvedProfile) -> None:
     """ProfileError for arguments of an engine with which kvbm cannot keep its blocks."""
-    _require_connector(resolved)
-    _require_storable(resolved)
-
-
-def _require_connector(resolved: ResolvedProfile) -> None:
-    """ProfileError for the connector of another cache, which vLLM can only run without kvbm."""
-    arguments = resolved.profile.engine.arguments
-    transfer = (arguments.kv_transfer_config or {}) if isinstance(arguments, VllmArguments) else {}
-    for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
-        value = transfer.get(name, ours)
-        if value != ours:
-            message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{value}`"
-            hint = _CONNECTOR_HINTS.get(str(transfer.get("kv_connector")), _OTHER_CONNECTOR)
-            raise resolved.mistake("engine.arguments.kv_transfer_config", message, hint=hint)
-
-
-def _require_storable(resolved: ResolvedProfile) -> None:
-    """ProfileError for an SGLang whose pages kvbm cannot store: SGLang would end only after it has loaded the model."""
-    arguments = resolved.profile.engine.arguments
-    if not isinstance(arguments, SglangArguments):
-        return
-    given = {**arguments.model_dump(), **(arguments.hicache_storage_backend_extra_config or {})}
-    layout = given.get("hicache_mem_layout", LAYOUTS[0])
-    for name, is_refused, reason in (
-        (
-            "enable_hierarchical_cache",
-            not arguments.enable_hierarchical_cache,
-            "it stores pages of SGLang's host memory",
-        ),
-        ("hicache_mem_layout", layout not in LAYOUTS, f"it can store {', '.join(f'`{one}`' for one in LAYOUTS)}"),
-        ("dcp_size", given.get("dcp_size", 1) != 1, "it does not support decode context parallelism of SGLang"),
-        ("tp_lcm_size", "tp_lcm_size" in given, "it does not split pages for engines with another number of ranks"),
-    ):
-        if is_refused:
-            place = "hicache_storage_backend_extra_config" if name == "tp_lcm_size" else name
-            message = f"`{name}: {str(given[name]).lower()}` cannot be used with kvbm: {reason}"
-            raise resolved.mistake(f"engine.arguments.{place}", message, hint=_WITHOUT_KVBM)
-
-
-_WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline`"
-_OTHER_CONNECTOR = "remove it, or keep it and start vLLM without kvbm: `kvbm serve --baseline`"
-_PD_HINT = "remove it; `disaggregated: {prefill: 1, decode: 1}` starts engines with `PdConnector` and `NixlConnector`"
-_CONNECTOR_HINTS = {
-    "PdConnector": _PD_HINT,
-    "NixlConnector": _PD_HINT,
-    "MultiConnector": "a profile has one connector; `MultiConnector` with `DynamoConnector` works with vLLM's own "
-    "command line: `vllm serve MODEL --kv-transfer-config JSON`, see docs/guide/vllm.md",
-}
+    for name, message, hint in kind_of(resolved.profile).unstorable_arguments(resolved.profile):
+        raise resolved.mistake(f"engine.arguments.{name}", message, hint=hint)
 
 
 def _require_address(resolved: ResolvedProfile) -> None:
@@ -250,10 +189,10 @@ def _require_length(resolved: ResolvedProfile, sizing: Sizing) -> None:
     engine = resolved.profile.engine
     name = engine.arguments.LENGTH
     key, length = f"engine.arguments.{name}", count_of(getattr(engine.arguments, name))
-    positions = text_facts(model_facts(engine.model, kind=engine.kind)).get("max_position_embeddings")
+    positions = text_facts(kind_of(resolved.profile).model_facts(engine.model)).get("max_position_embeddings")
     limits = [(positions, "the model accepts", "")]
     if sizing.device is not None and knows_block_tokens(resolved.profile):
-        reserved_tokens = sizing.block_tokens if engine.kind == "vllm" else 0  # vLLM reserves one block
+        reserved_tokens = sizing.block_tokens * kind_of(resolved.profile).reserved_blocks
         holds = sizing.device.token_count - reserved_tokens
         limits.append((holds, "G1 holds", f", or raise `{sizing.device.set_by}`"))
     for limit, holder, or_raise in limits:

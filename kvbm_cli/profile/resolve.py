@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvbm.config.document import together
-from kvbm.config.load import Examined, ResolvedProfile, examine
+from kvbm.config.load import Examined, ResolvedProfile
+from kvbm.engines.table import examine
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.system.answering import require_all_answer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvbm.config.document import read_file
 from kvbm.config.layers import find, shipped, shipped_halves
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
+from kvbm.engines.table import load
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.resolve import resolve

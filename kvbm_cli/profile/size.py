@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvbm.config.sizes import format_size
+from kvbm.engines.model_facts import config_file
+from kvbm.engines.table import cpu_of, kind_of, runs_on_cpu, size
 from kvbm.errors import ProfileError
-from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted, check_model, size
-from kvbm_cli.engine.engines import cpu_of, runs_on_cpu
-from kvbm_cli.engine.model_facts import config_file, model_facts
+from kvbm.sizing import ESTIMATE, SizeUnknown, Sizing, TierSize, Wanted
 from kvbm_cli.terminal.console import noted, table
 from kvbm_cli.terminal.quantities import counted
 
@@ -68,18 +68,18 @@ def size_of(
     profile, key, wanted = resolved.profile, "engine.model", wanted or Wanted()
     try:
         if facts is None:
-            facts = model_facts(profile.engine.model, kind=profile.engine.kind)
-        if not wanted.for_sglang:
-            check_model(profile, facts)  # errors here are about the model; errors of `size` are not
+            facts = kind_of(profile).model_facts(profile.engine.model)
+        if wanted.engine is None:
+            kind_of(profile).check_model(profile, facts)  # errors here are about the model; errors of `size` are not
         key = size_key(resolved)
-        on_cpu = wanted.memory is None and profile.engine.kind == "vllm" and runs_on_cpu(profile)
+        on_cpu = wanted.memory is None and wanted.engine is None and runs_on_cpu(profile)
         if on_cpu:
             wanted = replace(wanted, cpu=cpu_of(profile))
         return size(profile, facts, environment=os.environ, on_cpu=on_cpu, wanted=wanted)
     except SizeUnknown as unknown:
         path, message = config_file(profile.engine.model), _named(profile.engine.model, unknown.message)
         is_named = path is None or str(path) in message
-        hint = ASK_ENGINE if "knows" in message and not wanted.for_sglang else None
+        hint = ASK_ENGINE if "knows" in message and wanted.engine is None else None
         raise SizeUnknown(message if is_named else f"`{path}`: {message}", hint=unknown.hint or hint) from None
     except ProfileError as error:
         if error.hint is not None and "tiers.disk" in error.hint:

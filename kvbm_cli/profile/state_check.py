@@ -1,17 +1,15 @@
-"""What a profile's settings mean on this machine for the states of its model (kvbm/sizing/state_settings.py), and for
-latent attention on a CPU (kvbm/sizing/cpu.py)."""
+"""What a profile's settings mean on this machine for the states of its model."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import Mistake
-from kvbm.sizing import SizeUnknown, StateFinding, StateLevel, latent_findings, state_findings
-from kvbm_cli.engine.engines import cpu_of, installation_of, runs_on_cpu
-from kvbm_cli.engine.model_facts import model_facts
+from kvbm.engines.engine_kind import Place
+from kvbm.engines.table import cpu_of, installation_of, kind_of, runs_on_cpu
+from kvbm.sizing import SizeUnknown, StateFinding, StateLevel, Wanted
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
@@ -41,15 +39,10 @@ def state_notes(resolved: ResolvedProfile) -> list[str]:
 def _findings(resolved: ResolvedProfile, level: StateLevel) -> Sequence[StateFinding]:
     """Return the findings of a level. ProfileError for a wrong model."""
     profile = resolved.profile
-    if profile.engine.kind != "vllm":
-        return []
     try:
-        facts = model_facts(profile.engine.model, kind=profile.engine.kind)
+        facts = kind_of(profile).model_facts(profile.engine.model)
     except SizeUnknown:
         return []
-    is_installed = installation_of(profile) is not None
-    on_cpu, cpu = runs_on_cpu(profile), cpu_of(profile)
-    found = state_findings(profile, facts, environment=os.environ, on_cpu=on_cpu, is_installed=is_installed, cpu=cpu)
-    with contextlib.suppress(SizeUnknown):
-        found += latent_findings(profile, facts, environment=os.environ, on_cpu=on_cpu, cpu=cpu)
+    place = Place(os.environ, runs_on_cpu(profile), is_installed=installation_of(profile) is not None)
+    found = kind_of(profile).findings(profile, facts, place, Wanted(cpu=cpu_of(profile)))
     return [one for one in found if one.level is level]

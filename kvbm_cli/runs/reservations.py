@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import reachable
 from kvbm.config.sizes import format_size
+from kvbm.engines.launch_plan import reachable
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.table import how_to_make_model, make_model, require_known_engine, traits_of, versions
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.disaggregated.engines import log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-from kvbm_cli.engine.engines import how_to_make_model, make_model, require_known_engine, traits_of, versions
 from kvbm_cli.engine.process import choose_port
 from kvbm_cli.profile.machine_problems import order_problems, problems_here, require_none, reservation_problems, warn_of
 from kvbm_cli.profile.preflight import check, require_log

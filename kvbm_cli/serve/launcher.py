@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, KvbmError
 from kvbm_cli.engine.process import EngineProcess
 from kvbm_cli.runs.log_tail import LogTail, prefixes_of

@@ -6,11 +6,11 @@ import os
 import shlex
 from collections.abc import Mapping
 
-from kvbm.config.launch_plan import LaunchPlan
 from kvbm.config.variables import PREFIX, STORE_VARIABLES
+from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.table import how_to_make_model
 from kvbm.text.outside import without_secret_values, without_secrets
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan
-from kvbm_cli.engine.engines import how_to_make_model
 from kvbm_cli.engine.process import additions
 from kvbm_cli.profile.size import as_data, block_line, tier_table
 from kvbm_cli.profile.state_check import state_notes

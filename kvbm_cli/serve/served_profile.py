@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.table import launch_plan
 from kvbm.errors import UsageError
-from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports
-from kvbm_cli.disaggregated.plan import plan as vllm_plan
-from kvbm_cli.disaggregated.trtllm_plan import trtllm_plan
-from kvbm_cli.engine.engines import launch_plan
+from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports, plan
 from kvbm_cli.engine.process import STOP_TIMEOUT_S
 from kvbm_cli.profile.machine_problems import memory_bytes
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from kvbm.sizing import SizeUnknown, Sizing
 
 BASELINE = "baseline"
-DISAGGREGATED = {"vllm": vllm_plan, "tensorrt-llm": trtllm_plan}
 START_TIMEOUT_KEY = "transfer.init_timeout_s"  # applies to every engine
 
 
@@ -63,9 +60,8 @@ class ServedProfile:
     def plan(self, port: int, *, taken: Sequence[int] = ()) -> LaunchPlan | DisaggregatedPlan:
         """Return how to start it on `port`. Engines behind a proxy get free ports that are not `taken`."""
         if self.profile.disaggregated.is_enabled:
-            return DISAGGREGATED[self.profile.engine.kind](
-                self.profile, port=port, ports=(free for free in free_ports() if free not in (port, *taken))
-            )
+            free = (one for one in free_ports() if one not in (port, *taken))
+            return plan(self.profile, port=port, ports=free)
         return launch_plan(self.profile, connector=not self.is_baseline, port=port)
 
 

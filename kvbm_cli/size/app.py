@@ -5,29 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.profile.options import OptionalProfilesOption, SetOption, StrictOption
-from kvbm_cli.terminal.options import JsonOption, Text, argument, files, flag, matching, option, path_option
+from kvbm_cli.profile.options import DEFAULT, ENGINES, OptionalProfilesOption, SetOption, StrictOption
+from kvbm_cli.terminal.options import JsonOption, Text, argument, flag, matching, option, path_option
 
-SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face [default profile: `vllm`]."
+SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face."
 
 
-def models(incomplete: str) -> list[str] | list[tuple[str, str]]:
-    """Models of the catalogue; files if no name matches."""
+def models(incomplete: str) -> list[str]:
+    """Models of the catalogue."""
     from kvbm.sizing.catalogue import catalogue
 
-    return matching(list(catalogue()), incomplete) or files(incomplete)
+    return matching(list(catalogue()), incomplete)
 
 
 def size(
     model: Annotated[str | None, argument("MODEL", SIZED_HELP, models)] = None,
     profile: OptionalProfilesOption = None,
     set_: SetOption = None,
-    engine: Annotated[Text, option("--engine", "ENGINE", "`vllm` (default), `tensorrt-llm` or `sglang`.")] = None,
+    engine: Annotated[Text, option("--engine", "ENGINE", f"{ENGINES} {DEFAULT}.")] = None,
     tp: Annotated[Text, option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
     pp: Annotated[Text, option("--pp", "N", "Pipeline parallel stages [default: 1].")] = None,
     kv_cache_dtype: Annotated[Text, option("--kv-cache-dtype", "TYPE", "Type of the KV cache, such as `fp8`.")] = None,
     block_size: Annotated[Text, option("--block-size", "TOKENS", "Tokens in a block [default: the engine's].")] = None,
-    layout: Annotated[Text, option("--layout", "LAYOUT", "Memory layout of vLLM, such as `BLHNC`.")] = None,
+    layout: Annotated[Text, option("--layout", "LAYOUT", "Memory layout of the blocks, such as `BLHNC`.")] = None,
     gpu: Annotated[Text, option("--gpu", "GPU", "Estimate G1 on a GPU such as `h100`.")] = None,
     gpu_memory: Annotated[Text, option("--gpu-memory", "SIZE", "Estimate G1 on a GPU with this memory.")] = None,
     weights: Annotated[Text, option("--weights", "SIZE", "Size of the weights [default: of the files].")] = None,

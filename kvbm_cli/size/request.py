@@ -9,33 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
+from kvbm.config.engine import DEFAULT_KIND
 from kvbm.config.sizes import MAX_BYTES, parse_size
 from kvbm.config.values import count_of, count_value
+from kvbm.engines.model_facts import model_directory, read_config
+from kvbm.engines.table import KINDS
 from kvbm.errors import ProfileError, UsageError
 from kvbm.sizing import Wanted
 from kvbm.sizing.gpu import DEFAULT_UTILIZATION, GPUS, Gpu, MemoryEstimate
-from kvbm.sizing.vllm import LAYOUT_VARIABLE
 from kvbm.text.reading import MAX_CONFIG_BYTES
-from kvbm_cli.engine.model_facts import model_directory, read_config
 from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.size.measured_speeds import MeasuredSpeeds
 
 if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
-BASE_PROFILES = {"vllm": "vllm", "sglang": "vllm", "tensorrt-llm": "trtllm"}
-LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+_DEFAULT_TITLE = KINDS[DEFAULT_KIND].traits.title
+_SIZED = {name: kind.sized_by for name, kind in KINDS.items() if kind.sized_by is not None}
 _KEYS = {
     "--tp": "engine.arguments.tensor_parallel_size",
     "--pp": "engine.arguments.pipeline_parallel_size",
-    "--kv-cache-dtype": "engine.arguments.kv_cache_dtype",
-    "--block-size": "engine.arguments.block_size",
     "--host": "tiers.host.capacity",
     "--disk": "tiers.disk.capacity",
-}
-_KEYS_OF_TENSORRT_LLM = {
-    "--kv-cache-dtype": "engine.arguments.kv_cache_config.dtype",
-    "--block-size": "engine.arguments.kv_cache_config.tokens_per_block",
 }
 
 
@@ -52,26 +47,30 @@ class SizeRequest:
         """Return the profile. A model without a profile has the settings of the shipped profile of its engine."""
         if not self.profiles and self.model is None:
             raise UsageError("`kvbm size` requires a model or a profile", hint="try `kvbm size Qwen/Qwen3-8B`")
-        engine = self.options.get("--engine", "vllm")
-        if engine not in BASE_PROFILES:
-            known = ", ".join(f"`{name}`" for name in BASE_PROFILES)
+        engine = self._engine
+        if engine not in _SIZED:
+            known = ", ".join(f"`{name}`" for name in _SIZED)
             raise UsageError(f"`--engine` must be one of {known}, not `{engine}`")
         if self.profiles and "--engine" in self.options:
             raise UsageError("`--engine` and `--profile` cannot be combined: a profile names its engine")
-        nested = _KEYS_OF_TENSORRT_LLM if engine == "tensorrt-llm" else {}
+        sized_by = _SIZED[engine]
         given = [f"engine.model={self._model}"] if self._model is not None else []
         if (layout := self.options.get("--layout")) is not None:
-            if engine != "vllm":
-                raise UsageError("`--layout` is supported only with vLLM")
-            if layout.upper() not in LAYOUTS:
-                raise UsageError(f"`--layout` must be one of {', '.join(LAYOUTS)}, not `{layout}`")
-            given.append(f"engine.environment.{LAYOUT_VARIABLE}={layout.upper()}")
-        given += [f"{key}={self.options[name]}" for name, key in nested.items() if name in self.options]
-        direct = {name: key for name, key in _KEYS.items() if name in self.options and name not in nested}
-        options = {key: (name, self.options[name]) for name, key in direct.items()}
-        return resolve(
-            *(self.profiles or (BASE_PROFILES[engine],)), overrides=[*given, *self.overrides], options=options
-        )
+            if not sized_by.layouts:
+                raise UsageError(f"`--layout` is supported only with {_DEFAULT_TITLE}")
+            if layout.upper() not in sized_by.layouts:
+                raise UsageError(f"`--layout` must be one of {', '.join(sized_by.layouts)}, not `{layout}`")
+            given.append(f"engine.environment.{sized_by.layout_variable}={layout.upper()}")
+        of_cache = {"--block-size": sized_by.block_size, "--kv-cache-dtype": sized_by.cache_type}
+        keys = {**_KEYS, **{name: f"engine.arguments.{key}" for name, key in of_cache.items()}}
+        asked = {key: (name, self.options[name]) for name, key in keys.items() if name in self.options}
+        nested = [key for key in asked if key.count(".") > 2]  # in a section that declares no keys
+        given += [f"{key}={asked.pop(key)[1]}" for key in nested]
+        return resolve(*(self.profiles or (sized_by.profile,)), overrides=[*given, *self.overrides], options=asked)
+
+    @property
+    def _engine(self) -> str:
+        return self.options.get("--engine", DEFAULT_KIND)
 
     @property
     def _model(self) -> str | None:
@@ -90,7 +89,7 @@ class SizeRequest:
             sequence_tokens=self.count("--length"),
             memory=None if gpu is None else self._memory(gpu, resolved),
             capability=gpu.capability if gpu is not None else None,
-            for_sglang=self.options.get("--engine") == "sglang",
+            engine=None if self.profiles or self._engine == resolved.profile.engine.kind else self._engine,
         )
 
     def demand(self) -> tuple[int, int] | None:
@@ -152,8 +151,8 @@ class SizeRequest:
 
     def _memory(self, gpu: Gpu, resolved: ResolvedProfile) -> MemoryEstimate:
         engine = resolved.profile.engine
-        if engine.kind != "vllm" or self.options.get("--engine") == "sglang":
-            raise UsageError("`--gpu` and `--gpu-memory` are supported only with vLLM")
+        if engine.kind != DEFAULT_KIND or self._engine != DEFAULT_KIND:
+            raise UsageError(f"`--gpu` and `--gpu-memory` are supported only with {_DEFAULT_TITLE}")
         weights = self._size("--weights")
         if weights is None:
             weights = _weight_bytes(engine.model)

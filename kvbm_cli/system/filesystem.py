@@ -13,10 +13,7 @@ from pathlib import Path
 
 from kvbm.errors import PATH_HINTS, EnvironmentProblem, UsageError, reason_of
 from kvbm.host.tree import Tree
-from kvbm.text.reading import opened_without_waiting
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LFS_HINT = "`git lfs pull` in the repository, or a download of the file itself, gets its contents"
 MOST_LEVELS = 100  # of directories that are removed: each holds a descriptor open
 
 
@@ -179,15 +176,6 @@ def write_new(file: Path, text: str) -> None:
         raise UsageError(f"`{file}` already exists", hint="choose another name, or remove it first") from None
     except OSError as error:
         raise EnvironmentProblem(f"cannot write `{file}`: {reason_of(error)}") from None
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS left a pointer in place of this file."""
-    try:
-        with open(path, "rb", opener=opened_without_waiting) as file:
-            return file.read(len(LFS_POINTER)) == LFS_POINTER
-    except OSError:
-        return False
 
 
 def remove_tree(path: Path) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from kvbm_cli.bench.metrics.engine_metrics import GAUGES, OWN_HITS, OWN_PROMPTS
 from kvbm_cli.system.metrics_page import LARGEST, MetricsPage
 
 SOURCES = ("device", "host", "disk", "object", "computed")
@@ -24,13 +25,10 @@ OFFLOADS = (("device", "host"), ("host", "disk"), ("host", "object"))
 OFF = {"kvbm_disabled": "cache", "kvbm_disk_off": "disk tier", "kvbm_shared_off": "shared tier"}
 COUNTERS = (
     *("kvbm_prompt_tokens", "kvbm_saved_prefill_seconds", "kvbm_matches", "kvbm_transfer_bytes"),
-    *("kvbm_transfer_failures", "kvbm_transfer_seconds_bucket", "sglang:prompt_tokens", "sglang:cached_tokens"),
+    *("kvbm_transfer_failures", "kvbm_transfer_seconds_bucket", OWN_PROMPTS, OWN_HITS),
 )
-SGLANG_SOURCES = {"device": "device", "host": "host", "disk": "storage"}  # with `object` too, if there is a shared tier
-REQUESTS = {
-    "running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
-    "waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
-}
+OWN_SOURCES = {"device": "device", "host": "host", "disk": "storage"}  # with `object` too, if there is a shared tier
+REQUESTS = {name: [source.metric for source in sources] for name, sources in GAUGES.items()}
 NAMES = frozenset(
     [
         *(*COUNTERS, "kvbm_tier_used_bytes", "kvbm_tier_capacity_bytes"),
@@ -174,17 +172,14 @@ def _rate(pairs: Sequence[tuple[Reading, Reading]], name: str, **labels: str) ->
 
 
 def _tokens(pairs: Sequence[tuple[Reading, Reading]]) -> dict[str, float]:
-    """Return prompt tokens per second by source, of SGLang from its own counters."""
-    of_sglang = [(old, new) for old, new in pairs if new.page.values("sglang:prompt_tokens")]
-    others = [(old, new) for old, new in pairs if not new.page.values("sglang:prompt_tokens")]
+    """Return prompt tokens per second by source, of engines that count them themselves from these counters."""
+    counting = [(old, new) for old, new in pairs if new.page.values(OWN_PROMPTS)]
+    others = [(old, new) for old, new in pairs if not new.page.values(OWN_PROMPTS)]
     found = _known({name: _rate(others, "kvbm_prompt_tokens", source=name) for name in SOURCES})
-    total = _rate(of_sglang, "sglang:prompt_tokens")
+    total = _rate(counting, OWN_PROMPTS)
     if total is None:
         return found
-    cached = {
-        name: _rate(of_sglang, "sglang:cached_tokens", cache_source=source) or 0.0
-        for name, source in SGLANG_SOURCES.items()
-    }
+    cached = {name: _rate(counting, OWN_HITS, cache_source=source) or 0.0 for name, source in OWN_SOURCES.items()}
     own = {**cached, "computed": max(0.0, total - sum(cached.values()))}
     return {name: found.get(name, 0.0) + own.get(name, 0.0) for name in SOURCES if name in found or name in own}
 

@@ -16,7 +16,8 @@ import pytest
 import yaml
 from mock_engine import MockEngine, Options
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.table import KINDS
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import Comparison, comparison_of
 from kvbm_cli.bench.cells import Cell
@@ -30,7 +31,6 @@ from kvbm_cli.bench.result.results import RequestRecord, Results
 from kvbm_cli.bench.setup import Setup
 from kvbm_cli.bench.summary import summarise
 from kvbm_cli.bench.workload.schema import Conversations, Schedule, Workload
-from kvbm_cli.engine.engines import KINDS
 
 WORKLOAD = Conversations(
     name="small",

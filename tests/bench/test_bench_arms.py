@@ -9,7 +9,7 @@ from bench_rig import WORKLOAD, comparison
 from bench_rig import planned as planned  # the fixture
 from mock_engine import MockEngine, Options
 
-from kvbm.config.load import load
+from kvbm.engines.table import load
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm.tiers.shared.keys import KeySpace
 from kvbm.tiers.shared.stores.obstore import connection

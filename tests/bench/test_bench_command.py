@@ -135,7 +135,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from bench_rig import in_turn, setup_of
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm_cli.bench import command
 from kvbm_cli.bench.result.directory import BenchDirectory
 import kvbm.engines.embedded.launch

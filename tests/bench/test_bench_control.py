@@ -9,7 +9,7 @@ from mock_engine import MockEngine, Model, Options
 
 from kvbm.errors import EngineError
 from kvbm_cli.bench.load import control
-from kvbm_cli.bench.load.control import Control, ScrapedMetrics, served_model
+from kvbm_cli.bench.load.control import Control, served_model
 from kvbm_cli.bench.workload.script import random_tokens
 from kvbm_cli.system.http_client import HttpAnswer
 
@@ -22,13 +22,6 @@ vllm:prompt_tokens_by_source_total{model_name="n",source="external_kv_transfer"}
 vllm:cache_config_info{block_size="16",num_gpu_blocks="416"} 1.0
 kvbm_offload_blocks_d2h 5
 """
-
-
-def test_series_are_summed_with_or_without_total():
-    found = ScrapedMetrics.parse(PAGE)
-    assert found.total("vllm:prompt_tokens_by_source", source="external_kv_transfer") == 48
-    assert (found.total("kvbm_offload_blocks_d2h"), found.total("nothing")) == (5, None)
-    assert found.labels_of("vllm:cache_config_info") == {"block_size": "16", "num_gpu_blocks": "416"}
 
 
 @pytest.mark.parametrize("is_like_vllm", [False, True])

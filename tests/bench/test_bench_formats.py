@@ -14,8 +14,8 @@ import pytest
 from client_rig import planned
 
 from kvbm_cli.bench import command
+from kvbm_cli.bench.exports.bench_serve import bench_serve_result
 from kvbm_cli.bench.exports.lmbenchmark import MULTI_ROUND_COLUMNS
-from kvbm_cli.bench.exports.vllm_bench import vllm_bench_result
 from kvbm_cli.bench.result.arm_result import ArmResult, Slo
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import CellResult, Measurement, RequestRecord, Results
@@ -82,7 +82,7 @@ VLLM_CONFIGURATION = {
 
 
 def test_every_key_of_vllm_is_in_our_file_in_the_same_type():
-    theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
+    theirs, ours = vllm_file(), bench_serve_result(from_vllm(vllm_file()))
     metadata = {"workload", "pressure"}  # free keys that the command line named
     assert [key for key in theirs if key not in ours] == sorted(metadata, reverse=True)
     assert [key for key in ours if key not in theirs and not key.startswith("kvbm_")] == []
@@ -93,7 +93,7 @@ def test_every_key_of_vllm_is_in_our_file_in_the_same_type():
 
 
 def test_aggregates_are_those_that_vllm_computes_from_the_same_timings():
-    theirs, ours = vllm_file(), vllm_bench_result(from_vllm(vllm_file()))
+    theirs, ours = vllm_file(), bench_serve_result(from_vllm(vllm_file()))
     compared = theirs.keys() - VLLM_CONFIGURATION - {"generated_texts", "start_times"}
     assert len(compared) > 60
     for key in sorted(compared):
@@ -107,7 +107,7 @@ def test_aggregates_are_those_that_vllm_computes_from_the_same_timings():
 
 
 def test_percentiles_of_the_vllm_file_can_be_chosen():
-    result = vllm_bench_result(from_vllm(vllm_file()), percentiles=(25.0, 99.9))
+    result = bench_serve_result(from_vllm(vllm_file()), percentiles=(25.0, 99.9))
     assert {key for key in result if key.startswith("p") and key.endswith("_ttft_ms")} == {
         "p25_ttft_ms",
         "p99.9_ttft_ms",

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.engines.table import launch_plan
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.arms import comparison_of, require_startable
 from kvbm_cli.bench.workload.files import load_workload
-from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.profile.preflight import check
 from kvbm_cli.profile.resolve import resolve
 

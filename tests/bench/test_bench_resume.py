@@ -19,6 +19,7 @@ from bench_rig import (
     without_sampler,  # noqa: F401
 )
 
+from kvbm.engines.python_probe import _probe_once
 from kvbm.errors import EngineError, EnvironmentProblem, UsageError
 from kvbm_cli.bench import command
 from kvbm_cli.bench.arms import comparison_of
@@ -26,7 +27,6 @@ from kvbm_cli.bench.cells import Cell
 from kvbm_cli.bench.engines import NeededRoom
 from kvbm_cli.bench.experiment import _require_same, run_experiment
 from kvbm_cli.bench.result.directory import BenchDirectory
-from kvbm_cli.engine.python_probe import _probe_once
 
 pytestmark = pytest.mark.usefixtures("without_sampler")
 PAIRS = in_turn(pairs=2, interval_s=0.02)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from terminal import assert_entry
 
+from kvbm.engines.vllm import kind as vllm_kind
 from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import UsageError
 from kvbm_cli.bench import command
@@ -27,7 +28,6 @@ from kvbm_cli.bench.result.results import Results
 from kvbm_cli.bench.setup import caveats_of
 from kvbm_cli.bench.show.terminal import show
 from kvbm_cli.bench.summary import interrupted_summary
-from kvbm_cli.engine import vllm_kind
 from kvbm_cli.system.machine import usable_cpu_count
 
 
@@ -258,7 +258,7 @@ def test_the_block_that_a_connector_moves_from_g1_to_g2_with_a_drafter_is_named(
     monkeypatch, version, overrides, is_named
 ):
     installation = VllmInstallation(version, "vllm", None, has_kvbm=True)
-    monkeypatch.setattr(vllm_kind, "find_vllm", lambda python: installation)
+    monkeypatch.setattr(vllm_kind, "find", lambda *asked: installation)
     found = caveats(profiles=["vllm-cpu-demo"], overrides=overrides)
     assert [LOOKAHEAD in one for one in found] == [True] * is_named
 

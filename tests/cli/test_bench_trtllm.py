@@ -9,9 +9,9 @@ import yaml
 from terminal import Outcome, kvbm_here
 from test_serve_trtllm import home  # noqa: F401
 
+from kvbm.engines.model_tokenizer import model_tokenizer
 from kvbm_cli.bench import command
 from kvbm_cli.bench.judge.verdict import VerdictLimits
-from kvbm_cli.engine.model_tokenizer import model_tokenizer
 
 SPEED = {"base_ms": 30.0, "computed_token_ms": 0.3, "token_ms": 1.0}
 PATIENT = VerdictLimits(lateness_ms=2000.0, client_cpu_share=2.0, collapse_utilisation=1.1, collapse_queue_share=1.1)

@@ -8,11 +8,11 @@ import sys
 import pytest
 from terminal import HANGS_S
 
-from kvbm_cli import make_model
+from kvbm.engines import make_model
 
 pytest.importorskip("torch")
 PROGRAM = (sys.executable, "-m", "kvbm_cli.make_model")
-MATERIALISE = "from kvbm_cli.make_model import materialise; print(materialise('vllm-25m-lora-a'))"
+MATERIALISE = "from kvbm.engines.make_model import materialise; print(materialise('vllm-25m-lora-a'))"
 
 
 def tensors(directory):
@@ -94,7 +94,7 @@ def test_a_torchvision_that_does_not_load_is_left_out(tmp_path):
         "raise RuntimeError('operator torchvision::nms does not exist')"
     )
     program = (
-        "from kvbm_cli import make_model; make_model._hide_broken_torchvision()\n"
+        "from kvbm.engines import make_model; make_model._hide_broken_torchvision()\n"
         "from transformers.utils import is_torchvision_available; assert not is_torchvision_available()"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}

@@ -18,7 +18,7 @@ from test_serve import serving
 from test_serve_vllm import PROFILE
 from waiting import eventually, is_gone, own_children
 
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.errors import EngineError
 from kvbm_cli.disaggregated.engines import DisaggregatedEngines, log_of
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, free_ports

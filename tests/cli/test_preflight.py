@@ -18,7 +18,8 @@ from test_mistakes import LOCK
 from test_mistakes import tools as tools  # the fixture
 from test_runs import begin, begun
 
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
+from kvbm.engines.table import load
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.machine_memory import HostMemory
 from kvbm_cli.package_data import profiles_directory

@@ -22,7 +22,7 @@ from terminal import FAKE_ENGINE, HANGS_S
 from waiting import eventually, is_gone, own_children
 
 from kvbm.child.start import CANNOT_RUN, command_line
-from kvbm.config.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import LaunchPlan
 from kvbm.errors import EngineError, EnvironmentProblem
 from kvbm_cli.engine.engine_log import readable_phase
 from kvbm_cli.engine.process import EPHEMERAL_PORTS, EngineProcess, choose_port, engine_environment

@@ -11,8 +11,8 @@ from terminal import PROGRAM, assert_snapshot, environment, kvbm_here, typed
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import parse_document, plain_values
-from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
+from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 from kvbm_cli.profile.import_env import profile_text
 from kvbm_cli.profile.text import scalar

@@ -25,8 +25,8 @@ from test_runs import states
 from waiting import eventually, is_gone
 
 from kvbm.engines.embedded.http.server import Server
+from kvbm.engines.table import launch_plan
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engine.engines import launch_plan
 from kvbm_cli.engine.process import _open_log
 from kvbm_cli.profile.resolve import resolve_to_start
 from kvbm_cli.runs.log_tail import CHUNK_BYTES, LogTail, shown_line, start_of_last_lines

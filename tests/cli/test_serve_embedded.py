@@ -16,7 +16,7 @@ from test_serve import serving as serving_profile
 from test_serve import started
 from waiting import eventually, is_gone
 
-from kvbm.config.launch_plan import ADMIN_HEADER
+from kvbm.engines.launch_plan import ADMIN_HEADER
 from kvbm_cli.system.http_client import request
 
 pytest.importorskip("torch")

@@ -14,9 +14,11 @@ from model_configs import write_model
 from terminal import FAKE_ENGINE, HANGS_S, PROGRAM, environment, kvbm_here
 
 from kvbm.config.schema import Profile
+from kvbm.engines.python_probe import _probe, _probe_once, find
+from kvbm.engines.table import make_model
+from kvbm.engines.vllm.versions import PACKAGE as VLLM
+from kvbm.engines.vllm.versions import VllmInstallation
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engine.engines import make_model
-from kvbm_cli.engine.python_probe import VLLM, _probe, _probe_once, find_vllm
 
 FAKE_VLLM = FAKE_ENGINE.with_name("fake_vllm.py")
 PROFILE = f"""\
@@ -145,7 +147,7 @@ def test_interpreter_without_vllm():
 @pytest.mark.parametrize("python", ["/no/such/python", "/bin/true", "/bin/false", "/bin/echo"])
 def test_what_is_no_interpreter_is_an_error(python):
     with pytest.raises(EnvironmentProblem, match="is not a working Python interpreter"):
-        find_vllm(python)
+        find(python, VLLM, VllmInstallation)
 
 
 HANGS = '#!/bin/sh\necho probed >> {log}\n[ -e {released} ] || sleep 60\nexec {python} "$@"\n'
@@ -155,7 +157,7 @@ def test_interpreter_that_hangs_is_reported_once_and_the_run_starts_what_the_dry
     python, log = home / "python", home / "log"
     python.write_text(HANGS.format(log=log, released=home / "released", python=FAKE_VLLM))
     python.chmod(0o755)
-    monkeypatch.setattr("kvbm_cli.engine.python_probe.PROBE_TIMEOUT_S", 1)
+    monkeypatch.setattr("kvbm.engines.python_probe.PROBE_TIMEOUT_S", 1)
     message = f"`{python}` did not answer within 1 s, so its vLLM is unknown"
     serve = ("serve", "-p", "./mine.yaml", "--set", f"engine.python={python}", "--port", "0")
     guess = kvbm_here(*serve, "--dry-run", home=home)

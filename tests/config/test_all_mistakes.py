@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvbm.config.document import Mistake
-from kvbm.config.load import Examined, examine
+from kvbm.config.load import Examined
+from kvbm.engines.table import examine
 
 PARENT = """\
 engine:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from test_load import load_text
 
-from kvbm.config.launch_plan import LaunchPlan
-from kvbm.config.load import load
+from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.table import copy_count, load
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm_cli.disaggregated.plan import DisaggregatedPlan, plan
-from kvbm_cli.engine.engines import copy_count
 from kvbm_cli.package_data import profiles_directory
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "disaggregated.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from kvbm.config.installation import requirement
+from kvbm.engines.installation import requirement
 from kvbm.engines.sglang.versions import INSTALL as INSTALL_SGLANG
 from kvbm.engines.sglang.versions import TESTED
 from kvbm.engines.trtllm.versions import CONTRACT_TESTED

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from test_load import load_text
 
 from kvbm.config.engine import EmbeddedArguments, VllmArguments
-from kvbm.config.flags import EMBEDDED_ONLY, KVBM_SETS
-from kvbm.config.load import examine
 from kvbm.config.schema import Profile
+from kvbm.engines.table import examine
+from kvbm.engines.vllm.flags import EMBEDDED_ONLY, KVBM_SETS
 from kvbm.errors import ProfileError
 
 HEAD = "engine:\n  kind: vllm\n  model: m\n  arguments:\n"
@@ -232,7 +232,7 @@ def test_flag_of_vllm_under_the_embedded_engine_says_what_it_needs(tmp_path: Pat
     with pytest.raises(ProfileError) as caught:
         load_text(tmp_path, f"engine: {{model: m, arguments: {{gpu_memory_utilization: 0.5}}}}\n{TAIL}")
     assert caught.value.message.startswith("unknown key `engine.arguments.gpu_memory_utilization`")
-    assert str(caught.value.hint).endswith("; flags of vLLM, TensorRT-LLM and SGLang require their `engine.kind`")
+    assert str(caught.value.hint).endswith("; flags of other engines require their `engine.kind`")
 
 
 def test_transfer_configuration_may_repeat_what_kvbm_says(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.config.key_list import keys
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.schema import INTERPOLATED
+from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 
 ENVIRONMENT = {"NAME": "value", "EMPTY": "", "DOLLARS": "${NAME}"}

@@ -8,7 +8,7 @@ import yaml
 from kvbm.config.document import parse_document, plain_values
 from kvbm.config.key_list import keys
 from kvbm.config.layers import shipped, shipped_halves
-from kvbm.config.load import load
+from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 from kvbm_cli.package_data import profiles_directory
 from kvbm_cli.profile.json_schema import json_schema

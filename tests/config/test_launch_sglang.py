@@ -10,7 +10,7 @@ from kvbm.config.connector import resolve_connector
 from kvbm.config.schema import Profile
 from kvbm.engines.sglang.launch import QUICK_HEALTH, plan
 from kvbm.engines.sglang.versions import is_known
-from kvbm_cli.engine.engines import launch_plan
+from kvbm.engines.table import launch_plan
 
 ALWAYS = ("--enable-metrics", "--enable-cache-report")
 

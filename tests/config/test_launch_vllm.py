@@ -8,8 +8,8 @@ import pytest
 
 from kvbm.config.connector import resolve_connector
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S
-from kvbm.config.installation import release_of
 from kvbm.config.schema import Profile
+from kvbm.engines.installation import release_of
 from kvbm.engines.vllm.launch import plan
 from kvbm.engines.vllm.versions import VllmInstallation, is_known
 

@@ -7,9 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbm.config.key_list import keys
-from kvbm.config.load import ResolvedProfile, examine, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.schema import Profile
 from kvbm.config.variables import VARIABLES
+from kvbm.engines.table import examine, load
 from kvbm.errors import ProfileError
 
 BASE = """\

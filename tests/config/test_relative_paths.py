@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvbm.config.key_list import keys
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.relative_paths import PATHS
+from kvbm.engines.table import load
 
 HERE = {
     "./m": "DIR/m",

@@ -4,10 +4,8 @@ import pytest
 
 from kvbm.config.engine import EmbeddedArguments
 from kvbm.config.layers import shipped, shipped_halves
-from kvbm.config.load import load
-from kvbm.sizing import SizeUnknown, size
-from kvbm_cli.engine.engines import launch_plan
-from kvbm_cli.engine.model_facts import model_facts
+from kvbm.engines.table import kind_of, launch_plan, load, size
+from kvbm.sizing import SizeUnknown
 from kvbm_cli.package_data import profiles_directory, workloads_directory
 from kvbm_cli.profile.diff import differences
 
@@ -20,7 +18,7 @@ def test_shipped_profile_is_right(name: str) -> None:
     assert profile.description, "`kvbm profile list` shows it"
     assert launch_plan(profile, connector=True, port=1).argv
     try:
-        sizing = size(profile, model_facts(profile.engine.model, kind=profile.engine.kind), on_cpu=True)
+        sizing = size(profile, kind_of(profile).model_facts(profile.engine.model), on_cpu=True)
     except SizeUnknown:
         assert "/" in profile.engine.model, "only a name on a hub may be unknown"
     else:

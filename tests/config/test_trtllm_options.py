@@ -10,7 +10,7 @@ from test_load import load_text
 
 from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
 from kvbm.config.schema import Profile
-from kvbm.config.trtllm_options import CONNECTOR, KVBM_SETS, LIMITS, SAME_OPTION
+from kvbm.engines.trtllm.options import CONNECTOR, KVBM_SETS, LIMITS, SAME_OPTION
 from kvbm.errors import ProfileError
 
 HEAD = "engine:\n  kind: tensorrt-llm\n  model: m\n  arguments:\n"

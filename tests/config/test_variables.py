@@ -8,9 +8,9 @@ from test_load import BASE, load_text
 from kvbm.config.connector import resolve_connector
 from kvbm.config.document import entry_at
 from kvbm.config.key_list import keys
-from kvbm.config.load import load
 from kvbm.config.schema import ConnectorConfig
 from kvbm.config.variables import STORE_VARIABLES, VARIABLES, read_variables, variable_of
+from kvbm.engines.table import load
 from kvbm.errors import ProfileError
 from kvbm.tiers.shared.stores.obstore import OBJECT_VARIABLES
 

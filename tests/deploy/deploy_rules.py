@@ -14,9 +14,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvbm.config.load import ResolvedProfile, load
+from kvbm.config.load import ResolvedProfile
 from kvbm.config.schema import Profile
 from kvbm.engines.sglang import launch as sglang
+from kvbm.engines.table import load
 from kvbm.engines.vllm import launch as vllm
 from kvbm.sizing import SizeUnknown
 from kvbm_cli.serve.served_profile import ServedProfile

@@ -16,14 +16,14 @@ import kvbm.host.shared_memory
 from kvbm.config.schema import Profile
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.device.worker import HostCapacity, Worker
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.table import size
 from kvbm.errors import EnvironmentProblem
 from kvbm.host.control_words import LANES, REPORTS
 from kvbm.host.layout import BlockLayout, Piece
 from kvbm.host.region import Region
 from kvbm.host.segment import MEMFD_NAME, Segment
-from kvbm.sizing import size
 from kvbm.types import SlotState
-from kvbm_cli.make_model import MODELS
 
 LAYOUT = BlockLayout((Piece(0, 0, 5000, 5000),), 4)
 SLOTS = 8

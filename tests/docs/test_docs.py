@@ -11,8 +11,8 @@ import generate
 
 from kvbm.config.engine import ENGINE_KINDS
 from kvbm.config.key_list import Key, keys
-from kvbm.config.load import load
 from kvbm.config.variables import VARIABLES
+from kvbm.engines.table import load
 
 PAGES = {name: (generate.REFERENCE / name).read_text() for name in generate.PAGES}
 COMMANDS = dict(generate.commands())

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.vllm_models import disabled_by
+from kvbm.engines.vllm.models import disabled_by
+from kvbm.engines.vllm.sizing import Model, Setting, plan_of
 from kvbm.metrics import COUNTERS
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.vllm import Model, Setting, plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/guide/state-models.md").read_text()

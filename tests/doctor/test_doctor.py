@@ -19,12 +19,12 @@ from doctor_machine import ANSWERS, GOOD, MEMINFO, machine, write
 from recorded_runs import facts
 from terminal import Outcome, assert_entry, assert_snapshot, ways
 
-from kvbm.config.load import load
+from kvbm.engines.sglang.kind import SglangKind
+from kvbm.engines.table import load
 from kvbm_cli.doctor import command
 from kvbm_cli.doctor.check import DoctorContext
 from kvbm_cli.doctor.command import doctor
 from kvbm_cli.doctor.engine import checks as engine_checks
-from kvbm_cli.doctor.engine import modules_of
 from kvbm_cli.doctor.environment import with_variables
 from kvbm_cli.doctor.memory import checks, order_checks
 from kvbm_cli.doctor.probes.disk import RecommendedSettings
@@ -435,8 +435,9 @@ def test_answers_cover_every_program():
 
 def test_a_profile_of_sglang_on_a_cpu_imports_its_stand_ins_first_and_needs_no_host_tier(tmp_path):
     found = load("sglang-cpu-demo", directories=[profiles_directory()])
-    assert modules_of(found.profile) == ["kvbm.engines.sglang.cpu_server", "kvbm.sglang_integration.storage"]
-    assert modules_of(load("sglang", directories=[profiles_directory()]).profile) == ["kvbm.sglang_integration.storage"]
+    assert SglangKind().imported(found.profile) == ["kvbm.engines.sglang.cpu_server", "kvbm.sglang_integration.storage"]
+    shipped = load("sglang", directories=[profiles_directory()]).profile
+    assert SglangKind().imported(shipped) == ["kvbm.sglang_integration.storage"]
     sizing = size_of(found)
     context = DoctorContext(machine(tmp_path), None, found, found.profile.tiers, sizing, True, lambda text: None)
     (host,) = [one for one in order_checks(context) if one.name == "G2"]

@@ -22,7 +22,7 @@ from filesystems import Unavailable, mounted
 from terminal import PROGRAM, environment, kvbm
 from waiting import eventually
 
-from kvbm.config.load import load
+from kvbm.engines.table import load
 from kvbm.errors import EnvironmentProblem, UsageError
 from kvbm_cli.doctor.check import OTHER_DIRECTORY
 from kvbm_cli.doctor.disk import _remedy_for

@@ -26,7 +26,7 @@ from doctor_machine import machine
 from filesystems import KINDS, MIB, Unavailable, mounted
 from waiting import eventually
 
-from kvbm.config.load import load
+from kvbm.engines.table import load
 from kvbm.host.layout import BlockLayout
 from kvbm.host.segment import Segment
 from kvbm.tiers.disk.orders import Read, Write

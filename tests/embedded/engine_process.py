@@ -14,7 +14,7 @@ from pathlib import Path
 
 from server_rig import ADMIN_TOKEN
 
-from kvbm.config.launch_plan import ADMIN_VARIABLE
+from kvbm.engines.launch_plan import ADMIN_VARIABLE
 
 WAIT_S = 60.0
 

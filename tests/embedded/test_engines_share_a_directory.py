@@ -8,7 +8,7 @@ from kvbm_engine import assert_same, prompt, running
 from safetensors.torch import load_file, save_file
 from waiting import eventually
 
-from kvbm.config.load import load
+from kvbm.engines.table import load
 from kvbm.types import Tier
 from kvbm_cli.package_data import profiles_directory
 

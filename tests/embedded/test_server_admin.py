@@ -9,9 +9,9 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 from server_rig import ADMIN_TOKEN, COMPLETIONS, Client, WrittenEngine, serve
 
-from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.engines.embedded.http.admin import require_admin
 from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.engines.launch_plan import ADMIN_HEADER
 
 RESET = "/reset_prefix_cache"
 TOKEN = {ADMIN_HEADER: ADMIN_TOKEN}

@@ -27,7 +27,7 @@ from server_rig import (
     serving,
 )
 
-from kvbm.config.launch_plan import ADMIN_HEADER
+from kvbm.engines.launch_plan import ADMIN_HEADER
 
 
 def texts(events: list[dict[str, Any]]) -> list[str]:

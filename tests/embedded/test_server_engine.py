@@ -17,8 +17,8 @@ import pytest
 from engine_process import WAIT_S, engine
 from server_rig import ADMIN_TOKEN, events_of
 
-from kvbm.config.launch_plan import ADMIN_HEADER
 from kvbm.config.schema import Profile
+from kvbm.engines.launch_plan import ADMIN_HEADER
 
 pytest.importorskip("torch")
 

@@ -8,8 +8,8 @@ pytest.importorskip("torch")
 
 from kvbm.engines.embedded.engine.model import _probe
 from kvbm.engines.embedded.engine.supported_models import SUPPORTED
-from kvbm.sizing.embedded import bytes_per_token
-from kvbm_cli.engine.model_facts import model_facts
+from kvbm.engines.embedded.kind import EmbeddedKind
+from kvbm.engines.embedded.sizing import bytes_per_token
 
 TINY = {
     "vocab_size": 64,
@@ -46,4 +46,4 @@ def test_bytes_per_token_are_those_of_the_model(tmp_path: Path, kind: str) -> No
     config = AutoConfig.for_model(kind, **ARCHITECTURES[kind])
     config.save_pretrained(tmp_path)
     geometry = _probe(AutoModelForCausalLM.from_config(config, dtype=torch.float32), "float32", "cpu")
-    assert bytes_per_token(model_facts(str(tmp_path)), element_bytes=4) == geometry.token_bytes
+    assert bytes_per_token(EmbeddedKind().model_facts(str(tmp_path)), element_bytes=4) == geometry.token_bytes

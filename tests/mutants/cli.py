@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         name="flags-of-base-classes-are-missed",
         bug="Flags of the base class of vLLM's server are refused as unknown.",
-        file="kvbm_cli/engine/python_probe.py",
+        file="kvbm/engines/python_probe.py",
         old='node.name.endswith("FrontendArgs")',
         new='node.name == "FrontendArgs"',
         fails="tests/cli/test_serve_vllm.py -k flags_are_those",

@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         name="trtllm-true-passes-for-one",
         bug="`max_beam_width: true` is accepted, because True equals 1",
-        file="kvbm/config/trtllm_options.py",
+        file="kvbm/engines/trtllm/options.py",
         old="return value == self.required and isinstance(value, bool) == isinstance(self.required, bool)",
         new="return value == self.required",
         fails="tests/config/test_trtllm_options.py",

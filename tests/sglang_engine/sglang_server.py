@@ -29,8 +29,8 @@ from typing import Any
 from vllm_server import Answer, margin
 
 from kvbm.config.schema import Profile
-from kvbm.config.sglang_options import STORAGE
 from kvbm.engines.sglang import launch
+from kvbm.engines.sglang.options import STORAGE
 
 PAGE = 64
 START_S, ANSWER_S, REST_S = 400.0, 240.0, 60.0

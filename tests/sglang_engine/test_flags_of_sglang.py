@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 
 from kvbm.config.engine import SglangArguments
-from kvbm.config.sglang_options import similar_flag
+from kvbm.engines.sglang.options import similar_flag
 from kvbm_cli.profile.import_profile import SGLANG_NAMES, value_count
 
 try:

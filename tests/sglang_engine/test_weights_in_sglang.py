@@ -13,7 +13,7 @@ from importlib import metadata
 import pytest
 from sglang_server import PAGE, disk_at, profile_of, serving
 
-from kvbm.config.launch_plan import metrics_url
+from kvbm.engines.launch_plan import metrics_url
 
 try:
     metadata.version("sglang")

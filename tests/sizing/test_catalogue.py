@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvbm.config.engine import VllmArguments
+from kvbm.engines.vllm.sizing import Model, Setting, VllmPlan, plan_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.vllm import Model, Setting, VllmPlan, plan_of
 
 ON_GPU = Setting({}, on_cpu=False)
 LAYERS_FIRST, BLOCKS_FIRST = "LBNHC", "BLHNC"

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from kvbm.config.schema import Profile
 from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.engines.embedded.sizing import bytes_per_token
+from kvbm.engines.table import size
 from kvbm.errors import ProfileError
-from kvbm.sizing import PAGE_BYTES, size
-from kvbm.sizing.embedded import bytes_per_token
+from kvbm.sizing import PAGE_BYTES
 
 LLAMA_3_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 QWEN3_8B = {**LLAMA_3_8B, "num_hidden_layers": 36, "head_dim": 128}

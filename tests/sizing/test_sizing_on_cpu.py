@@ -6,9 +6,12 @@ import pytest
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.schema import Profile
-from kvbm.sizing import Cpu, SizeUnknown, Sizing, StateLevel, Wanted, latent_findings, size
+from kvbm.engines.table import size
+from kvbm.engines.vllm.cpu import LatentAttention, LatentBackend
+from kvbm.engines.vllm.findings import latent_findings
+from kvbm.engines.vllm.sizing import Setting
+from kvbm.sizing import Cpu, SizeUnknown, Sizing, StateLevel, Wanted
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.cpu import LatentAttention, LatentBackend
 
 WITH_AMX, WITHOUT = Cpu(frozenset({"avx512f", "amx_tile", "amx_bf16"})), Cpu(frozenset({"avx2", "avx512f"}))
 DEEPSEEK, PLAIN = "deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-8B"
@@ -28,9 +31,8 @@ def sized(cpu: Cpu, model: str = DEEPSEEK, *, on_cpu: bool = True, **arguments: 
 def findings(
     cpu: Cpu, level: StateLevel, model: str = DEEPSEEK, *, environment: dict[str, str] | None = None, **arguments: Any
 ) -> list[str]:
-    found = latent_findings(
-        profile_of(arguments), catalogue()[model], environment=environment or {}, on_cpu=True, cpu=cpu
-    )
+    setting = Setting(environment or {}, on_cpu=True, cpu=cpu)
+    found = latent_findings(VllmArguments.model_validate(arguments), catalogue()[model], setting)
     return [f"{one.message}; {one.hint}" if one.hint else one.message for one in found if one.level is level]
 
 

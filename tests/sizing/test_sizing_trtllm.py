@@ -6,7 +6,9 @@ import pytest
 from model_configs import QWEN3
 
 from kvbm.config.schema import Profile
-from kvbm.sizing import SizeUnknown, check_model, size
+from kvbm.engines.table import size
+from kvbm.engines.trtllm.kind import TrtllmKind
+from kvbm.sizing import SizeUnknown
 
 WINDOWED = {
     **QWEN3,
@@ -62,7 +64,7 @@ def test_size_that_only_the_engine_knows(model: dict[str, Any], arguments: dict[
     with pytest.raises(SizeUnknown):
         size(profile(arguments), model)
     with pytest.raises(SizeUnknown):
-        check_model(profile(arguments), model)
+        TrtllmKind().check_model(profile(arguments), model)
 
 
 def test_data_type_in_the_profile_decides_for_a_quantised_checkpoint() -> None:

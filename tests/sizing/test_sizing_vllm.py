@@ -10,10 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvbm.config.schema import Profile
-from kvbm.config.vllm_models import have_layers_equal_heads
+from kvbm.engines.table import size
 from kvbm.errors import ProfileError
-from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing, size
+from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing
 from kvbm.sizing.catalogue import catalogue
+from kvbm.sizing.families.heads import have_layers_equal_heads
 
 QWEN3_81M = {
     "architectures": ["Qwen3ForCausalLM"],

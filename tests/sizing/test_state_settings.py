@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.schema import Profile
-from kvbm.sizing import StateFinding, StateLevel, state_findings
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.vllm.findings import state_findings
+from kvbm.engines.vllm.sizing import Model, Setting, plan_of
+from kvbm.engines.vllm.state_settings import StateSettings
+from kvbm.sizing import StateFinding, StateLevel
 from kvbm.sizing.catalogue import catalogue
 from kvbm.sizing.families import state_kind
-from kvbm.sizing.state_settings import StateSettings
-from kvbm.sizing.vllm import Model, Setting, plan_of
-from kvbm_cli.make_model import MODELS
 
 RETENTION = "prefix_cache_retention_interval"
 
@@ -164,9 +164,8 @@ def test_kinds_of_states_of_known_models() -> None:
 def findings_of(
     arguments: dict[str, Any], *, model: dict[str, Any] = MODELS["vllm-hybrid"], is_installed: bool = True
 ) -> list[str]:
-    engine = {"kind": "vllm", "model": "m", "arguments": {"max_model_len": 4096, "dtype": "bfloat16", **arguments}}
-    profile = Profile.model_validate({"engine": engine, "tiers": {"host": {"blocks": 100}}})
-    findings = state_findings(profile, model, environment={}, on_cpu=True, is_installed=is_installed)
+    flags = VllmArguments.model_validate({"max_model_len": 4096, "dtype": "bfloat16", **arguments})
+    findings = state_findings(flags, model, Setting({}, on_cpu=True), is_installed)
     return [f"{one.level.value}: {one.message}" for one in findings]
 
 

@@ -28,7 +28,7 @@ def plain():
     from pairs import MAX_MODEL_LEN, NO_CACHE, adapters_of
     from vllm_server import VllmServer
 
-    from kvbm_cli.make_model import materialise
+    from kvbm.engines.make_model import materialise
 
     model = materialise("vllm-25m")
     with VllmServer(model, NO_CACHE, *adapters_of("ab"), max_model_len=MAX_MODEL_LEN, wait=False) as server:
@@ -43,7 +43,7 @@ def process(tmp_path_factory):
     from pairs import Faults
     from vllm_server import wait_until_old
 
-    from kvbm_cli.make_model import materialise
+    from kvbm.engines.make_model import materialise
 
     wait_until_old(materialise("vllm-25m"))  # of the tests in which an engine loads what an earlier one has stored
     directory = tmp_path_factory.mktemp("engine")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvbm_cli.make_model import MODELS, materialise
+from kvbm.engines.make_model import MODELS, materialise
 
 TARGET = "vllm-25m"
 GUESSED_TOKENS = 3

@@ -28,8 +28,8 @@ from model_runner import IS_V2, assert_in_config
 from traffic import Request
 from vllm_server import FAULTS_FILE, Answer, margin, minimal_environment
 
+from kvbm.engines.make_model import materialise
 from kvbm.types import Tier
-from kvbm_cli.make_model import materialise
 
 CALL_TIMEOUT_S = 1200.0 if IS_V2 else 600.0  # for a busy machine
 STOP_TIMEOUT_S = 20.0

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from kvbm_cli import make_model
+from kvbm.engines import make_model
 
 PLACE = {"image": "<image>", "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"}
 _TOKENS = {

@@ -24,7 +24,7 @@ from vllm_server import (
     host_blocks,
 )
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 MAX_MODEL_LEN = 2048
 NO_CACHE = "--no-enable-prefix-caching"

@@ -22,7 +22,7 @@ from traffic import TOLERANCE, assert_equal, compare, conversations, own_noise, 
 from vllm_server import FAULTY_CONNECTOR
 from wandering_engine import WanderingEngine
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(0)]
 COMMAND = "nox -s vllm -- tests/vllm/test_combinations.py -m soak"

@@ -15,12 +15,12 @@ pytest.importorskip("vllm")
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.flags import KVBM_SETS
-from kvbm.config.load import load
 from kvbm.config.schema import Profile
+from kvbm.engines.python_probe import find
+from kvbm.engines.table import load
+from kvbm.engines.vllm.flags import KVBM_SETS
 from kvbm.engines.vllm.launch import JSON_LISTS, ONLY_ON, REPEATED, SERVER_MODULE, _flag, plan
-from kvbm.engines.vllm.versions import VllmInstallation, is_known
-from kvbm_cli.engine.python_probe import find_vllm
+from kvbm.engines.vllm.versions import PACKAGE, VllmInstallation, is_known
 from kvbm_cli.package_data import profiles_directory
 
 WITH_SCRIPT = VllmInstallation("0.32.0", "vllm", "/venv/bin/vllm", has_kvbm=True)
@@ -114,7 +114,7 @@ def test_shipped_profile_is_understood(name: str) -> None:
 def test_flags_read_from_the_source_are_those_of_the_parser() -> None:
     options = {option for action in parser()._actions for option in action.option_strings if option.startswith("--")}
     names = {option.removeprefix("--").replace("-", "_") for option in options if not option.startswith("--no-")}
-    found = find_vllm(sys.executable)
+    found = find(sys.executable, PACKAGE, VllmInstallation)
     assert found is not None
     assert {*found.flags, "help"} == names
     assert not found.lacks("max_model_len")
@@ -124,7 +124,7 @@ def test_flags_read_from_the_source_are_those_of_the_parser() -> None:
 def test_this_interpreter_has_a_vllm_that_kvbm_knows() -> None:
     import vllm
 
-    found = find_vllm(sys.executable)
+    found = find(sys.executable, PACKAGE, VllmInstallation)
     assert found is not None
     assert found.version == vllm.__version__ or found.version.partition("+")[0] in vllm.__version__
     assert found.has_kvbm

@@ -17,7 +17,7 @@ from disk_blocks import block_hashes, damage
 from traffic import Request, asker, assert_equal, conversations, hold, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 DISK_FAULTS = Path(__file__).parents[1] / "embedded" / "disk_faults"

@@ -51,9 +51,9 @@ from pairs import NO_CACHE, adapters_of
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
+from kvbm.engines.make_model import materialise
 from kvbm.identity.content import QUIET_NS
 from kvbm.identity.digests import INLINE_BYTES
-from kvbm_cli.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 FILE = "tests/vllm/test_exchanged_in_vllm.py"

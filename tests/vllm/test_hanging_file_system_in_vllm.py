@@ -17,7 +17,7 @@ from kept_results import KeptResults
 from traffic import Request, asker, assert_equal, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPTS = [Request(tokens(Random(f"hang {number}"), 6 * BLOCK_TOKENS + 9), 8) for number in range(8)]

@@ -12,7 +12,7 @@ import pytest
 from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 CONTENTS = {"tiers": {"host": {"blocks": 24, "eviction": "adaptive"}}, "offload": {"to_host": "always"}}
 HINTED = CONNECTOR | {"kv_connector_extra_config": {"kvbm": CONTENTS}}

@@ -18,7 +18,7 @@ from hostile_requests import LOGGED_BYTES, LONGER_S, MIB, ROUNDS, attacks, media
 from traffic import tokens
 from vllm_server import CONNECTOR, VllmServer, host_blocks
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMAND = "pytest -m soak -s tests/vllm/test_hostile_clients_in_vllm.py"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, HERE, VllmServer, wait_until_old
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 CACHED = 3 * BLOCK_TOKENS

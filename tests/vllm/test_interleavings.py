@@ -36,10 +36,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvbm.engines.make_model import materialise
 from kvbm.engines.vllm.connector import DynamoConnector
 from kvbm.engines.vllm.scheduler_side import SchedulerSide
 from kvbm.engines.vllm.worker_side import WorkerSide
-from kvbm_cli.make_model import materialise
 
 BLOCK, BLOCKS, PREFIX = 32, 24, 96
 MIXED, GENERATED = -1, 7

@@ -20,8 +20,8 @@ from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 from waiting import eventually
 
-from kvbm.config.launch_plan import CONTROL_VARIABLE
-from kvbm_cli.make_model import materialise
+from kvbm.engines.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.make_model import materialise
 
 PROMPT = tokens(Random(5), 4 * BLOCK_TOKENS + 10)
 IDLE_S = 60.0

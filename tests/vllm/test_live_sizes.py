@@ -11,9 +11,10 @@ import pytest
 from vllm_server import CONNECTOR, MAX_MODEL_LEN, VllmServer, host_blocks
 
 from kvbm.config.schema import Profile
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.table import size
 from kvbm.identity.machine import cpu_flags
-from kvbm.sizing import Cpu, Wanted, size
-from kvbm_cli.make_model import MODELS
+from kvbm.sizing import Cpu, Wanted
 from kvbm_cli.serve.reported_sizes import ReportedSizes
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]

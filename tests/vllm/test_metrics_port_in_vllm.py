@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 
+from kvbm.engines.make_model import materialise
 from kvbm.errors import EnvironmentProblem, ProfileError
 from kvbm.metrics import COUNTERS
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.make_model import materialise
 
 PROMPT = tokens(Random(1), 3 * BLOCK_TOKENS + 10)
 

@@ -10,10 +10,10 @@ import pytest
 from model_specs import CPUS, LAYOUTS, TENSOR_PARALLEL
 
 from kvbm.config.engine import VllmArguments
+from kvbm.engines.vllm.sizing import Model, Setting, plan_of
 from kvbm.sizing import Cpu, SizeUnknown
 from kvbm.sizing.catalogue import CATALOGUE_FILE, catalogue
 from kvbm.sizing.families.layer_specs import LayerKind
-from kvbm.sizing.vllm import Model, Setting, plan_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("catalogue")]
 

@@ -18,12 +18,12 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends import registry
 from vllm.v1.core import kv_cache_utils
 
+from kvbm.engines.make_model import materialise
 from kvbm.engines.vllm import identity
 from kvbm.engines.vllm.options import OMITTED, OTHER_SECTIONS
 from kvbm.identity import code, loading
 from kvbm.identity.description import describe
 from kvbm.leader.opening import namespace_of
-from kvbm_cli.make_model import materialise
 
 HOUR_NS = 3_600_000_000_000
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}

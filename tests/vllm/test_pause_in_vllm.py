@@ -14,8 +14,8 @@ from model_runner import IS_V2
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, FAULTS_FILE, FAULTY_CONNECTOR, VllmServer, host_blocks
 
+from kvbm.engines.make_model import materialise
 from kvbm.engines.vllm.waiting_requests import preempt_waiting
-from kvbm_cli.make_model import materialise
 
 TRIES, RUNNING_TOKENS = (6, 30) if IS_V2 else (12, 100)
 PROMPTS = [tokens(Random(number), 8 * BLOCK_TOKENS + 60) for number in range(3)]

@@ -32,9 +32,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, host_blocks
 from waiting import eventually
 
+from kvbm.engines.make_model import materialise
 from kvbm.errors import ProfileError
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.make_model import materialise
 
 MODULE = "kvbm.vllm_integration.connector"
 PROMPT_TOKENS = 600

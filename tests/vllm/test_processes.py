@@ -28,7 +28,7 @@ from kvbm_serve import PROGRAM, QUIET, started
 from traffic import assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, VllmClient
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 from kvbm_cli.system.guard_process import GUARD
 
 START_TIMEOUT_S = 600

@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from traffic import tokens
 from vllm_server import BLOCK_TOKENS, FAULTS_FILE, FAULTY_CONNECTOR, VllmServer, host_blocks
 
+from kvbm.engines.make_model import materialise
 from kvbm_cli.bench import preparation
 from kvbm_cli.bench.command import BenchRequest, bench
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import RequestRecord, Results
-from kvbm_cli.make_model import materialise
 
 WORKLOAD = """
 name: talk

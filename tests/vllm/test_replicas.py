@@ -14,9 +14,9 @@ from traffic import Request, asker, assert_equal, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
 
 from kvbm.config.schema import Profile
-from kvbm.sizing import size
-from kvbm_cli import make_model
-from kvbm_cli.make_model import materialise
+from kvbm.engines import make_model
+from kvbm.engines.make_model import materialise
+from kvbm.engines.table import size
 from kvbm_cli.serve.reported_sizes import ReportedSizes
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -10,7 +10,7 @@ from pairs import ONBOARDED, Moved, pair_of
 from traffic import TOLERANCE, assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, answer_of
 
-from kvbm_cli.make_model import MODELS
+from kvbm.engines.make_model import MODELS
 
 pytestmark = pytest.mark.timeout(900)
 PROMPT = range(100, 100 + 3 * BLOCK_TOKENS + 60)

@@ -21,7 +21,7 @@ import pytest
 from traffic import Request, asker, assert_equal, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 CACHED = 5 * BLOCK_TOKENS

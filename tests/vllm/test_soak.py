@@ -25,7 +25,7 @@ from pairs import (
 from traffic import asker, conversations, hold
 from vllm_server import EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, LOCAL_HITS, VllmServer, host_blocks
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow]
 

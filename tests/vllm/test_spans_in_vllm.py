@@ -25,7 +25,7 @@ from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
 from waiting import eventually
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 G1_BLOCKS, HOST_BLOCKS, DISK_BLOCKS = 40, 48, 400
 PREFIXES, PREFIX_BLOCKS, REST_TOKENS = 10, 12, 2000

@@ -13,7 +13,7 @@ from pairs import MAX_MODEL_LEN, NO_CACHE, ONBOARDED, ONBOARDS_FAILED, Faults, P
 from traffic import asker, assert_equal, compare, conversations, hold, repeat, tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, FAULTS_FILE, FAULTY_CONNECTOR, VllmServer, host_blocks
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(900)]
 TALKS = conversations(8, turns=3, seed=3)

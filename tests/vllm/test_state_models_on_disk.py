@@ -13,7 +13,7 @@ from disk_blocks import block_hashes, damage, slots_by_hash
 from traffic import assert_equal, tokens
 from vllm_server import CONNECTOR, EXTERNAL_HITS, VllmServer
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [
     pytest.mark.soak,

@@ -29,8 +29,8 @@ from traffic import tokens
 from vllm_server import BLOCK_TOKENS
 from waiting import eventually
 
+from kvbm.engines.make_model import materialise
 from kvbm_cli.engine.process import choose_port
-from kvbm_cli.make_model import materialise
 
 pytestmark = [
     pytest.mark.soak,

@@ -20,7 +20,7 @@ from pairs import MAX_MODEL_LEN, NO_CACHE, Moved, adapters_of, assert_cache_was_
 from traffic import CONCURRENCY, TOLERANCE, assert_equal, tokens
 from vllm_server import BLOCK_TOKENS, Answer, VllmServer, answer_of
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(1200)]
 REQUESTS = 32  # in each of two rounds

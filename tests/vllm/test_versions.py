@@ -27,7 +27,7 @@ from pairs import (
 from traffic import asker, assert_equal, compare, conversations, repeat
 from vllm_server import BLOCK_TOKENS, CONNECTOR, EXTERNAL_HITS, VllmServer, host_blocks
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 PROMPT = range(100, 100 + 5 * BLOCK_TOKENS + 60)
 PROMPT_BLOCKS = 5

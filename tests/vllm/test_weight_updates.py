@@ -28,7 +28,7 @@ from state_models import COMMON, MODELS, SMALL
 from traffic import Comparison, Request, asker, assert_equal, repeat, tokens, total
 from vllm_server import BLOCK_TOKENS, CONNECTOR, Answer, VllmServer
 
-from kvbm_cli.make_model import materialise
+from kvbm.engines.make_model import materialise
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMAND = "nox -s vllm -- tests/vllm/test_weight_updates.py -n 0 -m soak"

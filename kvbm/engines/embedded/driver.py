@@ -17,10 +17,10 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
-from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.device.worker import HostCapacity, Worker
 from kvbm.engines.embedded.engine.connector import ConnectorOutput
 from kvbm.engines.embedded.worker_placement import ProcessWorker
+from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.hashing import HASH_BYTES, extend, namespace, root
 from kvbm.leader.opening import EngineAtStart, Progress, known, open_leader
 from kvbm.metrics import KvbmCollector

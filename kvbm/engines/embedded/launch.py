@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from kvbm.config.engine import EmbeddedArguments, EmbeddedEngine
-from kvbm.config.launch_plan import LaunchPlan, served_at
 from kvbm.config.schema import Profile
+from kvbm.engines.launch_plan import LaunchPlan, served_at
 
 
 def plan(profile: Profile, *, connector: bool, port: int) -> LaunchPlan:

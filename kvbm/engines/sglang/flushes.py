@@ -15,12 +15,12 @@ import importlib
 import weakref
 from typing import Any, Protocol
 
+from kvbm.engines.sglang.versions import TO_COMPILE
 from kvbm.errors import EnvironmentProblem
 
 HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash"
 CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
 STOP = "_stop_storage_threads"
-TO_INSTALL = "a C++ compiler, ninja, and the headers of Python and OpenSSL (`g++ ninja-build python3-dev libssl-dev`)"
 
 
 class Asker(Protocol):
@@ -47,7 +47,7 @@ def build_hashes() -> None:
         cause = str(error.__cause__ or error).strip().splitlines()
         raise EnvironmentProblem(
             f"SGLang cannot build the extension that names its pages: {cause[0] if cause else type(error).__name__}",
-            hint=f"install {TO_INSTALL}, and run `kvbm doctor`",
+            hint=f"install {TO_COMPILE}, and run `kvbm doctor`",
         ) from error
 
 

@@ -16,7 +16,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvbm.config.sglang_options import LAYOUTS
+from kvbm.engines.sglang.options import LAYOUTS
 from kvbm.errors import EnvironmentProblem, InvariantError
 from kvbm.host.layout import BlockLayout, Piece
 

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator
 
 from kvbm.config.engine import SglangArguments, SglangEngine
-from kvbm.config.launch_plan import LaunchPlan, as_text, metrics_url, served_at
 from kvbm.config.schema import Profile
-from kvbm.config.sglang_options import STORAGE
+from kvbm.engines.launch_plan import LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.sglang.options import STORAGE
 from kvbm.engines.sglang.versions import INSTALL
 
 SERVER_MODULE = "sglang.launch_server"

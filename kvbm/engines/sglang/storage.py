@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
-from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.device.worker import HostCapacity
+from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.sglang import flushes, weight_updates
 from kvbm.engines.sglang.host_pool import Addresses, HostPool, copy_in, copy_out
 from kvbm.engines.sglang.identity import identity, is_attached

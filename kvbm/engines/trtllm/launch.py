@@ -19,9 +19,9 @@ from types import MappingProxyType
 import yaml
 
 from kvbm.config.engine import TrtllmArguments, TrtllmEngine
-from kvbm.config.launch_plan import LaunchPlan, as_text, metrics_url, served_at
 from kvbm.config.schema import Profile
-from kvbm.config.trtllm_options import CONNECTOR
+from kvbm.engines.launch_plan import LaunchPlan, as_text, metrics_url, served_at
+from kvbm.engines.trtllm.options import CONNECTOR
 from kvbm.engines.trtllm.versions import INSTALL, TrtllmInstallation
 
 CONFIG_VARIABLE = "TLLM_KVBM_CONFIG"

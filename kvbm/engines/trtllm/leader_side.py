@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, hook
-from kvbm.config.launch_plan import CONTROL_VARIABLE
+from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.trtllm.identity import identity
 from kvbm.engines.trtllm.messages import NOTHING, TransferOrders
 from kvbm.engines.trtllm.request_key import RequestKey, request_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbm.config.installation import Installation, Release, is_between
+from kvbm.engines.installation import Installation, ProbedPackage, Release, is_between
 
 CONTRACT_TESTED: tuple[Release, Release] = ((1, 1), (1, 4))  # against their interface; none has been run
 INSTALL = "pip install 'kvbm-cli[tensorrt-llm]'"
@@ -14,6 +14,7 @@ INTERFACE_FILES = (
     "_torch/pyexecutor/connectors/kv_cache_connector.py",
     "_torch/pyexecutor/kv_cache_connector.py",
 )
+PACKAGE = ProbedPackage("TensorRT-LLM", "tensorrt_llm", "trtllm-serve", INTERFACE_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvbm.config.vllm_models import KINDS_OF_STATES, disabled_by
 from kvbm.core.groups import Group, StateGroup
+from kvbm.engines.vllm.models import KINDS_OF_STATES, disabled_by
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

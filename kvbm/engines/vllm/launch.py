@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from math import ceil
 
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
-from kvbm.config.flags import CONNECTOR, CONNECTOR_MODULE
-from kvbm.config.launch_plan import LaunchPlan, as_text, served_at
 from kvbm.config.schema import Profile
+from kvbm.engines.launch_plan import LaunchPlan, as_text, served_at
+from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.engines.vllm.versions import INSTALL, VllmInstallation
 
 SHUTDOWN_TIMEOUT_S = 10
@@ -64,6 +64,7 @@ def plan(
         model=engine.served_name,
         libraries=("vllm",),
         install=INSTALL,
+        key_variable=SECRET_FLAGS["api_key"],
     )
 
 

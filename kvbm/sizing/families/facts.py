@@ -11,6 +11,7 @@ from pathlib import Path
 from kvbm.errors import KvbmError, ProfileError
 from kvbm.text.outside import shown_json
 
+READER = "vLLM"  # whose reading of a configuration the families follow
 # Facts that describe caches. A configuration that has one which its reader does not know is refused.
 _CACHE_FACTS = re.compile(
     r"linear_attn|sparse_attention|^attn_layer_|attn_type_list|^mamba_|^ssm_|^kda_|^compress_|block_configs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import READER, ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerSpec, Ranks, index, latent
 from kvbm.sizing.families.layers import all_layers, listed
 
@@ -17,7 +17,7 @@ def glm4_lite(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Return the layers. transformers stores `head_dim` of this family as `qk_rope_head_dim`, so they must not
     differ."""
     if facts.get("head_dim") not in (None, facts.get("qk_rope_head_dim")):
-        raise SizeUnknown("vLLM confuses `head_dim` and `qk_rope_head_dim` of this model")
+        raise SizeUnknown(f"{READER} confuses `head_dim` and `qk_rope_head_dim` of this model")
     return mla(facts, ranks)
 
 
@@ -33,7 +33,8 @@ def sparse_mla(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     selects = [_selects_tokens(facts, spec.layer) for spec in specs]
     indexers = facts.texts("indexer_types")
     if indexers is not None and [kind == "full" for kind in indexers] != selects:
-        raise SizeUnknown("vLLM ignores `indexer_types` that differ from `index_topk_freq` or `index_topk_pattern`")
+        differing = "`indexer_types` that differ from `index_topk_freq` or `index_topk_pattern`"
+        raise SizeUnknown(f"{READER} ignores {differing}")
     return specs + [index(spec.layer, ranks, token_bytes) for spec, one in zip(specs, selects, strict=True) if one]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvbm.sizing.families.dense import require_usual_head_dim
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import READER, ModelFacts, SizeUnknown
 from kvbm.sizing.families.latent import mla
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerSpec, Ranks, full, state
 from kvbm.sizing.families.layers import all_layers, head_dim, kv_heads, listed
@@ -52,7 +52,7 @@ def nemotron_h(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     if facts.get("sliding_window") is not None:
         raise SizeUnknown("a Nemotron-H model with a window has a cache that only the engine knows")
     if facts.get("attention_head_dim") not in (None, facts.get("head_dim")):
-        raise SizeUnknown(f"vLLM ignores `attention_head_dim: {facts['attention_head_dim']}` for this model")
+        raise SizeUnknown(f"{READER} ignores `attention_head_dim: {facts['attention_head_dim']}` for this model")
     inner = facts.number("mamba_num_heads") * facts.number("mamba_head_dim")
     size = facts.number("ssm_state_size")
     element_bytes = _state_bytes(facts, ranks, "mamba_ssm_cache_dtype", default=FLOAT32_BYTES)
@@ -158,7 +158,7 @@ def _shared(ranks: Ranks, elements: int) -> int:
     """Return one rank's part. SizeUnknown if vLLM refuses to divide the state by this many ranks."""
     part, rest = divmod(elements, ranks.tensor_parallel)
     if rest:
-        raise SizeUnknown(f"vLLM cannot divide a state of this model by {ranks.tensor_parallel} ranks")
+        raise SizeUnknown(f"{READER} cannot divide a state of this model by {ranks.tensor_parallel} ranks")
     return part
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown
+from kvbm.sizing.families.facts import READER, ModelFacts, SizeUnknown
 from kvbm.sizing.families.layer_specs import LayerKind, LayerSpec, Ranks, full, local
 from kvbm.sizing.families.layers import (
     Reader,
@@ -34,7 +34,7 @@ def qwen(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
 def qwen_without_windows(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """Families of which vLLM ignores windows, in part or in whole."""
     if facts.get("sliding_window") is not None and facts.flag("use_sliding_window"):
-        raise SizeUnknown("vLLM ignores `use_sliding_window: true` for this model")
+        raise SizeUnknown(f"{READER} ignores `use_sliding_window: true` for this model")
     return qwen(facts, ranks)
 
 
@@ -105,7 +105,7 @@ def gpt_oss(facts: ModelFacts, ranks: Ranks) -> list[LayerSpec]:
     """vLLM gives a window to every other layer, the first one included, whatever `layer_types` says."""
     kinds, layers = facts.texts("layer_types"), facts.number("num_hidden_layers")
     if kinds is not None and kinds[:layers] != (["sliding_attention", "full_attention"] * layers)[:layers]:
-        raise SizeUnknown("vLLM ignores `layer_types` of a gpt-oss model that do not alternate")
+        raise SizeUnknown(f"{READER} ignores `layer_types` of a gpt-oss model that do not alternate")
     return with_windows(all_layers(facts, ranks), facts, lambda layer: layer % 2 == 0)
 
 

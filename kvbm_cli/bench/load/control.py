@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from kvbm.errors import EngineError, UsageError
 from kvbm.text.outside import shown, shown_json
+from kvbm_cli.bench.metrics.engine_metrics import NAMES, read_facts
 from kvbm_cli.system.http_client import HttpAnswer, get_metrics, request
+from kvbm_cli.system.metrics_page import MetricsPage
 
 API_KEY_VARIABLE = "KVBM_BENCH_API_KEY"
 LONGEST_READ = 20_000  # a key that a message has further on is not shown
@@ -43,38 +44,6 @@ def error_text(text: str) -> str:
     """Return the beginning of the text, without the key: servers may repeat the headers of a request in an error."""
     key, text = os.environ.get(API_KEY_VARIABLE), text[:LONGEST_READ]
     return shown(text.replace(key, "***") if key else text)
-
-
-@dataclass(frozen=True, slots=True)
-class ScrapedMetrics:
-    """One response of /metrics: `text` unchanged, `samples` by name and sorted labels."""
-
-    text: str
-    samples: dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-    @classmethod
-    def parse(cls, text: str) -> ScrapedMetrics:
-        from prometheus_client.parser import text_string_to_metric_families
-
-        samples = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples[sample.name, tuple(sorted(sample.labels.items()))] = float(sample.value)
-        return cls(text, samples)
-
-    def total(self, name: str, **labels: str) -> float | None:
-        """Sum of all series of this name (with or without `_total`) with these labels; `None` if there are none."""
-        wanted = set(labels.items())
-        found = [
-            value
-            for (sample_name, sample_labels), value in self.samples.items()
-            if sample_name in (name, f"{name}_total") and wanted <= set(sample_labels)
-        ]
-        return sum(found) if found else None
-
-    def labels_of(self, name: str) -> dict[str, str]:
-        """Labels of the first series of this name, such as an info metric; empty if there is none."""
-        return next((dict(labels) for sample_name, labels in self.samples if sample_name == name), {})
 
 
 class Control:
@@ -109,7 +78,7 @@ class Control:
         return tokens if is_list else None
 
     def try_reset(self) -> bool:
-        """Whether the server has an endpoint that empties its cache, which is empty afterwards: vLLM's or SGLang's."""
+        """Whether the server has an endpoint that empties its cache, which is empty afterwards."""
         answer = self._post(RESET)
         if answer.is_ok or answer.status == IN_USE:
             self.reset_cache()
@@ -117,19 +86,10 @@ class Control:
         return self._flush()
 
     def g1_tokens(self) -> int | None:
-        """Tokens that G1 holds, as vLLM, SGLang and the embedded engine report them; `None` if it is not known."""
+        """Tokens that G1 holds, as the engine reports them; `None` if it is not known."""
         answer = self._metrics(f"{self._base_url}/metrics")
-        if not answer.is_ok:
-            return None
-        try:
-            found = ScrapedMetrics.parse(answer.text())
-        except (ValueError, OverflowError):  # not metrics
-            return None
-        labels = found.labels_of("vllm:cache_config_info")
-        if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
-            return int(labels["num_gpu_blocks"]) * int(labels["block_size"])
-        held = found.total("sglang:max_total_num_tokens")
-        return None if held is None or not 0 <= held <= MOST_TOKENS else int(held)
+        held = read_facts(MetricsPage.parse(answer.text(), NAMES)).get("g1_tokens") if answer.is_ok else None
+        return None if held is None or not 0 <= held <= MOST_TOKENS else held
 
     def reset_cache(self) -> None:
         """Remove every block from G1 and from the connector; waits until no copy uses one."""

@@ -30,6 +30,7 @@ KV_USAGE = ("vllm:kv_cache_usage_perc", "sglang:token_usage")
 MOVES = {"onboard": "g2_to_g1", "offload": "g1_to_g2"}
 QUANTITIES = ("bytes", "blocks", "seconds")
 _SIZE = re.compile("[0-9]{1,18}")
+OWN_PROMPTS, OWN_HITS = "sglang:prompt_tokens", "sglang:cached_tokens"  # kvbm knows no requests of SGLang
 SGLANG_SIZES = {"block_size": "sglang:page_size", "g1_tokens": "sglang:max_total_num_tokens"}
 
 
@@ -52,20 +53,20 @@ def _source(metric: str, **labels: str) -> MetricSource:
 # name -> sources, of which the first that the page has counts
 COUNTERS = MappingProxyType(
     {
-        "prompt_tokens": (_source("vllm:prompt_tokens"), _source("sglang:prompt_tokens")),
+        "prompt_tokens": (_source("vllm:prompt_tokens"), _source(OWN_PROMPTS)),
         "device_hit_tokens": (
             _source("vllm:prompt_tokens_by_source", source="local_cache_hit"),
-            _source("sglang:cached_tokens", cache_source="device"),
+            _source(OWN_HITS, cache_source="device"),
         ),
         "external_tokens": (_source("vllm:prompt_tokens_by_source", source="external_kv_transfer"),),
         "computed_tokens": (_source("vllm:prompt_tokens_by_source", source="local_compute"),),
         "host_hit_tokens": (
             _source("vllm:prompt_tokens_cached_by_source", source="host"),
-            _source("sglang:cached_tokens", cache_source="host"),
+            _source(OWN_HITS, cache_source="host"),
         ),
         "disk_hit_tokens": (
             _source("vllm:prompt_tokens_cached_by_source", source="disk"),
-            _source("sglang:cached_tokens", cache_source="storage"),
+            _source(OWN_HITS, cache_source="storage"),
         ),
         "other_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="external_unspecified"),),
         "peer_hit_tokens": (_source("vllm:prompt_tokens_cached_by_source", source="p2p"),),

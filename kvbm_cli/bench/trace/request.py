@@ -25,9 +25,8 @@ from typing import Any, NoReturn, cast
 
 from kvbm.config.files import require_file
 from kvbm.errors import EnvironmentProblem, ProfileError, UsageError, reason_of
-from kvbm.text.reading import parse_json
+from kvbm.text.reading import LFS_POINTER, parse_json
 from kvbm_cli.bench.workload.files import other_format
-from kvbm_cli.system.filesystem import LFS_POINTER
 
 DEFAULT_BLOCK_TOKENS = 512
 MAX_BLOCK_TOKENS = 65536

@@ -21,10 +21,10 @@ from kvbm.config.files import is_missing, require_file
 from kvbm.config.key_list import OWN, Key, keys
 from kvbm.config.mistakes import FileKind, mistakes_in
 from kvbm.errors import UsageError
+from kvbm.text.reading import LFS_HINT, LFS_POINTER
 from kvbm_cli.bench.workload.schema import DEFAULT_KIND, KINDS, Conversations, Workload
 from kvbm_cli.bench.workload.script import Image
 from kvbm_cli.package_data import workloads_directory
-from kvbm_cli.system.filesystem import LFS_HINT, LFS_POINTER
 
 HEAD_BYTES = 1 << 20
 IMAGE_URLS = ("http://", "https://", "data:image/")

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from kvbm.engines.engine_kind import RETURN_TOKEN_IDS
 from kvbm_cli.bench.workload.script import AnswerOf, Content, Image, Part, Phase, Script, ScriptedRequest
-from kvbm_cli.engine.engine_kind import RETURN_TOKEN_IDS
 
 Group = list["PlannedRequest"]
 

@@ -67,7 +67,7 @@ class Schedule(Section):
         le=1000,
         allow_inf_nan=False,
         description="Random launches with the same mean interval: the shape of the gamma distribution of the times "
-        "between them, as in `vllm bench serve`. 1 is a Poisson process; less makes bursts. By default all times are "
+        "between them, as in other benchmarks. 1 is a Poisson process; less makes bursts. By default all times are "
         "equal. `seed` decides them, equally for all arms.",
     )
     target_utilisation: float = Field(

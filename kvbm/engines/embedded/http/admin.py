@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from kvbm.config.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.engines.embedded.http.request_fields import RequestError
+from kvbm.engines.launch_plan import ADMIN_HEADER, ADMIN_VARIABLE
 from kvbm.text.outside import shown
 
 BROWSER_HEADERS = ("Origin", "Sec-Fetch-Site")

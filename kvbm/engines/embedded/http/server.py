@@ -26,11 +26,11 @@ from typing import Any
 
 from aiohttp import web
 
-from kvbm.config.launch_plan import ADMIN_VARIABLE
 from kvbm.engines.embedded.http.completion import Served
 from kvbm.engines.embedded.http.connections import BoundedSite, front
 from kvbm.engines.embedded.http.endpoints import create_app
 from kvbm.engines.embedded.http.service import Service
+from kvbm.engines.launch_plan import ADMIN_VARIABLE
 from kvbm.errors import EngineError, EnvironmentProblem
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvbm.config.engine import VllmArguments
-from kvbm.config.installation import Release
+from kvbm.engines.installation import Release
+from kvbm.engines.vllm.state_settings import CPU_BLOCK_TOKENS, PREFIX
 from kvbm.sizing.families.facts import SizeUnknown
-from kvbm.sizing.state_settings import CPU_BLOCK_TOKENS, PREFIX, StateFinding, StateLevel
+from kvbm.sizing.findings import StateFinding, StateLevel
+from kvbm.sizing.wanted import Cpu
 
 REFERENCE_BLOCK_TOKENS = 16
 AMX_KERNEL_TOKENS = 32
@@ -41,33 +43,26 @@ class LatentBackend(Enum):
     AMX = "AMX_MLA"
 
 
-@dataclass(frozen=True, slots=True)
-class Cpu:
-    """A CPU with the flags that /proc/cpuinfo lists, and the release of vLLM on it; None stands for the newest one."""
-
-    flags: frozenset[str] = frozenset()
-    release: Release | None = None
-
-    @property
-    def has_amx_attention(self) -> bool:
-        return _AMX in self.flags and not self._is_before(_FIRST_WITH_AMX_MLA)
-
-    @property
-    def widens_states(self) -> bool:
-        """Whether vLLM keeps states in 32 bits, also if an argument or the model names a type of 16 bits."""
-        return (_AMX if self._is_before(_FIRST_WITH_NARROW_GDN) else STATE_FLAG) in self.flags
-
-    @property
-    def keeps_narrow_gdn(self) -> bool:
-        """Whether states of gated delta nets are an exception of `widens_states`."""
-        return not self._is_before(_FIRST_WITH_NARROW_GDN)
-
-    def _is_before(self, release: Release) -> bool:
-        return self.release is not None and self.release < release
-
-
 PLAIN = Cpu()
 WIDENING = Cpu(frozenset({STATE_FLAG}))
+
+
+def has_amx_attention(cpu: Cpu) -> bool:
+    return _AMX in cpu.flags and not _is_before(cpu, _FIRST_WITH_AMX_MLA)
+
+
+def widens_states(cpu: Cpu) -> bool:
+    """Whether vLLM keeps states in 32 bits, also if an argument or the model names a type of 16 bits."""
+    return (_AMX if _is_before(cpu, _FIRST_WITH_NARROW_GDN) else STATE_FLAG) in cpu.flags
+
+
+def keeps_narrow_gdn(cpu: Cpu) -> bool:
+    """Whether states of gated delta nets are an exception of `widens_states`."""
+    return not _is_before(cpu, _FIRST_WITH_NARROW_GDN)
+
+
+def _is_before(cpu: Cpu, release: Release) -> bool:
+    return cpu.release is not None and cpu.release < release
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +89,7 @@ class LatentAttention:
     def backend(self) -> LatentBackend:
         """SizeUnknown if the arguments name a backend in a form that only vLLM reads."""
         is_named = self._named_backend().upper() == LatentBackend.REFERENCE.value
-        return LatentBackend.AMX if self.cpu.has_amx_attention and not is_named else LatentBackend.REFERENCE
+        return LatentBackend.AMX if has_amx_attention(self.cpu) and not is_named else LatentBackend.REFERENCE
 
     @property
     def block_tokens(self) -> int:

@@ -6,35 +6,45 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.child.run import last_line
-from kvbm.config.engine import SglangArguments, VllmArguments
-from kvbm.config.installation import release_of
+from kvbm.config import load as loading
+from kvbm.engines import make_model as models
+from kvbm.engines.embedded.kind import EmbeddedKind
+from kvbm.engines.engine_kind import Place
+from kvbm.engines.installation import release_of
+from kvbm.engines.python_probe import run_elsewhere
+from kvbm.engines.sglang.kind import SglangKind
+from kvbm.engines.synthetic_directory import preset_of
+from kvbm.engines.trtllm.kind import TrtllmKind
+from kvbm.engines.vllm.kind import VllmKind
 from kvbm.errors import EnvironmentProblem
 from kvbm.identity.machine import cpu_flags
-from kvbm.sizing import Cpu
-from kvbm_cli import make_model as models
-from kvbm_cli.engine.embedded_kind import EmbeddedKind
-from kvbm_cli.engine.python_probe import run_elsewhere
-from kvbm_cli.engine.sglang_kind import SglangKind
-from kvbm_cli.engine.synthetic_directory import preset_of
-from kvbm_cli.engine.trtllm_kind import TrtllmKind
-from kvbm_cli.engine.vllm_kind import VllmKind
+from kvbm.sizing.tiers import Sizing, sizing_of
+from kvbm.sizing.wanted import Cpu, Wanted
 
 if TYPE_CHECKING:
-    from kvbm.config.installation import Installation
-    from kvbm.config.launch_plan import LaunchPlan
     from kvbm.config.schema import Profile
-    from kvbm_cli.engine.engine_kind import EngineKind, ServerTraits
+    from kvbm.engines.engine_kind import EngineKind, ServerTraits
+    from kvbm.engines.installation import Installation
+    from kvbm.engines.launch_plan import LaunchPlan
 
 KINDS: Mapping[str, EngineKind] = {
     "embedded": EmbeddedKind(),
+    "tensorrt-llm": TrtllmKind(),  # whose files may have keys of vLLM, too: its `signs` are looked for first
     "vllm": VllmKind(),
-    "tensorrt-llm": TrtllmKind(),
     "sglang": SglangKind(),
 }
+
+
+AS_WRITTEN = Wanted()
+REFUSED = {name: kind.refused for name, kind in KINDS.items()}
+load = partial(loading.load, refused=REFUSED)
+examine = partial(loading.examine, refused=REFUSED)
+examine_written = partial(loading.examine_written, refused=REFUSED)
 
 
 def kind_of(profile: Profile) -> EngineKind:
@@ -113,27 +123,37 @@ def runs_on_cpu(profile: Profile) -> bool:
 
 
 def cpu_of(profile: Profile) -> Cpu:
-    """Return this machine's CPU with the profile's vLLM, for engines that run on it."""
+    """Return this machine's CPU with the profile's engine, for engines that run on it."""
     found = installation_of(profile)
     return Cpu(cpu_flags(), None if found is None else release_of(found.version))
 
 
 def copy_count(profile: Profile) -> int:
     """Return how many engines with their own tiers the profile starts."""
-    arguments = profile.engine.arguments
-    copies = 1
-    if isinstance(arguments, VllmArguments):
-        copies = arguments.data_parallel_size or 1
-    elif isinstance(arguments, SglangArguments):
-        copies = arguments.dp_size or 1
-    return copies * max(profile.disaggregated.prefill, 1)
+    return kind_of(profile).copies(profile) * max(profile.disaggregated.prefill, 1)
 
 
 def metrics_count(profile: Profile) -> int:
-    """Return how many processes of the profile serve metrics of kvbm: with SGLang, every rank does."""
-    arguments = profile.engine.arguments
-    ranks = (arguments.tp_size or 1) * (arguments.pp_size or 1) if isinstance(arguments, SglangArguments) else 1
-    return ranks * copy_count(profile)
+    """Return how many processes of the profile serve metrics of kvbm."""
+    return kind_of(profile).serving_ranks(profile) * copy_count(profile)
+
+
+def size(
+    profile: Profile,
+    model_config: Mapping[str, object],
+    *,
+    environment: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
+    wanted: Wanted = AS_WRITTEN,
+) -> Sizing:
+    """Compute the sizes of the tiers of one engine.
+
+    `environment` has the variables that the engine gets besides those of the profile; `on_cpu` is true for a CPU build.
+    ProfileError if a tier holds no block or the model's configuration lacks a fact; SizeUnknown if only the engine
+    knows the layout of the model's cache.
+    """
+    kind = KINDS[wanted.engine or profile.engine.kind]
+    return sizing_of(kind.device(profile, model_config, Place(environment or {}, on_cpu), wanted), profile.tiers)
 
 
 def with_device_blocks(profile: Profile, block_count: int) -> Profile:
@@ -151,7 +171,7 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
 
     Raises EnvironmentProblem if neither this interpreter nor the engine's can generate it.
     """
-    preset = preset_of(profile)
+    preset = _preset_of(profile)
     if preset is None or models.directory_of(preset).is_dir():
         return
     say(f"generating {profile.engine.model} in {models.directory_of(preset)} (once)")
@@ -163,10 +183,15 @@ def make_model(profile: Profile, *, say: Callable[[str], None] = lambda text: No
 
 def how_to_make_model(profile: Profile) -> list[str] | None:
     """Return the command line that does what `make_model` would do, None if the model exists."""
-    preset = preset_of(profile)
+    preset = _preset_of(profile)
     if preset is None or models.directory_of(preset).is_dir():
         return None
     return [sys.executable, "-P", "-m", "kvbm_cli.make_model", preset, str(models.directory_of(preset))]
+
+
+def _preset_of(profile: Profile) -> str | None:
+    """Return the name of a model to generate, None for one that exists or that the engine generates itself."""
+    return preset_of(profile) if kind_of(profile).presets else None
 
 
 def _make_elsewhere(preset: str, directory: Path, python: str) -> None:

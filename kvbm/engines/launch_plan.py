@@ -19,7 +19,7 @@ class LaunchPlan:
     `libraries` are modules that the engine requires, `install` is the command that installs them. With
     `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan. `files`
     are texts by name, which the engine reads: words of `argv` name them, and `placed` says where they are.
-    `metrics_url` has the kvbm_* series if the server of the engine has none.
+    `metrics_url` has the kvbm_* series if the server of the engine has none. `key_variable` may have its API key.
     """
 
     argv: tuple[str, ...]
@@ -31,6 +31,7 @@ class LaunchPlan:
     has_admin_token: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     metrics_url: str = ""
+    key_variable: str = ""
 
     @property
     def health_url(self) -> str:

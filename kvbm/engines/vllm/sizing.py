@@ -17,24 +17,34 @@ from math import ceil
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
-from kvbm.config.vllm_models import KINDS_OF_STATES, have_layers_equal_heads
-from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
-from kvbm.sizing.cpu import PLAIN, STATE_FLAG, WIDENING, Cpu, LatentAttention, NamedCache
-from kvbm.sizing.families import architecture_of, layer_specs, state_kind
-from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
-from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
-from kvbm.sizing.families.states import GDN_STATE_TYPE
-from kvbm.sizing.gpu import MemoryEstimate
-from kvbm.sizing.state_settings import (
+from kvbm.engines.vllm.cpu import (
+    PLAIN,
+    STATE_FLAG,
+    WIDENING,
+    LatentAttention,
+    NamedCache,
+    keeps_narrow_gdn,
+    widens_states,
+)
+from kvbm.engines.vllm.models import KINDS_OF_STATES
+from kvbm.engines.vllm.sizing_groups import CacheGroup, cache_groups
+from kvbm.engines.vllm.state_settings import (
     CPU_BLOCK_TOKENS,
     GDN,
     RETENTION,
-    StateLevel,
     disabling_argument,
     unsupported,
 )
+from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
+from kvbm.sizing.families import architecture_of, layer_specs, state_kind
+from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
+from kvbm.sizing.families.heads import have_layers_equal_heads
+from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
+from kvbm.sizing.families.states import GDN_STATE_TYPE
+from kvbm.sizing.findings import StateLevel
+from kvbm.sizing.gpu import MemoryEstimate
 from kvbm.sizing.tiers import ESTIMATE, Device, SnapshotSize
-from kvbm.sizing.vllm_groups import CacheGroup, cache_groups
+from kvbm.sizing.wanted import Cpu
 
 GPU_BLOCK_TOKENS = 16
 LATENT_GPU_BLOCK_TOKENS = 64
@@ -291,10 +301,10 @@ def _ranks(model: Model) -> Ranks:
 def _state_bytes(model: Model, named: int | None) -> int | None:
     """Bytes of one element of a state, None if the model decides. `named`: what the argument says."""
     cpu = model.setting.cpu
-    if not (model.setting.on_cpu and cpu.widens_states):
+    if not (model.setting.on_cpu and widens_states(cpu)):
         return named
     kept = named or _STATE_ELEMENT_BYTES.get(str(ModelFacts.of(model.config).get(GDN_STATE_TYPE)))
-    is_kept = kept is not None and cpu.keeps_narrow_gdn and state_kind(model.config) == GDN
+    is_kept = kept is not None and keeps_narrow_gdn(cpu) and state_kind(model.config) == GDN
     return kept if is_kept else FLOAT32_BYTES
 
 
@@ -357,11 +367,11 @@ def _block_tokens(
 
 def _notes_of_states(model: Model, specs: Sequence[LayerSpec]) -> Iterator[str]:
     """Says how wide a state is if another CPU would keep it in another width."""
-    widens_states = model.setting.cpu.widens_states
-    other = replace(model.setting, cpu=Cpu() if widens_states else WIDENING)
+    is_wide = widens_states(model.setting.cpu)
+    other = replace(model.setting, cpu=Cpu() if is_wide else WIDENING)
     if specs == layer_specs(model.config, _ranks(replace(model, setting=other))):
         return
-    if widens_states:
+    if is_wide:
         yield f"this CPU has {STATE_FLAG}, so vLLM keeps the states of this model in 32 bits; other CPUs keep 16"
     else:
         yield f"vLLM keeps the states of this model in 16 bits on this CPU; one with {STATE_FLAG} keeps 32"

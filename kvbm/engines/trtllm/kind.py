@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import TrtllmArguments
-from kvbm.config.installation import shown
-from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
-from kvbm.engines.trtllm import launch
-from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, TrtllmInstallation, is_known
+from kvbm.engines.engine_kind import (
+    EngineKind,
+    Place,
+    ServerTraits,
+    SizedBy,
+    installation_problem,
+    python_of,
+    with_arguments,
+)
+from kvbm.engines.installation import shown
+from kvbm.engines.python_probe import find
+from kvbm.engines.trtllm import launch, sizing
+from kvbm.engines.trtllm.disaggregated import fleet
+from kvbm.engines.trtllm.options import CONNECTOR, DEFAULT_BLOCK_TOKENS, SIGNS, refused_options
+from kvbm.engines.trtllm.versions import CONTRACT_TESTED, INSTALL, PACKAGE, TrtllmInstallation, is_known
 from kvbm.errors import EnvironmentProblem
-from kvbm_cli.engine.engine_kind import ServerTraits, installation_problem, python_of, with_arguments
-from kvbm_cli.engine.python_probe import find_trtllm
 
 if TYPE_CHECKING:
-    from kvbm.config.launch_plan import LaunchPlan
+    from kvbm.config.document import Document, Mistake
     from kvbm.config.schema import Profile
+    from kvbm.engines.disaggregated import Fleet
+    from kvbm.engines.launch_plan import LaunchPlan
+    from kvbm.sizing.tiers import Device
+    from kvbm.sizing.wanted import Wanted
 
 TITLE = "TensorRT-LLM"
 
 
-class TrtllmKind:
-    """See EngineKind.
+class TrtllmKind(EngineKind):
+    """Its engines take a share of the free device memory: of two on one device, the second would get less."""
 
-    Its engines take a share of the free device memory: of two on one device, the second would get less.
-    """
-
+    signs = SIGNS
+    sized_by = SizedBy("trtllm", "kv_cache_config.tokens_per_block", "kv_cache_config.dtype")
+    tested = f"not run; the connector is tested against the interfaces of {shown(CONTRACT_TESTED)}"
     traits = ServerTraits(
         TITLE,
         tokenizes=False,
@@ -38,39 +51,31 @@ class TrtllmKind:
         token_id_fields={"detokenize": False},
     )
 
-    def launch_plan(
-        self,
-        profile: Profile,
-        *,
-        connector: bool,
-        port: int,
-        file: str = launch.OPTIONS_FILE,
-        defaults: Mapping[str, object] = launch.NO_OPTIONS,
-    ) -> LaunchPlan:
-        """Pass `file` and `defaults` to `launch.plan`."""
+    def imported(self, profile: Profile) -> list[str]:
+        return [CONNECTOR["connector_module"]]
+
+    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         return launch.plan(
-            _with_local_model(profile),
-            connector=connector,
-            port=port,
-            installation=self._installation(profile),
-            file=file,
-            defaults=defaults,
+            _with_local_model(profile), connector=connector, port=port, installation=self._installation(profile)
         )
 
-    def disaggregated_server(
-        self, profile: Profile, *, port: int, prefill: Sequence[str], decode: Sequence[str]
-    ) -> LaunchPlan:
-        """Return the plan of TensorRT-LLM's server in front of engines at these addresses."""
+    def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
+        return fleet(_with_local_model(profile), self._installation(profile), ports, environment)
+
+    def front(self, profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         return launch.disaggregated_server(
             _with_local_model(profile),
             port=port,
-            prefill=prefill,
-            decode=decode,
+            prefill=_addresses(fleet.prefill),
+            decode=_addresses(fleet.decode),
             installation=self._installation(profile),
         )
 
+    def refused(self, document: Document) -> Iterator[Mistake]:
+        return refused_options(document)
+
     def installed(self, profile: Profile) -> TrtllmInstallation | None:
-        return find_trtllm(python_of(profile))
+        return find(python_of(profile), PACKAGE, TrtllmInstallation)
 
     def _installation(self, profile: Profile) -> TrtllmInstallation | None:
         try:
@@ -100,19 +105,16 @@ class TrtllmKind:
     def block_tokens(self, profile: Profile) -> int:
         return int(_arguments(profile).cache.get("tokens_per_block") or DEFAULT_BLOCK_TOKENS)
 
-    def knows_block_tokens(self, profile: Profile) -> bool:
-        return True
-
-    def has_prefix_caching(self, profile: Profile) -> bool:
-        return True
-
-    def runs_on_cpu(self, profile: Profile) -> bool:
-        return False
-
     def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
         cache = _arguments(profile).cache
         tokens = max(block_count * self.block_tokens(profile), cache.get("max_tokens") or 0)
         return with_arguments(profile, kv_cache_config={**cache, "max_tokens": tokens})
+
+    def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
+        return sizing.device(_arguments(profile), model_config, sequence_tokens=wanted.sequence_tokens)
+
+    def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
+        sizing.specs(_arguments(profile), model_config)
 
     def caveats(self, profile: Profile) -> list[str]:
         return [
@@ -126,6 +128,10 @@ def _with_local_model(profile: Profile) -> Profile:
     model = profile.engine.model
     engine = profile.engine.model_copy(update={"model": os.path.expanduser(model)})
     return profile.model_copy(update={"engine": engine})
+
+
+def _addresses(plans: Sequence[LaunchPlan]) -> list[str]:
+    return [plan.base_url.removeprefix("http://") for plan in plans]
 
 
 def _arguments(profile: Profile) -> TrtllmArguments:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
-from kvbm.config.engine import EmbeddedArguments, SglangArguments, TrtllmArguments, VllmArguments
+from kvbm.config.engine import SglangArguments, flags_of_others
 from kvbm.config.flags import invalid_name, refused_by
 from kvbm.config.spelling import NEAR
 
@@ -56,16 +56,12 @@ SAME_FLAG: Mapping[str, str] = {
 }
 # Flags of other engines that SGLang does not have. They are listed, because a flag that `SglangArguments` does not
 # declare may be one of SGLang.
-_OF_OTHERS = (
-    (EmbeddedArguments.model_fields.keys() | VllmArguments.model_fields.keys() | TrtllmArguments.model_fields.keys())
-    - SglangArguments.model_fields.keys()
-    - {"device"}
-)
+_OF_OTHERS = flags_of_others("sglang") - {"device"}
 # Declared names to which no other flag of SGLang is similar: one that is similar to them is misspelt.
 _DISTINCT = SglangArguments.model_fields.keys() - {"tp_size", "pp_size", "dp_size"}
 
 
-def refused_sglang_flags(document: Document) -> Iterator[Mistake]:
+def refused_flags(document: Document) -> Iterator[Mistake]:
     """Yield a mistake for each flag that is not SGLang's, that kvbm sets, or that replaces its storage."""
     yield from refused_by(document, _reason_against)
     extra = entry_at(document, ["engine", "arguments", "hicache_storage_backend_extra_config"])

@@ -10,36 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from kvbm.config.engine import VllmArguments
 from kvbm.config.values import count_of
-from kvbm.config.vllm_models import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, disabled_by
+from kvbm.engines.vllm.models import ALIGN, KINDS_OF_STATES, MODE, NO_STATES, disabled_by
+from kvbm.sizing.findings import StateFinding, StateLevel
 
 PREFIX = "engine.arguments."
 RETENTION = "prefix_cache_retention_interval"
 CPU_BLOCK_TOKENS = 128  # of a CPU build if `block_size` is not set
 GDN, MAMBA2 = "GDN", "Mamba-2"
 FEW_BLOCKS, MANY_BLOCKS = 8, 16  # the interval for long shared prefixes: an opinion, not measured
-
-
-class StateLevel(Enum):
-    """MISTAKE: vLLM refuses to start. WARNING: no hits, no cache, or a failure later. NOTE: what a setting means."""
-
-    MISTAKE = "mistake"
-    WARNING = "warning"
-    NOTE = "note"
-
-
-@dataclass(frozen=True, slots=True)
-class StateFinding:
-    """`key` is the profile key that `message` is about; `hint` names what to set, for a mistake."""
-
-    level: StateLevel
-    key: str
-    message: str
-    hint: str | None = None
-    disables: bool = False  # kvbm
 
 
 @dataclass(frozen=True, slots=True)

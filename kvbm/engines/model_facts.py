@@ -12,55 +12,42 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
-from kvbm.engines.embedded.engine.supported_models import require_supported
-from kvbm.engines.embedded.engine.synthetic_models import SYNTHETIC
+from kvbm.config.engine import kinds_that
+from kvbm.engines.near_models import suggestion
 from kvbm.errors import ProfileError, reason_of
 from kvbm.sizing import SizeUnknown
 from kvbm.sizing.catalogue import catalogue
-from kvbm.text.reading import MAX_CONFIG_BYTES, read_at_most
-from kvbm_cli.engine.near_models import suggestion
-from kvbm_cli.make_model import MODELS
-from kvbm_cli.system.filesystem import LFS_HINT, is_lfs_pointer
+from kvbm.text.reading import LFS_HINT, MAX_CONFIG_BYTES, is_lfs_pointer, read_at_most
 
 SYNTHETIC_PREFIX = "synthetic:"
-MADE_FOR = ("vllm", "sglang")  # engines that require a directory, which make_model.py makes
 _CONTENTS = "a model directory contains `config.json`, weights and a tokenizer in the Hugging Face format"
 _HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?/?(?:[/?#].*)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def model_facts(model: str, *, kind: str = "embedded") -> Mapping[str, object]:
-    """Return the content of a Hugging Face config.json for that kind of engine.
+def model_facts(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+    """Return the content of a Hugging Face config.json for an engine that loads models from the hub. `presets` are the
+    synthetic models that are made for it.
 
     Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
-    if kind == "embedded":
-        return _of_embedded(model)
     if model.startswith(SYNTHETIC_PREFIX):
-        if kind not in MADE_FOR:
-            raise ProfileError(
-                f"`engine.model`: `{model}` requires `engine.kind` `embedded`, `vllm` or `sglang`",
-                hint="use a local directory or a name on Hugging Face",
-            )
-        return MODELS[_preset(model, MODELS)]
-    return _of_hub(model, kind)
+        return preset_facts(model, presets) if presets else _no_preset(model)
+    return _of_hub(model, presets)
 
 
-def _of_embedded(model: str) -> Mapping[str, object]:
-    if model.startswith(SYNTHETIC_PREFIX):
-        return SYNTHETIC[_preset(model, SYNTHETIC)]
-    directory = _directory(model)
-    if directory is None:
-        raise _no_directory(model, "use a local directory, or `synthetic:tiny`, which requires no download")
-    facts = read_config(directory / "config.json")
-    require_supported(directory, facts)
-    return facts
+def _no_preset(model: str) -> NoReturn:
+    raise ProfileError(
+        f"`engine.model`: `{model}` requires `engine.kind` {kinds_that(lambda form: form.has_presets)}",
+        hint="use a local directory or a name on Hugging Face",
+    )
 
 
-def _of_hub(model: str, kind: str) -> Mapping[str, object]:
+def _of_hub(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
     directory = model_directory(model)
     if directory is not None:
         return _with_quantization(directory, read_config(directory / "config.json"))
@@ -70,11 +57,12 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
         if address := _HUB_ADDRESS.fullmatch(model):
             message = f"`engine.model`: `{model}` is an address, not a name"
             raise ProfileError(message, hint=f"write `{address[1]}`")
-        if kind in MADE_FOR:
-            hint = "use a local directory, a name on Hugging Face, or `synthetic:vllm-81m`, which requires no download"
+        if presets:
+            preset = f"`{SYNTHETIC_PREFIX}{list(presets)[1]}`"
+            hint = f"use a local directory, a name on Hugging Face, or {preset}, which requires no download"
         else:
             hint = "use a local directory or a name on Hugging Face"
-        raise _no_directory(model, hint)
+        raise no_directory(model, hint)
     raise SizeUnknown(
         f"`{model}` is not on this machine yet, so the size of its blocks is unknown",
         hint=suggestion(model, catalogue())
@@ -83,19 +71,20 @@ def _of_hub(model: str, kind: str) -> Mapping[str, object]:
     )
 
 
-def _preset(model: str, presets: Iterable[str]) -> str:
+def preset_facts(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+    """Return the configuration of `synthetic:...`. ProfileError for an unknown one."""
     name, names = model.removeprefix(SYNTHETIC_PREFIX), list(presets)
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
         shown = ", ".join(f"`{SYNTHETIC_PREFIX}{name}`" for name in names)
         hint = f"did you mean `{SYNTHETIC_PREFIX}{nearest[0]}`?" if nearest else f"use one of {shown}"
         raise ProfileError(f"`engine.model`: unknown model `{model}`", hint=hint)
-    return name
+    return presets[name]
 
 
 def model_directory(model: str) -> Path | None:
     """Return the directory of a model for vLLM: a local one, or a snapshot in the Hugging Face cache."""
-    return _directory(model) or _downloaded(model)
+    return local_directory(model) or _downloaded(model)
 
 
 def config_file(model: str) -> Path | None:
@@ -113,12 +102,12 @@ def _with_quantization(directory: Path, facts: Mapping[str, object]) -> Mapping[
     return {**facts, "quantization_config": read_config(path)}
 
 
-def _directory(model: str) -> Path | None:
+def local_directory(model: str) -> Path | None:
     directory = os.path.expanduser(model)
     return Path(directory) if os.path.isdir(directory) else None
 
 
-def _no_directory(model: str, hint: str) -> ProfileError:
+def no_directory(model: str, hint: str) -> ProfileError:
     try:
         os.stat(os.path.expanduser(model))
         reason = "it is not a directory"

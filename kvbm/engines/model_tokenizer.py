@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbm_cli.engine.model_facts import model_directory
+from kvbm.engines.model_facts import model_directory
 
 
 def model_tokenizer(model: str) -> Callable[[str], list[int]] | None:

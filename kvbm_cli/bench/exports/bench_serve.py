@@ -16,10 +16,11 @@ from kvbm_cli.bench.result.arm_result import ArmResult, RequestTimes, launch_ms,
 from kvbm_cli.bench.result.results import RequestRecord
 from kvbm_cli.terminal.quantities import utc_time
 
+BENCH_SERVE = "vllm-bench.json"
 PERCENTILES = (50.0, 90.0, 95.0, 99.0)
 
 
-def vllm_bench_result(result: ArmResult, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
+def bench_serve_result(result: ArmResult, percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
     """Return the whole object; keys of vLLM in its order, then lists and facts whose names begin with `kvbm_`."""
     requests, succeeded, duration_s = result.requests, result.succeeded, result.duration_s
     input_tokens = total_of(succeeded, "prompt_tokens")

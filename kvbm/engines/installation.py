@@ -22,6 +22,18 @@ class Installation:
     rival: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ProbedPackage:
+    """An engine to detect: its name, its module and its command. `interface` are files below the module, one of which
+    an engine with connectors has; empty if every version has them. `parsers` are those that add the command's flags."""
+
+    title: str
+    module: str
+    command: str
+    interface: tuple[str, ...] = ()
+    parsers: tuple[str, ...] = ()
+
+
 def release_of(version: str) -> Release | None:
     """Return (major, minor) of a version, None if it does not start with them."""
     match = _RELEASE.match(version)

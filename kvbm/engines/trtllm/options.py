@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbm.config.document import Document, Entry, Mistake, entry_at
-from kvbm.config.engine import EmbeddedArguments, TrtllmArguments, VllmArguments
+from kvbm.config.engine import flags_of_others
 from kvbm.config.flags import NAME, refused_by
 from kvbm.config.spelling import snake_case
 
@@ -20,6 +20,14 @@ CONNECTOR = {
     "connector_worker_class": "DynamoKVBMConnectorWorker",
 }
 DEFAULT_BLOCK_TOKENS = 32
+# Keys of a file of options that are not keys of other files.
+SIGNS = frozenset(
+    (
+        *("kv_cache_config", "kv_connector_config", "cuda_graph_config", "moe_config", "max_num_tokens"),
+        *("cache_transceiver_config", "enable_attention_dp", "moe_expert_parallel_size", "print_iter_log"),
+        *("max_batch_size", "disable_overlap_scheduler", "build_config"),
+    )
+)
 
 KVBM_SETS: Mapping[str, str] = {
     "model": "use `engine.model`",
@@ -51,11 +59,7 @@ SAME_OPTION: Mapping[str, str] = {
 
 
 # Flags of other engines that TensorRT-LLM does not have.
-_OF_OTHERS = (
-    (EmbeddedArguments.model_fields.keys() | VllmArguments.model_fields.keys())
-    - TrtllmArguments.model_fields.keys()
-    - {"seed", "device", "pipeline_parallel_size"}
-)
+_OF_OTHERS = flags_of_others("tensorrt-llm") - {"seed", "device", "pipeline_parallel_size"}
 
 
 @dataclass(frozen=True, slots=True)

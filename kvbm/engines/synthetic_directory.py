@@ -1,22 +1,21 @@
-"""Synthetic models of vLLM and SGLang, which require directories: `synthetic:NAME` is one in the user's cache."""
+"""Synthetic models for engines that require directories: `synthetic:NAME` is one in the user's cache."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-from kvbm_cli import make_model as models
-from kvbm_cli.engine.model_facts import MADE_FOR, SYNTHETIC_PREFIX
+from kvbm.engines import make_model as models
+from kvbm.engines.model_facts import SYNTHETIC_PREFIX
 
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
 
 
 def preset_of(profile: Profile) -> str | None:
-    """Return the name of a model to generate, None for one that exists or that the engine generates itself."""
-    if profile.engine.kind not in MADE_FOR or not profile.engine.model.startswith(SYNTHETIC_PREFIX):
-        return None
-    return profile.engine.model.removeprefix(SYNTHETIC_PREFIX)
+    """Return the name of a model to generate, None for one that exists."""
+    is_preset = profile.engine.model.startswith(SYNTHETIC_PREFIX)
+    return profile.engine.model.removeprefix(SYNTHETIC_PREFIX) if is_preset else None
 
 
 def with_local_model(profile: Profile) -> Profile:

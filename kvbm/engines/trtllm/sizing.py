@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvbm.config.engine import TrtllmArguments
-from kvbm.config.trtllm_options import DEFAULT_BLOCK_TOKENS
+from kvbm.engines.trtllm.options import DEFAULT_BLOCK_TOKENS
 from kvbm.sizing.checkpoint import is_quantized
 from kvbm.sizing.families import layer_specs
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions

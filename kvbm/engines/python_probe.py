@@ -1,7 +1,7 @@
 """Detects an engine in a Python interpreter, which may differ from the one that runs `kvbm`.
 
 Runs one short subprocess, which reads the metadata of installed packages and does not import them. It finds the flags
-of vLLM in its source: the names in calls of `add_argument`, and the fields of classes such as `FrontendArgs`.
+of an engine in its source: the names in calls of `add_argument`, and the fields of classes such as `FrontendArgs`.
 
 No child interpreter imports modules from the working directory, which may hold files of others. Programs of kvbm get
 `-P`. An interpreter of the user gets SAFE_PATH, which also applies to the processes that it starts.
@@ -12,37 +12,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from kvbm.child.run import Ended, run
-from kvbm.engines.sglang.versions import SglangInstallation
-from kvbm.engines.trtllm.versions import INTERFACE_FILES, TrtllmInstallation
-from kvbm.engines.vllm.versions import VllmInstallation
+from kvbm.engines.installation import Installation, ProbedPackage
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm.text.reading import parse_json
 
 PROBE_TIMEOUT_S = 30
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+Found = TypeVar("Found", bound=Installation)
 
-
-@dataclass(frozen=True, slots=True)
-class ProbedPackage:
-    """An engine to detect: its name, its module and its command. `interface` are files below the module, one of which
-    an engine with connectors has; empty if every version has them. `parsers` are those that add the command's flags."""
-
-    title: str
-    module: str
-    command: str
-    interface: tuple[str, ...] = ()
-    parsers: tuple[str, ...] = ()
-
-
-FLAG_FILES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
-VLLM = ProbedPackage("vLLM", "vllm", "vllm", parsers=FLAG_FILES)
-SGLANG = ProbedPackage("SGLang", "sglang", "sglang")
-TRTLLM = ProbedPackage("TensorRT-LLM", "tensorrt_llm", "trtllm-serve", INTERFACE_FILES)
 
 _PROGRAM = """
 import sys
@@ -92,32 +73,15 @@ print(json.dumps(found))
 """
 
 
-def find_vllm(python: str) -> VllmInstallation | None:
-    """Return vLLM as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
+def find(python: str, package: ProbedPackage, form: type[Found]) -> Found | None:
+    """Return an engine as installed in `python`, None without it. Raises EnvironmentProblem if `python` does not work.
 
     Probes once: all parts of a command get the same answer, also if the probe failed or timed out.
     """
-    found = _found(python, VLLM)
-    return None if found is None else VllmInstallation(**found)
-
-
-def find_trtllm(python: str) -> TrtllmInstallation | None:
-    """Like `find_vllm`, for TensorRT-LLM."""
-    found = _found(python, TRTLLM)
-    return None if found is None else TrtllmInstallation(**found)
-
-
-def find_sglang(python: str) -> SglangInstallation | None:
-    """Like `find_vllm`, for SGLang."""
-    found = _found(python, SGLANG)
-    return None if found is None else SglangInstallation(**found)
-
-
-def _found(python: str, package: ProbedPackage) -> dict[str, Any] | None:
     found = _probe_once(python, package)
     if isinstance(found, EnvironmentProblem):
         raise found
-    return found
+    return None if found is None else form(**found)
 
 
 @cache

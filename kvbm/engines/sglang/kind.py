@@ -1,0 +1,145 @@
+"""SGLang, for the commands: its launch plan with a local model, its installation, and its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from kvbm.config.engine import SglangArguments, SglangEngine, VllmArguments
+from kvbm.config.values import count_of
+from kvbm.engines.engine_kind import (
+    RETURN_TOKEN_IDS,
+    EngineKind,
+    OwnMemory,
+    Place,
+    ServerTraits,
+    SizedBy,
+    Unusable,
+    installation_problem,
+    python_of,
+    with_arguments,
+)
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.python_probe import find
+from kvbm.engines.sglang import launch, sizing
+from kvbm.engines.sglang.options import LAYOUTS, STORAGE, refused_flags
+from kvbm.engines.sglang.versions import INSTALL, PACKAGE, TESTED, TO_COMPILE, SglangInstallation, is_known
+from kvbm.engines.synthetic_directory import with_local_model
+from kvbm.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from kvbm.config.document import Document, Mistake
+    from kvbm.config.schema import Profile
+    from kvbm.engines.launch_plan import LaunchPlan
+    from kvbm.sizing.tiers import Device
+    from kvbm.sizing.wanted import Wanted
+
+_WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline`"
+
+
+class SglangKind(EngineKind):
+    presets = MODELS
+    sized_by = SizedBy("vllm", "block_size", "kv_cache_dtype")  # with the arguments of vLLM, which sizing.py translates
+    tested = f"tested with {' and '.join(TESTED)}, on a CPU with stand-ins for its kernels"
+    to_compile = TO_COMPILE
+    traits = ServerTraits(
+        "SGLang",
+        has_kvbm_metrics=False,
+        shares_device=False,
+        token_id_fields={**RETURN_TOKEN_IDS, "return_cached_tokens_details": True},
+    )
+
+    def imported(self, profile: Profile) -> list[str]:
+        """On a CPU, SGLang cannot be imported without stand-ins."""
+        stand_ins = [launch.CPU_MODULE] if self.runs_on_cpu(profile) else []
+        return [*stand_ins, str(STORAGE["module_path"])]
+
+    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
+        """Do not require `make_model` to have run either."""
+        return launch.plan(with_local_model(profile), connector=connector, port=port)
+
+    def refused(self, document: Document) -> Iterator[Mistake]:
+        return refused_flags(document)
+
+    def installed(self, profile: Profile) -> SglangInstallation | None:
+        return find(python_of(profile), PACKAGE, SglangInstallation)
+
+    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
+        python = python_of(profile)
+        try:
+            found = self.installed(profile)
+        except EnvironmentProblem as error:
+            return error
+        if found is None:
+            hint = f"run `{python} -m {INSTALL}`, or set `engine.python` to an interpreter that has it"
+            return EnvironmentProblem(f"`{python}` has no SGLang", hint=hint)
+        needs_kvbm = has_cache or (isinstance(profile.engine, SglangEngine) and profile.engine.cpu_stand_ins)
+        if not needs_kvbm:
+            return None
+        return installation_problem(
+            python, "SGLang", found, is_known=is_known(found.version), tested=" and ".join(TESTED)
+        )
+
+    def block_tokens(self, profile: Profile) -> int:
+        return _arguments(profile).page_size
+
+    def runs_on_cpu(self, profile: Profile) -> bool:
+        return isinstance(profile.engine, SglangEngine) and profile.engine.cpu_stand_ins
+
+    def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
+        arguments = _arguments(profile)
+        tokens = max(block_count * arguments.page_size, count_of(arguments.max_total_tokens) or 0)
+        return with_arguments(profile, max_total_tokens=tokens)
+
+    def copies(self, profile: Profile) -> int:
+        return _arguments(profile).dp_size or 1
+
+    def serving_ranks(self, profile: Profile) -> int:
+        arguments = _arguments(profile)
+        return (arguments.tp_size or 1) * (arguments.pp_size or 1)
+
+    def unstorable_arguments(self, profile: Profile) -> Iterator[Unusable]:
+        """Return those with which SGLang would end, but only after it has loaded the model."""
+        arguments = _arguments(profile)
+        given = {**arguments.model_dump(), **(arguments.hicache_storage_backend_extra_config or {})}
+        layout = given.get("hicache_mem_layout", LAYOUTS[0])
+        for name, is_refused, reason in (
+            (
+                "enable_hierarchical_cache",
+                not arguments.enable_hierarchical_cache,
+                "it stores pages of SGLang's host memory",
+            ),
+            ("hicache_mem_layout", layout not in LAYOUTS, f"it can store {', '.join(f'`{one}`' for one in LAYOUTS)}"),
+            ("dcp_size", given.get("dcp_size", 1) != 1, "it does not support decode context parallelism of SGLang"),
+            ("tp_lcm_size", "tp_lcm_size" in given, "it does not split pages for engines with another number of ranks"),
+        ):
+            if is_refused:
+                place = "hicache_storage_backend_extra_config" if name == "tp_lcm_size" else name
+                message = f"`{name}: {str(given[name]).lower()}` cannot be used with kvbm: {reason}"
+                yield Unusable(place, message, _WITHOUT_KVBM)
+
+    def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
+        arguments, length = profile.engine.arguments, wanted.sequence_tokens
+        if isinstance(arguments, VllmArguments):  # of `kvbm size --engine`
+            return sizing.device(arguments, model_config, sequence_tokens=length)
+        return sizing.device_of(_arguments(profile), model_config, sequence_tokens=length)
+
+    def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
+        sizing.device_of(_arguments(profile), model_config)
+
+    def own_memory(self, profile: Profile, device_bytes: int | None) -> OwnMemory:
+        arguments, copies = _arguments(profile), self.copies(profile)
+        needed = (arguments.hicache_size or 0) * 10**9 * self.serving_ranks(profile) * copies or None
+        if needed is None and device_bytes is not None:
+            needed = int((arguments.hicache_ratio or launch.DEFAULT_RATIO) * device_bytes) * copies
+        left = launch.CPU_RESERVE_BYTES if self.runs_on_cpu(profile) else launch.RESERVE_BYTES
+        return OwnMemory(needed, left, "lower `engine.arguments.hicache_size` or `hicache_ratio`")
+
+    def caveats(self, profile: Profile) -> list[str]:
+        on_cpu = "SGLang computes on a CPU, with plain torch in place of its kernels: its times on a GPU are different"
+        return [on_cpu] if self.runs_on_cpu(profile) else []
+
+
+def _arguments(profile: Profile) -> SglangArguments:
+    assert isinstance(profile.engine.arguments, SglangArguments)
+    return profile.engine.arguments

@@ -1,0 +1,225 @@
+"""vLLM, for the commands: its launch plan with a local model, its installation, and its defaults."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from kvbm.config.engine import VllmArguments
+from kvbm.engines.engine_kind import (
+    EngineKind,
+    Place,
+    ServerTraits,
+    SizedBy,
+    Unusable,
+    installation_problem,
+    python_of,
+    with_arguments,
+)
+from kvbm.engines.installation import shown
+from kvbm.engines.make_model import MODELS
+from kvbm.engines.python_probe import find
+from kvbm.engines.synthetic_directory import with_local_model
+from kvbm.engines.vllm import sizing
+from kvbm.engines.vllm.findings import latent_findings, state_findings
+from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, SIGNS, refused_flags
+from kvbm.engines.vllm.sizing import LAYOUT_VARIABLE
+from kvbm.engines.vllm.versions import (
+    CONTRACT_TESTED,
+    INSTALL,
+    INSTALL_FOR_CPU,
+    PACKAGE,
+    RUN,
+    VllmInstallation,
+    is_known,
+)
+from kvbm.errors import EnvironmentProblem
+from kvbm.sizing.families.facts import SizeUnknown
+
+if TYPE_CHECKING:
+    from kvbm.config.document import Document, Mistake
+    from kvbm.config.schema import Profile
+    from kvbm.engines.disaggregated import Fleet
+    from kvbm.engines.launch_plan import LaunchPlan
+    from kvbm.sizing.findings import StateFinding
+    from kvbm.sizing.tiers import Device
+    from kvbm.sizing.wanted import Wanted
+
+LOOKAHEAD = (
+    "with an EAGLE or MTP drafter, vLLM from 0.33 on finds the last block of a hit in G1 only without a connector "
+    "(`num_hash_lookahead_tokens`): per hit, one block less comes from G1 with kvbm than with the baseline, and kvbm "
+    "loads it"
+)
+
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+NEAR = 0.8  # similarity of names of flags
+_OTHER_CONNECTOR = "remove it, or keep it and start vLLM without kvbm: `kvbm serve --baseline`"
+_PD_HINT = "remove it; `disaggregated: {prefill: 1, decode: 1}` starts engines with `PdConnector` and `NixlConnector`"
+_CONNECTOR_HINTS = {
+    "PdConnector": _PD_HINT,
+    "NixlConnector": _PD_HINT,
+    "MultiConnector": "a profile has one connector; `MultiConnector` with `DynamoConnector` works with vLLM's own "
+    "command line: `vllm serve MODEL --kv-transfer-config JSON`, see docs/guide/vllm.md",
+}
+
+
+class VllmKind(EngineKind):
+    presets = MODELS
+    sized_by = SizedBy(
+        "vllm", "block_size", "kv_cache_dtype", ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"), LAYOUT_VARIABLE
+    )
+    signs = SIGNS
+    reserved_blocks = 1
+    tested = f"tested with {shown(RUN)}"
+    traits = ServerTraits("vLLM", variables={DEV_MODE: "1"})  # which can reset
+
+    def imported(self, profile: Profile) -> list[str]:
+        return [CONNECTOR_MODULE]
+
+    def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
+        """Do not require `make_model` to have run either."""
+        from kvbm.engines.vllm import launch
+
+        return launch.plan(
+            with_local_model(profile),
+            connector=connector,
+            port=port,
+            installation=vllm_of(profile),
+            environment=dict(os.environ),
+        )
+
+    def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
+        from kvbm.engines.vllm import disaggregated
+
+        return disaggregated.fleet(profile, vllm_of(profile), ports, environment)
+
+    def problem_of_fleet(self, profile: Profile) -> EnvironmentProblem | None:
+        from kvbm.engines.vllm import disaggregated
+
+        return disaggregated.lacks_nixl(profile)
+
+    def problem_of_address(self, profile: Profile) -> EnvironmentProblem | None:
+        """vLLM's development mode lets every client call methods of the engine."""
+        mode = {**os.environ, **profile.engine.environment}.get(DEV_MODE, "0")
+        if mode in ("", "0"):
+            return None
+        return EnvironmentProblem(
+            f"{DEV_MODE} serves vLLM's debug endpoints, and `server.host: {profile.server.host}` is not a loopback "
+            "address",
+            hint=f"unset {DEV_MODE}, or set `server.host: 127.0.0.1`",
+        )
+
+    def refused(self, document: Document) -> Iterator[Mistake]:
+        return refused_flags(document)
+
+    def installed(self, profile: Profile) -> VllmInstallation | None:
+        return find(python_of(profile), PACKAGE, VllmInstallation)
+
+    def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
+        python = python_of(profile)
+        try:
+            found = self.installed(profile)
+        except EnvironmentProblem as error:
+            return error
+        if found is None:
+            install = INSTALL_FOR_CPU if self.runs_on_cpu(profile) else INSTALL
+            hint = f"run `{python} -m {install}`, or set `engine.python` to an interpreter that has vLLM"
+            return EnvironmentProblem(f"`{python}` has no vLLM", hint=hint)
+        if not has_cache:
+            return None
+        return installation_problem(
+            python, "vLLM", found, is_known=is_known(found.version), tested=shown(CONTRACT_TESTED)
+        )
+
+    def unknown_arguments(self, profile: Profile) -> Iterator[Unusable]:
+        found = vllm_of(profile)
+        for name in profile.engine.arguments.model_dump(exclude_none=True) if found is not None else ():
+            if found is not None and found.lacks(name):
+                alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
+                near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
+                hint = (
+                    f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
+                )
+                yield Unusable(name, f"vLLM {found.version} has no flag `{name}`", hint)
+
+    def unstorable_arguments(self, profile: Profile) -> Iterator[Unusable]:
+        """Return the connector of another cache, which vLLM can only run without kvbm."""
+        transfer = _arguments(profile).kv_transfer_config or {}
+        for name, ours in (("kv_connector", CONNECTOR), ("kv_connector_module_path", CONNECTOR_MODULE)):
+            value = transfer.get(name, ours)
+            if value != ours:
+                message = f"`kv_transfer_config.{name}` must be `{ours}`, not `{value}`"
+                hint = _CONNECTOR_HINTS.get(str(transfer.get("kv_connector")), _OTHER_CONNECTOR)
+                yield Unusable("kv_transfer_config", message, hint)
+
+    def block_tokens(self, profile: Profile) -> int:
+        """vLLM's default depends on the platform of its build."""
+        return sizing.default_block_tokens(_arguments(profile), on_cpu=self.runs_on_cpu(profile))
+
+    def knows_block_tokens(self, profile: Profile) -> bool:
+        """Return whether the block size is certain. It is a guess if vLLM is not installed."""
+        return _arguments(profile).block_size is not None or vllm_of(profile) is not None
+
+    def has_prefix_caching(self, profile: Profile) -> bool:
+        return _arguments(profile).enable_prefix_caching is not False
+
+    def runs_on_cpu(self, profile: Profile) -> bool:
+        """Whether it is a CPU build; if vLLM is missing, whether the variables indicate it."""
+        installation = vllm_of(profile)
+        if installation is not None:
+            return installation.is_cpu
+        return "VLLM_CPU_KVCACHE_SPACE" in {**os.environ, **profile.engine.environment}
+
+    def with_device_blocks(self, profile: Profile, block_count: int) -> Profile:
+        blocks = max(block_count + 1, _arguments(profile).num_gpu_blocks_override or 0)
+        return with_arguments(profile, num_gpu_blocks_override=blocks, enable_prefix_caching=True)
+
+    def copies(self, profile: Profile) -> int:
+        return _arguments(profile).data_parallel_size or 1
+
+    def device(self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted) -> Device:
+        return sizing.device(
+            sizing.Model(_arguments(profile), model_config, _setting(profile, place, wanted)),
+            sequence_tokens=wanted.sequence_tokens,
+            memory=wanted.memory,
+            shares_equal_kv=profile.transfer.share_equal_kv,
+        )
+
+    def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:
+        sizing.check(_arguments(profile), model_config)
+
+    def findings(
+        self, profile: Profile, model_config: Mapping[str, object], place: Place, wanted: Wanted
+    ) -> list[StateFinding]:
+        found = state_findings(_arguments(profile), model_config, _setting(profile, place, wanted), place.is_installed)
+        with contextlib.suppress(SizeUnknown):
+            found += latent_findings(_arguments(profile), model_config, _setting(profile, place, wanted))
+        return found
+
+    def caveats(self, profile: Profile) -> list[str]:
+        found = ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
+        installation, speculates = vllm_of(profile), "speculative_config" in (_arguments(profile).model_extra or {})
+        if speculates and installation is not None and installation.hashes_lookahead:
+            found.append(LOOKAHEAD)
+        return found
+
+
+def _setting(profile: Profile, place: Place, wanted: Wanted) -> sizing.Setting:
+    variables = {**place.environment, **profile.engine.environment}
+    return sizing.Setting(variables, place.on_cpu, wanted.capability, wanted.cpu)
+
+
+def vllm_of(profile: Profile) -> VllmInstallation | None:
+    """Return vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
+    try:
+        return find(python_of(profile), PACKAGE, VllmInstallation)
+    except EnvironmentProblem:
+        return None
+
+
+def _arguments(profile: Profile) -> VllmArguments:
+    assert isinstance(profile.engine.arguments, VllmArguments)
+    return profile.engine.arguments
