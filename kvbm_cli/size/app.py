@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from kvbm_cli.profile.options import DEFAULT, ENGINES, OptionalProfilesOption, SetOption, StrictOption
+from kvbm_cli.profile.options import DEFAULT, SIZED_ENGINES, OptionalProfilesOption, SetOption, StrictOption
 from kvbm_cli.terminal.options import JsonOption, Text, argument, flag, matching, option, path_option
 
 SIZED_HELP = "Directory or `config.json` of a model, or its name on Hugging Face."
@@ -22,7 +22,7 @@ def size(
     model: Annotated[str | None, argument("MODEL", SIZED_HELP, models)] = None,
     profile: OptionalProfilesOption = None,
     set_: SetOption = None,
-    engine: Annotated[Text, option("--engine", "ENGINE", f"{ENGINES} {DEFAULT}.")] = None,
+    engine: Annotated[Text, option("--engine", "ENGINE", f"{SIZED_ENGINES} {DEFAULT}.")] = None,
     tp: Annotated[Text, option("--tp", "N", "Tensor parallel ranks [default: 1].")] = None,
     pp: Annotated[Text, option("--pp", "N", "Pipeline parallel stages [default: 1].")] = None,
     kv_cache_dtype: Annotated[Text, option("--kv-cache-dtype", "TYPE", "Type of the KV cache, such as `fp8`.")] = None,

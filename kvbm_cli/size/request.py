@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbm.config.document import plain_scalar
-from kvbm.config.engine import DEFAULT_KIND
+from kvbm.config.engine import DEFAULT_KIND, ENGINE_KINDS
 from kvbm.config.sizes import MAX_BYTES, parse_size
 from kvbm.config.values import count_of, count_value
 from kvbm.engines.model_facts import model_directory, read_config
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvbm.config.load import ResolvedProfile
 
 _DEFAULT_TITLE = KINDS[DEFAULT_KIND].traits.title
-_SIZED = {name: kind.sized_by for name, kind in KINDS.items() if kind.sized_by is not None}
+_SIZED = {name: sized_by for name in ENGINE_KINDS if (sized_by := KINDS[name].sized_by) is not None}
 _KEYS = {
     "--tp": "engine.arguments.tensor_parallel_size",
     "--pp": "engine.arguments.pipeline_parallel_size",
@@ -73,6 +73,11 @@ class SizeRequest:
         return self.options.get("--engine", DEFAULT_KIND)
 
     @property
+    def _is_translated(self) -> bool:
+        """Whether the engine reads the arguments of the default one."""
+        return self._engine != DEFAULT_KIND and _SIZED[self._engine].profile == _SIZED[DEFAULT_KIND].profile
+
+    @property
     def _model(self) -> str | None:
         """The model, or the directory of a `config.json`."""
         path = None if self.model is None else Path(os.path.expanduser(self.model))
@@ -89,7 +94,7 @@ class SizeRequest:
             sequence_tokens=self.count("--length"),
             memory=None if gpu is None else self._memory(gpu, resolved),
             capability=gpu.capability if gpu is not None else None,
-            engine=None if self.profiles or self._engine == resolved.profile.engine.kind else self._engine,
+            engine=self._engine if self._is_translated and resolved.profile.engine.kind == DEFAULT_KIND else None,
         )
 
     def demand(self) -> tuple[int, int] | None:

@@ -21,6 +21,14 @@ def test_an_interval_with_which_an_installed_vllm_does_not_start_is_a_mistake(tm
     assert f"\n  --set {setting}\n" in outcome.stderr
 
 
+@pytest.mark.parametrize("engine", [(), ("--engine", "sglang")])
+def test_a_kind_that_is_set_decides_whose_rules_apply(tmp_path, engine):
+    """`--engine` names the profile to begin with."""
+    outcome = kvbm_here("size", "synthetic:tiny", *engine, "--set", "engine.kind=embedded", home=tmp_path)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert "a block is 16 tokens" in outcome.stdout
+
+
 SERVED_PROFILE = f"""\
 engine:
   kind: vllm
