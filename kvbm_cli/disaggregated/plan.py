@@ -72,4 +72,5 @@ def _proxy(profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         environment={},
         base_url=served_at(host, port),
         model=fleet.prefill[0].model,
+        key_variable=fleet.prefill[0].key_variable,
     )
