@@ -135,7 +135,7 @@ RULES = (  # the first that fits a module counts
         for module in BEFORE_A_START
         if (engine, module) != ("vllm", "options")  # which are those of a running engine
     ),
-    Rule("kvbm.engines.vllm", (*RUNS_THE_CACHE, "kvbm.sizing.families.heads"), never=("tensorrt_llm", "sglang")),
+    Rule("kvbm.engines.vllm", (*RUNS_THE_CACHE, "kvbm.config.heads"), never=("tensorrt_llm", "sglang")),
     Rule(
         "kvbm.engines.trtllm",
         RUNS_THE_CACHE,

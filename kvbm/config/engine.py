@@ -148,7 +148,7 @@ class VllmArguments(Section):
 
 
 class TrtllmArguments(Section):
-    """Options of TensorRT-LLM's LLM API, as in the file of `--extra_llm_api_options`. See `trtllm_options.py`."""
+    """Options of TensorRT-LLM's LLM API, as in the file of `--extra_llm_api_options`."""
 
     LENGTH: ClassVar[str] = "max_seq_len"
     model_config = ConfigDict(extra="allow")
@@ -353,7 +353,7 @@ ENGINES: Mapping[str, type[EngineSection]] = {
 }
 ENGINE_KINDS = tuple(ENGINES)
 DEFAULT_KIND = "vllm"  # where none is named
-ACCEPTS_EVERY_FLAG = "vllm"  # also of other kinds, as far as its schema goes
+ACCEPTS_EVERY_FLAG = "vllm"  # a profile of an unknown kind is examined as one of this kind
 
 
 def flags_of_others(kind: str) -> Set[str]:

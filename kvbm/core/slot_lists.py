@@ -8,7 +8,7 @@ A slot is in at most one list and costs eight bytes. Every operation changes onl
 One list holds the free slots. The others hold the inactive blocks; an Order (policies/order.py) says which one is
 evicted next.
 
-Only the store and its policy use them. It decides from the states which slots belong in which list.
+Only the store and its policy use them. The store decides from the states which slots belong in which list.
 """
 
 from __future__ import annotations

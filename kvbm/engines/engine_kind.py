@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from kvbm.engines.model_facts import model_facts
 from kvbm.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -95,7 +94,9 @@ class OwnMemory:
 class EngineKind(ABC):
     traits: ClassVar[ServerTraits]
     presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # synthetic models that make_model.py makes for it
+    suggested_preset: ClassVar[str] = ""
     sized_by: ClassVar[SizedBy | None] = None  # None if `kvbm size` does not know it without a profile
+    judges_states: ClassVar[bool] = False  # whether `findings` has any
     signs: ClassVar[frozenset[str]] = frozenset()  # keys of its files of arguments that no other file has
     reserved_blocks: ClassVar[int] = 0  # of G1, that hold no tokens
     tested: ClassVar[str | None] = None  # with which versions, None for a part of kvbm
@@ -183,7 +184,9 @@ class EngineKind(ABC):
     def model_facts(self, model: str) -> Mapping[str, object]:
         """Return the content of a model's config.json. ProfileError for a missing or unsupported model, SizeUnknown for
         one that only the engine can find."""
-        return model_facts(model, self.presets)
+        from kvbm.engines.model_facts import model_facts
+
+        return model_facts(model, self.presets, self.suggested_preset)
 
     @abstractmethod
     def check_model(self, profile: Profile, model_config: Mapping[str, object]) -> None:

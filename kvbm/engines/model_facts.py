@@ -29,15 +29,15 @@ _HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def model_facts(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+def model_facts(model: str, presets: Mapping[str, Mapping[str, object]], suggested: str = "") -> Mapping[str, object]:
     """Return the content of a Hugging Face config.json for an engine that loads models from the hub. `presets` are the
-    synthetic models that are made for it.
+    synthetic models that are made for it, `suggested` is the one to try.
 
     Raises ProfileError for a missing or unsupported model, SizeUnknown for one that only the engine can find.
     """
     if model.startswith(SYNTHETIC_PREFIX):
         return preset_facts(model, presets) if presets else _no_preset(model)
-    return _of_hub(model, presets)
+    return _of_hub(model, suggested)
 
 
 def _no_preset(model: str) -> NoReturn:
@@ -47,7 +47,7 @@ def _no_preset(model: str) -> NoReturn:
     )
 
 
-def _of_hub(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+def _of_hub(model: str, suggested: str) -> Mapping[str, object]:
     directory = model_directory(model)
     if directory is not None:
         return _with_quantization(directory, read_config(directory / "config.json"))
@@ -57,8 +57,8 @@ def _of_hub(model: str, presets: Mapping[str, Mapping[str, object]]) -> Mapping[
         if address := _HUB_ADDRESS.fullmatch(model):
             message = f"`engine.model`: `{model}` is an address, not a name"
             raise ProfileError(message, hint=f"write `{address[1]}`")
-        if presets:
-            preset = f"`{SYNTHETIC_PREFIX}{list(presets)[1]}`"
+        if suggested:
+            preset = f"`{SYNTHETIC_PREFIX}{suggested}`"
             hint = f"use a local directory, a name on Hugging Face, or {preset}, which requires no download"
         else:
             hint = "use a local directory or a name on Hugging Face"

@@ -92,7 +92,7 @@ def profile_diff(
 @profile_app.command("new", cls=Command)
 def profile_new(
     file: Annotated[Path, path_argument("FILE", "File to write; ends in .yaml.")],
-    engine: Annotated[str | None, option("--engine", "KIND", f"Engine: {ENGINES}, or `embedded`.", engines)] = None,
+    engine: Annotated[str | None, option("--engine", "KIND", f"Engine: {ENGINES}.", engines)] = None,
     model: Annotated[
         str | None, option("--model", "MODEL", "Model: a directory or a name that the engine accepts.")
     ] = None,

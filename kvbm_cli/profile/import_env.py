@@ -29,6 +29,8 @@ HEAD = """\
 description: imported from DYN_KVBM_* variables
 """
 
+_SIZES = {"host": "DYN_KVBM_CPU_CACHE_GB", "disk": "DYN_KVBM_DISK_CACHE_GB"}  # of a tier
+
 
 def import_env(
     environment: Mapping[str, str], *, output: Path | None, model: str | None, engine: str | None = None
@@ -48,9 +50,6 @@ def import_env(
         print_note(f"the variables override it while they are set: `unset {' '.join(replaced)}`")
 
 
-_SIZES = {"host": "DYN_KVBM_CPU_CACHE_GB", "disk": "DYN_KVBM_DISK_CACHE_GB"}
-
-
 def profile_text(environment: Mapping[str, str], *, model: str | None = None, engine: str | None = None) -> str:
     """Return the text of a profile with this model and the values of the variables."""
     kind, reason = kind_of(engine, model or MODEL, environment)
@@ -58,7 +57,7 @@ def profile_text(environment: Mapping[str, str], *, model: str | None = None, en
     try:
         ENGINES[kind].require_tiers(has_host=config.tiers.host is not None, has_lower=config.tiers.has_lower)
     except WrongKey as error:
-        message = f"`tiers.{error.name}` {error}, but the variables do not set it"
+        message = f"the variables set no `tiers.{error.name}`, which {error}"
         raise ProfileError(message, hint=f"set `{_SIZES[error.name]}` too") from None
     ours = {name: Word(environment[name]) for name in variable_names(environment)}
     note = "" if model is not None else "set your model here; no variable sets it"

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from kvbm.config.key_list import Key
 
 
-ENGINES, DEFAULT = (
-    "`vllm`, `tensorrt-llm` or `sglang`",
-    "[default: `vllm`]",
-)  # for texts of help, which import no pydantic
+# For texts of help, which import no pydantic.
+SIZED_ENGINES = "`vllm`, `tensorrt-llm` or `sglang`"
+ENGINES = "`vllm`, `tensorrt-llm`, `sglang` or `embedded`"
+DEFAULT = "[default: `vllm`]"
 
 
 def profiles(incomplete: str) -> list[str]:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from kvbm.config.document import read_file
 from kvbm.config.layers import find, shipped, shipped_halves
-from kvbm.config.load import ResolvedProfile
-from kvbm.engines.table import load
+from kvbm.config.load import ResolvedProfile, load
 from kvbm.text.outside import without_secret_value
 from kvbm_cli.package_data import profiles_directory
-from kvbm_cli.profile.resolve import resolve
 from kvbm_cli.terminal.console import labelled, noted, print_data, print_json
 
 KEY_WIDTH = 48
@@ -20,8 +18,8 @@ VALUE_WIDTH = 16
 
 
 def list_profiles(*, as_json: bool) -> None:
-    directories = [profiles_directory()]
-    found = [_listed(load(name, directories=directories)) for name in shipped(directories)]
+    directories = [profiles_directory()]  # of which no profile has a refused argument: no engine is asked
+    found = [_listed(load(name, directories=directories, refused={})) for name in shipped(directories)]
     found += [_listed_half(name, find(name, directories=directories)) for name in shipped_halves(directories)]
     if as_json:
         print_json(found)
@@ -44,6 +42,8 @@ def _listed_half(name: str, path: Path) -> dict[str, object]:
 
 def show_profile(references: Sequence[str], overrides: Sequence[str], *, as_json: bool) -> None:
     """Print every key with its value and origin, and `***` for secrets among the engine's variables."""
+    from kvbm_cli.profile.resolve import resolve
+
     resolved = resolve(*references, overrides=overrides)
     values = {key: without_secret_value(key, value) for key, value in resolved.values.items()}
     if as_json:

@@ -39,6 +39,8 @@ def state_notes(resolved: ResolvedProfile) -> list[str]:
 def _findings(resolved: ResolvedProfile, level: StateLevel) -> Sequence[StateFinding]:
     """Return the findings of a level. ProfileError for a wrong model."""
     profile = resolved.profile
+    if not kind_of(profile).judges_states:
+        return []
     try:
         facts = kind_of(profile).model_facts(profile.engine.model)
     except SizeUnknown:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.schema import Profile
 from kvbm.engines.table import size
 from kvbm.errors import ProfileError
 from kvbm.sizing import PAGE_BYTES, SizeUnknown, Sizing
 from kvbm.sizing.catalogue import catalogue
-from kvbm.sizing.families.heads import have_layers_equal_heads
 
 QWEN3_81M = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -288,7 +288,7 @@ class Adaptive(Policy):
         self._history.clear(self._time_s)
 
     def choice(self) -> tuple[int, int]:
-        """Return 1 and the position of the table in TABLES, and the hits of its shadow cache above those of LRU."""
+        """Return 1 + the position of the table in TABLES, and its hits above those of LRU, in percent."""
         lru, current = self._shadows[0], self._current
         return 1 + TABLES.index(current.table), round(100 * current.gain / lru.hits) if lru.hits else 0
 

@@ -1,6 +1,7 @@
 """Policy: which blocks a store evicts, and what it learns from requests to know that.
 
-A policy is a module here and a row of POLICIES (`policies/table.py`). What a policy does not override learns nothing.
+A policy is a module here and a row of POLICIES (`policies/table.py`); for profiles, its name is in the schema of
+`eviction`, too (`config/schema.py`). What a policy does not override learns nothing.
 """
 
 from __future__ import annotations

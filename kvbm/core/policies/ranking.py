@@ -19,7 +19,7 @@ Classes are monotone along a chain: a block's class is never lower than that of 
 chain therefore loses its tail first.
 
 A block costs nine bytes here: a double for the time of its last use, and a mark, the byte with its class and what is
-known of it. Only the store and the shadow caches use this.
+known of it. Only `adaptive` uses this.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ _WITHOUT_KVBM = "remove it, or start SGLang without kvbm: `kvbm serve --baseline
 
 class SglangKind(EngineKind):
     presets = MODELS
+    suggested_preset = "vllm-81m"
     sized_by = SizedBy("vllm", "block_size", "kv_cache_dtype")  # with the arguments of vLLM, which sizing.py translates
     tested = f"tested with {' and '.join(TESTED)}, on a CPU with stand-ins for its kernels"
     to_compile = TO_COMPILE

@@ -54,6 +54,7 @@ SAME_OPTION: Mapping[str, str] = {
     "prefix_caching": "kv_cache_config.enable_block_reuse",
     "enable_prefix_caching": "kv_cache_config.enable_block_reuse",
     "tp_size": "tensor_parallel_size",
+    "pp_size": "pipeline_parallel_size",
     "ep_size": "moe_expert_parallel_size",
 }
 

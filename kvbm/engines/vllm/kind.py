@@ -68,9 +68,11 @@ _CONNECTOR_HINTS = {
 
 class VllmKind(EngineKind):
     presets = MODELS
+    suggested_preset = "vllm-81m"
     sized_by = SizedBy(
         "vllm", "block_size", "kv_cache_dtype", ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"), LAYOUT_VARIABLE
     )
+    judges_states = True
     signs = SIGNS
     reserved_blocks = 1
     tested = f"tested with {shown(RUN)}"
@@ -135,15 +137,13 @@ class VllmKind(EngineKind):
         )
 
     def unknown_arguments(self, profile: Profile) -> Iterator[Unusable]:
-        found = vllm_of(profile)
-        for name in profile.engine.arguments.model_dump(exclude_none=True) if found is not None else ():
-            if found is not None and found.lacks(name):
-                alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
-                near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
-                hint = (
-                    f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
-                )
-                yield Unusable(name, f"vLLM {found.version} has no flag `{name}`", hint)
+        if (found := vllm_of(profile)) is None:
+            return
+        for name in filter(found.lacks, profile.engine.arguments.model_dump(exclude_none=True)):
+            alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
+            near = difflib.get_close_matches(name, alike, n=1, cutoff=NEAR)
+            hint = f"did you mean `{near[0]}`?" if near else "remove it, or start vLLM with it: `kvbm serve --force`"
+            yield Unusable(name, f"vLLM {found.version} has no flag `{name}`", hint)
 
     def unstorable_arguments(self, profile: Profile) -> Iterator[Unusable]:
         """Return the connector of another cache, which vLLM can only run without kvbm."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvbm.config.heads import have_layers_equal_heads, replicas_of_heads
 from kvbm.device.replicas import ALONE, Replicas
 from kvbm.engines.vllm.cache_groups import class_names
-from kvbm.sizing.families.heads import have_layers_equal_heads, replicas_of_heads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

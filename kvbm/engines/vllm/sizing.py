@@ -1,7 +1,7 @@
 """Block sizes of vLLM, and the number of blocks that its arguments set. Defaults follow vLLM 0.32.
 
-A block of vLLM has one page of every layer of a group (`vllm_groups`). The arguments, the model's configuration and the
-kind of device decide how many tokens it has:
+A block of vLLM has one page of every layer of a group (`sizing_groups`). The arguments, the model's configuration and
+the kind of device decide how many tokens it has:
 
     block_size                    as given
     CPU                           128 tokens; with latent attention, the attention backend decides (`cpu`)
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from kvbm.config.engine import VllmArguments
+from kvbm.config.heads import have_layers_equal_heads
 from kvbm.config.values import count_of
 from kvbm.engines.vllm.cpu import (
     PLAIN,
@@ -38,7 +39,6 @@ from kvbm.engines.vllm.state_settings import (
 from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
-from kvbm.sizing.families.heads import have_layers_equal_heads
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
 from kvbm.sizing.families.states import GDN_STATE_TYPE
 from kvbm.sizing.findings import StateLevel

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from kvbm.config.heads import replicas_of_heads
 from kvbm.sizing.families.facts import SizeUnknown
-from kvbm.sizing.families.heads import replicas_of_heads
 
 FLOAT32_BYTES = 4
 
