@@ -51,7 +51,7 @@ _FRACTION = "some parts ignore a fraction and create no tier, other parts create
 _DEFAULTED = "text that is not a number is silently ignored"
 _NOT_READ = "NVIDIA's wheel does not read it"
 _NO_PORTS = "leader and workers need no address: they communicate through shared memory"
-_NO_CONSOLIDATOR = "there is no consolidator: vLLM's own events include those of host memory"
+_NO_CONSOLIDATOR = "there is no consolidator: the engine's own events include those of host memory"
 _NO_NCCL = "ranks of TensorRT-LLM copy blocks without NCCL"
 _NO_EVENT_SOURCE = "there is no consolidator: TensorRT-LLM's own events are not changed"
 
@@ -108,7 +108,7 @@ VARIABLES: tuple[Variable, ...] = (
         "minimum priority, 0 to 100; only for engines that send priorities",
         Form.COUNT,
         "offload.min_priority",
-        upstream="with vLLM, which sends none, any value except 0 silently disables the cache",
+        upstream="with an engine that sends none, any value except 0 silently disables the cache",
     ),
     Variable(
         "DYN_KVBM_MAX_CONCURRENT_TRANSFERS",
@@ -124,7 +124,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         "DYN_KVBM_LEADER_WORKER_INIT_TIMEOUT_SECS",
-        "seconds that `kvbm serve` waits for the engine; no effect if vLLM is started by its own command",
+        "seconds that `kvbm serve` waits for the engine; no effect if the engine is started by its own command",
         Form.COUNT,
         "transfer.init_timeout_s",
         upstream="default 1800; here 600",
