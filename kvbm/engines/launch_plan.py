@@ -19,7 +19,7 @@ class LaunchPlan:
     `libraries` are modules that the engine requires, `install` is the command that installs them. With
     `has_admin_token`, its starter gives the engine a secret in ADMIN_VARIABLE, which is not part of the plan. `files`
     are texts by name, which the engine reads: words of `argv` name them, and `placed` says where they are.
-    `metrics_url` has the kvbm_* series if the server of the engine has none. `key_variable` may have its API key.
+    `metrics_url` has the kvbm_* series if the server of the engine has none.
     """
 
     argv: tuple[str, ...]
@@ -31,7 +31,6 @@ class LaunchPlan:
     has_admin_token: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     metrics_url: str = ""
-    key_variable: str = ""
 
     @property
     def health_url(self) -> str:
@@ -48,6 +47,7 @@ class LaunchPlan:
 
 
 ADMIN_VARIABLE = "KVBM_ADMIN_TOKEN"
+KEY_VARIABLE = "VLLM_API_KEY"  # of engines with vLLM's API, and of the proxy in front of them
 CONTROL_VARIABLE = "KVBM_CONTROL_DIRECTORY"  # where an engine makes the socket of its live control
 ADMIN_HEADER = "X-Kvbm-Admin-Token"
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}

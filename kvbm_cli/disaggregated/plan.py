@@ -72,5 +72,4 @@ def _proxy(profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         environment={},
         base_url=served_at(host, port),
         model=fleet.prefill[0].model,
-        key_variable=fleet.prefill[0].key_variable,
     )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbm.engines.launch_plan import LaunchPlan
+from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan
 from kvbm_cli.engine.process import POLL_S
 from kvbm_cli.system.http_client import HttpAnswer, request
 
@@ -89,5 +89,5 @@ class FirstToken:
 def _authorization(plan: LaunchPlan) -> dict[str, str]:
     """Return the API key header if the engine's command line or environment sets a key."""
     given = re.search(r"(?:^|\0)--api-key[\0=]([^\0]+)", "\0".join(plan.argv))
-    key = given[1] if given else plan.environment.get(plan.key_variable, os.environ.get(plan.key_variable))
+    key = given[1] if given else plan.environment.get(KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -20,7 +20,7 @@ from math import ceil
 
 from kvbm.config.engine import MAX_SHUTDOWN_TIMEOUT_S, VllmArguments, VllmEngine
 from kvbm.config.schema import Profile
-from kvbm.engines.launch_plan import LaunchPlan, as_text, served_at
+from kvbm.engines.launch_plan import KEY_VARIABLE, LaunchPlan, as_text, served_at
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE
 from kvbm.engines.vllm.versions import INSTALL, VllmInstallation
 
@@ -30,7 +30,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # Exceptions: flags without a `--no-` form, flags repeated per list item, and flags with a list as one JSON text.
 ONLY_ON = frozenset({"disable_log_stats", "aggregate_engine_logging", "data_parallel_multi_port_external_lb"})
 REPEATED = frozenset({"middleware"})
-SECRET_FLAGS = {"api_key": "VLLM_API_KEY", "hf_token": "HF_TOKEN"}
+SECRET_FLAGS = {"api_key": KEY_VARIABLE, "hf_token": "HF_TOKEN"}
 JSON_LISTS = frozenset({"allowed_origins", "allowed_methods", "allowed_headers"})
 
 
@@ -64,7 +64,6 @@ def plan(
         model=engine.served_name,
         libraries=("vllm",),
         install=INSTALL,
-        key_variable=SECRET_FLAGS["api_key"],
     )
 
 
