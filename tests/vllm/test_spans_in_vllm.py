@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from traffic import tokens
 from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer
@@ -110,6 +111,7 @@ def share_explained(receiver: Receiver, trace: str) -> float:
     return summed_s / theirs[f"{LATENCY}time_to_first_token"]
 
 
+@pytest.mark.timeout(1500)  # tens of thousands of tokens take minutes to compute on a busy machine
 def test_spans_of_kvbm_and_vllm_explain_the_first_token_and_sum_up_to_the_counters(tmp_path):
     random_ = Random(3)
     prefixes = [tokens(random_, PREFIX_BLOCKS * BLOCK_TOKENS) for _ in range(PREFIXES)]
