@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from kvbm.errors import EnvironmentProblem
 
@@ -89,6 +89,9 @@ class OwnMemory:
     needed_bytes: int | None
     left_bytes: int
     remedy: str
+
+
+Found = TypeVar("Found", bound="Installation")
 
 
 class EngineKind(ABC):
@@ -210,6 +213,14 @@ class EngineKind(ABC):
 def python_of(profile: Profile) -> str:
     """Return the interpreter that runs the engine."""
     return profile.engine.python or sys.executable
+
+
+def if_it_works(installed: Callable[[Profile], Found | None], profile: Profile) -> Found | None:
+    """Return what `EngineKind.installed` finds, None too if the interpreter does not work."""
+    try:
+        return installed(profile)
+    except EnvironmentProblem:
+        return None
 
 
 def with_arguments(profile: Profile, **changed: object) -> Profile:

@@ -12,6 +12,7 @@ from kvbm.engines.engine_kind import (
     Place,
     ServerTraits,
     SizedBy,
+    if_it_works,
     installation_problem,
     python_of,
     with_arguments,
@@ -56,11 +57,14 @@ class TrtllmKind(EngineKind):
 
     def launch_plan(self, profile: Profile, *, connector: bool, port: int) -> LaunchPlan:
         return launch.plan(
-            _with_local_model(profile), connector=connector, port=port, installation=self._installation(profile)
+            _with_local_model(profile),
+            connector=connector,
+            port=port,
+            installation=if_it_works(self.installed, profile),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
-        return fleet(_with_local_model(profile), self._installation(profile), ports, environment)
+        return fleet(_with_local_model(profile), if_it_works(self.installed, profile), ports, environment)
 
     def front(self, profile: Profile, fleet: Fleet, port: int) -> LaunchPlan:
         return launch.disaggregated_server(
@@ -68,7 +72,7 @@ class TrtllmKind(EngineKind):
             port=port,
             prefill=_addresses(fleet.prefill),
             decode=_addresses(fleet.decode),
-            installation=self._installation(profile),
+            installation=if_it_works(self.installed, profile),
         )
 
     def refused(self, document: Document) -> Iterator[Mistake]:
@@ -76,12 +80,6 @@ class TrtllmKind(EngineKind):
 
     def installed(self, profile: Profile) -> TrtllmInstallation | None:
         return find(python_of(profile), PACKAGE, TrtllmInstallation)
-
-    def _installation(self, profile: Profile) -> TrtllmInstallation | None:
-        try:
-            return self.installed(profile)
-        except EnvironmentProblem:
-            return None
 
     def problem(self, profile: Profile, *, has_cache: bool) -> EnvironmentProblem | None:
         python = python_of(profile)

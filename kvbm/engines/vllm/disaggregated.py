@@ -7,16 +7,14 @@ only: their blocks come from a prefill engine, which keeps them.
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbm.config.engine import VllmEngine
 from kvbm.engines.disaggregated import ENGINE_HOST, Fleet, devices, with_metrics_port
 from kvbm.engines.python_probe import run_elsewhere
-from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.engines.vllm import launch
 from kvbm.engines.vllm.flags import CONNECTOR_MODULE
 from kvbm.engines.vllm.versions import INSTALL as INSTALL_VLLM
@@ -25,7 +23,6 @@ from kvbm.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from kvbm.config.schema import Profile
     from kvbm.engines.launch_plan import LaunchPlan
-    from kvbm.engines.vllm.versions import VllmInstallation
 
 INSTALL = f"{INSTALL_VLLM} nixl"
 HINT = "run `pip install nixl` in that environment"
@@ -35,9 +32,15 @@ DECODE_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "
 
 
 def fleet(
-    profile: Profile, installation: VllmInstallation | None, ports: Iterator[int], environment: Mapping[str, str]
+    profile: Profile,
+    launch_plan: Callable[..., LaunchPlan],
+    ports: Iterator[int],
+    environment: Mapping[str, str],
+    *,
+    on_cpu: bool,
 ) -> Fleet:
-    """Return how to start the engines. `ports` yields their ports, `environment` is the caller's."""
+    """Return how to start the engines. `launch_plan` plans one engine, as EngineKind's does; `ports` yields their
+    ports, `environment` is the caller's."""
     counts = profile.disaggregated
     assert isinstance(profile.engine, VllmEngine), f"this is a plan for vLLM, not for {profile.engine.kind}"
     arguments = profile.engine.arguments
@@ -46,11 +49,13 @@ def fleet(
         counts.prefill + counts.decode,
         environment,
         ranks=(arguments.tensor_parallel_size or 1) * (arguments.pipeline_parallel_size or 1),
-        on_cpu=installation is not None and installation.is_cpu,
+        on_cpu=on_cpu,
     )
 
+    alone = profile.model_copy(update={"server": profile.server.model_copy(update={"host": ENGINE_HOST})})
+
     def engines(connectors: Sequence[Mapping[str, object]]) -> list[LaunchPlan]:
-        return [_engine(profile, installation, one, next(gpus), next(ports), next(ports)) for one in connectors]
+        return [_engine(alone, launch_plan, one, next(gpus), next(ports), next(ports)) for one in connectors]
 
     prefill = engines([prefill_connector(profile, number) for number in range(counts.prefill)])
     return Fleet(prefill, engines([DECODE_CONNECTOR] * counts.decode))
@@ -84,21 +89,14 @@ def lacks_nixl(profile: Profile) -> EnvironmentProblem | None:
 
 def _engine(
     profile: Profile,
-    installation: VllmInstallation | None,
+    launch_plan: Callable[..., LaunchPlan],
     connector: Mapping[str, object],
     devices: dict[str, str],
     port: int,
     side_channel_port: int,
 ) -> LaunchPlan:
     """Return the plan of one engine with this connector. Engines exchange block addresses on the side channel."""
-    server = profile.server.model_copy(update={"host": ENGINE_HOST})
-    alone = launch.plan(
-        with_local_model(profile.model_copy(update={"server": server})),
-        connector=False,
-        port=port,
-        installation=installation,
-        environment=dict(os.environ),
-    )
+    alone = launch_plan(profile, connector=False, port=port)
     side_channel = {"VLLM_NIXL_SIDE_CHANNEL_HOST": ENGINE_HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port)}
     return replace(
         alone,

@@ -15,6 +15,7 @@ from kvbm.engines.engine_kind import (
     ServerTraits,
     SizedBy,
     Unusable,
+    if_it_works,
     installation_problem,
     python_of,
     with_arguments,
@@ -26,7 +27,6 @@ from kvbm.engines.synthetic_directory import with_local_model
 from kvbm.engines.vllm import sizing
 from kvbm.engines.vllm.findings import latent_findings, state_findings
 from kvbm.engines.vllm.flags import CONNECTOR, CONNECTOR_MODULE, SIGNS, refused_flags
-from kvbm.engines.vllm.sizing import LAYOUT_VARIABLE
 from kvbm.engines.vllm.versions import (
     CONTRACT_TESTED,
     INSTALL,
@@ -70,7 +70,11 @@ class VllmKind(EngineKind):
     presets = MODELS
     suggested_preset = "vllm-81m"
     sized_by = SizedBy(
-        "vllm", "block_size", "kv_cache_dtype", ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"), LAYOUT_VARIABLE
+        "vllm",
+        "block_size",
+        "kv_cache_dtype",
+        ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"),
+        sizing.LAYOUT_VARIABLE,
     )
     judges_states = True
     signs = SIGNS
@@ -89,14 +93,16 @@ class VllmKind(EngineKind):
             with_local_model(profile),
             connector=connector,
             port=port,
-            installation=vllm_of(profile),
+            installation=if_it_works(self.installed, profile),
             environment=dict(os.environ),
         )
 
     def fleet(self, profile: Profile, ports: Iterator[int], environment: Mapping[str, str]) -> Fleet:
         from kvbm.engines.vllm import disaggregated
 
-        return disaggregated.fleet(profile, vllm_of(profile), ports, environment)
+        installation = if_it_works(self.installed, profile)
+        on_cpu = installation is not None and installation.is_cpu
+        return disaggregated.fleet(profile, self.launch_plan, ports, environment, on_cpu=on_cpu)
 
     def problem_of_fleet(self, profile: Profile) -> EnvironmentProblem | None:
         from kvbm.engines.vllm import disaggregated
@@ -137,7 +143,7 @@ class VllmKind(EngineKind):
         )
 
     def unknown_arguments(self, profile: Profile) -> Iterator[Unusable]:
-        if (found := vllm_of(profile)) is None:
+        if (found := if_it_works(self.installed, profile)) is None:
             return
         for name in filter(found.lacks, profile.engine.arguments.model_dump(exclude_none=True)):
             alike = [flag for flag in found.flags if flag.startswith("disable_") == name.startswith("disable_")]
@@ -161,14 +167,14 @@ class VllmKind(EngineKind):
 
     def knows_block_tokens(self, profile: Profile) -> bool:
         """Return whether the block size is certain. It is a guess if vLLM is not installed."""
-        return _arguments(profile).block_size is not None or vllm_of(profile) is not None
+        return _arguments(profile).block_size is not None or if_it_works(self.installed, profile) is not None
 
     def has_prefix_caching(self, profile: Profile) -> bool:
         return _arguments(profile).enable_prefix_caching is not False
 
     def runs_on_cpu(self, profile: Profile) -> bool:
         """Whether it is a CPU build; if vLLM is missing, whether the variables indicate it."""
-        installation = vllm_of(profile)
+        installation = if_it_works(self.installed, profile)
         if installation is not None:
             return installation.is_cpu
         return "VLLM_CPU_KVCACHE_SPACE" in {**os.environ, **profile.engine.environment}
@@ -201,7 +207,10 @@ class VllmKind(EngineKind):
 
     def caveats(self, profile: Profile) -> list[str]:
         found = ["vLLM computes on a CPU: the speed-up on a GPU is different"] if self.runs_on_cpu(profile) else []
-        installation, speculates = vllm_of(profile), "speculative_config" in (_arguments(profile).model_extra or {})
+        installation, speculates = (
+            if_it_works(self.installed, profile),
+            "speculative_config" in (_arguments(profile).model_extra or {}),
+        )
         if speculates and installation is not None and installation.hashes_lookahead:
             found.append(LOOKAHEAD)
         return found
@@ -210,14 +219,6 @@ class VllmKind(EngineKind):
 def _setting(profile: Profile, place: Place, wanted: Wanted) -> sizing.Setting:
     variables = {**place.environment, **profile.engine.environment}
     return sizing.Setting(variables, place.on_cpu, wanted.capability, wanted.cpu)
-
-
-def vllm_of(profile: Profile) -> VllmInstallation | None:
-    """Return vLLM in the interpreter of the profile's engine, None if it or the interpreter is missing."""
-    try:
-        return find(python_of(profile), PACKAGE, VllmInstallation)
-    except EnvironmentProblem:
-        return None
 
 
 def _arguments(profile: Profile) -> VllmArguments:
