@@ -16,7 +16,7 @@ from server_rig import ADMIN_TOKEN
 
 from kvbm.engines.launch_plan import ADMIN_VARIABLE
 
-WAIT_S = 60.0
+WAIT_S = 240.0  # for a busy machine
 
 
 @contextmanager
