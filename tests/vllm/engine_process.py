@@ -53,6 +53,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._log = directory / "log"
         self._pipe, theirs = context.Pipe()
+        self._calls = 0
         variables = minimal_environment(str(directory)) | {
             FAULTS_FILE: str(faults),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -78,12 +79,15 @@ class EngineProcess:
         return partial(self._call, name)
 
     def _call(self, name: str, *arguments: object, **keywords: object) -> Any:
-        self._pipe.send((name, arguments, keywords))
-        assert self._pipe.poll(CALL_TIMEOUT_S), f"`{name}` did not return\n{self._log_tail()}"
-        try:
-            result, error = self._pipe.recv()
-        except EOFError:
-            raise AssertionError(f"vLLM ended in `{name}`\n{self._log_tail()}") from None
+        self._calls += 1
+        self._pipe.send((self._calls, name, arguments, keywords))
+        number = None
+        while number != self._calls:  # before it may come the result for a test that pytest has ended
+            assert self._pipe.poll(CALL_TIMEOUT_S), f"`{name}` did not return\n{self._log_tail()}"
+            try:
+                number, result, error = self._pipe.recv()
+            except EOFError:
+                raise AssertionError(f"vLLM ended in `{name}`\n{self._log_tail()}") from None
         assert error is None, f"{error}\n{self._log_tail()}"
         return result
 
@@ -106,13 +110,13 @@ def _serve(
     engine = (kind or SteppedEngine)()
     while True:
         try:
-            name, arguments, keywords = pipe.recv()
+            number, name, arguments, keywords = pipe.recv()
         except EOFError:
             os._exit(0)  # threads of vLLM would delay the end of the interpreter
         try:
-            pipe.send((getattr(engine, name)(*arguments, **keywords), None))
+            pipe.send((number, getattr(engine, name)(*arguments, **keywords), None))
         except Exception:
-            pipe.send((None, traceback.format_exc()))
+            pipe.send((number, None, traceback.format_exc()))
 
 
 class SteppedEngine:
