@@ -16,10 +16,29 @@ ARM_GLIBC = ("2014", *(f"_2_{minor}" for minor in (17, 24, 26, 27, 28, 31, 34)))
 ARM_PLATFORMS = [f"--platform=manylinux{glibc}_aarch64" for glibc in ARM_GLIBC]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
+# CI leaves these out, `nox` runs them: media, sizes and displays, each with engines of its own.
+LONG = [
+    f"tests/vllm/test_{name}.py"
+    for name in ("defaults", "hybrid", "latent", "live_control", "media", "model_sizes", "prompt_sums", "spans_in_vllm")
+]
+OTHERS = (*LONG, "tests/vllm/test_versions.py")  # test_determinism.py has what test_versions.py has
+SHORT = ("tests/vllm", *(f"--ignore={path}" for path in OTHERS))
 # test_interleavings.py calls the connector as V1 and as V2 do, in the session `vllm`.
-IN_V2 = ("determinism", "pause_in_vllm", "pd", "pipeline_stages", "requests", "shared", "weight_updates")
+IN_V2 = (
+    "determinism",
+    "pause_in_vllm",
+    "pd",
+    "pipeline_stages",
+    "requests",
+    "restart_in_vllm",
+    "shared",
+    "weight_updates",
+)
 # The shortest of them that say most, for every change: `nox -s vllm` ends with them.
-ANSWERS_IN_V2 = "without_cache or preempted or adapters_and_the_base_model or waiting_leaves_nothing or external_reset"
+ANSWERS_IN_V2 = (
+    "without_cache or preempted or adapters_and_the_base_model or waiting_leaves_nothing or external_reset"
+    " or engine_before_has_written or first_has_computed"
+)
 # Of vLLM and torch, most modules are never imported: those that are get compiled then, once, whatever the caller says.
 COMPILED_LATER = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 LATER_PYTHONS = ("3.12", "3.13")  # CI has 3.11
@@ -28,7 +47,7 @@ nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not installed is skipped, with a line
-nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "mutants", "bench_micro", "smoke"]
+nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "vllm_long", "mutants", "bench_micro", "smoke"]
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -82,13 +101,18 @@ def install_vllm(session: nox.Session, *others: str) -> None:
 def vllm(session: nox.Session) -> None:
     """The connector inside a real vLLM on the CPU; an environment of 3 GB, made at the first run."""
     install_vllm(session)
-    short = ("tests/vllm", "--ignore", "tests/vllm/test_versions.py")  # whose contents test_determinism.py has too
     # More processes than cores, because many tests wait for a server to start. tests/vllm/conftest.py says which share
-    # servers.
-    grouped = ("-n", "3", "--dist", "loadgroup")
-    session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or short), env=COMPILED_LATER)
+    # servers. A busy machine takes long for them.
+    grouped = ("-n", "3", "--dist", "loadgroup", "-o", "timeout=900")
+    session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *(session.posargs or SHORT), env=COMPILED_LATER)
     if not session.posargs:
         answers_in_v2(session)
+
+
+@nox.session(venv_backend="none")
+def vllm_long(session: nox.Session) -> None:
+    """The tests that the session `vllm` leaves out, in its environment."""
+    session.notify("vllm", LONG)
 
 
 def answers_in_v2(session: nox.Session) -> None:
@@ -98,8 +122,10 @@ def answers_in_v2(session: nox.Session) -> None:
         where = ("--target", str(packages), "--no-compile", "--no-deps")
         session.run("python", "-m", "pip", "install", "-q", *where, f"triton=={TRITON}", "tests/vllm/triton_on_cpu")
     path = os.pathsep.join(filter(None, (str(packages.resolve()), os.environ.get("PYTHONPATH"))))
-    chosen = ("-k", ANSWERS_IN_V2, "-o", "timeout=1800", "tests/vllm/test_determinism.py")
-    session.run("pytest", "-q", "-n", "1", *ALL_BUT_SOAK, *chosen, env={**COMPILED_LATER, "PYTHONPATH": path})
+    files = [f"tests/vllm/test_{name}.py" for name in ("determinism", "restart_in_vllm", "shared")]
+    chosen = ("-k", ANSWERS_IN_V2, "-o", "timeout=1800", *files)
+    grouped = ("-n", "2", "--dist", "loadgroup")
+    session.run("pytest", "-q", *grouped, *ALL_BUT_SOAK, *chosen, env={**COMPILED_LATER, "PYTHONPATH": path})
 
 
 @nox.session(python="3.12")  # the Python of vLLM's images
