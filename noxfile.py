@@ -16,7 +16,7 @@ ARM_GLIBC = ("2014", *(f"_2_{minor}" for minor in (17, 24, 26, 27, 28, 31, 34)))
 ARM_PLATFORMS = [f"--platform=manylinux{glibc}_aarch64" for glibc in ARM_GLIBC]
 ALL_BUT_SOAK = ("-m", "not soak and not servers")
 TRITON = "3.9.0"
-# CI leaves these out, `nox` runs them: media, sizes and displays, each with engines of its own.
+# CI leaves these out, `nox -s vllm_long` runs them: media, sizes and displays, each with engines of its own.
 LONG = [
     f"tests/vllm/test_{name}.py"
     for name in ("defaults", "hybrid", "latent", "live_control", "media", "model_sizes", "prompt_sums", "spans_in_vllm")
@@ -47,7 +47,7 @@ nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False  # a Python that is not installed is skipped, with a line
-nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "vllm_long", "mutants", "bench_micro", "smoke"]
+nox.options.sessions = ["lint", "types", "imports", "tests", "vllm", "mutants", "bench_micro", "smoke"]
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -111,8 +111,8 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def vllm_long(session: nox.Session) -> None:
-    """The tests that the session `vllm` leaves out, in its environment."""
-    session.notify("vllm", LONG)
+    """The tests that the session `vllm` leaves out, in its environment; not part of `nox`, where `vllm` runs once."""
+    session.notify("vllm", [*LONG, *session.posargs])
 
 
 def answers_in_v2(session: nox.Session) -> None:
