@@ -41,20 +41,17 @@ class FollowedTokensOfV2(LogitsProcessor):
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
         self._prompt_len = req_states.prompt_len.np
-        self._follow: dict[int, list[int]] = {}  # by place of the request
+        self._follow: dict[int, list[int] | None] = {}  # by place of the request
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        tokens = (sampling_params.extra_args or {}).get("follow")
-        self._follow.pop(req_idx, None)
-        if tokens is not None:
-            self._follow[req_idx] = tokens
-        return tokens is not None
+        self._follow[req_idx] = (sampling_params.extra_args or {}).get("follow")
+        return self._follow[req_idx] is not None
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         for row, (place, position) in enumerate(zip(ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist(), strict=True)):
-            said = position + 1 - int(self._prompt_len[place])
-            if place in self._follow and said >= 0:  # below: the prompt has not ended
-                logits[row] = only(self._follow[place][said], logits[row])
+            tokens, said = self._follow[place], position + 1 - int(self._prompt_len[place])
+            if tokens is not None and said >= 0:  # below: the prompt has not ended
+                logits[row] = only(tokens[said], logits[row])
         return logits
 
 

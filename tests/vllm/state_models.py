@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_process import FOLLOWED_TOKENS, EngineProcess
 from pairs import Faults
-from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, compare, own_noise, take_turns
+from traffic import TOLERANCE, Comparison, Conversation, Request, assert_equal, compare, own_noise, take_turns_in_groups
 from vllm_server import FAULTY_CONNECTOR, Answer
 
 BLOCK = 64
@@ -35,7 +35,6 @@ SMALL = {
     "vllm-nemotron-h": (28, 75),
     "vllm-mamba2": (9, 22),
 }
-AT_ONCE = 5  # conversations
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,7 @@ def right_answers(
         **COMMON,
         **MODELS[preset],
     )
-    truth: dict[Request, Answer] = {}
-    for first in range(0, len(talks), AT_ONCE):  # so many fit into host memory, all do not
-        truth |= take_turns(engine.answer, talks[first : first + AT_ONCE])
+    truth = take_turns_in_groups(engine.answer, talks)
     truth |= zip(others, engine.answer(others), strict=True)
     return truth
 

@@ -90,6 +90,16 @@ def take_turns(
     return said
 
 
+def take_turns_in_groups(
+    ask_all: Callable[[Sequence[Request]], Sequence[Answer]], talks: Sequence[Conversation], size: int = 5
+) -> dict[Request, Answer]:
+    """`take_turns` for `size` conversations at a time: so many fit into host memory, all do not."""
+    said: dict[Request, Answer] = {}
+    for first in range(0, len(talks), size):
+        said |= take_turns(ask_all, talks[first : first + size])
+    return said
+
+
 def repeat(ask: Ask, requests: Sequence[Request], concurrency: int = CONCURRENCY) -> dict[Request, Answer]:
     """Ask the same again, in the same order."""
     with ThreadPoolExecutor(concurrency) as pool:
