@@ -63,6 +63,10 @@ class EngineProcess:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> Self:
         return self
 
@@ -80,14 +84,14 @@ class EngineProcess:
 
     def _call(self, name: str, *arguments: object, **keywords: object) -> Any:
         self._calls += 1
-        self._pipe.send((self._calls, name, arguments, keywords))
         number = None
-        while number != self._calls:  # before it may come the result for a test that pytest has ended
-            assert self._pipe.poll(CALL_TIMEOUT_S), f"`{name}` did not return\n{self._log_tail()}"
-            try:
+        try:
+            self._pipe.send((self._calls, name, arguments, keywords))
+            while number != self._calls:  # before it may come the result for a test that pytest has ended
+                assert self._pipe.poll(CALL_TIMEOUT_S), f"`{name}` did not return\n{self._log_tail()}"
                 number, result, error = self._pipe.recv()
-            except EOFError:
-                raise AssertionError(f"vLLM ended in `{name}`\n{self._log_tail()}") from None
+        except (EOFError, ConnectionError):
+            raise AssertionError(f"vLLM ended in `{name}`\n{self._log_tail()}") from None
         assert error is None, f"{error}\n{self._log_tail()}"
         return result
 

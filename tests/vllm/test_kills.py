@@ -6,26 +6,22 @@ results are written to bench/results/<machine>-vllm-kills.json, or -vllm-kills-v
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
 from random import Random
 from threading import Timer
 
-import psutil
 import pytest
 from engine_process import EngineProcess
 from kept_results import KeptResults, row_of
-from model_runner import IS_V2
 from pairs import Faults
 from state_models import BLOCK, COMMON
-from traffic import assert_equal, conversations, take_turns
-from vllm_server import CONNECTOR
+from traffic import Request, assert_equal, conversations, take_turns_in_groups
+from vllm_server import CONNECTOR, disk_process
+from waiting import eventually
 from wandering_engine import WanderingEngine
 
 pytestmark = [pytest.mark.soak, pytest.mark.slow, pytest.mark.timeout(0)]
-SESSION, RESULTS = ("vllm_v2", "vllm-kills-v2") if IS_V2 else ("vllm", "vllm-kills")
-COMMAND = f"nox -s {SESSION} -- tests/vllm/test_kills.py -n 0 -m soak"
+COMMAND = "nox -s vllm -- tests/vllm/test_kills.py -n 0 -m soak"
 TALKS = conversations(25, turns=4, seed=29, block_tokens=BLOCK)
 BLOWS = ("kill the engine", "kill the disk process", "stop the disk process")
 ROUNDS, ASKED = 25, 20
@@ -57,32 +53,33 @@ def strike(engine: EngineProcess, blow: str) -> None:
     if blow == "kill the engine":
         engine.kill()
         return
-    children = psutil.Process(engine._process.pid).children(recursive=True)  # what a user would see in `ps`
-    for disk in (child for child in children if "kvbm.tiers.disk.service.server" in child.cmdline()):
-        if blow == "kill the disk process":
-            disk.kill()
-        else:
-            disk.send_signal(signal.SIGSTOP)
-            Timer(STOPPED_S, os.kill, (disk.pid, signal.SIGCONT)).start()
+    disk = eventually(lambda: disk_process(engine.pid))  # after one was killed, the next one starts later
+    if blow == "kill the disk process":
+        disk.kill()
+    else:
+        disk.send_signal(signal.SIGSTOP)
+        Timer(STOPPED_S, disk.send_signal, (signal.SIGCONT,)).start()
+
+
+def wander_on(engine: EngineProcess, source: Random, requests: list[Request], seed: str) -> None:
+    while True:
+        engine.wander(source.sample(requests, 5), seed)
 
 
 def test_answers_after_blows_are_those_of_an_engine_without_cache(engine_of, tmp_path):
     plain = engine_of(enable_prefix_caching=False)
-    truth = {}
-    for first in range(0, len(TALKS), 5):
-        truth |= take_turns(plain.answer, TALKS[first : first + 5])
+    truth = take_turns_in_groups(plain.answer, TALKS)
     tiers = {"host": {"blocks": 60}, "disk": {"blocks": 400, "directory": str(tmp_path / "disk")}}
     cache = {"tiers": tiers, "offload": {"to_disk": "always"}, "onboard": {"policy": "always"}}
-    source, results, engine, loaded = Random("kills"), KeptResults(RESULTS, COMMAND), None, 0.0
+    source, results, engine, loaded = Random("kills"), KeptResults("vllm-kills", COMMAND), None, 0.0
     for number in range(ROUNDS):
         blow = BLOWS[number % len(BLOWS)]
         engine = engine or engine_of(connector=CONNECTOR, cache=cache)
         if blow == "kill the engine":  # the answers are those of the next one
             timer = Timer(source.uniform(1, 6), strike, (engine, blow))
             timer.start()
-            with suppress(AssertionError):  # vLLM ended
-                while timer.is_alive():
-                    engine.wander(source.sample(list(truth), 5), f"{number} before")
+            with pytest.raises(AssertionError, match="vLLM ended"):
+                wander_on(engine, source, list(truth), f"{number} before")
             timer.join()
             engine = engine_of(connector=CONNECTOR, cache=cache)
         else:

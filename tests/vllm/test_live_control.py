@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import threading
@@ -13,11 +12,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 
-import psutil
 import pytest
 from kept_results import KeptResults
 from traffic import tokens
-from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, host_blocks
+from vllm_server import BLOCK_TOKENS, CONNECTOR, VllmServer, disk_process, host_blocks
 from waiting import eventually
 
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
@@ -114,16 +112,12 @@ def test_a_paused_engine_answers(server):
 
 @contextmanager
 def stopped_disk(running: VllmServer) -> Iterator[None]:
-    disk = next(
-        child
-        for child in psutil.Process(running.process.pid).children(recursive=True)
-        if "kvbm.tiers.disk.service.server" in child.cmdline()
-    )
-    os.kill(disk.pid, signal.SIGSTOP)
+    disk = disk_process(running.process.pid)
+    disk.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(disk.pid, signal.SIGCONT)
+        disk.send_signal(signal.SIGCONT)
 
 
 def test_a_stopped_disk_process_holds_up_neither_the_answer_nor_the_engine(server):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Self
 
 import httpx
+import psutil
 from model_runner import IS_V2, assert_in_log
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -300,3 +301,9 @@ def minimal_environment(directory: str) -> dict[str, str]:
 def margin(logprobs: Iterable[float]) -> float:
     best, second = sorted(logprobs, reverse=True)[:2]
     return best - second
+
+
+def disk_process(engine: int) -> psutil.Process | None:
+    """Return the process that does the disk's I/O for an engine, by the engine's process id; None while it has none."""
+    children = psutil.Process(engine).children(recursive=True)
+    return next((child for child in children if "kvbm.tiers.disk.service.server" in child.cmdline()), None)
