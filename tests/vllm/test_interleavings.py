@@ -1,9 +1,9 @@
 """Changes of the weights at every point of load, schedule, forward pass and registration, with vLLM's own Scheduler.
 
 The worker's hooks are called by the classes that call them in vLLM's model runners V1 and V2.
-There is no model: the KV of a token is the version of the weights that computed it, or MIXED if a token before it has
-another version. Requests with a common prefix, which is in host memory, arrive, and the weights change at one point.
-A request that begins after the change may see no token of the version before, in G1 or from host memory.
+There is no model: the KV of a token is the token, and the version of the weights that computed it, or MIXED if a token
+before it has another version. Requests with a common prefix, which is in host memory, arrive, and the weights change at
+one point. A request that begins after the change may see no token of the version before, in G1 or from host memory.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ def configuration():
 
 
 @dataclass
+class Flight:
+    """A step from its schedule to its output."""
+
+    output: SchedulerOutput
+    passes: list[tuple[str, list[int], int, int]]  # name of a request, its blocks, first token, end
+    sampled: list[list[int]]
+    answer: ModelRunnerOutput | None = None  # once it has been submitted
+    fence: int = 0
+
+
+@dataclass
 class World:
     """One engine: vLLM's scheduler, the two sides of the connector, and a forward pass that writes versions and tokens.
 
@@ -92,7 +103,7 @@ class World:
     preemptions: int = 0
     ends: dict[str, int] = field(default_factory=dict)  # where a request stops, which is not known before
     live: dict[str, Request] = field(default_factory=dict)
-    flights: list = field(default_factory=list)
+    flights: list[Flight] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
     device: list = field(default_factory=list)  # forward passes that have been submitted
@@ -135,7 +146,7 @@ class World:
 
     def change(self) -> None:
         """Change the weights as reload_weights does: after the forward passes that are under way."""
-        while any(flight[1] is None for flight in self.flights):
+        while any(flight.answer is None for flight in self.flights):
             self.forward()
         self.wait_for_device(len(self.device))
         if self.kind == "adapter":
@@ -159,26 +170,25 @@ class World:
             for name, count in output.num_scheduled_tokens.items()
         ]
         sampled = [[self.sample(name, end)] if end >= self.live[name].num_tokens else [] for name, *_, end in passes]
-        self.flights.append([output, None, passes, sampled])
+        self.flights.append(Flight(output, passes, sampled))
 
     def sample(self, name: str, position: int) -> int:
         return STOP if position >= self.ends.get(name, NEVER) else GENERATED
 
     def forward(self) -> None:
-        flight = next((one for one in self.flights if one[1] is None), None)
+        flight = next((one for one in self.flights if one.answer is None), None)
         if flight is None:
             return
-        output, _, passes, sampled = flight
         kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
 
         def submit() -> None:
             self.run_copies(between_steps=False)
-            self.device.append(partial(self.compute, passes))
+            self.device.append(partial(self.compute, flight.passes))
 
-        answer = (self.as_v1 if self.runner.startswith("V1") else self.as_v2)(output, submit)
-        index = {name: number for number, (name, *_) in enumerate(passes)}
-        flight[1] = ModelRunnerOutput(list(index), index, sampled, kv_connector_output=answer)
-        flight.append(len(self.device))
+        answer = (self.as_v1 if self.runner.startswith("V1") else self.as_v2)(flight.output, submit)
+        index = {name: number for number, (name, *_) in enumerate(flight.passes)}
+        flight.answer = ModelRunnerOutput(list(index), index, flight.sampled, kv_connector_output=answer)
+        flight.fence = len(self.device)
 
     def compute(self, passes: list) -> None:
         for name, table, begin, end in passes:
@@ -244,10 +254,10 @@ class World:
         return found(finished_req_ids)
 
     def update(self) -> None:
-        if self.flights and self.flights[0][1] is not None:
-            output, answer, _, _, submitted = self.flights.pop(0)
-            self.wait_for_device(submitted)
-            self.scheduler.update_from_output(output, answer)
+        if self.flights and self.flights[0].answer is not None:
+            flight = self.flights.pop(0)
+            self.wait_for_device(flight.fence)
+            self.scheduler.update_from_output(flight.output, flight.answer)
 
     def moves(self):
         """Yield before each move of a step."""
