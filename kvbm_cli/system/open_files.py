@@ -16,8 +16,8 @@ _DELETED = " (deleted)"
 
 def written_files(pid: int) -> Iterator[Path]:
     """Yield the files that a process has open for writing, none if it has ended or belongs to another user."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_mode & stat.S_IWUSR:
                     yield Path(os.readlink(entry.path).removesuffix(_DELETED))
