@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from kvbm.errors import EnvironmentProblem
 from kvbm_cli.runs.log_tail import LogTail, prefixes_of, shown_line
 from kvbm_cli.runs.run_directory import Runs
-from kvbm_cli.runs.status import log_paths
 
 POLL_S = 0.2
 
@@ -17,7 +16,7 @@ POLL_S = 0.2
 def show_logs(reference: str | None, *, follow: bool, line_count: int | None) -> None:
     """Print logs, of several engines with their names as prefixes. Raises UsageError for an ambiguous reference."""
     run = Runs.of_user().one(reference)
-    paths = log_paths(run)
+    paths = run.facts.log_paths
     tails = [
         LogTail(path, prefix=prefix, line_count=line_count, follows=follow)
         for prefix, path in zip(prefixes_of(list(paths)), paths.values(), strict=True)

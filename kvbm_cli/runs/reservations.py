@@ -46,7 +46,8 @@ def pending_bytes(run: EngineRun) -> int:
     """Return the host memory that a starting run will still allocate. A healthy run has allocated all of it."""
     if run.state is not RunState.STARTING:
         return 0
-    has_bytes = 0 if run.is_elsewhere else _shared_memory_bytes(run)
+    pids = () if run.is_elsewhere else descendants(run.launcher.pid)
+    has_bytes = max(map(_shared_bytes_of, pids), default=0)  # several processes map the same segment
     return max(0, run.facts.memory_bytes - has_bytes)
 
 
@@ -66,13 +67,7 @@ def memory_lines(living: Sequence[EngineRun]) -> list[str]:
 
 
 def _place_of(run: EngineRun) -> str:
-    launcher = run.facts.launcher
-    return f"pid {launcher.pid} on {launcher.host}" if run.is_elsewhere else f"pid {launcher.pid}"
-
-
-def _shared_memory_bytes(run: EngineRun) -> int:
-    """Return the largest shared memory of one process of the run: several processes map the same segment."""
-    return max(map(_shared_bytes_of, descendants(run.facts.launcher.pid)), default=0)
+    return f"pid {run.launcher.pid} on {run.launcher.host}" if run.is_elsewhere else f"pid {run.launcher.pid}"
 
 
 def _shared_bytes_of(pid: int) -> int:

@@ -66,6 +66,14 @@ class EngineRun:
     is_living: bool
 
     @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def launcher(self) -> ProcessIdentity:
+        return self.facts.launcher
+
+    @property
     def state(self) -> RunState:
         if self.is_living or self.facts.state is RunState.ENDED:
             return self.facts.state
@@ -86,7 +94,7 @@ class EngineRun:
 
     def last_sign_s(self) -> float:
         """Return the time of the last write of its launcher or engine, in seconds since 1970."""
-        written = [self.path / FACTS, *map(Path, self.facts.logs.values())]
+        written = [self.path / FACTS, *self.facts.log_paths.values()]
         return max((path.stat().st_mtime for path in written if path.exists()), default=self.facts.started_s)
 
     def again(self) -> EngineRun:
@@ -181,7 +189,7 @@ class RunDirectory:
     @property
     def logs(self) -> Mapping[str, Path]:
         assert self._facts is not None, "the run has not begun"
-        return {name: Path(path) for name, path in self._facts.logs.items()}
+        return self._facts.log_paths
 
     @property
     def processes(self) -> Mapping[str, ProcessIdentity]:

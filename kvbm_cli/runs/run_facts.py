@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -61,6 +62,10 @@ class RunFacts:
     message: str = ""
     metrics_url: str = ""
     format: int = FORMAT
+
+    @property
+    def log_paths(self) -> dict[str, Path]:
+        return {name: Path(path) for name, path in self.logs.items()}
 
     @classmethod
     def from_json(cls, text: str) -> RunFacts:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kvbm_cli.runs.run_client import metrics_of, request_run
@@ -266,11 +265,3 @@ def _state_text(status: RunStatus) -> str:
     if run.is_elsewhere:
         return f"{status.state}, on {facts.launcher.host} or in another container"
     return f"{status.state} for {_age(run)}"
-
-
-def names(runs: Sequence[EngineRun]) -> list[str]:
-    return [run.facts.name for run in runs]
-
-
-def log_paths(run: EngineRun) -> dict[str, Path]:
-    return {name: Path(path) for name, path in run.facts.logs.items()}

@@ -18,7 +18,6 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, EnvironmentProblems, UsageError, reason_of
@@ -26,7 +25,6 @@ from kvbm_cli.engine.engine_log import EngineLog
 from kvbm_cli.runs.locks import locked
 from kvbm_cli.runs.run_directory import LOCK, EngineRun, Runs, UnreadableRun, write_stop_timeout
 from kvbm_cli.runs.run_facts import RunState
-from kvbm_cli.runs.status import log_paths, names
 from kvbm_cli.system.open_files import files_by_writer
 from kvbm_cli.system.process_identity import ProcessIdentity, descendants
 from kvbm_cli.terminal.console import print_data, print_json, print_note, stopped_text
@@ -110,9 +108,9 @@ def _select(runs: Runs, reference: str | None, *, every: bool) -> tuple[list[Eng
         if not unreadable:
             raise
         found = []
-    every_name = [*names(found), *(run.name for run in alive)]
-    if len(every_name) > 1 and not every:
-        listed = ", ".join(f"`{name}`" for name in every_name)
+    running: list[EngineRun | UnreadableRun] = [*found, *alive]
+    if len(running) > 1 and not every:
+        listed = ", ".join(f"`{run.name}`" for run in running)
         raise UsageError(f"several engines are running: {listed}", hint="name one of them, or use `kvbm stop --all`")
     return found, alive
 
@@ -148,7 +146,7 @@ def _left_processes(reference: str | None) -> dict[str, set[int]]:
 
 def _is_visible(run: EngineRun, problems: Problems) -> bool:
     if run.is_elsewhere:
-        problems[run.facts.name] = _elsewhere(run.facts.name, run.facts.launcher)
+        problems[run.name] = _elsewhere(run.name, run.launcher)
     return not run.is_elsewhere
 
 
@@ -183,20 +181,20 @@ def _stop(
         stopped = [
             _wait(run, started, timeout_s, display, is_signalled=run in signalled)
             for run in runs
-            if run.facts.name not in problems
+            if run.name not in problems
         ]
         return [*stopped, *(_wait_unreadable(run, started, timeout_s, display) for run in found)]
 
 
-def _is_signalled(run: UnreadableRun, timeout_s: float | None, problems: Problems) -> bool:
-    assert run.launcher is not None, f"{run.name} has no known launcher"
+def _is_signalled(run: EngineRun | UnreadableRun, timeout_s: float | None, problems: Problems) -> bool:
+    """Let the launcher stop its engine. If that is not possible, notes why."""
     if timeout_s is not None:
-        _request_timeout(run.name, run.path, timeout_s)
+        _request_timeout(run, timeout_s)
     try:
-        run.launcher.signal(signal.SIGTERM)
-        run.launcher.signal(signal.SIGCONT)
-    except PermissionError:
-        problems[run.name] = _of_another_user(run.name)
+        _signal(run, signal.SIGTERM)
+        _signal(run, signal.SIGCONT)  # a stopped launcher handles no signal
+    except EnvironmentProblem as problem:
+        problems[run.name] = problem
         return False
     return True
 
@@ -209,20 +207,18 @@ def _wait_unreadable(
     assert run.launcher is not None, f"{run.name} has no known launcher"
     deadline = started + (UNKNOWN_TIMEOUT_S if timeout_s is None else timeout_s) + GRACE_S
     is_killed = False
-    while run.launcher.is_alive():
+    while True:
+        is_alive = run.launcher.is_alive()  # before the description is read for the last time
         if isinstance(now := run.again(), EngineRun):
             return _wait(now, started, timeout_s, display, is_signalled=True)
-        if time.monotonic() > deadline and is_killed:
-            break
-        if time.monotonic() > deadline:
+        is_late = time.monotonic() > deadline
+        if not is_alive or (is_late and is_killed):
+            return StoppedRun(run.name, time.monotonic() - started, not is_alive, None if is_killed else 0)
+        if is_late:
             run.launcher.signal(signal.SIGKILL)
             is_killed, deadline = True, time.monotonic() + GRACE_S
         display.report(run.name)
         time.sleep(POLL_S)
-    if isinstance(now := run.again(), EngineRun):
-        return _wait(now, started, timeout_s, display, is_signalled=True)
-    has_ended = not run.launcher.is_alive()
-    return StoppedRun(run.name, time.monotonic() - started, has_ended, None if is_killed else 0)
 
 
 def _signal_all(
@@ -237,38 +233,28 @@ def _signal_all(
             if run.has_leftovers():
                 _continue_processes(run)  # its guard then removes them
         running = [run for run in runs if run.again().state in RUNNING]
-        for run in running:
-            if timeout_s is not None:
-                _request_timeout(run.facts.name, run.path, timeout_s)
-            try:
-                _signal(run, signal.SIGTERM)
-                _signal(run, signal.SIGCONT)  # a stopped launcher handles no signal
-            except EnvironmentProblem as problem:
-                problems[run.facts.name] = problem
-        running = [run for run in running if run.facts.name not in problems]
+        running = [run for run in running if _is_signalled(run, timeout_s, problems)]
         while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + NOTE_TIMEOUT_S:
             time.sleep(POLL_S / 4)
     return running
 
 
-def _request_timeout(name: str, path: Path, timeout_s: float) -> None:
+def _request_timeout(run: EngineRun | UnreadableRun, timeout_s: float) -> None:
     """Only warns if the disk is full: the engine must still be stopped."""
     try:
-        write_stop_timeout(path, timeout_s)
+        write_stop_timeout(run.path, timeout_s)
     except OSError as error:
         reason = reason_of(error)
-        show_warning(f"cannot pass `--timeout` to `{name}`: {reason}; the timeout of its profile applies")
+        show_warning(f"cannot pass `--timeout` to `{run.name}`: {reason}; the timeout of its profile applies")
 
 
-def _signal(run: EngineRun, number: signal.Signals) -> None:
+def _signal(run: EngineRun | UnreadableRun, number: signal.Signals) -> None:
+    assert run.launcher is not None, f"{run.name} has no known launcher"
     try:
-        run.facts.launcher.signal(number)
+        run.launcher.signal(number)
     except PermissionError:
-        raise _of_another_user(run.facts.name) from None
-
-
-def _of_another_user(name: str) -> EnvironmentProblem:
-    return EnvironmentProblem(f"`{name}` belongs to another user", hint="stop it as the user who started it")
+        message = f"`{run.name}` belongs to another user"
+        raise EnvironmentProblem(message, hint="stop it as the user who started it") from None
 
 
 def _wait(
@@ -278,7 +264,7 @@ def _wait(
 
     A launcher that another command signalled does not know this `timeout_s`: it gets a second signal when it is over.
     """
-    log = EngineLog(list(log_paths(run).values())[-1], 0).from_here()
+    log = EngineLog(list(run.facts.log_paths.values())[-1], 0).from_here()
     allowed_s = run.facts.stop_timeout_s if timeout_s is None else timeout_s
     deadline = started + (allowed_s if run.is_living else 0.0) + GRACE_S
     is_killed = False
