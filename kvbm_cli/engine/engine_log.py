@@ -18,6 +18,16 @@ LONGEST_LINE = 300
 MOST_EXAMINED = 4000  # characters of a line: some patterns take quadratic time
 
 
+def end_of(path: Path, most_bytes: int, *, start: int = 0) -> str:
+    """Return the last bytes of a log, none before byte `start`; empty if it cannot be read."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(start, os.fstat(log.fileno()).st_size - most_bytes))
+            return log.read(most_bytes).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLog:
     """The file `path` from byte `start` on. Earlier bytes come from an earlier engine. The file may be unreadable."""
@@ -27,13 +37,8 @@ class EngineLog:
 
     def lines(self) -> list[str]:
         """Return the last non-empty lines, none if the file cannot be read."""
-        try:
-            with self.path.open("rb") as log:
-                log.seek(max(self.start, os.fstat(log.fileno()).st_size - TAIL_BYTES))
-                text = log.read().decode(errors="replace")
-        except OSError:
-            return []
-        return [line[:MOST_EXAMINED].rstrip() for line in without_colours(text).splitlines() if line.strip()]
+        text = without_colours(end_of(self.path, TAIL_BYTES, start=self.start))
+        return [line[:MOST_EXAMINED].rstrip() for line in text.splitlines() if line.strip()]
 
     def from_here(self) -> EngineLog:
         """Return the same log from its current end on."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbm.sizing import ESTIMATE, Sizing
+from kvbm_cli.engine.engine_log import end_of
 
 MAX_LOG_BYTES = 16 << 20  # of the end of a log
 _HOST = re.compile(r"kvbm: rank (\d{1,6}) (?:allocated|shares) (\d{1,15}) blocks of (\d{1,15}) bytes")
@@ -50,15 +51,6 @@ def difference_text(sizing: Sizing | Exception, logs: Iterable[Path]) -> str | N
     """Return one line about what the engines report in another way, None if nothing differs or nothing is known."""
     if isinstance(sizing, Exception):
         return None
-    found = [one for log in logs for one in ReportedSizes.of(_end_of(log)).differences(sizing)]
+    found = [one for log in logs for one in ReportedSizes.of(end_of(log, MAX_LOG_BYTES)).differences(sizing)]
     differences = "; ".join(dict.fromkeys(found))
     return f"the engine reports sizes that differ from the computed ones: {differences}" if found else None
-
-
-def _end_of(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - MAX_LOG_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvbm.errors import KvbmError
 from kvbm.text.outside import one_line, shortened
-from kvbm_cli.engine.engine_log import MOST_EXAMINED
+from kvbm_cli.engine.engine_log import MOST_EXAMINED, end_of
 from kvbm_cli.runs.run_client import engine_metrics_of, metrics_of
 from kvbm_cli.runs.run_directory import EngineRun, Runs
 from kvbm_cli.runs.run_facts import RunState
@@ -153,20 +153,13 @@ def _target(run: EngineRun) -> MetricsTarget:
         state = f"ended with exit code {facts.exit_code}"
     if facts.is_baseline:
         state = "no cache: this is the baseline"
-    return MetricsTarget(facts.name, "", state, tuple(Path(path) for path in facts.logs.values()), run)
+    return MetricsTarget(facts.name, "", state, tuple(facts.log_paths.values()), run)
 
 
 def last_warnings(target: MetricsTarget) -> list[str]:
     """Return the last warnings and errors of kvbm in the logs of a run."""
     found = []
     for path in target.logs:
-        try:
-            with path.open("rb") as file:
-                file.seek(0, 2)
-                file.seek(max(0, file.tell() - TAIL_BYTES))
-                text = file.read(TAIL_BYTES).decode(errors="replace")
-        except OSError:
-            continue  # a run without a log, or whose directory was removed
-        lines = [line[:MOST_EXAMINED] for line in text.splitlines()]
+        lines = [line[:MOST_EXAMINED] for line in end_of(path, TAIL_BYTES).splitlines()]
         found += [f"{target.name}: {one_line(line)}" for line in lines if _WARNING.search(line)]
     return found[-LAST_WARNINGS:]
