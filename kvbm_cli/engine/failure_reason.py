@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvbm.engines.vllm.versions import INSTALL_FOR_CPU
 from kvbm_cli.engine.refused_flag import refusal
@@ -38,7 +39,11 @@ def failure_reason_of(lines: Sequence[str], exit_code: int, *, oom_kill_count: i
     kills during the run."""
     if oom_kill_count and exit_code != 0:
         return FailureReason("out of memory: the kernel's OOM killer killed a process", LESS_MEMORY)
-    return _own_error(lines) or _refused(lines) or _known(lines) or _signal(exit_code)
+    if (own := _own_error(lines)) is not None:
+        return own
+    if (refused := refusal(lines)) is not None:
+        return FailureReason(*refused)
+    return _known(lines) or _signal(exit_code)
 
 
 LESS_MEMORY = "lower `tiers.host.capacity`; `kvbm status` lists the running engines"
@@ -55,82 +60,74 @@ def _own_error(lines: Sequence[str]) -> FailureReason | None:
     return None
 
 
-def _refused(lines: Sequence[str]) -> FailureReason | None:
-    found = refusal(lines)
-    return None if found is None else FailureReason(*found)
+class _Pattern(NamedTuple):
+    """`{0}` in the text is the first group of the pattern."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Pattern:
-    pattern: re.Pattern[str]
-    text: Callable[[re.Match[str]], str]
+    pattern: str
+    text: str
     hint: str | None = None
 
 
-def _pattern(pattern: str, text: str, hint: str | None = None) -> _Pattern:
-    return _Pattern(re.compile(pattern), lambda found: text.format(*(group or "" for group in found.groups())), hint)
-
-
 _PATTERNS = (
-    _pattern(r"Address already in use|EADDRINUSE", "its port is in use", "choose a free port with `--port 0`"),
-    _pattern(r"No space left on device|\[Errno 28\]", "a disk is full", "check `df -h` and `tiers.disk.directory`"),
-    _pattern(
+    _Pattern(r"Address already in use|EADDRINUSE", "its port is in use", "choose a free port with `--port 0`"),
+    _Pattern(r"No space left on device|\[Errno 28\]", "a disk is full", "check `df -h` and `tiers.disk.directory`"),
+    _Pattern(
         r"Disk quota exceeded|\[Errno 122\]", "a disk quota is exceeded", "check `quota -s` and `tiers.disk.directory`"
     ),
-    _pattern(
+    _Pattern(
         r"(?:CUDA|HIP) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA error: out of memory",
         "out of GPU memory",
         "lower `engine.arguments.gpu_memory_utilization` or `max_model_len`, with TensorRT-LLM "
         "`kv_cache_config.free_gpu_memory_fraction` or `max_seq_len`; `nvidia-smi` lists other users of the GPU",
     ),
-    _pattern(
+    _Pattern(
         r"Free memory on device.*is less than desired GPU memory utilization",
         "another program uses the GPU's memory",
         "check `nvidia-smi`, or lower `engine.arguments.gpu_memory_utilization`",
     ),
-    _pattern(
+    _Pattern(
         r"Available memory on node.*is less than desired CPU memory utilization",
         "the machine has less free memory than the engine reserves for G1",
         "lower `engine.arguments.gpu_memory_utilization`, or set `VLLM_CPU_KVCACHE_SPACE` in `engine.environment`",
     ),
-    _pattern(
+    _Pattern(
         r"No available memory for the cache blocks|larger than the available KV cache memory"
         r"|larger than the maximum number of tokens",
         "G1 is too small for one request of the maximum length",
         "lower `engine.arguments.max_model_len`, or give G1 more memory",
     ),
-    _pattern(
+    _Pattern(
         r"[Cc]annot allocate memory|can't allocate memory|std::bad_alloc|MemoryError", "out of memory", LESS_MEMORY
     ),
-    _pattern(
+    _Pattern(
         r"ModuleNotFoundError: No module named '([^']+)'",
         "its Python has no module `{0}`",
         "install it there, or set `engine.python` to another interpreter",
     ),
-    _pattern(
+    _Pattern(
         r"(?:^|\] ?)ImportError: (.+)",
         "a library cannot be imported: {0}",
         "check the interpreter in `engine.python`",
     ),
-    _pattern(
+    _Pattern(
         r"GatedRepoError|Cannot access gated repo",
         "the model requires accepting its licence on Hugging Face",
         "accept it there, then run `hf auth login`",
     ),
-    _pattern(
+    _Pattern(
         r"Repository Not Found|RepositoryNotFoundError|is not a local folder and is not a valid model identifier",
         "the model was not found",
         "set `engine.model` to a local directory or a name on Hugging Face",
     ),
-    _pattern(
+    _Pattern(
         r"LocalEntryNotFoundError|OfflineModeIsEnabled|We couldn't connect to|couldn't find them in the cached files",
         "the model is not on this machine, and Hugging Face is not reachable",
         "set `engine.model` to a local directory",
     ),
-    _pattern(
+    _Pattern(
         r"Model architectures \[?'?([\w]+)'?\]? .*not supported", "the engine does not support the architecture `{0}`"
     ),
-    _pattern(r"PermissionError: .*: '([^']+)'", "no permission to use `{0}`", "check its owner with `ls -ld`"),
+    _Pattern(r"PermissionError: .*: '([^']+)'", "no permission to use `{0}`", "check its owner with `ls -ld`"),
 )
 
 
@@ -138,8 +135,8 @@ def _known(lines: Sequence[str]) -> FailureReason | None:
     """Return the reason of the last line that matches a pattern of the table."""
     for line in reversed(lines):
         for known in _PATTERNS:
-            if found := known.pattern.search(line):
-                return FailureReason(known.text(found), known.hint)
+            if found := re.search(known.pattern, line):
+                return FailureReason(known.text.format(*found.groups("")), known.hint)
     return None
 
 
