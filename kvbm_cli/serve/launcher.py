@@ -26,6 +26,7 @@ from kvbm_cli.runs.run_facts import RunState
 from kvbm_cli.serve.display import ServeDisplay
 from kvbm_cli.serve.first_token import wait_first_token
 from kvbm_cli.serve.options import ServeOptions
+from kvbm_cli.serve.plan_text import named_plans
 from kvbm_cli.serve.reported_sizes import difference_text
 from kvbm_cli.system.filesystem import problem_of
 from kvbm_cli.system.process_identity import ProcessIdentity
@@ -91,7 +92,7 @@ def launch(
             if (difference := difference_text(sizing, run.logs.values())) is not None:
                 display.note(warning_text(difference))
             run.enter(RunState.HEALTHY)
-            _print_ready(display, engine, run, _urls(plan), run.write_targets(targets), options)
+            _print_ready(display, engine, run, named_plans(plan), run.write_targets(targets), options)
             code = _watch(display, engine, run, signals, background)
         display.report("")
         display.note(signals.stopped_text())
@@ -253,26 +254,21 @@ def _print_ready(
     display: ServeDisplay,
     engine: EngineProcess | DisaggregatedEngines,
     run: RunDirectory,
-    named: Mapping[str, str],
+    named: Mapping[str, LaunchPlan],
     targets: Path | None,
     options: ServeOptions,
 ) -> None:
-    """`named` are the URLs of the engines behind a proxy, `targets` is the file for Prometheus."""
-    endpoint = engine.plan
+    """`named` are the engines behind a proxy, `targets` is the file for Prometheus."""
+    endpoint, urls = engine.plan, {name: one.base_url for name, one in named.items()}
     if options.as_json:
         ready = {"run": run.name, "url": endpoint.base_url, "model": endpoint.model, "log": str(engine.log_path)}
-        found = {**({"targets": str(targets)} if targets else {}), **({"engines": named} if named else {})}
+        found = {**({"targets": str(targets)} if targets else {}), **({"engines": urls} if urls else {})}
         display.data(json.dumps({**ready, **found}, indent=2))
         return
     body = f'{{"model": "{endpoint.model}", "prompt": "Once upon a time", "max_tokens": 16}}'
     curl = ["curl", f"{endpoint.base_url}/v1/completions", "-H", "Content-Type: application/json", "-d", body]
-    addresses = "".join(f"\n{name:<9}  {url}" for name, url in named.items())
+    addresses = "".join(f"\n{name:<9}  {url}" for name, url in urls.items())
     ending = f"stop it with `kvbm stop {shlex.quote(run.name)}`" if options.is_detached else "press Ctrl-C to stop it"
     files = f"log {engine.log_path}" + (f"\nPrometheus targets {targets}" if targets else "")
     display.note(f"{run.name} is ready after {engine.elapsed_s:.1f} s; {ending}\n{files}{addresses}\n")
     display.data(f"{endpoint.base_url}\n\n{shlex.join(curl)}")
-
-
-def _urls(plan: LaunchPlan | DisaggregatedPlan) -> Mapping[str, str]:
-    """Return the URLs of the engines behind a proxy, empty without a proxy."""
-    return {} if isinstance(plan, LaunchPlan) else {name: one.base_url for name, one in plan.engines}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from kvbm_cli.runs.reservations import holds_port
@@ -21,8 +20,11 @@ GRACE_S = 15.0  # after its stop timeout, for the launcher and its guard to kill
 def await_predecessors(served: ServedProfile) -> None:
     """Return when they have ended. After their stop timeout, prints a warning and returns anyway."""
     started = time.monotonic()
-    for run in _predecessors(served):
-        print_note(f"waiting for `{run.facts.name}` to end, which uses the same {_resource(run, served)}")
+    for run in Runs.of_user_if_known():
+        resource = _resource(run, served) if _is_ending(run) else None
+        if resource is None:
+            continue
+        print_note(f"waiting for `{run.name}` to end, which uses the same {resource}")
         deadline = started + run.facts.stop_timeout_s + GRACE_S
         with ProgressDisplay("waiting") as display:
             while _is_ending(run.again()) and time.monotonic() < deadline:
@@ -30,12 +32,6 @@ def await_predecessors(served: ServedProfile) -> None:
                 time.sleep(POLL_S)
         if _is_ending(run.again()):
             show_warning(f"`{run.facts.name}` has not ended after {time.monotonic() - started:.0f} s")
-
-
-def _predecessors(served: ServedProfile) -> Iterator[EngineRun]:
-    for run in Runs.of_user_if_known():
-        if _is_ending(run) and _resource(run, served) is not None:
-            yield run
 
 
 def _is_ending(run: EngineRun) -> bool:
