@@ -151,7 +151,7 @@ def figures(pairs: Sequence[tuple[Reading, Reading]]) -> Figures:
         transfers=transfers,
         tiers=_tiers(after),
         queues=_queues(after),
-        requests=_known({state: _sum_of(after, names) for state, names in REQUESTS.items()}),
+        requests=_known({state: _sum(after, *names) for state, names in REQUESTS.items()}),
         off=tuple(tier for name, tier in OFF.items() if any(1 in page.values(name) for page in after)),
         info=next((labels for page in after for labels in page.labels_of("kvbm_info")), {}),
     )
@@ -236,14 +236,9 @@ def _quantile(share: float, buckets: Sequence[tuple[float, float]]) -> float | N
     return lower
 
 
-def _sum(pages: Iterable[MetricsPage], name: str, **labels: str) -> float | None:
-    values = [value for page in pages for value in page.values(name, **labels)]
-    return sum(values) if values else None
-
-
-def _sum_of(pages: Iterable[MetricsPage], names: Iterable[str]) -> float | None:
-    """Return the sum over names that mean the same in different engines."""
-    values = [value for page in pages for name in names for value in page.values(name)]
+def _sum(pages: Iterable[MetricsPage], *names: str, **labels: str) -> float | None:
+    """Return the sum over names, which mean the same in different engines."""
+    values = [value for page in pages for name in names for value in page.values(name, **labels)]
     return sum(values) if values else None
 
 
