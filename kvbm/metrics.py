@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvbm.types import Tier
@@ -26,12 +27,16 @@ WINDOW_REQUESTS = 1000
 TRANSFER_BOUNDS_S = tuple(0.0005 * 4**i for i in range(8))  # 0.5 ms to 8.2 s
 MATCH_BOUNDS_S = tuple(0.000016 * 4**i for i in range(8))  # 16 µs to 0.26 s
 HIT_TIERS = (Tier.HOST, Tier.DISK, Tier.SHARED)
-_LOWER = {Tier.DISK: "disk", Tier.SHARED: "shared"}
 
 
-def _counter(about: str, *, name: str = "") -> Any:
-    """Return a field for a counter, which is exported under `name`, or that of the field after `kvbm_`."""
-    return field(default=0, metadata={"name": name, "about": about})
+def _counter(about: str, *, name: str = "", key: str = "") -> Any:
+    """Return a field for a counter, which is exported under `name`, or `kvbm_` and its key (see `_Total`)."""
+    return field(default=0, metadata={"key": key, "exported": (about, name)})
+
+
+def _of_each(disk: str, shared: str, *, names: tuple[str, str] = ("", ""), key: str = "") -> Any:
+    """Return a field for a counter that both lower tiers have: its texts, and the names under which it is exported."""
+    return field(default=0, metadata={"key": key, "disk": (disk, names[0]), "shared": (shared, names[1])})
 
 
 class Durations:
@@ -55,11 +60,112 @@ def _durations() -> dict[str, Durations]:
 
 
 @dataclass(slots=True)
+class TierCounters:
+    """What is counted of each lower tier. Its name and that of the tier are the key of a total, as in `disk_off`."""
+
+    offload_blocks: int = _of_each(
+        "blocks copied from host memory to disk and registered there",
+        "blocks written to the shared tier",
+        names=("kvbm_offload_blocks_h2d", "kvbm_offload_blocks_d2o"),
+    )
+    onboard_blocks: int = _of_each(
+        "blocks loaded from disk and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
+        "blocks loaded from the shared tier and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
+        names=("kvbm_onboard_blocks_d2d", "kvbm_onboard_blocks_o2d"),
+        key="onboard_{}_blocks",
+    )
+    offload_bytes: int = _of_each(
+        "bytes of blocks copied from host memory to disk and registered there",
+        "bytes of blocks written to the shared tier",
+        names=("kvbm_offload_bytes_h2d", "kvbm_offload_bytes_d2o"),
+    )
+    fetched_blocks: int = _of_each(
+        "blocks read from disk, verified and registered in host memory",
+        "blocks read from the shared tier, verified and registered in host memory",
+    )
+    failed_blocks: int = _of_each(
+        "blocks whose write or read failed, or whose checksum was wrong",
+        "blocks of the shared tier whose read failed",
+    )
+    declined_blocks: int = _of_each(
+        "blocks on disk not read because computing was predicted faster",
+        "blocks not read from the shared tier because computing was predicted faster",
+    )
+    late_blocks: int = _of_each(
+        "blocks on disk computed because their read took too long",
+        "blocks of the shared tier computed because their read took too long",
+    )
+    dropped_blocks: int = _of_each(
+        "blocks evicted from host memory before they could be written",
+        "blocks not written to the shared tier: they left host memory, or the write failed",
+    )
+    off: int = _of_each(
+        "1 while the disk tier is off: no block is written or read",
+        "1 while the shared tier is off: no block is written or read",
+    )
+    unnamed: int = _of_each(
+        "1 while the disk tier is off because the files of the model are still being read",
+        "1 while the shared tier is off because the files of the model are still being read",
+    )
+    silent: int = _of_each(
+        "1 while the disk tier is off because its directory or its process does not answer",
+        "1 while the shared tier is off because its store or its process does not answer",
+    )
+    times_off: int = _of_each(
+        "times the disk tier was turned off: repeated errors, or no answer",
+        "times the shared tier was turned off: repeated errors, or no answer",
+    )
+    restarts: int = _of_each("restarts of the disk I/O process", "restarts of the process of the shared tier")
+    prompt_tokens: int = field(default=0, metadata={"key": "prompt_{}_tokens"})
+    admitted_blocks: int = 0
+    write_failed_blocks: int = 0
+    read_failed_blocks: int = 0
+    damaged_blocks: int = 0
+
+
+@dataclass(slots=True)
+class DiskTierCounters(TierCounters):
+    """What is counted of the disk tier."""
+
+    only_blocks: int = _counter(
+        "blocks registered on disk without a host tier; also counted in kvbm_offload_blocks_h2d",
+        name="kvbm_offload_blocks_d2d",
+    )
+    filter_admitted_blocks: int = _counter("blocks that the frequency filter admitted")
+    filter_rejected_blocks: int = _counter("blocks that the frequency filter rejected at registration in host memory")
+    checksum_failures: int = _counter("blocks read from disk with a wrong checksum")
+    io_errors: int = _counter("reads and writes that failed or were incomplete")
+    flushes: int = _counter("flushes of written blocks to durable storage")
+    dropped_rows: int = _counter("blocks lost when a disk cache was opened, because their index rows were invalid")
+    damaged_files: int = _counter("damaged superblocks and indexes of disk caches, and caches with unusable files")
+    eviction_order: int = _counter("like kvbm_eviction_order, of the disk")
+    eviction_gain_percent: int = _counter("like kvbm_eviction_gain_percent, of the disk")
+    evicted_blocks: int = 0
+    reset_blocks: int = 0
+
+
+@dataclass(slots=True)
+class SharedTierCounters(TierCounters):
+    """What is counted of the shared tier."""
+
+    copies_read: int = _counter("objects read from the copy of another engine of this machine instead of the store")
+    saved_writes: int = _counter("objects not written to the shared tier because another engine had written them")
+    bad_objects: int = _counter("objects of the shared tier that were damaged, or of another namespace or version")
+    absent_objects: int = _counter("reads of objects that the shared tier no longer had")
+    failed_requests: int = _counter("requests to the shared tier's store that failed or were not answered in time")
+    probes: int = _counter("chains that were looked up in the shared tier's store")
+    read_failures: int = _counter("objects of the shared tier that could not be read", key="object_read_failures")
+    write_failures: int = _counter("objects that could not be written to the shared tier", key="object_write_failures")
+    rejected_blocks: int = 0
+    absent_blocks: int = 0
+
+
+@dataclass(slots=True)
 class Counters:
     """Totals since the leader started, with the unit in the name. A block counts once for all ranks.
 
-    Those without a text have no series of their own: they are parts of one in `observe/series.py`. `durations` are by
-    source and target of a transfer, and `match`.
+    Those without a text have no series of their own: they are parts of one in `observe/series.py`. `disk` and `shared`
+    count what a lower tier does. `durations` are by source and target of a transfer, and `match`.
     """
 
     matched_tokens: int = _counter("prompt tokens loaded from the cache instead of computed")
@@ -75,75 +181,6 @@ class Counters:
     onboard_bytes: int = _counter(
         "bytes of blocks copied from host memory to device and passed to the engine", name="kvbm_onboard_bytes_h2d"
     )
-    disk_offload_blocks: int = _counter(
-        "blocks copied from host memory to disk and registered there", name="kvbm_offload_blocks_h2d"
-    )
-    onboard_disk_blocks: int = _counter(
-        "blocks loaded from disk and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
-        name="kvbm_onboard_blocks_d2d",
-    )
-    disk_only_blocks: int = _counter(
-        "blocks registered on disk without a host tier; also counted in kvbm_offload_blocks_h2d",
-        name="kvbm_offload_blocks_d2d",
-    )
-    disk_offload_bytes: int = _counter(
-        "bytes of blocks copied from host memory to disk and registered there", name="kvbm_offload_bytes_h2d"
-    )
-    shared_offload_blocks: int = _counter("blocks written to the shared tier", name="kvbm_offload_blocks_d2o")
-    onboard_shared_blocks: int = _counter(
-        "blocks loaded from the shared tier and passed to the engine; also counted in kvbm_onboard_blocks_h2d",
-        name="kvbm_onboard_blocks_o2d",
-    )
-    shared_offload_bytes: int = _counter("bytes of blocks written to the shared tier", name="kvbm_offload_bytes_d2o")
-    disk_fetched_blocks: int = _counter("blocks read from disk, verified and registered in host memory")
-    disk_failed_blocks: int = _counter("blocks whose write or read failed, or whose checksum was wrong")
-    disk_declined_blocks: int = _counter("blocks on disk not read because computing was predicted faster")
-    disk_late_blocks: int = _counter("blocks on disk computed because their read took too long")
-    disk_dropped_blocks: int = _counter("blocks evicted from host memory before they could be written")
-    disk_filter_admitted_blocks: int = _counter("blocks that the frequency filter admitted")
-    disk_filter_rejected_blocks: int = _counter(
-        "blocks that the frequency filter rejected at registration in host memory"
-    )
-    disk_checksum_failures: int = _counter("blocks read from disk with a wrong checksum")
-    disk_io_errors: int = _counter("reads and writes that failed or were incomplete")
-    disk_flushes: int = _counter("flushes of written blocks to durable storage")
-    disk_off: int = _counter("1 while the disk tier is off: no block is written or read")
-    disk_unnamed: int = _counter("1 while the disk tier is off because the files of the model are still being read")
-    disk_silent: int = _counter("1 while the disk tier is off because its directory or its process does not answer")
-    disk_times_off: int = _counter("times the disk tier was turned off: repeated errors, or no answer")
-    disk_restarts: int = _counter("restarts of the disk I/O process")
-    disk_dropped_rows: int = _counter("blocks lost when a disk cache was opened, because their index rows were invalid")
-    disk_damaged_files: int = _counter("damaged superblocks and indexes of disk caches, and caches with unusable files")
-    shared_fetched_blocks: int = _counter("blocks read from the shared tier, verified and registered in host memory")
-    shared_failed_blocks: int = _counter("blocks of the shared tier whose read failed")
-    shared_declined_blocks: int = _counter(
-        "blocks not read from the shared tier because computing was predicted faster"
-    )
-    shared_late_blocks: int = _counter("blocks of the shared tier computed because their read took too long")
-    shared_dropped_blocks: int = _counter(
-        "blocks not written to the shared tier: they left host memory, or the write failed"
-    )
-    shared_copies_read: int = _counter(
-        "objects read from the copy of another engine of this machine instead of the store"
-    )
-    shared_saved_writes: int = _counter(
-        "objects not written to the shared tier because another engine had written them"
-    )
-    shared_bad_objects: int = _counter(
-        "objects of the shared tier that were damaged, or of another namespace or version"
-    )
-    shared_absent_objects: int = _counter("reads of objects that the shared tier no longer had")
-    shared_failed_requests: int = _counter(
-        "requests to the shared tier's store that failed or were not answered in time"
-    )
-    shared_probes: int = _counter("chains that were looked up in the shared tier's store")
-    shared_off: int = _counter("1 while the shared tier is off: no block is written or read")
-    shared_unnamed: int = _counter("1 while the shared tier is off because the files of the model are still being read")
-    shared_silent: int = _counter("1 while the shared tier is off because its store or its process does not answer")
-    shared_times_off: int = _counter("times the shared tier was turned off: repeated errors, or no answer")
-    shared_restarts: int = _counter("restarts of the process of the shared tier")
-    object_read_failures: int = _counter("objects of the shared tier that could not be read")
-    object_write_failures: int = _counter("objects that could not be written to the shared tier")
     offload_failed_blocks: int = _counter("blocks whose copy to host memory failed; they were not registered")
     offload_skipped_blocks: int = _counter(
         "computed blocks not copied: host memory was full, too many copies in flight, or evicted before (`on_evict`)"
@@ -160,8 +197,6 @@ class Counters:
     hinted_requests: int = _counter("requests with a hint of their client, or with a session")
     invalid_hints: int = _counter("hints that were ignored because their words or values are wrong")
     hints_off: int = _counter("1 while hints are not followed, because they cost hits")
-    disk_eviction_order: int = _counter("like kvbm_eviction_order, of the disk")
-    disk_eviction_gain_percent: int = _counter("like kvbm_eviction_gain_percent, of the disk")
     onboard_failed_blocks: int = _counter(
         "promised blocks that the engine recomputed: a copy failed, or the disk failed or was too slow, "
         "which kvbm_disk_late_blocks also counts"
@@ -187,8 +222,6 @@ class Counters:
     )
     prompt_device_tokens: int = 0
     prompt_host_tokens: int = 0
-    prompt_disk_tokens: int = 0
-    prompt_shared_tokens: int = 0
     prompt_computed_tokens: int = 0
     prompt_aborted_tokens: int = 0
     saved_prefill_s: float = 0.0
@@ -201,27 +234,40 @@ class Counters:
     prefetch_share_hints: int = 0
     prefetch_late_hints: int = 0
     host_reset_blocks: int = 0
-    disk_evicted_blocks: int = 0
-    disk_reset_blocks: int = 0
-    disk_admitted_blocks: int = 0
-    shared_admitted_blocks: int = 0
-    shared_rejected_blocks: int = 0
     onboard_copy_failed_blocks: int = 0
-    disk_write_failed_blocks: int = 0
-    disk_read_failed_blocks: int = 0
-    disk_damaged_blocks: int = 0
-    shared_write_failed_blocks: int = 0
-    shared_read_failed_blocks: int = 0
-    shared_damaged_blocks: int = 0
-    shared_absent_blocks: int = 0
+    disk: DiskTierCounters = field(default_factory=DiskTierCounters)
+    shared: SharedTierCounters = field(default_factory=SharedTierCounters)
     durations: dict[str, Durations] = field(default_factory=_durations, compare=False)
     hit_rates_at: Mapping[tuple[str, float], float] = field(default_factory=dict, compare=False)  # of shadow caches
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
-    def add(self, name: str, tier: Tier, count: int) -> None:
-        """Add to the counter of a lower tier. `name` has `{}` in place of `disk` or `shared`."""
-        name = name.format(_LOWER[tier])
-        setattr(self, name, getattr(self, name) + count)
+    def of(self, tier: Tier) -> TierCounters:
+        """Return the counters of a lower tier."""
+        return self.disk if tier is Tier.DISK else self.shared
+
+    @property
+    def is_tier_off(self) -> bool:
+        """Whether a lower tier that the engine has is off."""
+        return bool(self.disk.off or self.shared.off)
+
+    def note_reset(self, tier: Tier, blocks: int) -> None:
+        """Count blocks that host memory or the disk has forgotten; nothing knows how many the shared tier has."""
+        if tier is Tier.HOST:
+            self.host_reset_blocks += blocks
+        else:
+            self.disk.reset_blocks += blocks
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the totals, in the order of TOTALS."""
+        return _read_numbers(self)
+
+    def totals(self) -> dict[str, float]:
+        """Return the totals by key."""
+        return dict(zip(TOTALS, self.numbers(), strict=True))
+
+    def set_total(self, key: str, value: float) -> None:
+        owner, _, name = _PATHS[key].rpartition(".")
+        setattr(getattr(self, owner) if owner else self, name, value)
 
     def count_match(self, found: int, asked: int) -> None:
         """Count a finished request of which `found` of `asked` blocks were in a tier."""
@@ -239,8 +285,8 @@ class Counters:
         shared = min(shared, external - disk)
         self.prompt_device_tokens += device
         self.prompt_host_tokens += external - disk - shared
-        self.prompt_disk_tokens += disk
-        self.prompt_shared_tokens += shared
+        self.disk.prompt_tokens += disk
+        self.shared.prompt_tokens += shared
         self.prompt_computed_tokens += tokens - device - external
 
     def hits(self) -> tuple[int, int, int, int]:
@@ -254,14 +300,38 @@ class Counters:
         return loaded[HIT_TIERS.index(tier)] / probed if probed else 0.0
 
 
-TOTALS = tuple(one.name for one in fields(Counters) if one.default is not MISSING)  # attributes that are numbers
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """A number of Counters: its attribute, its key in everything that kvbm sends or writes, and its own series."""
 
-# metric name -> (attribute of Counters, help)
-COUNTERS: dict[str, tuple[str, str]] = {
-    one.metadata["name"] or f"kvbm_{one.name}": (one.name, one.metadata["about"])
-    for one in fields(Counters)
-    if one.metadata
-}
+    path: str
+    key: str
+    metric: str | None
+    about: str
+
+
+def _totals_of(counters: type, tier: str = "") -> Iterator[_Total]:
+    """Yield the numbers of Counters, or those of the class for a lower tier, which is then named."""
+    for one in fields(counters):
+        if one.default is MISSING:
+            continue
+        usual, path = (f"{tier}_{one.name}", f"{tier}.{one.name}") if tier else (one.name, one.name)
+        key = (one.metadata.get("key") or usual).format(tier)
+        about, metric = one.metadata.get("exported") or one.metadata.get(tier) or ("", "")
+        yield _Total(path, key, (metric or f"kvbm_{key}") if about else None, about)
+
+
+_ALL = (
+    *_totals_of(Counters),
+    *_totals_of(DiskTierCounters, "disk"),
+    *_totals_of(SharedTierCounters, "shared"),
+)
+_PATHS = {total.key: total.path for total in _ALL}
+TOTALS = tuple(_PATHS)
+_read_numbers: Callable[[Counters], tuple[int, ...]] = attrgetter(*_PATHS.values())  # a tenth of a loop's time
+
+# metric name -> (key of the total, help)
+COUNTERS: dict[str, tuple[str, str]] = {total.metric: (total.key, total.about) for total in _ALL if total.metric}
 
 HIT_RATES = {
     tier: (
@@ -310,8 +380,9 @@ class KvbmCollector:
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily, UnknownMetricFamily
 
-        for name, (attribute, description) in COUNTERS.items():
-            yield UnknownMetricFamily(name, description, value=getattr(self._counters, attribute))
+        totals = self._counters.totals()
+        for name, (key, description) in COUNTERS.items():
+            yield UnknownMetricFamily(name, description, value=totals[key])
         for tier, rate in HIT_RATES.items():
             yield GaugeMetricFamily(*rate, value=self._counters.hit_rate(tier))
         for tier, states in self._blocks().items():

@@ -21,7 +21,9 @@ class FakeLeader:
     engine_text = ""
 
     def __init__(self, **counts: float) -> None:
-        self.counters = Counters(**counts)
+        self.counters = Counters()
+        for name, count in counts.items():
+            self.counters.set_total(name, count)
         self.facts = Facts(1000, has_shared=False, info={"engine_name": "embedded", "model": "tiny"})
         self.waiting: dict[str, tuple[int, float]] = {"offload": (0, 0.0), "disk_write": (0, 0.0)}
 

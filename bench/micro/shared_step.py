@@ -143,7 +143,7 @@ def measure(rounds: int) -> dict[str, Any]:
         with stopped(shared._client.pid) if state == "stopped" else nullcontext():
             found[state] = {what: alternate(engines, rounds, sampler) for what, sampler in SAMPLERS.items()}
             counters = shared._counters
-            found[state]["blocks_written"] = counters.shared_offload_blocks
+            found[state]["blocks_written"] = counters.shared.offload_blocks
             found[state]["probes"] = shared._client.counters.probes
             print(json.dumps(found[state]), file=sys.stderr)
     return found

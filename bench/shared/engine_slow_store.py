@@ -64,7 +64,7 @@ def run(proxy: FaultProxy, url: str, model: str) -> Mapping[str, object]:
                 for prompt in prompts[case]:
                     engine.ask(prompt)
             wait_for_writes(engine)
-            block_bytes = engine.counters.shared_offload_bytes / engine.counters.shared_offload_blocks
+            block_bytes = engine.counters.shared.offload_bytes / engine.counters.shared.offload_blocks
         compute_s = statistics.median(plain.ask(prompt).ttft_s for prompt in fast)
         speed = BLOCKS * block_bytes / compute_s / SLOWER
         result |= {"computed_ms": round(1000 * compute_s, 1), "slow_mb_per_s": round(speed / 1e6, 3)}
@@ -90,8 +90,8 @@ def run(proxy: FaultProxy, url: str, model: str) -> Mapping[str, object]:
 def measured(engine: Embedded, pairs: list) -> dict[str, object]:
     row = {
         **summary(pairs),
-        "probes": engine.counters.shared_probes,
-        "blocks_from_the_store": engine.counters.shared_fetched_blocks,
+        "probes": engine.counters.shared.probes,
+        "blocks_from_the_store": engine.counters.shared.fetched_blocks,
     }
     del row["tokens_from_disk"]
     say(str(row))
@@ -102,8 +102,8 @@ def wait_for_writes(engine: Embedded) -> None:
     """Wait until the number of written blocks has not changed for two seconds."""
     written, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < 2.0:
-        if engine.counters.shared_offload_blocks != written:
-            written, since_s = engine.counters.shared_offload_blocks, time.monotonic()
+        if engine.counters.shared.offload_blocks != written:
+            written, since_s = engine.counters.shared.offload_blocks, time.monotonic()
         time.sleep(0.1)
 
 

@@ -253,7 +253,7 @@ def _clear(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Ve
             for hashes in _owned(part, start, tenant or b""):
                 part.store.forget(hashes)
                 forgotten[part.tier] += len(hashes)
-                _note_reset(cache.counters, part.tier, len(hashes))
+                cache.counters.note_reset(part.tier, len(hashes))
                 yield None
             yield None
     end_s = clock() + DURABLE_S
@@ -273,13 +273,6 @@ def _owned(part: _Part, start: int, tenant: bytes) -> Generator[tuple[bytes, ...
     hashes = part.store.hashes_at((np.flatnonzero(is_there & (owners == number)) + start).tolist())
     for at in range(0, len(hashes), PIECE_BLOCKS):
         yield hashes[at : at + PIECE_BLOCKS]
-
-
-def _note_reset(counters: Counters, tier: Tier, blocks: int) -> None:
-    if tier is Tier.HOST:
-        counters.host_reset_blocks += blocks
-    else:
-        counters.add("{}_reset_blocks", tier, blocks)
 
 
 def _pin(cache: Cache, arguments: Arguments, clock: Callable[[], float]) -> Verb:

@@ -44,7 +44,7 @@ class EngineTiers:
     ) -> None:
         self.counters = Counters(hit_window=deque(maxlen=settings.window_requests))
         self.facts = Facts(settings.block_bytes, has_shared=settings.shared is not None)
-        self.counters.shared_off = int(self.facts.has_shared)  # without such a tier: its blocks are in doubt
+        self.counters.shared.off = int(self.facts.has_shared)  # without such a tier: its blocks are in doubt
         self._settings = settings
         self._clock = clock = callbacks.clock
         traits = settings.traits

@@ -288,7 +288,7 @@ class Leader(EngineTiers):
             self._disable_if_unreliable()
         for tier in self.lower_tiers:
             self._onboards.fetched(tier.settle())
-        if self._look_again_s is not None or self.counters.disk_off or self.counters.shared_off:
+        if self._look_again_s is not None or self.counters.is_tier_off:
             self._look_again_later()
         has_orders = bool(self._offloads.in_flight or self._onboards.in_flight)
         if has_orders or not self._heartbeats.is_idle or self._onboards.ended:
@@ -303,7 +303,7 @@ class Leader(EngineTiers):
 
     def _look_again_later(self) -> None:
         """Let an idle engine take a step later, so that it notices and reports when a tier is on again."""
-        if not (self.counters.disk_off or self.counters.shared_off):
+        if not self.counters.is_tier_off:
             self._look_again_s = None
         elif self._look_again_s is None or self._is_look_due():
             self._look_again_s = self._clock() + LOOK_AGAIN_S

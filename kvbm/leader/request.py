@@ -263,7 +263,7 @@ class LoadResults:
         request.hit_blocks += load.loaded_tokens // block_tokens
         request.lower_tokens = load.lower_tokens()
         for tier, tokens in request.lower_tokens.items():
-            self._counters.add("onboard_{}_blocks", tier, load.count_of(tier, load.end))
+            self._counters.of(tier).onboard_blocks += load.count_of(tier, load.end)
             request.lower_hits[tier] = request.lower_hits.get(tier, 0) + tokens // block_tokens
         request.may_onboard &= not left_out
         saved_s = 0.0

@@ -280,15 +280,16 @@ class StorageLeader(EngineTiers):
             self._arrived.discard(fetch)
 
     def _note_loaded(self, reading: _Reading, hashes: Sequence[bytes]) -> None:
-        counters, (host, disk, shared) = self.counters, (reading.loaded[tier] for tier in HIT_TIERS)
-        total = host + disk + shared
+        counters, loaded = self.counters, reading.loaded
+        total = sum(loaded.values())
         for tier in self.lower_tiers:
             tier.used(hashes, total, b"")
         counters.matched_tokens += total * self._settings.traits.block_tokens
         counters.onboard_blocks += total
         counters.onboard_bytes += total * self._settings.block_bytes
-        counters.onboard_disk_blocks += disk
-        counters.onboard_shared_blocks += shared
+        for tier in self.lower_tiers:
+            counters.of(tier.kind).onboard_blocks += loaded[tier.kind]
+        host, disk, shared = (loaded[kind] for kind in HIT_TIERS)
         counters.hit_window.append((host, disk, shared, 0))
 
     def _reserve(self, count: int) -> Reservation | None:

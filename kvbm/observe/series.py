@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvbm.metrics import MATCH_BOUNDS_S, TOTALS, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
+from kvbm.metrics import MATCH_BOUNDS_S, TRANSFER_BOUNDS_S, Counters, Facts, TierBlocks
 from kvbm.observe.decision_trace import kvbm_version
 from kvbm.types import Tier
 
@@ -27,7 +27,7 @@ FACTS = tuple(one.name for one in fields(Facts))
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A counter: `rows` has an attribute of `Counters` for each tuple of label values. `in_blocks`: that counts blocks,
+    """A counter: `rows` has the key of a total for each tuple of label values. `in_blocks`: that counts blocks,
     and the series bytes."""
 
     about: str
@@ -175,9 +175,8 @@ class EngineReport:
 
     @classmethod
     def of(cls, leader: Reporting) -> EngineReport:
-        totals = {name: getattr(leader.counters, name) for name in TOTALS}
-        counters = leader.counters
-        return cls(totals, leader.blocks(), leader.queues(), _durations(leader), leader.facts, counters.hit_rates_at)
+        totals, rates_at = leader.counters.totals(), leader.counters.hit_rates_at
+        return cls(totals, leader.blocks(), leader.queues(), _durations(leader), leader.facts, rates_at)
 
     @staticmethod
     def data_of(leader: Reporting) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Rates:
         for tier, count in spans:
             declined = max(0, begin + count - max(begin, wanted))
             if tier is not Tier.HOST:
-                self._counters.add("{}_declined_blocks", tier, declined)
+                self._counters.of(tier).declined_blocks += declined
             begin += count
         return wanted
 
@@ -183,7 +183,7 @@ class Rates:
     def give_up(self, tier: Tier, blocks: int, missing: int, waited_s: float) -> None:
         """Note that a request gave up: it got `blocks` in `waited_s` and computes the `missing` ones."""
         self.note_read(blocks, waited_s, tier, first_s=waited_s / (blocks + 1))
-        self._counters.add("{}_late_blocks", tier, missing)
+        self._counters.of(tier).late_blocks += missing
 
     def _is_trial_due(self, rate: ReadRate) -> bool:
         return self._clock() - rate.sampled_s > TRIAL_INTERVAL_S

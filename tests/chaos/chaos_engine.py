@@ -21,7 +21,7 @@ import traceback
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -308,7 +308,7 @@ class _Served:
 
     def _do_counters(self) -> dict[str, int]:
         leader = self._engine.leader
-        found = {name: value for name, value in asdict(leader.counters).items() if isinstance(value, int)}
+        found = {name: value for name, value in leader.counters.totals().items() if isinstance(value, int)}
         if (disk := tier_of(leader, Tier.DISK)) is not None:
             own = disk._disk.counters
             found |= {name: getattr(own, name) for name in ("damaged_superblocks", "damaged_indexes", "dropped_rows")}

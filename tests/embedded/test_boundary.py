@@ -229,7 +229,7 @@ def test_without_a_fault_blocks_are_loaded_from_a_shared_store():
     with running(store=PromptStore(2)) as kvbm:
         for _ in range(3):
             kvbm.serve(random.Random(0))
-        assert kvbm.counters.onboard_shared_blocks > 10
+        assert kvbm.counters.shared.onboard_blocks > 10
         assert kvbm.counters.faults == kvbm.counters.disabled == 0
 
 

@@ -107,10 +107,10 @@ def test_a_clock_that_is_set_changes_nothing(tmp_path, clock, offsets):
                 engine.ask(prompt(100 + seed, LENGTH))  # something to write, once
             engine.settle()
         counters = engine.counters
-        assert counters.disk_times_off == counters.onboard_failed_blocks == counters.overdue_transfers == 0
+        assert counters.disk.times_off == counters.onboard_failed_blocks == counters.overdue_transfers == 0
         os.kill(tier_of(engine.leader, Tier.DISK)._disk.pid, signal.SIGKILL)
         eventually(
-            lambda: engine.ask(prompt(99, 20), max_tokens=1) and counters.disk_restarts and not counters.disk_off
+            lambda: engine.ask(prompt(99, 20), max_tokens=1) and counters.disk.restarts and not counters.disk.off
         )
         check_leader(engine.leader)
     with engine_on(tmp_path / "disk") as engine:

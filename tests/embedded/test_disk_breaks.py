@@ -121,23 +121,23 @@ def broken_and_mended(engine, point, users, row):
     counters, steps = engine.counters, Steps(engine)
     users.talk(engine, 0)
     rest(engine)
-    assert counters.disk_off == counters.disk_io_errors == 0
+    assert counters.disk.off == counters.disk.io_errors == 0
     mend = row.breaks(point)
     users.talk(engine, 1, 0)
     if row.turns_off:
-        wait_until(engine, lambda: counters.disk_times_off)
+        wait_until(engine, lambda: counters.disk.times_off)
     assert_used_again(engine, mend, users, steps)
 
 
 def assert_used_again(engine, mend, users, steps):
     mend()
     counters = engine.counters
-    wait_until(engine, lambda: not counters.disk_off)
-    before = counters.onboard_disk_blocks
+    wait_until(engine, lambda: not counters.disk.off)
+    before = counters.disk.onboard_blocks
     users.talk(engine, 2)
     rest(engine)  # a slow disk has written everything
     users.talk(engine, 2)
-    assert counters.onboard_disk_blocks > before, "it is used again"
+    assert counters.disk.onboard_blocks > before, "it is used again"
     rest(engine)
     check_leader(engine.leader)
     assert steps.longest_s < LONGEST_STEP_S, "a step waited for the disk"
@@ -191,8 +191,8 @@ def test_a_file_system_that_stalls_for_half_a_minute_holds_up_nobody(tmp_path, u
             asked_s = time.monotonic()
             users.talk(engine, 1, 0)
             answers.append(time.monotonic() - asked_s)
-        assert counters.disk_off
-        assert counters.disk_times_off == 1
+        assert counters.disk.off
+        assert counters.disk.times_off == 1
         assert len(answers) > 3
         assert max(answers[2:]) < LIMIT_OF_A_ROUND_S
         assert_used_again(engine, mend, users, steps)

@@ -45,10 +45,10 @@ def test_the_first_request_of_an_engine_hits_what_another_computed(pool):
     with on(pool) as first:
         said = [first.ask(prompt(1, 600)).said()]
         first.settle()
-        assert first.counters.shared_offload_blocks > 0
+        assert first.counters.shared.offload_blocks > 0
         with on(pool) as second:
             said.append(second.ask(prompt(1, 600)).said())
-            assert second.counters.shared_fetched_blocks > 0
+            assert second.counters.shared.fetched_blocks > 0
     assert_same(said, wanted * 2)
 
 

@@ -42,7 +42,7 @@ def test_the_first_request_of_an_engine_is_answered_from_what_another_one_comput
             answer = second.ask(prompt(1, 600))
             said.append(answer.said())
             assert answer.last.num_shared_tokens == 512
-            assert second.counters.shared_bad_objects == 0
+            assert second.counters.shared.bad_objects == 0
     with running(**SIZE) as plain:
         assert_same(said, [plain.ask(prompt(1, 600)).said()] * 2)
 
@@ -57,7 +57,7 @@ def test_engines_with_different_secrets_keep_their_objects_apart(tmp_path):
             answer = engine.ask(prompt(1, 300))
             eventually(lambda engine=engine: knows(engine, 1), "a run of 256 tokens is known")
             assert len(list(namespaces.iterdir())) == min(number, 2)
-            assert engine.counters.shared_bad_objects == 0
+            assert engine.counters.shared.bad_objects == 0
             assert answer.last.num_shared_tokens in ((0,) if number < 3 else (0, 256))
 
 
@@ -102,6 +102,6 @@ def test_tokens_of_a_run_that_could_not_be_read_are_not_reported(tmp_path):
             if path.is_file() and not path.suffix:
                 path.write_bytes(b"x" * path.stat().st_size)
         answer = second.ask(prompt(1, 800))
-        assert second.counters.shared_bad_objects > 0
+        assert second.counters.shared.bad_objects > 0
         assert answer.last.num_external_tokens > 0
         assert answer.last.num_shared_tokens == 0

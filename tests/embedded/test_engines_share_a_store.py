@@ -116,7 +116,7 @@ def load(engines, numbers, what):
 
 
 def fetched(engine):
-    return engine.counters.shared_fetched_blocks
+    return engine.counters.shared.fetched_blocks
 
 
 def tell(what, engines, **more):
@@ -124,7 +124,7 @@ def tell(what, engines, **more):
     names = ("offload_blocks", "fetched_blocks", "failed_blocks", "bad_objects", "failed_requests", "saved_writes")
     names += ("times_off", "restarts", "off")
     for engine in engines:
-        print(what, {name: getattr(engine.counters, f"shared_{name}") for name in names}, more, flush=True)
+        print(what, {name: getattr(engine.counters.shared, name) for name in names}, more, flush=True)
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)
@@ -142,8 +142,8 @@ def test_two_engines_answer_300_requests_as_one_without_a_cache(store):
             tell(f"{store.url[:9]} 300 requests", [first, second], slowest=slowest, took=time.monotonic() - begun)
             for engine in (first, second):
                 assert fetched(engine) > PROMPTS, "more blocks than one per prompt"
-                assert engine.counters.shared_bad_objects == engine.counters.shared_failed_requests == 0
-                assert not engine.counters.shared_off
+                assert engine.counters.shared.bad_objects == engine.counters.shared.failed_requests == 0
+                assert not engine.counters.shared.off
 
 
 FAULTS = [
@@ -188,7 +188,7 @@ def test_hits_return_after_the_process_of_the_shared_tier_was_killed(store):
             os.kill(tier_of(engine.leader, Tier.SHARED)._client.pid, signal.SIGKILL)
         load(engines, list(range(30)), "while the process is restarted")
         assert_hits_return(engines, "after the restart of the process")
-        assert all(engine.counters.shared_restarts == 1 for engine in engines)
+        assert all(engine.counters.shared.restarts == 1 for engine in engines)
 
 
 @pytest.mark.parametrize("store", STORES, indirect=True)

@@ -121,8 +121,8 @@ def test_every_answer_is_that_of_the_weights_which_the_engine_has_loaded(models,
                         engine.forget_g1()
             for engine in pair:
                 engine.settle()
-                from_disk += engine.counters.disk_fetched_blocks
-                from_store += engine.counters.shared_fetched_blocks
+                from_disk += engine.counters.disk.fetched_blocks
+                from_store += engine.counters.shared.fetched_blocks
                 engines += 1
     print(f"seed {seed}: {compared} compared, 0 wrong, {engines} engines, blocks: {from_disk} disk, {from_store} store")
     assert min(from_disk, from_store) > 100

@@ -66,7 +66,7 @@ def answers(model, tier=None, place=None):
             return said, 0
         engine.settle()
         counters = engine.counters
-        return said, counters.disk_fetched_blocks + counters.shared_fetched_blocks
+        return said, counters.disk.fetched_blocks + counters.shared.fetched_blocks
 
 
 def tokens_of(said):

@@ -73,7 +73,7 @@ def ask(directory, disk=None):
         if disk is None:
             return answer, 0
         engine.settle()
-        return answer, engine.counters.disk_fetched_blocks
+        return answer, engine.counters.disk.fetched_blocks
 
 
 def cached(directory, disk):

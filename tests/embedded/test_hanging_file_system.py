@@ -71,7 +71,7 @@ class Rig:
 
     def are_off(self, engine: KvbmEngine) -> bool:
         counters = engine.counters
-        return bool(("disk" in self.tiers and counters.disk_off) or ("shared" in self.tiers and counters.shared_off))
+        return bool(("disk" in self.tiers and counters.disk.off) or ("shared" in self.tiers and counters.shared.off))
 
 
 @pytest.fixture(params=TIERS)
@@ -158,7 +158,7 @@ def test_an_engine_starts_without_a_file_system_that_hangs_and_uses_it_when_it_a
         engine.forget_g1()
         for user in range(PROMPTS):
             ask(engine, expected, user)
-        assert engine.counters.onboard_disk_blocks + engine.counters.onboard_shared_blocks > 0
+        assert engine.counters.disk.onboard_blocks + engine.counters.shared.onboard_blocks > 0
         rig.order(what)
     finally:
         _, stop_s = timed(engine.engine.stop)

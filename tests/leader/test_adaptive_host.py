@@ -184,7 +184,7 @@ def test_blocks_on_disk_have_classes_too(host):
     later = on_disk(rig, hashes)
     assert later == sorted(later, reverse=True)
     assert all(NEW < one < RESIDENT for one in later[4:])
-    assert rig.leader.counters.disk_eviction_order == 1
+    assert rig.leader.counters.disk.eviction_order == 1
     rig.close()
 
 

@@ -146,8 +146,8 @@ def test_a_write_that_ends_without_the_blocks_of_a_cleared_tenant_has_not_failed
     while rig.disk.run("write", "fail-all"):
         rig.settle()
     counters = rig.leader.counters
-    assert (counters.disk_write_failed_blocks, counters.disk_failed_blocks) == (failed, failed)
-    assert counters.disk_offload_blocks == 0
+    assert (counters.disk.write_failed_blocks, counters.disk.failed_blocks) == (failed, failed)
+    assert counters.disk.offload_blocks == 0
     rig.finish(f"r@{owner}", hashes, blocks)
 
 

@@ -67,7 +67,7 @@ def test_every_block_goes_to_disk_when_that_is_wanted(rig):
     hashes = rig.fill("a", 4)
     settled(rig)
     assert on_disk(rig) == set(hashes)
-    assert rig.leader.counters.disk_offload_blocks == 4
+    assert rig.leader.counters.disk.offload_blocks == 4
     assert rig.leader.blocks()[Tier.DISK] == {"free": 12, "moving": 0, "pinned": 0, "evictable": 4}
 
 
@@ -94,7 +94,7 @@ def test_a_request_larger_than_host_memory_passes_through_it_to_the_disk(policy)
         rig.step()
     rig.finish("r", hashes, blocks)
     assert on_disk(rig) == set(hashes)
-    assert rig.leader.counters.disk_dropped_blocks == 0
+    assert rig.leader.counters.disk.dropped_blocks == 0
     rig.close()
 
 
@@ -103,12 +103,12 @@ def test_a_block_goes_to_disk_at_its_first_hit_wherever_that_is():
     device, host = rig.fill("a", 2), rig.fill("b", 2)
     settled(rig)
     assert on_disk(rig) == set()
-    assert rig.leader.counters.disk_filter_rejected_blocks == 4
+    assert rig.leader.counters.disk.filter_rejected_blocks == 4
     asked_again(rig, device)
     rig.load("r", host)
     settled(rig)
     assert on_disk(rig) == {*device, *host}
-    assert rig.leader.counters.disk_filter_admitted_blocks == 4
+    assert rig.leader.counters.disk.filter_admitted_blocks == 4
     rig.close()
 
 
@@ -129,7 +129,7 @@ def test_the_old_end_of_host_memory_is_written_before_it_is_evicted():
     settled(rig)
     assert on_disk(rig) == set(first)
     rig.fill("b", 3)
-    assert rig.leader.counters.disk_dropped_blocks == 0
+    assert rig.leader.counters.disk.dropped_blocks == 0
     assert rig.leader.match("r", first, 0) == 3
     rig.close()
 
@@ -139,7 +139,7 @@ def test_what_could_not_be_written_in_time_is_counted():
     rig.disk.is_on = False
     rig.fill("a", 4)
     rig.fill("b", 3)
-    assert rig.leader.counters.disk_dropped_blocks >= 3
+    assert rig.leader.counters.disk.dropped_blocks >= 3
     rig.close()
 
 
@@ -149,7 +149,7 @@ def test_a_block_that_failed_to_be_written_is_not_found():
     rig.order()
     rig.disk.run("write", "fail")
     rig.settle()
-    assert rig.leader.counters.disk_failed_blocks >= 1
+    assert rig.leader.counters.disk.failed_blocks >= 1
     assert len(on_disk(rig)) == rig.leader.blocks()[Tier.DISK]["evictable"] < len(hashes)
     rig.close()
 
@@ -272,7 +272,7 @@ def test_blocks_of_an_engine_that_has_ended_come_back(rig):
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks, hashes, strict=True))
     rig.finish("r", hashes, blocks)
     counters = rig.leader.counters
-    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_fetched_blocks) == (4, 4, 4)
+    assert (counters.onboard_blocks, counters.disk.onboard_blocks, counters.disk.fetched_blocks) == (4, 4, 4)
     assert (counters.hit_rate(Tier.HOST), counters.hit_rate(Tier.DISK)) == (0.0, 1.0)
     assert rig.leader.match("next", hashes, 0) == 4
     assert rig.leader.blocks()[Tier.HOST]["evictable"] == 4  # they stay in host memory
@@ -290,15 +290,15 @@ def test_a_disk_that_starts_later_gets_the_blocks_that_host_memory_has_kept_for_
     rig = make(disk)
     new = rig.fill("new", 4)
     settled(rig)
-    assert rig.leader.counters.disk_off
+    assert rig.leader.counters.disk.off
     assert rig.leader.match("waits", old, 0) == 0
     check_leader(rig.leader)
     disk.is_lost, disk.is_on, disk.slot_count = False, True, 16
     settled(rig, 8)
-    assert not rig.leader.counters.disk_off
+    assert not rig.leader.counters.disk.off
     assert on_disk(rig) == {*old, *new}
     assert rig.leader.match("finds", old, 0) == 2
-    assert rig.leader.counters.disk_times_off == 0
+    assert rig.leader.counters.disk.times_off == 0
     check_leader(rig.leader)
     rig.close()
 
@@ -350,7 +350,7 @@ def test_two_requests_for_one_prefix_read_it_once(rig):
     assert rig.leader.match("second", hashes, 0) is None
     settled(rig)
     assert rig.leader.match("second", hashes, 0) == 4
-    assert rig.leader.counters.disk_fetched_blocks == 4
+    assert rig.leader.counters.disk.fetched_blocks == 4
     rig.close()
 
 
@@ -384,7 +384,7 @@ def test_of_a_load_whose_read_fails_the_rest_is_computed_and_a_damaged_block_for
     assert not +rig.g1.references
     assert rig.leader.match("next", hashes, 0) == left
     assert len(on_disk(rig)) == left
-    assert rig.leader.counters.disk_failed_blocks == (1 if fault == "fail" else 2)
+    assert rig.leader.counters.disk.failed_blocks == (1 if fault == "fail" else 2)
     rig.close()
 
 
@@ -424,8 +424,8 @@ def test_damage_found_at_opening_is_counted(rig):
     rig.disk.counters.dropped_rows = 3
     rig.disk.counters.damaged_superblocks = rig.disk.counters.unusable_instances = 1
     rig.settle()
-    assert rig.leader.counters.disk_dropped_rows == 3
-    assert rig.leader.counters.disk_damaged_files == 2
+    assert rig.leader.counters.disk.dropped_rows == 3
+    assert rig.leader.counters.disk.damaged_files == 2
 
 
 def test_a_disk_that_is_off_is_not_asked(rig):
@@ -454,7 +454,7 @@ def test_a_read_that_hangs_is_given_up_and_its_slots_stay_taken_until_it_ends(ri
     rig.disk.run("read")
     rig.settle()
     assert rig.leader.blocks()[Tier.HOST]["moving"] == 0
-    assert rig.leader.counters.disk_late_blocks == rig.leader.counters.onboard_failed_blocks == 2
+    assert rig.leader.counters.disk.late_blocks == rig.leader.counters.onboard_failed_blocks == 2
     rig.close()
 
 
@@ -483,13 +483,13 @@ def test_what_the_next_process_finds_comes_back_and_nothing_else(rig):
     rig.disk.kept[gone] = (chain("other", 1)[0], rig.disk.kept[gone][1])
     rig.settle()
     assert rig.leader.match("while-lost", hashes, 0) == 0
-    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.counters.disk.off == 1
     assert rig.leader.blocks()[Tier.DISK]["free"] == 16, "what was there is unknown now"
     assert rig.leader.has_pending(), "the next one will be there soon"
     rig.disk.begin_again()
     rig.settle()
-    assert rig.leader.counters.disk_off == 0
-    assert rig.leader.counters.disk_restarts == 1
+    assert rig.leader.counters.disk.off == 0
+    assert rig.leader.counters.disk.restarts == 1
     assert not rig.leader.has_pending()
     blocks = rig.load("r", hashes)
     assert len(blocks) == 2, "up to the block whose slot holds another"
@@ -561,10 +561,10 @@ def test_nothing_is_taken_over_while_a_load_still_holds_slots_from_before(rig):
     rig.settle()
     rig.disk.begin_again()
     rig.settle()
-    assert rig.leader.counters.disk_off == 1
+    assert rig.leader.counters.disk.off == 1
     assert rig.leader.blocks()[Tier.DISK]["pinned"] == 4
     settled(rig, 2)
-    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.counters.disk.off == 0
     assert rig.disk_tier.store.match(hashes) == 4
     rig.close()
 
@@ -592,7 +592,7 @@ def test_what_a_process_has_found_is_taken_over_a_little_per_step(rig):
     for found in (1, 2, 3):
         rig.settle()
         assert rig.leader.blocks()[Tier.DISK]["evictable"] == found
-        assert rig.leader.counters.disk_off == 1
+        assert rig.leader.counters.disk.off == 1
         assert rig.leader.has_pending()
         rig.disk_tier._begin_writes()
         assert not rig.disk.waiting, "a slot that is not taken over yet would be written to"
@@ -620,10 +620,10 @@ def test_blocks_that_left_host_memory_before_their_turn_do_not_make_a_step_long(
     side = rig.disk_tier
     side._queue.update(dict.fromkeys(chain("gone", 1000)))
     side._begin_writes()
-    assert 0 < rig.leader.counters.disk_dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._settings.batch_blocks
+    assert 0 < rig.leader.counters.disk.dropped_blocks <= disk_tier.TAKEN_AT_A_TIME * side._settings.batch_blocks
     while side._queue:
         side._begin_writes()
-    assert rig.leader.counters.disk_dropped_blocks == 1000
+    assert rig.leader.counters.disk.dropped_blocks == 1000
 
 
 def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, monkeypatch):
@@ -637,7 +637,7 @@ def test_a_reset_while_a_process_is_taken_over_forgets_what_it_has_found(rig, mo
     assert rig.leader.reset()
     monkeypatch.undo()
     settled(rig)
-    assert rig.leader.counters.disk_off == 0
+    assert rig.leader.counters.disk.off == 0
     assert rig.leader.match("r", hashes, 0) == 0
 
 
@@ -740,7 +740,7 @@ def test_blocks_are_read_where_that_is_faster_than_computing_them():
 def test_blocks_are_computed_where_that_is_faster_than_reading_them():
     rig, hashes = known(tokens_per_s=160, blocks_per_s=5)
     assert rig.leader.match("r", hashes, 0) == 0
-    assert rig.leader.counters.disk_declined_blocks == 6
+    assert rig.leader.counters.disk.declined_blocks == 6
     rig.now_s += TRIAL_INTERVAL_S + 1
     assert rig.leader.match("r2", hashes, 0) == 6, "a disk that may have become faster is tried"
     assert rig.leader.match("r3", hashes, 0) == 0, "by one request"
@@ -799,13 +799,13 @@ def test_what_has_come_before_a_load_is_given_up_is_the_engines(came, at_a_time,
     end = 2 * came
     rig.now_s += 0.1 * (end + 6 * GRACE) * 0.9
     rig.order()
-    assert rig.leader.counters.disk_late_blocks == 0, "it is no later yet than a request that computes"
+    assert rig.leader.counters.disk.late_blocks == 0, "it is no later yet than a request that computes"
     rig.now_s += 0.2
     results = settled(rig)
     assert [result.failed_block_ids for result in results] == [tuple(blocks[end:])]
     assert all(rig.g1.holds(block, name) for block, name in zip(blocks[:end], hashes, strict=False))
     counters = rig.leader.counters
-    assert (counters.onboard_blocks, counters.onboard_disk_blocks, counters.disk_late_blocks) == (end, end, 6 - end)
+    assert (counters.onboard_blocks, counters.disk.onboard_blocks, counters.disk.late_blocks) == (end, end, 6 - end)
     assert counters.matched_tokens == 16 * end
     rig.finish("r", hashes, blocks)
     assert not +rig.g1.references
@@ -973,7 +973,7 @@ def test_a_disk_that_does_not_answer_costs_its_loads_and_no_block(rig, reads_alw
     rig.disk.is_on = True
     settled(rig)
     assert rig.leader.match("next", hashes, 0) == 6
-    assert rig.leader.counters.disk_failed_blocks == 0
+    assert rig.leader.counters.disk.failed_blocks == 0
     assert on_disk(rig) >= set(hashes)
     check_leader(rig.leader)
     rig.close()
@@ -1031,11 +1031,11 @@ def test_a_read_that_waits_for_room_drops_nothing_from_host_memory():
     rig.order()
     pin = rig.leader._host.store.pin(pinned[:1])
     rig.disk.is_on = True
-    before = rig.leader.counters.disk_dropped_blocks
+    before = rig.leader.counters.disk.dropped_blocks
     source = rig.disk_tier.store.pin(hashes)
     for _ in range(3):
         assert rig.disk_tier.fetch(hashes, b"") is None, "there is no room for two blocks"
-    assert rig.leader.counters.disk_dropped_blocks == before
+    assert rig.leader.counters.disk.dropped_blocks == before
     pin.release()
     source.release()
     rig.close()

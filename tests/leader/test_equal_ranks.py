@@ -256,7 +256,7 @@ def test_blocks_come_back_from_disk_into_the_one_copy():
     for _ in range(8):
         rig.step()
     assert all(rig.g1.holds(block, name) for block, name in zip(loaded, HASHES[:6], strict=True))
-    assert rig.leader.counters.onboard_disk_blocks > 0
+    assert rig.leader.counters.disk.onboard_blocks > 0
     rig.close()
 
 

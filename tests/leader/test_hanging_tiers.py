@@ -66,7 +66,7 @@ def test_an_idle_engine_looks_each_second_whether_a_disk_that_is_off_is_on_again
         setattr(rig.disk, why, True)
     for _ in range(3):
         rig.step()
-    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk_off) == ([1.0], False, 1)
+    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk.off) == ([1.0], False, 1)
     rig.now_s += 1.0
     assert rig.leader.has_pending()
     assert rig.leader.needs_settle()
@@ -76,7 +76,7 @@ def test_an_idle_engine_looks_each_second_whether_a_disk_that_is_off_is_on_again
     rig.now_s += 1.0
     assert rig.leader.has_pending()
     rig.step()
-    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk_off) == ([1.0, 1.0], False, 0)
+    assert (wakes, rig.leader.has_pending(), rig.leader.counters.disk.off) == ([1.0, 1.0], False, 0)
     rig.close()
 
 
@@ -116,14 +116,14 @@ def test_no_request_waits_longer_than_one_deadline_for_reads_that_hang(tiers):
     assert max(waits(rig, {"r1": a, "r2": b}).values()) < LIMIT_S
     side = rig.disk_tier if tiers == "disk" else rig.shared_tier
     assert not side.is_on
-    assert getattr(rig.leader.counters, f"{tiers}_silent") == 1
+    assert rig.leader.counters.of(side.kind).silent == 1
     for number in range(5):
         assert rig.leader.match(f"later-{number}", a if number % 2 else b, 0) == 0, "nothing is promised of it"
         step(rig)
     rig.run_tiers()
     step(rig)
     assert side.is_on
-    assert getattr(rig.leader.counters, f"{tiers}_silent") == 0
+    assert rig.leader.counters.of(side.kind).silent == 0
     assert load(rig, "last", a) == 8
     for _ in range(10):
         rig.step()
@@ -212,7 +212,7 @@ def test_reads_of_a_tier_that_is_known_to_be_slow_are_waited_for():
             rig.disk.run("read")
 
     assert waits(rig, {"r": a}, between=between)["r"] > 4 * 1.5
-    assert rig.leader.counters.onboard_disk_blocks == 8
+    assert rig.leader.counters.disk.onboard_blocks == 8
     rig.close()
 
 
@@ -267,7 +267,7 @@ def test_a_busy_disk_whose_reads_end_one_after_the_other_is_not_given_up():
 
     found = waits(rig, {f"r{number}": one for number, one in enumerate(chains)}, between=between)
     assert HUNG_S < max(found.values()) < 20.0
-    assert rig.leader.counters.onboard_disk_blocks == 48
+    assert rig.leader.counters.disk.onboard_blocks == 48
     rig.close()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvbm.metrics import BLOCKS, COUNTERS, HIT_RATES, TOTALS, Counters, KvbmCollector
@@ -23,11 +26,32 @@ def test_names_that_dashboards_know_appear_to_the_letter():
     assert 'kvbm_host_blocks{state="free"} 3.0' in lines
 
 
+def test_no_key_of_a_total_and_no_metric_name_changes():
+    """Dashboards, recordings and engines of other versions know these names: a change of this file breaks them."""
+    names = {key: name for name, (key, _) in COUNTERS.items()}
+    known = (Path(__file__).parent / "metric_names.txt").read_text().splitlines()
+    assert sorted(f"{key} {names.get(key, '-')}" for key in TOTALS) == known
+
+
+@pytest.mark.parametrize("key", TOTALS)
+def test_a_total_is_set_and_read_under_its_key(key):
+    counters = Counters()
+    counters.set_total(key, 7)
+    assert counters.totals() == {**dict.fromkeys(TOTALS, 0), key: 7}
+
+
+def test_counters_of_a_lower_tier_are_those_of_its_kind():
+    counters = Counters()
+    counters.of(Tier.DISK).late_blocks += 2
+    counters.of(Tier.SHARED).late_blocks += 3
+    assert (counters.totals()["disk_late_blocks"], counters.totals()["shared_late_blocks"]) == (2, 3)
+
+
 def test_every_counter_is_exported_and_belongs_to_one_attribute():
-    attributes = [attribute for attribute, _ in COUNTERS.values()]
-    parts = {attribute for family in COUNTED.values() for attribute in family.rows.values()}
-    assert len(set(attributes)) == len(attributes)
-    assert parts | set(attributes) == set(TOTALS)
+    keys = [key for key, _ in COUNTERS.values()]
+    parts = {key for family in COUNTED.values() for key in family.rows.values()}
+    assert len(set(keys)) == len(keys)
+    assert parts | set(keys) == set(TOTALS)
     text = scrape(Counters())
     assert all(f"\n{name} " in text for name in COUNTERS)
     assert all(name in text for name, _ in (HIT_RATES[Tier.HOST], BLOCKS[Tier.HOST]))

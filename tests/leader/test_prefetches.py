@@ -79,7 +79,7 @@ def test_a_read_that_fails_is_no_promise(rig, fault):
         pass
     rig.settle()
     assert looked_up(rig, hashes, "again") == (1 if fault == "fail" else 0)
-    assert rig.leader.counters.disk_failed_blocks > 0
+    assert rig.leader.counters.disk.failed_blocks > 0
 
 
 def test_each_block_is_queued_once_and_no_more_than_host_memory_holds(rig):

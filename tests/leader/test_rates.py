@@ -67,6 +67,6 @@ def test_declined_blocks_are_counted_in_the_tier_in_which_they_are():
     rates = Rates(counters, block_tokens=16, clock=lambda: 0.0)
     rates._best = lambda spans: 3
     assert rates.worthwhile([(Tier.HOST, 1), (Tier.DISK, 4), (Tier.HOST, 2), (Tier.SHARED, 5)]) == 3
-    assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (2, 5)
+    assert (counters.disk.declined_blocks, counters.shared.declined_blocks) == (2, 5)
     assert rates.worthwhile([(Tier.SHARED, 2), (Tier.DISK, 2)]) == 3
-    assert (counters.disk_declined_blocks, counters.shared_declined_blocks) == (3, 5)
+    assert (counters.disk.declined_blocks, counters.shared.declined_blocks) == (3, 5)

@@ -87,7 +87,7 @@ def test_whole_runs_of_a_request_are_written_when_it_ends(rig):
     rig.finish("r", hashes, blocks)
     rig.settle_store()
     assert names(rig.store) == {hashes[1], hashes[3]}, "the fifth block fills no run"
-    assert rig.leader.counters.shared_offload_blocks == 4
+    assert rig.leader.counters.shared.offload_blocks == 4
     assert not rig.leader.has_pending()
 
 
@@ -159,7 +159,7 @@ def test_blocks_that_have_left_host_memory_are_not_written():
     rig.fill("b", 4)
     rig.settle_store()
     assert not names(rig.store) & set(chain("a", 4))
-    assert rig.leader.counters.shared_dropped_blocks >= 4
+    assert rig.leader.counters.shared.dropped_blocks >= 4
     rig.close()
 
 
@@ -168,7 +168,7 @@ def test_a_write_that_failed_is_not_found(rig):
     begin_writes(rig)
     assert rig.store.run("fail")
     rig.settle()
-    assert rig.leader.counters.object_write_failures == 1
+    assert rig.leader.counters.shared.write_failures == 1
     assert rig.shared_tier.match(chain("a", 4), 0, 4) == 0
 
 
@@ -208,10 +208,10 @@ def test_another_engine_loads_what_the_first_has_written():
     (result,) = serve(rig, "r", hashes)
     assert not result.failed_block_ids
     assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids, hashes, strict=True))
-    assert rig.leader.counters.onboard_shared_blocks == 4
-    assert rig.leader.counters.shared_fetched_blocks == 4
+    assert rig.leader.counters.shared.onboard_blocks == 4
+    assert rig.leader.counters.shared.fetched_blocks == 4
     assert serve(rig, "again", hashes), "they are in host memory now"
-    assert rig.leader.counters.shared_fetched_blocks == 4
+    assert rig.leader.counters.shared.fetched_blocks == 4
     rig.close()
 
 
@@ -231,7 +231,7 @@ def test_of_a_run_only_what_is_missing_is_read():
     rig, hashes = written()
     rig.fill("a", 1)
     serve(rig, "r", hashes)
-    assert rig.leader.counters.shared_fetched_blocks == 3
+    assert rig.leader.counters.shared.fetched_blocks == 3
     rig.close()
 
 
@@ -269,7 +269,7 @@ def test_a_run_that_cannot_be_read_cuts_the_load_and_is_forgotten(fault):
     assert all(rig.g1.holds(block, name) for block, name in zip(result.block_ids[:2], hashes, strict=False))
     rig.leader.finish("r", hashes)
     assert rig.shared_tier.match(hashes, 0, 4) == 2, "only the run that failed is forgotten"
-    assert rig.leader.counters.object_read_failures == 1
+    assert rig.leader.counters.shared.read_failures == 1
     rig.close()
 
 
@@ -435,7 +435,7 @@ def test_runs_are_computed_where_that_is_faster_than_reading_them():
         rig.leader.note_step(4096, 0.001)  # 4 million tokens per second
     rig.leader._rates.note_read(4, 4.0, Tier.SHARED, first_s=1.0)
     assert rig.leader.match("r", hashes, 0) == 0
-    assert rig.leader.counters.shared_declined_blocks == 4
+    assert rig.leader.counters.shared.declined_blocks == 4
     rig.close()
 
 
@@ -445,7 +445,7 @@ def test_the_rate_of_the_store_comes_from_reads_of_the_store_and_not_of_copies(i
     get = rig.store._get
     rig.store._get = lambda order, fault: replace(get(order, fault), is_copy=is_copy)
     serve(rig, "r", hashes)
-    assert rig.leader.counters.shared_fetched_blocks == 4
+    assert rig.leader.counters.shared.fetched_blocks == 4
     assert rig.leader._rates.reads[Tier.SHARED].blocks == (0 if is_copy else 4)
     rig.close()
 
@@ -493,7 +493,7 @@ def test_an_engine_that_writes_nothing_keeps_no_list_of_what_to_replace():
     while rig.store.waiting:
         rig.store.run("bad")
         rig.step()
-    assert rig.leader.counters.object_read_failures > 0
+    assert rig.leader.counters.shared.read_failures > 0
     assert not rig.shared_tier._to_replace
     rig.close()
 
@@ -531,7 +531,7 @@ def test_a_configured_tier_that_is_not_opened_is_reported_as_off(is_configured):
     rig = Rig(slots=8, shared=TierPolicy() if is_configured else None)
     rig.fill("a", 4)
     rig.step()
-    assert rig.leader.counters.shared_off == int(is_configured)
+    assert rig.leader.counters.shared.off == int(is_configured)
     rig.close()
 
 
@@ -580,5 +580,5 @@ def test_a_disk_and_a_store_serve_one_chain():
     (result,) = serve(rig, "r", hashes)
     assert not result.failed_block_ids
     counters = rig.leader.counters
-    assert (counters.onboard_disk_blocks, counters.onboard_shared_blocks) == (2, 4)
+    assert (counters.disk.onboard_blocks, counters.shared.onboard_blocks) == (2, 4)
     rig.close()

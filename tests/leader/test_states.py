@@ -308,7 +308,7 @@ def test_a_snapshot_and_its_chain_come_back_from_disk_after_a_restart(to_disk):
     rig.close()
     rig = make(16, fake_disk=disk, **policy)
     assert Served(rig)(("a", 4)) == 64
-    assert rig.leader.counters.onboard_disk_blocks == 6
+    assert rig.leader.counters.disk.onboard_blocks == 6
     check_leader(rig.leader)
     rig.close()
 
@@ -324,7 +324,7 @@ def test_host_memory_and_disk_together_serve_a_hit():
     for states in names[1:]:
         rig.disk_tier.store.forget([states[3]])
     assert served(("a", 4)) == 64
-    assert (rig.leader.counters.onboard_blocks, rig.leader.counters.onboard_disk_blocks) == (6, 4)
+    assert (rig.leader.counters.onboard_blocks, rig.leader.counters.disk.onboard_blocks) == (6, 4)
     rig.close()
 
 

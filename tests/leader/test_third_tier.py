@@ -126,7 +126,7 @@ def test_blocks_of_a_lower_tier_come_back_to_g1(kind, ranks):
     hashes = evicted(rig)
     rig.finish("r", hashes, load(rig, hashes))
     below = rig.leader.lower_tiers[0].kind
-    assert getattr(rig.leader.counters, f"onboard_{'disk' if below is Tier.DISK else 'shared'}_blocks") == 4
+    assert rig.leader.counters.of(below).onboard_blocks == 4
     assert rig.leader.counters.hit_rate(below) == 1.0
     rig.close()
 

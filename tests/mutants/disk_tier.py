@@ -216,7 +216,7 @@ MUTANTS = (
         name="disk-side-reports-what-it-has-sent",
         bug="the last line of an engine counts blocks that the disk has not confirmed",
         file="kvbm/tiers/disk/tier.py",
-        old="        done = self._counters.disk_offload_blocks - before\n",
+        old="        done = self._counters.disk.offload_blocks - before\n",
         new="        done = due\n",
         fails="tests/leader/test_disk_tier.py -k confirmed",
     ),

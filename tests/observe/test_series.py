@@ -273,6 +273,6 @@ def test_the_sources_of_a_prompt_add_up_to_it():
     counters.count_prompt(50, device=0, external=16, disk=32, shared=32)  # what was read was cut afterwards
     assert counters.prompt_device_tokens == 32 + 10
     assert counters.prompt_host_tokens == 16
-    assert counters.prompt_disk_tokens == 16 + 16
-    assert counters.prompt_shared_tokens == 16
+    assert counters.disk.prompt_tokens == 16 + 16
+    assert counters.shared.prompt_tokens == 16
     assert counters.prompt_computed_tokens == 20 + 34

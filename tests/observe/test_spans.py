@@ -72,7 +72,7 @@ def test_sums_over_spans_are_the_counters(traced):
     loads, copies = spans["kvbm.load"], spans["kvbm.copy"]
     assert total(loads, "tokens") == counters.matched_tokens == 7 * 16
     assert total(loads, "bytes") == total(copies, "bytes") == counters.onboard_bytes == 7 * BLOCK_BYTES
-    assert total(spans["kvbm.read"], "blocks") == counters.disk_fetched_blocks == 3
+    assert total(spans["kvbm.read"], "blocks") == counters.disk.fetched_blocks == 3
     assert total([span for span in loads if "kvbm.disk_blocks" in span.attributes], "disk_blocks") == 3
     assert total(loads, "saved_prefill_s") == pytest.approx(counters.saved_prefill_s)
     assert {span.attributes["kvbm.tier"] for span in spans["kvbm.read"]} == {"disk"}

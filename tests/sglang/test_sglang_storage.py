@@ -53,7 +53,7 @@ def leader_of(backend):
 
 
 def on_disk(backend, count):
-    wait_until(lambda: leader_of(backend).counters.disk_offload_blocks >= count)
+    wait_until(lambda: leader_of(backend).counters.disk.offload_blocks >= count)
 
 
 def filled(pool, pages):
@@ -103,7 +103,7 @@ def test_more_pages_than_host_memory_pass_through_it(host, disk):
     assert_pages(pool, range(90, 180), expected)
     counters = leader_of(backend).counters
     assert counters.onboard_blocks == 90
-    assert counters.onboard_disk_blocks >= 26
+    assert counters.disk.onboard_blocks >= 26
     backend.close()
 
 
@@ -150,7 +150,7 @@ def test_a_flipped_byte_is_false_and_the_page_is_recomputed(disk, tmp_path):
         assert backend.batch_exists(keys) == 3
         assert backend.batch_get_v1(keys, pool.indices(10, 11, 12))[:2] == [True, False]
         assert not pool.content(11).any()
-        assert leader_of(backend).counters.disk_checksum_failures == 1
+        assert leader_of(backend).counters.disk.checksum_failures == 1
         assert backend.batch_exists(keys) == 1
         assert backend.batch_set_v1(keys, pool.indices(0, 1, 2)) == [True] * 3
         on_disk(backend, 1)
@@ -276,7 +276,7 @@ def test_two_engines_share_a_directory(tmp_path):
     try:
         first.register_mem_pool_host(pools[0])
         assert first.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
-        wait_until(lambda: leader_of(first).counters.shared_offload_blocks == 3)
+        wait_until(lambda: leader_of(first).counters.shared.offload_blocks == 3)
         second.register_mem_pool_host(pools[1])
         wait_until(lambda: second.batch_exists(keys) == 3)
         assert second.batch_get_v1(keys, pools[1].indices(5, 6, 7)) == [True] * 3
@@ -294,7 +294,7 @@ def test_ranks_with_mla_share_one_copy_that_one_of_them_writes(tmp_path, disk):
     ranks = [{"is_mla_model": True, "tp_size": 2, "tp_rank": rank} for rank in range(2)]
     with opened(pools[0], tiers, **ranks[0]) as writer:
         assert writer.batch_set_v1(keys, pools[0].indices(0, 1, 2)) == [True] * 3
-        wait_until(lambda: leader_of(writer).counters.shared_offload_blocks == 3)
+        wait_until(lambda: leader_of(writer).counters.shared.offload_blocks == 3)
         with opened(pools[1], tiers, **ranks[1]) as reader:
             assert [tier.kind for tier in leader_of(reader).lower_tiers] == [Tier.SHARED]
             wait_until(lambda: reader.batch_exists(keys) == 3)

@@ -81,7 +81,7 @@ def test_blocks_on_disk_are_hits_after_they_have_been_read_ahead(tmp_path, versi
         engine.forget_device()
         assert asks(engine, PROMPTS[0], 50) == 0, "its blocks are on disk only"
         settled(engine)
-        assert engine.counters.disk_fetched_blocks == 6
+        assert engine.counters.disk.fetched_blocks == 6
         before = engine.counters.onboard_blocks
         script = Script(51, PROMPTS[0], 3)
         assert engine.run([script])[51] == expected(script, ranks)
@@ -106,8 +106,8 @@ def test_conversations_larger_than_host_memory_get_the_right_tokens(tmp_path, ve
         assert_right(results, ranks)
         assert_right([(script, done[script.request_id]) for script in again], ranks)
         settled(engine)
-        assert engine.counters.disk_offload_blocks > 0
-        assert engine.counters.disk_fetched_blocks > 0
+        assert engine.counters.disk.offload_blocks > 0
+        assert engine.counters.disk.fetched_blocks > 0
         assert engine.counters.faults == 0
 
 
@@ -134,7 +134,7 @@ def test_damaged_blocks_cost_hits_and_no_token(tmp_path, version, ranks, overlap
         damage(engine, tmp_path)
         assert asks(engine, PROMPTS[0], 50) == 0
         settled(engine)
-        assert engine.counters.disk_checksum_failures > 0
+        assert engine.counters.disk.checksum_failures > 0
         assert asks(engine, PROMPTS[0], 51) == 0, "a damaged block is not promised"
         run_all(engine, PROMPTS, 60)
         assert engine.counters.faults == 0
@@ -181,7 +181,7 @@ def test_random_traffic_with_a_disk_gets_the_right_tokens(tmp_path, version, see
             for number, prefix in enumerate(prefixes):
                 asks(engine, prefix, 1000 + 10 * wave + number)
             settled(engine)
-        assert engine.counters.disk_fetched_blocks > 0
+        assert engine.counters.disk.fetched_blocks > 0
         assert not engine.leader._side.boundary.is_off
 
 
@@ -226,7 +226,7 @@ def test_other_arguments_share_no_blocks(tmp_path, model, changed):
         run_all(engine, PROMPTS[:1], 1)
     with Engine(V1_2, model=model, config=roomy(tmp_path / "cache"), **changed) as engine:
         assert asks(engine, PROMPTS[0], 50) == 0
-        assert engine.counters.disk_fetched_blocks == 0
+        assert engine.counters.disk.fetched_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_start_reads_the_blocks_that_were_used_last_and_no_more_than_host_memo
     with Engine(V1_2, model=model, config=roomy(tmp_path / "cache")) as engine:
         run_all(engine, PROMPTS, 1)
     with Engine(V1_2, model=model, config=roomy(tmp_path / "cache", 14)) as engine:
-        assert engine.counters.disk_fetched_blocks == 14, "two prompts with seven blocks each"
+        assert engine.counters.disk.fetched_blocks == 14, "two prompts with seven blocks each"
         assert engine.counters.evicted_blocks == 0
         assert leader_of(engine).blocks()["G2"]["pinned"] == 0
         assert [asks(engine, prompt, 50 + number) for number, prompt in enumerate(PROMPTS)] == [0, 0, 24, 24]

@@ -90,7 +90,7 @@ def test_a_damaged_object_is_computed(tmp_path, model, damage):
     path.write_bytes(content[:-1] if damage == "cut" else content)
     with engine_on(tmp_path / "store", model) as engine:
         assert prefetched(engine) == 0
-        assert engine.counters.shared_bad_objects == 1
+        assert engine.counters.shared.bad_objects == 1
         run(engine, 52)
         assert engine.counters.onboard_blocks == 0
 

@@ -105,7 +105,7 @@ class DiskTier(LowerTier):
             self._enqueue(hashes)
         elif self._policy.writes == "frequency":
             admitted = self._filter.register(hashes)
-            self._counters.disk_filter_rejected_blocks += len(hashes) - len(admitted)
+            self._counters.disk.filter_rejected_blocks += len(hashes) - len(admitted)
             self._admit(admitted)
 
     def adopt(self, hashes: Sequence[bytes]) -> None:
@@ -121,7 +121,7 @@ class DiskTier(LowerTier):
         if keeps_unwritten:
             self._host.store.touch(list(self._queue))
         if self._policy.writes == "on_evict":
-            self._counters.disk_dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
+            self._counters.disk.dropped_blocks += len(self.store.missing(self._host.store.oldest(count)))
 
     @property
     def is_on(self) -> bool:
@@ -140,7 +140,7 @@ class DiskTier(LowerTier):
         if arrival is not None:
             self.store.touch(hashes[: arrival.hit], arrival.marks(0, arrival.hit))
             counters, choice = self._counters, self.store.policy.choice()
-            counters.disk_eviction_order, counters.disk_eviction_gain_percent = choice
+            counters.disk.eviction_order, counters.disk.eviction_gain_percent = choice
         return arrival
 
     def refresh(self) -> None:
@@ -262,7 +262,7 @@ class DiskTier(LowerTier):
         return self._disk.process.off_because
 
     def _drop_all(self) -> None:
-        self._counters.disk_reset_blocks += self.store.registered
+        self._counters.disk.reset_blocks += self.store.registered
         self.store.reset()
         self._filter.clear()
         self._queue.clear()
@@ -297,14 +297,14 @@ class DiskTier(LowerTier):
         self._queue.update(dict.fromkeys(self._absent(fitting), began_s))
         due = len(self._queue)
         in_flight = sum(len(write.source.hashes) for write in self._writes.values())
-        before, confirmed = self._counters.disk_offload_blocks, 0
+        before, confirmed = self._counters.disk.offload_blocks, 0
         logged_s = moved_s = began_s
         while self.is_writing() and self._clock() < deadline_s and self._clock() - moved_s < DRAIN_HUNG_S:
             self._begin_writes()
             time.sleep(0.001)
             self.settle()
-            if self._counters.disk_offload_blocks - before > confirmed:
-                confirmed, moved_s = self._counters.disk_offload_blocks - before, self._clock()
+            if self._counters.disk.offload_blocks - before > confirmed:
+                confirmed, moved_s = self._counters.disk.offload_blocks - before, self._clock()
             if self._clock() - logged_s > LOG_INTERVAL_S:
                 logged_s = self._clock()
                 log.info("kvbm: writing host memory to disk, %d of %d blocks", confirmed, due + in_flight)
@@ -313,7 +313,7 @@ class DiskTier(LowerTier):
         for result in self._disk.poll():
             if (write := self._writes.pop(result.ticket, None)) is not None:
                 self._end_write(write, result.is_good)
-        done = self._counters.disk_offload_blocks - before
+        done = self._counters.disk.offload_blocks - before
         left = max(0, len(absent) + in_flight - done)
         log.info("kvbm: the disk confirmed %d blocks of host memory before exit; %d may not be there", done, left)
 
@@ -323,7 +323,7 @@ class DiskTier(LowerTier):
             assert not self._writes, f"{self._writes.keys()} have not ended, and their process has"
             assert self.reads.are_ended, "reads have not ended, and their process has"
             self._losses = self._disk.losses
-            self._counters.disk_reset_blocks += self.store.registered
+            self._counters.disk.reset_blocks += self.store.registered
             self.store.reset()
             self._is_filled = False
             self._awake_until_s = self._clock() + AWAKE_S
@@ -374,7 +374,7 @@ class DiskTier(LowerTier):
         )
 
     def _admit(self, hashes: Sequence[bytes]) -> None:
-        self._counters.disk_filter_admitted_blocks += len(hashes)
+        self._counters.disk.filter_admitted_blocks += len(hashes)
         self._enqueue(hashes)
 
     def _absent(self, hashes: Sequence[bytes]) -> list[bytes]:
@@ -387,21 +387,21 @@ class DiskTier(LowerTier):
         fresh = [one for one in self._absent(hashes) if one not in self._queue]
         room = max(0, self._host.capacity_blocks - len(self._queue))
         self._queue.update(dict.fromkeys(fresh[:room], self._clock()))
-        self._counters.disk_admitted_blocks += min(len(fresh), room)
-        self._counters.disk_dropped_blocks += max(0, len(fresh) - room)
+        self._counters.disk.admitted_blocks += min(len(fresh), room)
+        self._counters.disk.dropped_blocks += max(0, len(fresh) - room)
 
     def _copy_counters(self) -> None:
-        known, counters = self._disk.counters, self._counters
-        counters.disk_checksum_failures = known.checksum_misses
-        counters.disk_io_errors = known.io_errors.total()
-        counters.disk_flushes = known.flushes
-        counters.disk_times_off = known.times_off + self.reads.times_hung
-        counters.disk_restarts = self._disk.restarts
-        counters.disk_dropped_rows = known.dropped_rows
-        counters.disk_damaged_files = known.damaged_files
-        counters.disk_off = int(not self.is_on)
-        counters.disk_unnamed = int(self._disk.is_unnamed)
-        counters.disk_silent = int(self._disk.is_silent or self.reads.are_hung)
+        known, counters = self._disk.counters, self._counters.disk
+        counters.checksum_failures = known.checksum_misses
+        counters.io_errors = known.io_errors.total()
+        counters.flushes = known.flushes
+        counters.times_off = known.times_off + self.reads.times_hung
+        counters.restarts = self._disk.restarts
+        counters.dropped_rows = known.dropped_rows
+        counters.damaged_files = known.damaged_files
+        counters.off = int(not self.is_on)
+        counters.unnamed = int(self._disk.is_unnamed)
+        counters.silent = int(self._disk.is_silent or self.reads.are_hung)
 
     def _clean(self) -> None:
         """Queue the blocks that would be evicted next, if there are few free slots."""
@@ -420,16 +420,16 @@ class DiskTier(LowerTier):
             wanted = [due[index] for index in self.store.missing(due)]
             source = self._host.store.pin([h for h in wanted if self._host.store.contains(h)])
             assert source is not None
-            self._counters.disk_dropped_blocks += len(wanted) - len(source.slots)
+            self._counters.disk.dropped_blocks += len(wanted) - len(source.slots)
             evicted = max(0, len(source.slots) - self.store.free)
             target = self.store.allocate(len(source.slots))
             if target is None or not source.slots:
-                self._counters.disk_dropped_blocks += len(source.slots)
+                self._counters.disk.dropped_blocks += len(source.slots)
                 source.release()
                 if target is not None:
                     target.release()
                 continue
-            self._counters.disk_evicted_blocks += evicted
+            self._counters.disk.evicted_blocks += evicted
             ticket = next(self._tickets)
             marks = self._host.marks_of(source.slots).translate(IN_LOWER_TIER)
             self._writes[ticket] = _Write(source, target, len(source.slots), self._clock(), marks)
@@ -454,11 +454,11 @@ class DiskTier(LowerTier):
         good = [h for h, is_written in zip(hashes, is_good, strict=True) if is_written]
         with written.stage(good).register(bytes(compress(write.marks, is_good))) as blocks:
             self._labels.begin(blocks.slots)
-        self._counters.disk_offload_blocks += len(good)
-        self._counters.disk_only_blocks += len(good) * self._settings.is_buffer
-        self._counters.disk_offload_bytes += len(good) * self._settings.block_bytes
-        self._counters.disk_failed_blocks += failed_count
-        self._counters.disk_write_failed_blocks += failed_count
+        self._counters.disk.offload_blocks += len(good)
+        self._counters.disk.only_blocks += len(good) * self._settings.is_buffer
+        self._counters.disk.offload_bytes += len(good) * self._settings.block_bytes
+        self._counters.disk.failed_blocks += failed_count
+        self._counters.disk.write_failed_blocks += failed_count
         if good:
             self._counters.durations["host-disk"].observe(self._clock() - write.born_s)
 
@@ -468,13 +468,13 @@ class DiskTier(LowerTier):
         assert source is not None, "blocks that are read are held"
         if not fetch.is_void:
             failed = is_good.count(False)
-            self._counters.disk_failed_blocks += failed
-            self._counters.disk_damaged_blocks += len(result.damaged)
-            self._counters.disk_read_failed_blocks += failed - len(result.damaged)
+            self._counters.disk.failed_blocks += failed
+            self._counters.disk.damaged_blocks += len(result.damaged)
+            self._counters.disk.read_failed_blocks += failed - len(result.damaged)
         if result.damaged and not fetch.is_void:
             self.store.forget([source.hashes[index] for index in result.damaged])
             self._disk.forget([source.slots[index] for index in result.damaged])
         source.release()
         if arrived := self.reads.arrive(fetch, is_good):
-            self._counters.disk_fetched_blocks += arrived
+            self._counters.disk.fetched_blocks += arrived
             self._counters.durations["disk-host"].observe(self._clock() - fetch.born_s)

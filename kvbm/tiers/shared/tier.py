@@ -317,15 +317,15 @@ class SharedTier(LowerTier):
         if self._policy.writes == "frequency" and not replaces:
             self._filter.hit([name])
             if self._filter.count(name) < self._policy.frequency_threshold:
-                self._counters.shared_rejected_blocks += self.extent_blocks
+                self._counters.shared.rejected_blocks += self.extent_blocks
                 return
         if len(self._queue) * self.extent_blocks < self._host.capacity_blocks:
             extent = Extent(tuple(hashes[stop - self.extent_blocks : stop]))
             due_s = self._clock() + JITTER_S * self._random.random()
             self._queue[name] = _Due(extent, tenant, due_s, replaces)
-            self._counters.shared_admitted_blocks += self.extent_blocks
+            self._counters.shared.admitted_blocks += self.extent_blocks
         else:
-            self._counters.shared_dropped_blocks += self.extent_blocks
+            self._counters.shared.dropped_blocks += self.extent_blocks
 
     def _begin_writes(self) -> None:
         if not self._queue:
@@ -356,7 +356,7 @@ class SharedTier(LowerTier):
         """Try an extent again, but only one time, whose blocks are not in host memory: when a request ends, its last
         blocks may still be on their way there."""
         if due.is_repeated:
-            self._counters.shared_dropped_blocks += self.extent_blocks
+            self._counters.shared.dropped_blocks += self.extent_blocks
         else:
             self._queue[due.extent.name] = replace(due, due_s=self._clock() + REPEAT_S, is_repeated=True)
 
@@ -365,16 +365,16 @@ class SharedTier(LowerTier):
         self._departing.discard(write.extent.name)
         count = len(write.extent.hashes)
         if result.outcome not in (Outcome.GOOD, Outcome.EXISTS):
-            self._counters.object_write_failures += 1
-            self._counters.shared_dropped_blocks += count
-            self._counters.shared_write_failed_blocks += count
+            self._counters.shared.write_failures += 1
+            self._counters.shared.dropped_blocks += count
+            self._counters.shared.write_failed_blocks += count
             return
         if not self._has_ended:
             self.presence.add([write.extent.name])
             self._to_replace.discard(write.extent.name)
         if result.outcome is Outcome.GOOD:
-            self._counters.shared_offload_blocks += count
-            self._counters.shared_offload_bytes += count * self._block_bytes
+            self._counters.shared.offload_blocks += count
+            self._counters.shared.offload_bytes += count * self._block_bytes
             self._counters.durations["host-object"].observe(self._clock() - write.born_s)
 
     def _end_fetch(self, fetch: Fetch, result: ObjectResult) -> None:
@@ -389,19 +389,19 @@ class SharedTier(LowerTier):
                 self._note_failed_read(name, len(fetch.hashes), result)
             return
         fetch.is_copy = result.is_copy
-        self._counters.shared_fetched_blocks += self.reads.arrive(fetch, (True,) * len(fetch.hashes))
+        self._counters.shared.fetched_blocks += self.reads.arrive(fetch, (True,) * len(fetch.hashes))
         self._counters.durations["object-host"].observe(self._clock() - fetch.born_s)
 
     def _note_failed_read(self, name: bytes, blocks: int, result: ObjectResult) -> None:
-        self._counters.shared_failed_blocks += blocks
-        self._counters.object_read_failures += 1
+        self._counters.shared.failed_blocks += blocks
+        self._counters.shared.read_failures += 1
         if result.outcome is Outcome.BAD:
-            self._counters.shared_damaged_blocks += blocks
+            self._counters.shared.damaged_blocks += blocks
             self._replace_later(name)
         elif result.outcome is Outcome.ABSENT:
-            self._counters.shared_absent_blocks += blocks
+            self._counters.shared.absent_blocks += blocks
         else:
-            self._counters.shared_read_failed_blocks += blocks
+            self._counters.shared.read_failed_blocks += blocks
         if result.outcome is not Outcome.FAILED or self._client.is_on:
             self.presence.erase(name)
 
@@ -410,15 +410,15 @@ class SharedTier(LowerTier):
             self._to_replace.add(name)
 
     def _copy_counters(self) -> None:
-        known, counters = self._client.counters, self._counters
-        counters.shared_bad_objects = known.bad_objects
-        counters.shared_absent_objects = known.absent_objects
-        counters.shared_failed_requests = known.failed_requests
-        counters.shared_saved_writes = known.writes_saved
-        counters.shared_copies_read = known.copies_read
-        counters.shared_probes = known.probes
-        counters.shared_times_off = known.times_off + self.reads.times_hung
-        counters.shared_restarts = self._client.restarts
-        counters.shared_off = int(not self.is_on)
-        counters.shared_unnamed = int(self._client.is_unnamed)
-        counters.shared_silent = int(self._client.is_silent or self.reads.are_hung)
+        known, counters = self._client.counters, self._counters.shared
+        counters.bad_objects = known.bad_objects
+        counters.absent_objects = known.absent_objects
+        counters.failed_requests = known.failed_requests
+        counters.saved_writes = known.writes_saved
+        counters.copies_read = known.copies_read
+        counters.probes = known.probes
+        counters.times_off = known.times_off + self.reads.times_hung
+        counters.restarts = self._client.restarts
+        counters.off = int(not self.is_on)
+        counters.unnamed = int(self._client.is_unnamed)
+        counters.silent = int(self._client.is_silent or self.reads.are_hung)
