@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvbm.config.values import Section, WrongKey
-from kvbm.types import MAX_SECONDS
+from kvbm.config.values import Seconds, Section, WrongKey
 
 DEFAULT_KIND = "conversations"
 LONGEST_DEFAULT_TIMEOUT_S = 60.0
@@ -29,6 +28,7 @@ SCENARIO_KEYS: Mapping[str, frozenset[str]] = {
     "agentic": frozenset(("users", "time_s", "file")),
 }
 LMBENCHMARK_KEYS = MULTI_ROUND_KEYS.union(*SCENARIO_KEYS.values())
+PositiveSeconds = Annotated[Seconds, Field(gt=0)]
 
 
 class Schedule(Section):
@@ -46,18 +46,12 @@ class Schedule(Section):
         le=100,
         description="How often every arm runs; by default 3 in turn and 1 interleaved. `--pairs` sets it, too.",
     )
-    interval_s: float | None = Field(
+    interval_s: PositiveSeconds | None = Field(
         default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Seconds between two launches of an arm; by default computed from `target_utilisation`.",
     )
-    ramp_to_s: float | None = Field(
+    ramp_to_s: PositiveSeconds | None = Field(
         default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="A ramp: the rate changes linearly, from one launch per `interval_s` at the start of a run to one "
         "per `ramp_to_s` at its end. With `burstiness`, the times around it are random.",
     )
@@ -84,19 +78,13 @@ class Schedule(Section):
         description="Closed loop: number of sessions in flight. The next request of a session starts when the previous "
         "one has ended, after `think_s`. `interval_s` is then ignored.",
     )
-    think_s: float = Field(
+    think_s: Seconds = Field(
         default=0.0,
         ge=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         description="Closed loop: seconds between the end of an answer and the next request of the session.",
     )
-    duration_s: float | None = Field(
-        default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
-        description="No request is launched after this many seconds of a run; by default all are.",
+    duration_s: PositiveSeconds | None = Field(
+        default=None, description="No request is launched after this many seconds of a run; by default all are."
     )
 
     @model_validator(mode="after")
@@ -124,12 +112,8 @@ class Workload(Section):
         description="`chat` and `responses` send text as messages of system, user and assistant to "
         "`/v1/chat/completions` or `/v1/responses`; `completions` sends token ids where it can.",
     )
-    request_timeout_s: float = Field(
-        default=LONGEST_DEFAULT_TIMEOUT_S,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
-        description="Timeout of a request in seconds.",
+    request_timeout_s: PositiveSeconds = Field(
+        default=LONGEST_DEFAULT_TIMEOUT_S, description="Timeout of a request in seconds."
     )
     slo: str | None = Field(
         default=None,
@@ -323,9 +307,7 @@ class AgenticCoding(Workload):
     subagent_every: int = Field(default=0, ge=0, description="Steps between two subagents; 0 for none.")
     subagent_steps: int = Field(default=3, ge=1, le=1000, description="Requests of a subagent.")
     context_tokens: int = Field(ge=1, description="Longest context; usually `max_model_len` of the engine.")
-    tool_s: float = Field(
-        default=0.0, ge=0, le=MAX_SECONDS, allow_inf_nan=False, description="Seconds that a tool takes."
-    )
+    tool_s: Seconds = Field(default=0.0, ge=0, description="Seconds that a tool takes.")
     hints: bool = Field(
         default=False, description="Whether requests have hints for kvbm: which contexts continue, and which are over."
     )
@@ -394,17 +376,14 @@ class Lmbenchmark(Workload):
     qps: float | None = Field(
         default=None, gt=0, le=1e5, allow_inf_nan=False, description="Requests per second; by default the scenario's."
     )
-    time_s: float | None = Field(
-        default=None, gt=0, le=MAX_SECONDS, allow_inf_nan=False, description="Seconds; by default the scenario's."
-    )
+    time_s: PositiveSeconds | None = Field(default=None, description="Seconds; by default the scenario's.")
     users: int | None = Field(default=None, ge=1, description="Users; by default the scenario's.")
     rounds: int | None = Field(default=None, ge=2, description="Rounds per user; by default the scenario's.")
     system_words: int | None = Field(default=None, ge=0, description="Tokens of the system prompt.")
     history_words: int | None = Field(default=None, ge=1, description="Tokens of a user's history.")
     answer_tokens: int | None = Field(default=None, ge=1, description="Tokens of an answer.")
     file: str | None = Field(
-        default=None,
-        description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file.",
+        default=None, description="Transcripts of `sharegpt` or trace of `agentic`, relative to this file."
     )
 
     @model_validator(mode="after")
