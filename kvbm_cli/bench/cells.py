@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbm.errors import UsageError
 from kvbm.text.outside import shown
-from kvbm_cli.bench.lmbenchmark.of_workload import check_files, strict_script, strict_workload
+from kvbm_cli.bench.lmbenchmark.of_workload import strict_script, strict_workload
 from kvbm_cli.bench.trace.analysis import findings_of
 from kvbm_cli.bench.trace.request import TraceFormat, Turns
 from kvbm_cli.bench.trace.script import trace_script
@@ -184,8 +184,6 @@ def warnings_of(workload: Workload) -> list[str]:
     found: list[str] = []
     if isinstance(workload, Trace):
         found = findings_of(Path(workload.file), _form(workload))
-    elif isinstance(workload, Lmbenchmark):
-        check_files(workload)
     elif isinstance(workload, Conversations) and workload.images:
         if workload.endpoint == "completions":
             raise UsageError(

@@ -72,14 +72,6 @@ def _at(workload: Lmbenchmark, interval_s: float | None, duration_s: float | Non
     return workload.schedule.model_copy(update={"interval_s": interval_s, "duration_s": duration_s})
 
 
-def check_files(workload: Lmbenchmark) -> None:
-    """Read the files of the workload. UsageError, with the line, for one that is missing or wrong."""
-    if workload.file is not None and workload.scenario == "sharegpt":
-        read_transcripts(Path(workload.file))
-    elif workload.file is not None:
-        read_agent_trace(Path(workload.file))
-
-
 def strict_script(workload: Lmbenchmark, writer: Writer, *, seed: int) -> Script:
     """Transcripts or agents as a script. UsageError for an unreadable file."""
     assert workload.file is not None

@@ -19,7 +19,7 @@ from typing import Any
 from kvbm.errors import ProfileError
 from kvbm_cli.bench.trace.reader import TraceReader
 from kvbm_cli.bench.trace.request import CHARACTERS_PER_TOKEN, Placement, Sessions, TraceFormat, TraceRequest
-from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Script, ScriptedRequest, Writer, length_of
+from kvbm_cli.bench.workload.script import AnswerOf, Content, Part, Prefixes, Script, ScriptedRequest, Writer
 
 PIECE_TOKENS = 16
 PIECE_CHARACTERS = PIECE_TOKENS * CHARACTERS_PER_TOKEN
@@ -98,14 +98,16 @@ class _Builder:
         first_ms = lines[0][1].launch_ms or 0.0
         histories: dict[int, tuple[Part, ...]] = {}
         scripted = []
+        prompts = Prefixes()
         for index, (request, placed) in enumerate(lines):
             after = () if placed.previous is None else (index_of[placed.previous],)
             one = self._scripted(request, placed, histories.get(placed.session, ()), after, first_ms)
             if self.sessions.repeats_answers(request):
                 histories[placed.session] = (*one.parts, AnswerOf(index, one.answer_tokens or 0))
+            prompts.add(one.parts)
             scripted.append(one)
         warmup = self.contents.unique("warm-up", lines[0][0].input_tokens or DEFAULT_WARMUP_TOKENS)
-        return Script.of(scripted, warmup=warmup, working_set_tokens=_distinct_tokens(scripted))
+        return Script.of(scripted, warmup=warmup, working_set_tokens=prompts.token_count)
 
     def _require_one_history(self, requests: Sequence[TraceRequest]) -> None:
         """Answers are recorded for prompts of parts, so the history of a session cannot be mixed with fixed bodies."""
@@ -177,18 +179,3 @@ def _body(request: TraceRequest, answer_tokens: int | None) -> tuple[tuple[str, 
     payload = {name: value for name, value in request.payload.items() if name != "model"}
     has_limit = "max_tokens" in payload or "max_completion_tokens" in payload
     return tuple({**payload, **({} if has_limit else limit), **STREAMED}.items())
-
-
-def _distinct_tokens(requests: Iterable[ScriptedRequest]) -> int:
-    """Tokens of all prompts, each common prefix once."""
-    numbers: dict[tuple[int, object], int] = {}
-    total = 0
-    for request in requests:
-        node = 0
-        for part in request.parts:
-            key = (node, part if isinstance(part, AnswerOf) else id(part))
-            if key not in numbers:
-                numbers[key] = len(numbers) + 1
-                total += length_of(part)
-            node = numbers[key]
-    return total

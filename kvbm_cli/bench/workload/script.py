@@ -102,10 +102,15 @@ class Script:
     ) -> Script:
         """Return a script with the phase of each request. Without a working set, all tokens are one."""
         listed = list(requests)
-        known = _Prefixes()
-        reused = [(known.token_count, *known.add(index, request)) for index, request in enumerate(listed)]
-        phased = tuple(_with_phases(listed, reused, known.token_count))
-        return cls(phased, warmup, working_set_tokens or known.token_count, known.token_count)
+        prefixes = Prefixes()
+        reused = []
+        for index, request in enumerate(listed):
+            sent = prefixes.token_count
+            end, old, new = prefixes.add(request.parts)
+            prefixes.add([AnswerOf(index, request.answer_tokens or 0)], after=end)
+            reused.append((sent, old, new))
+        total = prefixes.token_count
+        return cls(tuple(_with_phases(listed, reused, total)), warmup, working_set_tokens or total, total)
 
 
 def with_canned_answers(script: Script, write: Callable[[int], Content]) -> Script:
@@ -145,18 +150,20 @@ def _with_phases(
         yield replace(request, phase=phase)
 
 
-class _Prefixes:
-    """All prefixes of the prompts so far, as chains of part identities."""
+class Prefixes:
+    """All prefixes of the prompts so far, as chains of part identities. `token_count` counts each prefix once."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, object], int] = {}
         self.token_count = 0
 
-    def add(self, index: int, request: ScriptedRequest) -> tuple[int, int]:
-        """Tokens of this prompt that were sent before, and that were not; then its answer counts as sent."""
-        node, old, new = 0, 0, 0
-        answer = AnswerOf(index, request.answer_tokens or 0)
-        for part in (*request.parts, answer):
+    def add(self, parts: Iterable[Part], *, after: int = 0) -> tuple[int, int, int]:
+        """Return the number of the prefix that ends with the parts, their tokens that were known, and new ones.
+
+        `after` is the number of the prefix in front of them.
+        """
+        node, old, new = after, 0, 0
+        for part in parts:
             if not part:
                 continue
             key = (node, part if isinstance(part, AnswerOf) else id(part))
@@ -164,10 +171,10 @@ class _Prefixes:
                 old += length_of(part)
             else:
                 self._numbers[key] = len(self._numbers) + 1
-                new += 0 if part is answer else length_of(part)
-                self.token_count += length_of(part)
+                new += length_of(part)
             node = self._numbers[key]
-        return old, new
+        self.token_count += new
+        return node, old, new
 
 
 class Writer(Protocol):
