@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 class Leader(EngineTiers):
     """Decides what moves; see the module's text for who calls what. Not thread-safe: one thread owns it."""
 
+    operations: Operations
+
     def __init__(
         self,
         region: Region,
@@ -85,7 +87,7 @@ class Leader(EngineTiers):
         self._heartbeats = Heartbeats(region, settings.silence_s, callbacks.clock)
         self._requests: dict[str, LiveRequest] = {}
         self.hints = Hints(self._host.store, callbacks.clock, self.counters)
-        self._operations = self.operations = Operations(context, tiers, self._prefetches, self.hints)
+        self.operations = Operations(context, tiers, self._prefetches, self.hints)
         self._results = LoadResults(settings, self.counters, self._rates, self._requests, callbacks)
         self._step = 0
         self._has_computed = False  # in the last step
@@ -260,7 +262,7 @@ class Leader(EngineTiers):
             tier.step(computes=self._has_computed)
         self._has_computed = False
         self._prefetches.step()
-        self._operations.step()
+        self.operations.step()
         self._slices.step()
         self._matching.long_matches.step()
         plan = StepPlan(
@@ -332,7 +334,7 @@ class Leader(EngineTiers):
             bool(self._results)
             or self._slices.has_work()
             or self._prefetches.has_work()
-            or self._operations.has_work()
+            or self.operations.has_work()
             or self._onboards.is_under_way(within_steps=patience)
             or self.is_busy()
             or self._offloads.is_under_way(within_steps=patience)
@@ -394,7 +396,7 @@ class Leader(EngineTiers):
     def _end_hint(self, request: LiveRequest, hint: Hint, chain: Sequence[bytes]) -> None:
         tenant = request.tenant
         self.hints.finish(hint, tenant, chain, request.retained)
-        if hint.prefetch_s is not None and self._operations.want_later(chain[:LONGEST_CHAIN], tenant, hint.prefetch_s):
+        if hint.prefetch_s is not None and self.operations.want_later(chain[:LONGEST_CHAIN], tenant, hint.prefetch_s):
             self.control.wake_after(hint.prefetch_s)
 
     def reset(self, *, ends_persistence: bool = False) -> bool:
@@ -468,7 +470,7 @@ class Leader(EngineTiers):
 
     def _forget_all(self) -> None:
         self._forget_blocks()
-        self._operations.reset()
+        self.operations.reset()
 
     def _forget_blocks(self) -> None:
         self._forget_host_memory()

@@ -306,7 +306,7 @@ def test_chains_that_are_due_together_are_read_by_turns_of_their_tenants(disk_ri
     while rig.leader.counters.prefetch_late_hints < 2:
         rig.now_s += 0.1
         rig.step()
-    assert [one.tenant for one in rig.leader._operations._wanted] == [b"", b""]
+    assert [one.tenant for one in rig.leader.operations._wanted] == [b"", b""]
 
 
 def test_a_chain_that_did_not_come_back_is_counted(disk_rig):
