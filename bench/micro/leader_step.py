@@ -146,12 +146,12 @@ class Kvbm:
             VllmFacts(RANKS, hash_bytes=32, publishes_events=self.publishes_events),
             lambda: (self.identity, ""),
         )
-        self.side.bind_block_pool(pool)
-        self.side.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)
+        self.side.blocks.bind_block_pool(pool)
+        self.side.blocks.accept_handshakes(Handshake(one.info, config.digest(), boot_id()) for one in self.segments)
         self.orders: Any = None
 
     def fill(self, hashes: list[bytes]) -> None:
-        host = self.side.leader.leader._host
+        host = self.side.blocks.leader.leader._host
         target = host.reserve(len(hashes))
         host.register(target, hashes, [True] * len(hashes)).release()
         host.store.take_events()
@@ -165,8 +165,8 @@ class Kvbm:
             "build": side.build_orders,
             "settle": side.settle,
             "end": side.end_request,
-            "events": lambda: list(side.take_events()),
-            "stats": side.take_stats,
+            "events": lambda: list(side.blocks.take_events()),
+            "stats": side.blocks.take_stats,
         }
 
     def answer(self, orders: Any, output: KVConnectorOutput) -> None:

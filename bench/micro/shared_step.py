@@ -131,7 +131,7 @@ SAMPLERS: dict[str, Sampler] = {"decode": decode_step, "prefill": prefill_step, 
 
 def measure(rounds: int) -> dict[str, Any]:
     engines = [MeasuredEngine(Without), MeasuredEngine(With)]
-    (shared,) = engines[1].contender.side.leader.leader.lower_tiers
+    (shared,) = engines[1].contender.side.blocks.leader.leader.lower_tiers
     assert shared.is_on
     fill(engines, [], host_blocks=HOST_BLOCKS)
     gc.collect()

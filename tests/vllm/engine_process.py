@@ -154,7 +154,7 @@ class SteppedEngine:
 
     def _await_tiers(self) -> None:
         """Wait for the lower tiers, which open when the files of the model have been read, after the engine's start."""
-        lower_tiers = self._core.scheduler.connector._scheduler.leader.leader.lower_tiers
+        lower_tiers = self._core.scheduler.connector._scheduler.blocks.leader.leader.lower_tiers
         deadline = time.monotonic() + TIERS_TIMEOUT_S
         while not all(tier.is_on for tier in lower_tiers):
             assert time.monotonic() < deadline, "a lower tier stays off"
@@ -246,7 +246,7 @@ class SteppedEngine:
         """The blocks that can be found, by tier, under the names of vLLM's KV events."""
         from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
-        leader = self._core.scheduler.connector._scheduler.leader.leader
+        leader = self._core.scheduler.connector._scheduler.blocks.leader.leader
         device = self._core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
         found = {"gpu": [get_block_hash(key) for key in device]}
         for name, tier in (("host", leader._host), ("disk", tier_of(leader, Tier.DISK))):

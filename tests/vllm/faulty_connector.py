@@ -49,7 +49,7 @@ class FaultyConnector(DynamoConnector):
 
     def build_connector_meta(self, scheduler_output):
         if (bug := json.loads(Path(os.environ[FAULTS_FILE]).read_text()).get("bug")) is not None:
-            setattr(self._scheduler.leader.leader, bug, _raise)
+            setattr(self._scheduler.blocks.leader.leader, bug, _raise)
         return super().build_connector_meta(scheduler_output)
 
     @classmethod

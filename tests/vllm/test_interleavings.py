@@ -38,6 +38,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvbm.device.worker import Worker
 from kvbm.engines.make_model import materialise
 from kvbm.engines.vllm.connector import DynamoConnector
+from kvbm.engines.vllm.engine_blocks import EngineBlocks
 from kvbm.engines.vllm.scheduler_side import SchedulerSide
 from kvbm.engines.vllm.worker_side import WorkerSide
 from kvbm.errors import TransferError
@@ -150,9 +151,9 @@ class World:
             self.forward()
         self.wait_for_device(len(self.device))
         if self.kind == "adapter":
-            self.side.adapter_is_loaded(ADAPTER)
+            self.side.blocks.adapter_is_loaded(ADAPTER)
         else:
-            self.side.weights_may_change("a test")
+            self.side.blocks.weights_may_change("a test")
         self.version += 1
         self.fresh = {name for name in self.fresh if not self.has_kv(name)}
 
@@ -350,10 +351,10 @@ def explore(make, kind: str, depth: int, runner: str, requests: int, hold: int, 
     for name, forgets in (("late", False), ("late-2", True), ("late-3", True)):
         if forgets:
             world.forget_g1()
-        loaded = world.side.leader.counters.onboard_blocks
+        loaded = world.side.blocks.leader.counters.onboard_blocks
         world.add(name, 1)
         world.finish()
-    loaded = world.side.leader.counters.onboard_blocks - loaded
+    loaded = world.side.blocks.leader.counters.onboard_blocks - loaded
     assert world.broken or loaded >= LEAST_LOADS[kind], "nothing was loaded"
     return world.broken, changed
 
@@ -423,8 +424,8 @@ def plant_preemptions_that_wait_for_the_bound_orders(monkeypatch):
             side._worker._offload_pool.run_next()
 
     monkeypatch.setattr(DynamoConnector, "handle_preemptions", wait)
-    monkeypatch.setattr(SchedulerSide, "_hold", lambda *_: None)
-    monkeypatch.setattr(SchedulerSide, "_release", lambda *_: None)
+    monkeypatch.setattr(EngineBlocks, "_hold", lambda *_: None)
+    monkeypatch.setattr(EngineBlocks, "_release", lambda *_: None)
 
 
 def plant_early_offloads(monkeypatch):
@@ -509,7 +510,7 @@ def test_kv_of_another_engine_is_kept_only_until_the_weights_change(world, has_c
     here.add("pulled", 1, extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
     here.finish()
     named = sum(block.block_hash is not None for block in here.scheduler.kv_cache_manager.block_pool.blocks)
-    assert (named > 0, here.side.leader.counters.offload_blocks > 0) == (not has_changed, not has_changed)
+    assert (named > 0, here.side.blocks.leader.counters.offload_blocks > 0) == (not has_changed, not has_changed)
 
 
 @pytest.mark.parametrize("has_changed", [False, True])
@@ -521,4 +522,4 @@ def test_nothing_is_offloaded_beside_a_connector_that_may_load_kv_of_former_weig
         here.change()
     here.add("first", 1)
     here.finish()
-    assert (here.side.leader.counters.offload_blocks > 0) == (not has_changed)
+    assert (here.side.blocks.leader.counters.offload_blocks > 0) == (not has_changed)

@@ -39,7 +39,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from kvbm.boundary import Boundary
-from kvbm.config.schema import ConnectorConfig
+from kvbm.config.schema import ConnectorConfig, OffloadSection
 from kvbm.core.groups import Group, StateGroup
 from kvbm.engines.vllm.block_tables import GroupedTables
 from kvbm.engines.vllm.cache_groups import (
@@ -49,6 +49,7 @@ from kvbm.engines.vllm.cache_groups import (
     cache_groups,
     decline_reason,
 )
+from kvbm.engines.vllm.engine_blocks import EngineBlocks
 from kvbm.engines.vllm.engine_facts import VllmFacts
 from kvbm.engines.vllm.request import UNLIMITED, VllmRequest, _limit
 from kvbm.engines.vllm.scheduler_side import SchedulerSide
@@ -96,9 +97,9 @@ def mamba(*, mode="align", **facts):
     return MambaSpec(block_size=16, shapes=((2, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode, **facts)
 
 
-def scheduler_side(groups, rank_count=1, publishes_events=True):
+def scheduler_side(groups, rank_count=1, publishes_events=True, config=CONFIG):
     facts = VllmFacts(rank_count, hash_bytes=32, publishes_events=publishes_events)
-    return SchedulerSide(CONFIG, groups, facts, lambda: ({}, ""))
+    return SchedulerSide(config, groups, facts, lambda: ({}, ""))
 
 
 @contextmanager
@@ -109,7 +110,7 @@ def both_sides():
     worker = WorkerSide(CONFIG, description, rank=0, rank_count=1)
     worker.register_kv_caches({"layer.0": torch.zeros(4, 2, 16, 64)})
     side = scheduler_side(groups)
-    side.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
+    side.blocks.bind_block_pool(BlockPool(4, enable_caching=True, hash_block_size=16))
     try:
         yield side, worker
     finally:
@@ -265,51 +266,54 @@ def handshake(**changes):
 def test_ranks_with_another_configuration_or_machine_are_refused_at_the_start(name):
     side = scheduler_side(cache_groups(cache(FULL)), rank_count=2)
     with pytest.raises(EnvironmentProblem, match=name):
-        side.accept_handshakes([handshake(), handshake(**{name: "other"})])
+        side.blocks.accept_handshakes([handshake(), handshake(**{name: "other"})])
 
 
 def test_blocks_that_a_sibling_may_have_loaded_do_not_outlive_the_engine():
     """It may have kept them from weights that the engine no longer has."""
     side = scheduler_side(cache_groups(cache(FULL)))
-    side.accept_handshakes([handshake(sibling="ExampleConnector")])
-    assert "`ExampleConnector`" in side._described().result()[1]
+    side.blocks.accept_handshakes([handshake(sibling="ExampleConnector")])
+    assert "`ExampleConnector`" in side.blocks._described().result()[1]
 
 
 def test_a_rank_that_has_not_told_where_its_memory_lies_is_missed():
     with pytest.raises(EnvironmentProblem, match="1 of 2 ranks"):
-        scheduler_side(cache_groups(cache(FULL)), rank_count=2).accept_handshakes([handshake()])
+        scheduler_side(cache_groups(cache(FULL)), rank_count=2).blocks.accept_handshakes([handshake()])
 
 
 def test_ranks_that_are_told_again_find_the_same_leader_and_other_ranks_are_refused():
     with both_sides() as (side, worker):
-        side.accept_handshakes([worker.handshake()])
-        leader = side.leader
-        side.accept_handshakes([worker.handshake()])
+        side.blocks.accept_handshakes([worker.handshake()])
+        leader = side.blocks.leader
+        side.blocks.accept_handshakes([worker.handshake()])
         assert leader is not None
-        assert side.leader is leader
+        assert side.blocks.leader is leader
         with pytest.raises(EnvironmentProblem, match="different segments"):
-            side.accept_handshakes([handshake()])
+            side.blocks.accept_handshakes([handshake()])
 
 
 START_UP = ("accept_handshakes", "bind_block_pool", "register_kv_caches", "create_worker", "handshake", "clear")
 SLEEP = ("unregister_kv_caches", "restore_kv_caches")
+WITHIN_HOOKS = ("begin", "end", "inherit", "is_stale", "has_events")  # of SchedulerSide
 
 
-@pytest.mark.parametrize("side", [SchedulerSide, WorkerSide])
+@pytest.mark.parametrize("side", [SchedulerSide, EngineBlocks, WorkerSide])
 def test_every_hook_of_vllm_is_guarded(side):
     hooks = {name for name, value in vars(side).items() if callable(value) and not name.startswith("_")}
-    bare = {name for name in hooks - set(START_UP + SLEEP) if not hasattr(getattr(side, name), "__wrapped__")}
+    bare = {
+        name for name in hooks - set(START_UP + SLEEP + WITHIN_HOOKS) if not hasattr(getattr(side, name), "__wrapped__")
+    }
     assert bare <= {"close"}, "an exception of these would end vLLM"
 
 
 def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_failed(caplog):
     with both_sides() as (side, worker):
-        side.accept_handshakes([worker.handshake()])
+        side.blocks.accept_handshakes([worker.handshake()])
         # It has no block hashes.
         request = SimpleNamespace(request_id="r", num_tokens=64, **PLAIN)
         side.add_request(request)
         side.allocated(request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 0],)), 32)
-        assert side.take_stats().data["disabled"] == 1
+        assert side.blocks.take_stats().data["disabled"] == 1
         assert "continues without the cache" in caplog.text
         assert side.has_pending()
         output = SimpleNamespace(finished_recving=None)
@@ -317,22 +321,22 @@ def test_a_request_whose_load_could_not_start_because_of_a_bug_is_reported_as_fa
         side.settle(output)
         assert not output.finished_recving
         assert [load.request_id for load in side.build_orders(None).failed_loads] == ["r"]
-        assert side.take_events() == [], "nothing was announced"
+        assert side.blocks.take_events() == [], "nothing was announced"
         assert not side.has_pending()
         assert side.match(request, 0) == (0, False)
-        assert side.reset()
+        assert side.blocks.reset()
         side.end_request(request)
 
 
 def test_without_ranks_every_hook_does_nothing():
     side = scheduler_side(cache_groups(cache(FULL)))
-    side.accept_handshakes([])
+    side.blocks.accept_handshakes([])
     request = SimpleNamespace(request_id="r", num_tokens=64, block_hashes=[], **PLAIN)
     side.add_request(request)
     assert side.match(request, 0) == (0, False)
     assert side.build_orders(None) == StepOrders(StepPlan(step=0))
     assert not side.has_pending()
-    assert side.take_stats() is None
+    assert side.blocks.take_stats() is None
     side.end_request(request)
 
 
@@ -492,19 +496,19 @@ class Forgetful:
 def side():
     """A scheduler side whose block pool has three blocks in vLLM's prefix cache."""
     found = scheduler_side(cache_groups(cache(FULL)))
-    found.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=16))
-    for index, block in enumerate(found._pool.get_new_blocks(3)):
+    found.blocks.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=16))
+    for index, block in enumerate(found.blocks.pool.get_new_blocks(3)):
         cached_hash = make_block_hash_with_group_id(bytes([index]) * 32, 0)
         block.set_block_hash(cached_hash) if hasattr(block, "set_block_hash") else setattr(
             block, "block_hash", cached_hash
         )
-        found._pool.cached_block_hash_to_block.insert(cached_hash, block)
-    found.leader = Forgetful()
+        found.blocks.pool.cached_block_hash_to_block.insert(cached_hash, block)
+    found.blocks.leader = Forgetful()
     return found
 
 
 def cached_blocks(side):
-    return [block.block_id for block in side._pool.blocks if block.block_hash is not None]
+    return [block.block_id for block in side.blocks.pool.blocks if block.block_hash is not None]
 
 
 class Core:
@@ -555,9 +559,9 @@ def core(monkeypatch):
 )
 def test_what_can_change_the_weights_is_noticed_before_it_happens(side, core, call, is_harmless):
     order = []
-    side.leader.reset = lambda *, ends_persistence=False: order.append((ends_persistence, len(core.calls))) or True
-    watch(side)
-    watch(side)
+    side.blocks.leader.reset = lambda *, ends_persistence=False: order.append((ends_persistence, len(core.calls)))
+    watch(side.blocks)
+    watch(side.blocks)
     call(core)
     assert order == ([] if is_harmless else [(True, 0)])
     assert len(core.calls) == 1
@@ -565,7 +569,7 @@ def test_what_can_change_the_weights_is_noticed_before_it_happens(side, core, ca
 
 
 def test_the_wrapped_methods_keep_the_types_by_which_vllm_decodes_their_arguments(side, core):
-    watch(side)
+    watch(side.blocks)
     (parameter,) = inspect.signature(core.add_lora).parameters.values()
     assert parameter.annotation in (LoRARequest, "LoRARequest")
     assert list(inspect.signature(core.collective_rpc).parameters) == ["method", "timeout", "args", "kwargs"]
@@ -576,15 +580,15 @@ def test_vllm_has_what_is_watched():
 
 
 def test_a_reset_is_taken_for_a_change_of_the_weights(side):
-    assert side.reset() is True
-    assert side.leader.resets == [True]
+    assert side.blocks.reset() is True
+    assert side.blocks.leader.resets == [True]
     assert cached_blocks(side) == []
 
 
 def test_a_reset_succeeds_although_a_disk_has_not_deleted_its_blocks_yet(side):
     """vLLM would answer 500 to a pause. The tier is off until it has."""
-    side.leader.reset = lambda **keys: False
-    assert side.reset() is True
+    side.blocks.leader.reset = lambda **keys: False
+    assert side.blocks.reset() is True
 
 
 def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
@@ -594,14 +598,14 @@ def test_an_adapter_in_doubt_is_not_cached(side, tmp_path):
 
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     side.add_request(request())
-    assert side.leader.resets == []
+    assert side.blocks.leader.resets == []
     assert side._requests.pop("r")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"other")
     side.add_request(request())
-    assert side.leader.resets == [True]
+    assert side.blocks.leader.resets == [True]
     assert side._requests == {}
-    side.adapter_is_loaded(LoRARequest("mine", 2, str(tmp_path)))
-    assert side.leader.resets == [True, True]
+    side.blocks.adapter_is_loaded(LoRARequest("mine", 2, str(tmp_path)))
+    assert side.blocks.leader.resets == [True, True]
 
 
 # -- a load that fails -------------------------------------------------------------------------------------------------
@@ -629,7 +633,7 @@ def test_a_failed_load_is_never_told_as_a_good_one_while_vllm_has_the_request(is
     """`is_live` is False too for a request that was preempted and came back in one step: vLLM still waits for it."""
     side = scheduler_side(cache_groups(cache(FULL)))
     side.add_request(SimpleNamespace(request_id="r", **PLAIN))
-    side.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
+    side.blocks.leader = Verdicts(LoadResult("r", (1,), (1,), is_live), LoadResult("gone", (2,), (2,), False))
     output = SimpleNamespace(finished_recving=None)
     side.settle(output)
     assert output.finished_recving == {"gone"}
@@ -699,11 +703,11 @@ class StateEngine:
     """The scheduler's side of an engine with two state groups, 0 and 2, and attention in group 1; blocks of 16 tokens,
     one request `r` with a prompt of 70 tokens."""
 
-    def __init__(self, *, limits=None, **found):
-        self.side = scheduler_side(cache_groups(cache(mamba(), FULL, mamba())))
+    def __init__(self, *, limits=None, config=CONFIG, **found):
+        self.side = scheduler_side(cache_groups(cache(mamba(), FULL, mamba())), config=config)
         self.pool = BlockPool(32, enable_caching=True, hash_block_size=16)
-        self.side.bind_block_pool(self.pool)
-        self.leader = self.side.leader = StateLeader(**found)
+        self.side.blocks.bind_block_pool(self.pool)
+        self.leader = self.side.blocks.leader = StateLeader(**found)
         self.request = SimpleNamespace(
             request_id="r",
             num_tokens=70,
@@ -780,10 +784,7 @@ def test_blocks_before_a_snapshot_that_found_no_room_are_not_offloaded():
 @needs_states
 def test_snapshots_of_generated_tokens_follow_the_profile():
     for is_wanted in (True, False):
-        engine = StateEngine()
-        engine.side._config = engine.side._config.model_copy(
-            update={"offload": engine.side._config.offload.model_copy(update={"generated": is_wanted})}
-        )
+        engine = StateEngine(config=CONFIG.model_copy(update={"offload": OffloadSection(generated=is_wanted)}))
         engine.step((0, 11, 64), (2, 12, 64), (0, 13, 80), (2, 14, 80))
         assert [blocks for _, blocks in engine.leader.snapshots] == [(11, 12), (13, 14)][: 1 + is_wanted]
 
@@ -792,7 +793,7 @@ def test_snapshots_of_generated_tokens_follow_the_profile():
 def test_a_request_with_the_state_of_former_weights_offloads_none():
     engine = StateEngine()
     engine.step()
-    engine.side.weights_may_change("a test")
+    engine.side.blocks.weights_may_change("a test")
     engine.step((0, 11, 64), (2, 12, 64))
     assert engine.leader.snapshots == []
     engine.side.end_request(engine.request)
@@ -900,8 +901,8 @@ class Engine:
         self.worker.register_kv_caches({"layer.0": torch.zeros(12, 2, 16, 64)})
         self.pool = BlockPool(12, enable_caching=True, hash_block_size=16)
         self.scheduler = scheduler_side(groups, publishes_events=publishes_events)
-        self.scheduler.bind_block_pool(self.pool)
-        self.scheduler.accept_handshakes([self.worker.handshake()])
+        self.scheduler.blocks.bind_block_pool(self.pool)
+        self.scheduler.blocks.accept_handshakes([self.worker.handshake()])
         self.request = self.add("r", 2)
         self.blocks = self.pool.get_new_blocks(2)
 
@@ -963,11 +964,11 @@ def test_offloaded_blocks_are_announced_with_their_tokens_and_again_after_a_rese
     assert side.has_pending(), "vLLM publishes events in steps only"
     names = [int.from_bytes(bytes((one,)) * 8, "big") for one in (1, 2)]
     stored, gone = ("BlockStored", names, list(range(32))), ("BlockRemoved", names, None)
-    assert of_events(side.take_events()) == [stored, gone, stored]
+    assert of_events(side.blocks.take_events()) == [stored, gone, stored]
     assert not side.has_pending()
-    side.reset()
+    side.blocks.reset()
     assert side.has_pending()
-    assert of_events(side.take_events()) == [gone]
+    assert of_events(side.blocks.take_events()) == [gone]
     assert not side.has_pending()
 
 
@@ -976,13 +977,13 @@ def test_a_cache_that_is_turned_off_removes_what_it_has_announced(fake_engine, m
     fake_engine.step()
     fake_engine.end_request()
     assert fake_engine.pool.reset_prefix_cache() is True
-    side.take_events()
+    side.blocks.take_events()
     monkeypatch.setattr(Leader, "step", lambda self: 1 / 0)
-    side.leader.step()
+    side.blocks.leader.step()
     assert side.has_pending()
-    side.leader.step()  # the next step learns that no copy is in flight, and only the events are left
+    side.blocks.leader.step()  # the next step learns that no copy is in flight, and only the events are left
     assert side.has_pending()
-    assert [kind for kind, *_ in of_events(side.take_events())] == ["BlockRemoved"]
+    assert [kind for kind, *_ in of_events(side.blocks.take_events())] == ["BlockRemoved"]
     assert not side.has_pending()
 
 
@@ -990,16 +991,16 @@ def test_without_kv_events_nothing_is_described():
     quiet = Engine(publishes_events=False)
     try:
         quiet.step()
-        assert quiet.scheduler._announcer is None
-        assert quiet.scheduler.take_events() == []
-        assert quiet.scheduler.leader.leader._settings.traits.publishes_events is False
+        assert quiet.scheduler.blocks._announcer is None
+        assert quiet.scheduler.blocks.take_events() == []
+        assert quiet.scheduler.blocks.leader.leader._settings.traits.publishes_events is False
     finally:
         quiet.end_request()
         quiet.close()
 
 
 def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, monkeypatch):
-    monkeypatch.setattr("kvbm.engines.vllm.scheduler_side.RESET_PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvbm.engines.vllm.engine_blocks.RESET_PATIENCE_S", 0.05)
     hung = threading.Event()
     copier = fake_engine.worker._worker._copier
     monkeypatch.setattr(copier, "offload", lambda *_: hung.wait())
@@ -1008,9 +1009,9 @@ def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, m
     assert fake_engine.pool.reset_prefix_cache() is True
     hung.set()
     deadline = time.monotonic() + 10
-    while fake_engine.scheduler.leader.blocks()[Tier.HOST]["moving"]:
+    while fake_engine.scheduler.blocks.leader.blocks()[Tier.HOST]["moving"]:
         assert time.monotonic() < deadline
-        fake_engine.scheduler.leader.settle_offloads()
+        fake_engine.scheduler.blocks.leader.settle_offloads()
     assert fake_engine.scheduler.match(fake_engine.add("again", 2), 0) == (0, False)
     assert fake_engine.pool.get_num_free_blocks() == 11
 
@@ -1018,7 +1019,7 @@ def test_a_copy_that_hangs_delays_a_reset_and_does_not_prevent_it(fake_engine, m
 def test_a_reset_waits_for_copies_that_hold_no_blocks(fake_engine, monkeypatch):
     fake_engine.pool.free_blocks(fake_engine.blocks)
     are_running = [True, True, False]
-    monkeypatch.setattr(fake_engine.scheduler.leader, "settle_offloads", lambda: are_running.pop(0))
+    monkeypatch.setattr(fake_engine.scheduler.blocks.leader, "settle_offloads", lambda: are_running.pop(0))
     assert fake_engine.pool.reset_prefix_cache() is True
     assert are_running == []
 
@@ -1165,10 +1166,10 @@ def test_a_prompt_of_tokens_and_embeddings_bypasses_the_cache():
 @pytest.mark.parametrize(("own", "doubt"), [("", ""), ("other weights", "other weights")])
 def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, tmp_path):
     tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
-    side = scheduler_side(cache_groups(cache(FULL)))
-    side._config, side.doubt = ConnectorConfig.model_validate({"tiers": tiers}), own
-    assert side._identity_of_blocks().result()[1] == doubt
-    assert side._keeps_blocks == (not doubt)
+    side = scheduler_side(cache_groups(cache(FULL)), config=ConnectorConfig.model_validate({"tiers": tiers}))
+    side.blocks.doubt = own
+    assert side.blocks._identity_of_blocks().result()[1] == doubt
+    assert side.blocks._keeps_blocks == (not doubt)
 
 
 # -- media -------------------------------------------------------------------------------------------------------------
@@ -1222,9 +1223,8 @@ class MediaEngine:
 
     def __init__(self, *specs):
         self.side = scheduler_side(cache_groups(cache(*specs)), publishes_events=False)
-        self.side._pool = SimpleNamespace(null_block=SimpleNamespace(block_id=0), hash_block_size=16)
-        self.side._tables.bind(self.side._pool)
-        self.leader = self.side.leader = MediaLeader()
+        self.side._tables.bind(SimpleNamespace(null_block=SimpleNamespace(block_id=0), hash_block_size=16))
+        self.leader = self.side.blocks.leader = MediaLeader()
         self._count = len(specs)
 
     def add(self, name, *features, **facts):
@@ -1261,7 +1261,7 @@ class MediaEngine:
             total_num_scheduled_tokens=tokens - computed,
         )
         before = len(self.leader.offloads)
-        self.side._finish_and_offload(output)
+        self.side._finish_and_offload(self.leader, output)
         assert not self.side.boundary.is_off
         return self.leader.offloads[before:]
 
@@ -1279,7 +1279,11 @@ def media_engine(request):
 
 
 def suffixes(engine):
-    return [b""] if len(engine.side._groups) == 1 else [bytes([group.index]) for group in engine.side._groups]
+    return (
+        [b""]
+        if len(engine.side._tables.groups) == 1
+        else [bytes([group.index]) for group in engine.side._tables.groups]
+    )
 
 
 def test_blocks_behind_an_image_are_kept_under_its_content_and_looked_up_under_the_same_names(media_engine):

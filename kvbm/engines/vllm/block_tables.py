@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvbm.core.groups import StateGroup
 from kvbm.engines.vllm.cache_groups import is_plain
 from kvbm.engines.vllm.request import UNLIMITED, VllmRequest
+from kvbm.engines.vllm.snapshots import Snapshots
 from kvbm.leader.offloads import NO_BLOCK
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvbm.engines.vllm.announcer import Announcer
     from kvbm.engines.vllm.cache_groups import TransferGroup
-    from kvbm.engines.vllm.snapshots import Snapshot, Snapshots
+    from kvbm.engines.vllm.snapshots import Snapshot
     from kvbm.leader.guarded import GuardedLeader
 
 Due = Sequence[tuple[VllmRequest, int]]  # requests, and their computed tokens
@@ -39,9 +40,9 @@ class GroupedTables:
     suffix_bytes = 1
     recomputed_tokens = 1
 
-    def __init__(self, groups: Sequence[TransferGroup], snapshots: Snapshots | None = None) -> None:
-        self._groups = groups
-        self._snapshots = snapshots
+    def __init__(self, groups: Sequence[TransferGroup]) -> None:
+        self.groups = groups
+        self.snapshots = Snapshots(groups) if any(isinstance(one.group, StateGroup) for one in groups) else None
         self.due_tokens: dict[str, int] = {}
         self.announcer: Announcer | None = None
         self._hash_tokens = 0  # tokens per block hash of vLLM; set by its block pool
@@ -56,10 +57,10 @@ class GroupedTables:
         With media, each list ends where blocks have no name, and what is behind the first medium has another hash.
         """
         if not tracked.chains:
-            tracked.chains = [[] for _ in self._groups]
+            tracked.chains = [[] for _ in self.groups]
         hashes, media = tracked.request.block_hashes, tracked.media
         named = tracked.named_tokens(len(hashes) * self._hash_tokens) // self._hash_tokens
-        for cache_group, chain in zip(self._groups, tracked.chains, strict=True):
+        for cache_group, chain in zip(self.groups, tracked.chains, strict=True):
             suffix = bytes((cache_group.index,))[: self.suffix_bytes]
             size = cache_group.group.block_tokens
             span = size // self._hash_tokens
@@ -81,7 +82,7 @@ class GroupedTables:
         another one."""
         hashes: list[bytes] = []
         block_ids: list[int] = []
-        for cache_group, chain in zip(self._groups, self.chains(tracked), strict=True):
+        for cache_group, chain in zip(self.groups, self.chains(tracked), strict=True):
             size, table = cache_group.group.block_tokens, tables[cache_group.index]
             for index in range(tracked.start // size, end // size):
                 if table[index] != self._null_block_id:
@@ -91,12 +92,16 @@ class GroupedTables:
                     return None
         return hashes, block_ids
 
+    def without_gaps(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Return all blocks in vLLM's tables of a request."""
+        return [block_id for table in tables for block_id in table if block_id != self._null_block_id]
+
     def own(self, block_ids: Sequence[list[int]] | None) -> list[list[int]]:
         """Return vLLM's tables in our order of groups."""
         null = self._null_block_id
         return [
             [NO_BLOCK if block_id == null else block_id for block_id in (block_ids[group.index] if block_ids else ())]
-            for group in self._groups
+            for group in self.groups
         ]
 
     def extend(self, tracked: VllmRequest, block_ids: Sequence[list[int]]) -> None:
@@ -107,16 +112,24 @@ class GroupedTables:
     def offload(self, leader: GuardedLeader, due: Due, output: SchedulerOutput) -> None:
         """Offload the blocks that the next forward pass completes."""
         for tracked, computed_tokens in due:
-            for cache_group, table in zip(self._groups, tracked.block_ids, strict=True):
+            for cache_group, table in zip(self.groups, tracked.block_ids, strict=True):
                 if not isinstance(cache_group.group, StateGroup):
                     _give_up(table, cache_group.group.first_needed_block(computed_tokens))
             self._offload_groups(leader, tracked, _tokens_after(tracked, computed_tokens, output))
+
+    def describe(self, tracked: VllmRequest, end: int) -> None:
+        """Describe the blocks of a load up to `end` to the announcer, if there is one."""
+        if self.announcer is None:
+            return
+        for position, (group, chain) in enumerate(zip(self.groups, self.chains(tracked), strict=True)):
+            size = group.group.block_tokens
+            self.announcer.describe(tracked.request, position, chain, tracked.start // size, end // size)
 
     def offload_snapshot(self, leader: GuardedLeader, tracked: VllmRequest, snapshot: Snapshot) -> None:
         if snapshot.tokens > tracked.named_tokens(tracked.max_offload_tokens):
             return
         hashes = []
-        for position, (group, chain) in enumerate(zip(self._groups, self.chains(tracked), strict=True)):
+        for position, (group, chain) in enumerate(zip(self.groups, self.chains(tracked), strict=True)):
             if isinstance(group.group, StateGroup):
                 end = snapshot.tokens // group.group.block_tokens
                 hashes.append(chain[end - 1])
@@ -128,12 +141,12 @@ class GroupedTables:
 
     def _offload_groups(self, leader: GuardedLeader, tracked: VllmRequest, tokens: int) -> None:
         request_id, prompt_tokens, useful = tracked.request.request_id, tracked.request.num_prompt_tokens, UNLIMITED
-        if self._snapshots is not None:
-            useful = self._snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
+        if self.snapshots is not None:
+            useful = self.snapshots.useful_tokens(prompt_tokens, tracked.snapshot_tokens)
             if useful > tracked.max_offload_tokens:  # the snapshot there is not offloaded
                 useful = tracked.snapshot_tokens
         due = UNLIMITED
-        for position, (cache_group, chain) in enumerate(zip(self._groups, self.chains(tracked), strict=True)):
+        for position, (cache_group, chain) in enumerate(zip(self.groups, self.chains(tracked), strict=True)):
             if isinstance(cache_group.group, StateGroup):
                 continue
             size = cache_group.group.block_tokens
@@ -199,8 +212,8 @@ class PlainTables(GroupedTables):
                 self.announcer.describe_up_to(tracked, 0, chains(tracked)[0], considered)
 
 
-def tables_of(groups: Sequence[TransferGroup], snapshots: Snapshots | None) -> GroupedTables:
-    return PlainTables(groups) if is_plain(groups) else GroupedTables(groups, snapshots)
+def tables_of(groups: Sequence[TransferGroup]) -> GroupedTables:
+    return (PlainTables if is_plain(groups) else GroupedTables)(groups)
 
 
 def _give_up(table: list[int], end: int) -> None:

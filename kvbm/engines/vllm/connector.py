@@ -88,7 +88,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._scheduler = SchedulerSide(config, groups, facts, partial(identity, vllm_config))
             if config.metrics.nvtx:
                 annotate(self._scheduler, SCHEDULER_HOOKS)
-            watch(self._scheduler)
+            watch(self._scheduler.blocks)
             watch_cores()
             preempt_before_resets(DynamoConnector)
         else:
@@ -175,14 +175,14 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def set_xfer_handshake_metadata(self, metadata: dict[Any, Handshake]) -> None:
         if self._scheduler is not None:
-            self._scheduler.accept_handshakes(metadata.values())
+            self._scheduler.blocks.accept_handshakes(metadata.values())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Handshake]) -> None:
         self.set_xfer_handshake_metadata(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
-            self._scheduler.bind_block_pool(gpu_block_pool)
+            self._scheduler.blocks.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         if self._scheduler is not None:
@@ -229,10 +229,10 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return self._scheduler is not None and self._scheduler.has_pending()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return self._scheduler.take_events() if self._scheduler is not None else ()
+        return self._scheduler.blocks.take_events() if self._scheduler is not None else ()
 
     def reset_cache(self) -> bool | None:
-        return self._scheduler.reset() if self._scheduler is not None else True
+        return self._scheduler.blocks.reset() if self._scheduler is not None else True
 
     def shutdown(self) -> None:
         for side in (self._worker, self._scheduler):
@@ -240,7 +240,7 @@ class DynamoConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 side.close()
 
     def get_kv_connector_stats(self) -> KvbmStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        return self._scheduler.blocks.take_stats() if self._scheduler is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats:

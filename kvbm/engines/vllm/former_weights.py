@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from kvbm.engines.vllm.media import is_computed_elsewhere
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -28,27 +30,37 @@ WITHOUT_BLOCKS = ("WAITING", "PREEMPTED")  # states in which a request without c
 class FormerWeights:
     """See the module's text. The thread of vLLM's scheduler owns it."""
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+        self._live: dict[str, Request] = {}  # all of them, also those that bypass the cache
         self._blocks: set[int] = set()  # stale
         self._requests: dict[str, int] = {}  # stale, with how often they had been preempted then
         self.has_changed = False
 
-    def change(self, live: Iterable[Request]) -> None:
-        """Note that the weights change now, and remove all blocks from the prefix cache. `live`: all requests."""
+    def bind(self, pool: BlockPool) -> None:
+        """Watch this pool. Called before the weights can change."""
+        self._pool = pool
+
+    def begin(self, request: Request) -> None:
+        self._live[request.request_id] = request
+        if self.has_changed and is_computed_elsewhere(request.kv_transfer_params):
+            self._taint(request)
+
+    def change(self) -> None:
+        """Note that the weights change now, and remove all blocks from the prefix cache."""
+        pool = self._pool
+        assert pool is not None
         if not self.has_changed:
             self.has_changed = True
-            self._replace_methods()
-        for request in live:
+            self._replace_methods(pool)
+        for request in self._live.values():
             if _has_kv(request):
-                self.taint(request)
-        named = {block.block_id for block in self._pool.blocks if block.block_hash is not None}
-        self._blocks |= named.union(
-            block.block_id for block in self._pool.blocks if block.ref_cnt and not block.is_null
-        )
-        self._pool.evict_blocks(named)
+                self._taint(request)
+        named = {block.block_id for block in pool.blocks if block.block_hash is not None}
+        self._blocks |= named.union(block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null)
+        pool.evict_blocks(named)
 
-    def taint(self, request: Request) -> None:
+    def _taint(self, request: Request) -> None:
         """Note that a request has KV of other weights, until it is preempted."""
         self._requests[request.request_id] = request.num_preemptions
 
@@ -58,18 +70,19 @@ class FormerWeights:
     def inherit(self, request: Request, block_ids: Iterable[int]) -> None:
         """Taint a request that begins with stale blocks."""
         if self._blocks and not self._blocks.isdisjoint(block_ids):
-            self.taint(request)
+            self._taint(request)
 
     def end(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
         self._requests.pop(request_id, None)
 
-    def _replace_methods(self) -> None:
-        methods = vars(self._pool)
-        methods["get_new_blocks"] = self._noting_reuse(self._pool.get_new_blocks)
-        methods["cache_full_blocks"] = self._of_fresh(self._pool.cache_full_blocks)
-        if hasattr(self._pool, "cache_partial_block"):
+    def _replace_methods(self, pool: BlockPool) -> None:
+        methods = vars(pool)
+        methods["get_new_blocks"] = self._noting_reuse(pool.get_new_blocks)
+        methods["cache_full_blocks"] = self._of_fresh(pool.cache_full_blocks)
+        if hasattr(pool, "cache_partial_block"):
             partial_block = self._of_fresh(lambda request, blocks, **keys: partial(request, blocks[0], **keys))
-            partial = self._pool.cache_partial_block
+            partial = pool.cache_partial_block
             methods["cache_partial_block"] = lambda request, block, **keys: partial_block(request, [block], **keys)
 
     def _noting_reuse(self, hand_out: Callable[..., list[KVCacheBlock]]) -> Callable[..., list[KVCacheBlock]]:
