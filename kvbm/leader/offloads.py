@@ -271,7 +271,7 @@ class Offloads:
             progress, name, block_id = blocks[index]
             if block_id != NO_BLOCK and name not in departing and name not in wanted:
                 wanted[name] = progress, block_id
-        for tenant, group in groupby(wanted.items(), key=_tenant_of):
+        for tenant, group in groupby(wanted.items(), key=lambda one: one[1][0].tenant):
             chosen = list(group)
             names, sources = [name for name, _ in chosen], [block_id for _, (_, block_id) in chosen]
             marks = b""
@@ -493,10 +493,6 @@ class Offloads:
     def _release_blocks(self, block_ids: Sequence[int]) -> None:
         self._held_blocks -= len(block_ids)
         self._block_pool.release(block_ids[::-1])
-
-
-def _tenant_of(wanted: tuple[bytes, tuple[OffloadProgress, int]]) -> bytes:
-    return wanted[1][0].tenant
 
 
 def _runs(items: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -143,7 +143,9 @@ class StorageLeader(EngineTiers):
             for tier in self.lower_tiers:
                 tier.hit(hashes)
             while True:
-                self._take_back(reading)
+                for loan in [one for one in reading.lent if one.is_over]:
+                    reading.lent.pop(loan).release()
+                    reading.loaded[loan.tier] += len(loan.positions)
                 self._begin_reads(reading, hashes)
                 for fetch in [one for one in reading.open if one in self._arrived]:
                     self._lend_arrived(reading, fetch, hashes, lend)
@@ -263,11 +265,6 @@ class StorageLeader(EngineTiers):
             loan = Loan(positions, tuple(blocks.slots), tier)
             reading.lent[loan] = blocks
             lend(loan)
-
-    def _take_back(self, reading: _Reading) -> None:
-        for loan in [one for one in reading.lent if one.is_over]:
-            reading.lent.pop(loan).release()
-            reading.loaded[loan.tier] += len(loan.positions)
 
     def _end_reading(self, reading: _Reading) -> None:
         for blocks in (*reading.lent.values(), *reading.kept):

@@ -33,7 +33,7 @@ def cache_type_of(model_config: Mapping[str, object], *, has_plain_attention: bo
     return "fp8"
 
 
-def require_scheme_of_vllm(model_config: Mapping[str, object]) -> None:
+def require_known_scheme(model_config: Mapping[str, object]) -> None:
     """SizeUnknown for a `kv_cache_scheme` that vLLM 0.32 refuses when it loads the model, whatever its arguments."""
     quantization = _quantization(model_config)
     if not _has_scheme(quantization):

@@ -30,7 +30,6 @@ def executor(monkeypatch, tmp_path):
     module.Executor = Executor
     monkeypatch.setitem(sys.modules, loads.EXECUTOR, module)
     monkeypatch.setattr(loads, "_LOADED", {})
-    monkeypatch.setattr(loads, "_WRAPPED", set())
     monkeypatch.setattr(look, "CLOCK_SLACK_NS", 20_000_000)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     loads.register()

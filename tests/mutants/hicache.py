@@ -84,8 +84,8 @@ MUTANTS = (
         name="sglang-updates-are-noticed-too-late",
         bug="A change of the weights is noticed after it has happened, and one that fails never.",
         file="kvbm/engines/sglang/weight_updates.py",
-        old='        _WATCH.note(f"`{cause}` can have changed the weights")\n',
-        new="",
+        old='    _WATCH.note(f"`{cause}` can have changed the weights")\n',
+        new="    pass\n",
         fails=f"{IDENTITY} -k noticed",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from host_pools import storage_config
 
+from kvbm.engines.engine_code import ORIGINAL
 from kvbm.engines.sglang import loads, weight_updates
 from kvbm.engines.sglang.identity import identity
 from kvbm.identity import code, content
@@ -123,8 +124,8 @@ def sglang(monkeypatch, model):
         monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
     monkeypatch.setitem(sys.modules, weight_updates.MANAGER, manager)
     monkeypatch.setattr(weight_updates, "_WATCH", weight_updates._Watch())
-    for name in ("_WRAPPED", "_BEGUN", "_LOADED"):
-        monkeypatch.setattr(loads, name, type(getattr(loads, name))())
+    for name in ("_BEGUN", "_LOADED"):
+        monkeypatch.setattr(loads, name, {})
     return SimpleNamespace(arguments=arguments, scheduler=Scheduler, owners=owners, tree=UnifiedRadixCache)
 
 
@@ -189,7 +190,6 @@ def test_content_of_the_weights_counts(sglang, model):
     started(sglang)
     before, _ = described()
     (model / "model.safetensors").write_bytes(b"other")
-    loads._WRAPPED.clear()
     loads._LOADED.clear()
     started(sglang)
     assert described()[0] != before
@@ -201,7 +201,6 @@ def test_every_file_counts_if_the_code_of_the_model_runs(sglang, model, trust_re
     found = []
     for content_of_file in (b"1", b"2"):
         (model / "scales.dat").write_bytes(content_of_file)
-        loads._WRAPPED.clear()
         loads._LOADED.clear()
         started(sglang)
         found.append(described())
@@ -376,4 +375,5 @@ def test_an_engine_without_kvbm_pays_nothing(sglang):
     sglang.arguments.hicache_storage_backend_extra_config = None
     started(sglang)
     assert not loads._BEGUN
-    assert not weight_updates._WATCH.wrapped
+    watched = (sglang.tree, *sglang.owners.values())
+    assert not any(hasattr(method, ORIGINAL) for owner in watched for method in vars(owner).values())

@@ -29,7 +29,7 @@ class Result:
 
 @pytest.fixture(autouse=True)
 def interface(monkeypatch):
-    monkeypatch.setattr(storage, "_interface", lambda: SimpleNamespace(PoolTransferResult=Result))
+    monkeypatch.setattr(storage, "module_if_installed", lambda path: SimpleNamespace(PoolTransferResult=Result))
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ which ends the server. So two things must not hold such a thread:
 
 from __future__ import annotations
 
-import functools
 import importlib
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvbm.engines.engine_code import owner_of, replace
 from kvbm.engines.sglang.versions import TO_COMPILE
 from kvbm.errors import EnvironmentProblem
 
@@ -32,7 +33,6 @@ class Asker(Protocol):
 
 
 _ASKERS: weakref.WeakSet[Asker] = weakref.WeakSet()
-_WRAPPED: set[type] = set()
 
 
 def build_hashes() -> None:
@@ -54,16 +54,10 @@ def build_hashes() -> None:
 def watch(asker: Asker) -> None:
     """Let `asker` refuse questions while SGLang stops its storage threads, for as long as it lives."""
     _ASKERS.add(asker)
-    try:
-        controller = getattr(importlib.import_module(CONTROLLER[0]), CONTROLLER[1])
-    except (ImportError, AttributeError):
-        return
-    if controller in _WRAPPED or not hasattr(controller, STOP):
-        return
-    _WRAPPED.add(controller)
-    stop = getattr(controller, STOP)
+    replace(owner_of(*CONTROLLER), STOP, _refusing)
 
-    @functools.wraps(stop)
+
+def _refusing(stop: Callable[..., None]) -> Callable[..., None]:
     def stopping(self: Any) -> None:
         askers = list(_ASKERS)
         for asker in askers:
@@ -74,4 +68,4 @@ def watch(asker: Asker) -> None:
             for asker in askers:
                 asker.accept_questions()
 
-    setattr(controller, STOP, stopping)
+    return stopping

@@ -15,16 +15,16 @@ import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from kvbm.engines.engine_code import device_name
 from kvbm.engines.sglang.launch import STAND_INS_VARIABLE
 from kvbm.engines.sglang.loads import OURS, content_of
 from kvbm.identity.code import code_of, plugins, registered
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent, require_format, with_weights
-from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
+from kvbm.identity.loading import require_format, with_weights
+from kvbm.identity.machine import precision_variables, release_of, version_of
 from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
 
@@ -72,7 +72,7 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
     facts: dict[str, object] = {
         "engine": "sglang",
         "versions": [release_of(version_of(name)) for name in DISTRIBUTIONS],
-        "device": _device(),
+        "device": device_name(),
         "stand_ins": os.environ.get(STAND_INS_VARIABLE, ""),
         "pool": pool,
         "zero_copy": zero_copy,
@@ -82,7 +82,8 @@ def identity(storage: Any, pool: dict[str, object], *, zero_copy: bool) -> tuple
         options = _options()
         facts["model"] = str(options["model_path"])
         directory = snapshot_of(str(options["model_path"]), options.get("revision"), options.get("download_dir"))
-        facts["weights"] = _content(options, directory)
+        require_format(str(getattr(options.get("load_format"), "value", options.get("load_format"))), LOAD_FORMATS)
+        facts["weights"] = with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
         if code := code_of(_roots(), "sglang"):
             facts["code"] = code
         facts["options"] = Options(directory).digest(_counting(options))
@@ -158,13 +159,6 @@ def _environment(options: Options) -> str | Hashed:
     return options.digest({name: os.environ[name] for name in names} | precision_variables())
 
 
-def _content(options: dict[str, Any], directory: Path) -> FileContent:
-    """Return the content of the model's files. Raises Unidentified or OSError."""
-    load_format = str(getattr(options.get("load_format"), "value", options.get("load_format")))
-    require_format(load_format, LOAD_FORMATS)
-    return with_weights(content_of(directory, every=bool(options.get("trust_remote_code"))))
-
-
 def _roots() -> Iterator[object]:
     """Yield classes, functions and names of modules that may compute KV, those of SGLang itself too."""
     for registry in _REGISTRIES:
@@ -186,10 +180,3 @@ def _has_media(options: dict[str, Any], configuration: Mapping[str, Any]) -> boo
     except (ImportError, AttributeError):
         return True
     return bool(is_multimodal(list(configuration.get("architectures") or [])))
-
-
-def _device() -> str:
-    """Return the name of the computing device: different kernels compute different bytes."""
-    import torch
-
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"cpu {cpu_features()}"

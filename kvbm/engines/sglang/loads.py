@@ -11,12 +11,12 @@ the weights could have been missed, and no page outlives the engine.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvbm.engines.engine_code import call_before
 from kvbm.engines.sglang import weight_updates
 
 if TYPE_CHECKING:
@@ -26,28 +26,20 @@ if TYPE_CHECKING:
 SCHEDULER = "sglang.srt.managers.scheduler"
 OURS = "kvbm.sglang_integration"  # in the command line
 
-_WRAPPED: set[type] = set()
 _BEGUN: dict[str, Loading | Unidentified] = {}  # by the absolute path of the directory
 _LOADED: dict[str, FileContent | Unidentified] = {}
 
 
 def register() -> None:
     """Look at the model's files before each scheduler of this process loads them, and watch its weights."""
-    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
-    if scheduler is None or scheduler in _WRAPPED:
-        return
-    _WRAPPED.add(scheduler)
-    load = scheduler.__init__
+    call_before(getattr(sys.modules.get(SCHEDULER), "Scheduler", None), "__init__", _note_load)
 
-    @functools.wraps(load)
-    def __init__(self: Any, server_args: Any, *arguments: Any, **keys: Any) -> None:
-        if OURS in str(getattr(server_args, "hicache_storage_backend_extra_config", None)):
-            _begin(server_args)
-        elif getattr(server_args, "enable_hierarchical_cache", False):  # a storage can be attached later
-            weight_updates.begin()
-        load(self, server_args, *arguments, **keys)
 
-    scheduler.__init__ = __init__
+def _note_load(_scheduler: Any, server_args: Any, *_: Any, **__: Any) -> None:
+    if OURS in str(getattr(server_args, "hicache_storage_backend_extra_config", None)):
+        _begin(server_args)
+    elif getattr(server_args, "enable_hierarchical_cache", False):  # a storage can be attached later
+        weight_updates.begin()
 
 
 def content_of(directory: Path, *, every: bool) -> FileContent:

@@ -18,7 +18,6 @@ that SGLang does not start with a storage that cannot work. One thread of kvbm o
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import KEY, resolve_connector
 from kvbm.device.worker import HostCapacity
+from kvbm.engines.engine_code import module_if_installed
 from kvbm.engines.launch_plan import CONTROL_VARIABLE
 from kvbm.engines.sglang import flushes, weight_updates
 from kvbm.engines.sglang.host_pool import Addresses, HostPool, copy_in, copy_out
@@ -60,17 +60,7 @@ SGLANG_KEYS = frozenset({"backend_name", "module_path", "class_name", "interface
 log = logging.getLogger(__name__)
 
 
-def _interface() -> Any | None:
-    """Return SGLang's interface module; None without SGLang."""
-    try:
-        return importlib.import_module(INTERFACE)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (INTERFACE + ".").startswith(error.name + "."):
-            raise  # the module exists, and something that it imports does not
-        return None
-
-
-_Storage: Any = getattr(_interface(), "HiCacheStorage", object)
+_Storage: Any = getattr(module_if_installed(INTERFACE), "HiCacheStorage", object)
 
 
 class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there for the type checker
@@ -197,7 +187,7 @@ class KvbmHiCacheStorage(_Storage):  # type: ignore[misc]  # sglang is not there
             "batch_exists_v2", lambda: self._restorable(keys[:count], pool_transfers or ())
         )
         hits, lengths = found or ({}, [])
-        result = _interface().PoolTransferResult  # type: ignore[union-attr]  # SGLang calls this
+        result = module_if_installed(INTERFACE).PoolTransferResult  # type: ignore[union-attr]  # SGLang calls this
         return result(lengths[-1] if lengths else 0, hits, lengths)
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:

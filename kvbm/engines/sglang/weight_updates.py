@@ -15,10 +15,11 @@ what happened before.
 from __future__ import annotations
 
 import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
+
+from kvbm.engines.engine_code import call_before, owner_of, replace
 
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater"
 UPDATER = ("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater")
@@ -50,7 +51,6 @@ class _Watch:
 
     def __init__(self) -> None:
         self.listeners: weakref.WeakSet[UpdateListener] = weakref.WeakSet()
-        self.wrapped: set[Any] = set()
         self.cause: str | None = None
         self.is_whole = False
 
@@ -91,52 +91,27 @@ def watch(listener: UpdateListener, *, is_attached: bool) -> str:
 
 def _wrap_all() -> bool:
     """Wrap what is not wrapped yet. Return False, and wrap nothing, if this SGLang lacks any of it."""
-    found = {_owner(*place): names for place, names in CHANGES.items()}
-    tree = _owner(*TREE)
+    found = {owner_of(*place): names for place, names in CHANGES.items()}
+    tree = owner_of(*TREE)
     wanted: list[tuple[Any, Iterable[str]]] = [*found.items(), (tree, PREFETCHES)]
     if not all(callable(getattr(owner, name, None)) for owner, names in wanted for name in names):
         return False
     for owner, names in found.items():
-        if owner not in _WATCH.wrapped:
-            for name, cause in names.items():
-                _wrap(owner, name, functools.partial(_noting, cause))
-    if tree not in _WATCH.wrapped:
-        _wrap(tree, "check_prefetch_progress", _releasing)
-        _wrap(tree, "_handle_prefetch_result", _dropping)
-    _WATCH.wrapped |= {tree, *found}
+        for name, cause in names.items():
+            call_before(owner, name, functools.partial(_note, cause))
+    call_before(tree, "check_prefetch_progress", _release)
+    replace(tree, "_handle_prefetch_result", _dropping)
     return True
 
 
-def _owner(module: str, name: str) -> Any:
-    try:
-        found = importlib.import_module(module)
-    except ImportError:
-        return None
-    return getattr(found, name, None) if name else found
+def _note(cause: str, *_: Any, **__: Any) -> None:
+    _WATCH.note(f"`{cause}` can have changed the weights")
 
 
-def _wrap(owner: Any, name: str, changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(changed(original)))
-
-
-def _noting(cause: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    def method(*arguments: Any, **keys: Any) -> Any:
-        _WATCH.note(f"`{cause}` can have changed the weights")
-        return original(*arguments, **keys)
-
-    return method
-
-
-def _releasing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _release(tree: Any, request: Any) -> None:
     """Without host memory of its own (`buffer_only`), SGLang holds pages of a prefetch until the request runs."""
-
-    def method(self: Any, request: Any) -> Any:
-        if _WATCH.forbids_prefetches() and self.buffer_pipeline is not None:
-            self.buffer_pipeline.release_staged_hold(request)
-        return original(self, request)
-
-    return method
+    if _WATCH.forbids_prefetches() and tree.buffer_pipeline is not None:
+        tree.buffer_pipeline.release_staged_hold(request)
 
 
 def _dropping(original: Callable[..., Any]) -> Callable[..., Any]:

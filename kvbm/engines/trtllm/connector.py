@@ -11,7 +11,6 @@ The interface exists in several versions: 1.1 and 1.2 have it in `pyexecutor.kv_
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import os
 import weakref
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbm.boundary import Boundary, contained
 from kvbm.config.connector import resolve_connector
+from kvbm.engines.engine_code import module_if_installed
 from kvbm.engines.trtllm import meeting
 from kvbm.engines.trtllm.engine_facts import EngineFacts, decline_reason
 from kvbm.engines.trtllm.launch import CONFIG_VARIABLE
@@ -42,18 +42,7 @@ OLD_PATH = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 log = logging.getLogger(__name__)
 
 
-def _interface() -> Any | None:
-    """Return TensorRT-LLM's interface module; None without TensorRT-LLM."""
-    for path in (NEW_PATH, OLD_PATH):
-        try:
-            return importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (path + ".").startswith(error.name + "."):
-                raise  # the module exists, and something that it imports does not
-    return None
-
-
-INTERFACE = _interface()
+INTERFACE = module_if_installed(NEW_PATH) or module_if_installed(OLD_PATH)
 _LeaderBase: Any = getattr(INTERFACE, "KvCacheConnectorScheduler", object)
 _WorkerBase: Any = getattr(INTERFACE, "KvCacheConnectorWorker", object)
 REPORTS_RESETS = hasattr(_LeaderBase, "request_reset")
@@ -209,15 +198,11 @@ def _start(llm_args: Any, *, warns: bool) -> tuple[ConnectorConfig, EngineFacts 
 def _resolved(*, warns: bool) -> ConnectorConfig:
     """Resolve the profile in TLLM_KVBM_CONFIG, else the variables."""
     text = os.environ.get(CONFIG_VARIABLE)
-    extra: dict[str, object] = {} if text is None else {"kvbm": _parsed(text)}
-    return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
-
-
-def _parsed(text: str) -> object:
     try:
-        return parse_json(text)
+        extra = {} if text is None else {"kvbm": parse_json(text)}
     except ValueError as error:
         raise ProfileError(f"`{CONFIG_VARIABLE}` is not JSON: {error}") from error
+    return resolve_connector(extra, os.environ, engine="tensorrt-llm", warns=warns, place=CONFIG_VARIABLE)
 
 
 def _has_salts() -> bool:

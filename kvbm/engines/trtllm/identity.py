@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbm.engines.engine_code import device_name
 from kvbm.identity.code import code_of, registered
 from kvbm.identity.description import Hashed
 from kvbm.identity.digests import Unidentified
-from kvbm.identity.loading import FileContent, loaded, require_format, with_weights
-from kvbm.identity.machine import cpu_features, precision_variables, release_of, version_of
+from kvbm.identity.loading import loaded, require_format, with_weights
+from kvbm.identity.machine import precision_variables, release_of, version_of
 from kvbm.identity.options import Options, configuration_of, depends_on_length
 from kvbm.identity.snapshot import snapshot_of
 
@@ -43,12 +44,13 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
         "engine": "tensorrt-llm",
         "versions": [release_of(version_of(name)) for name in DISTRIBUTIONS],
         "model": str(getattr(arguments, "model", "")),
-        "device": _device(),
+        "device": device_name(),
         "precision": precision_variables(),
     }
     try:
         directory = snapshot_of(str(getattr(arguments, "model", "")), getattr(arguments, "revision", None))
-        facts["weights"] = _content(arguments, directory)
+        require_format(str(getattr(arguments, "load_format", "auto")), LOAD_FORMATS)
+        facts["weights"] = with_weights(loaded(directory, every=bool(getattr(arguments, "trust_remote_code", False))))
         models = (one for name in _MODELS for one in registered("tensorrt_llm._torch.models.modeling_utils", name))
         if code := code_of(models, "tensorrt_llm"):
             facts["code"] = code
@@ -59,12 +61,6 @@ def identity(arguments: Any) -> tuple[dict[str, object], str]:
     if getattr(arguments, "lora_config", None) is not None:
         return facts, "a block's hash covers the number of an adapter, not its content"
     return facts, ""
-
-
-def _content(arguments: Any, directory: Path) -> FileContent:
-    """Return the content of the model's files. Raises Unidentified or OSError."""
-    require_format(str(getattr(arguments, "load_format", "auto")), LOAD_FORMATS)
-    return with_weights(loaded(directory, every=bool(getattr(arguments, "trust_remote_code", False))))
 
 
 def _digest(arguments: Any, directory: Path) -> str | Hashed:
@@ -86,10 +82,3 @@ def _length(arguments: Any, directory: Path) -> int:
     """
     by_length = depends_on_length(configuration_of(directory))
     return int(getattr(arguments, "max_seq_len", None) or 0) if by_length else 0
-
-
-def _device() -> str:
-    """Return the name of the computing device: different kernels compute different bytes."""
-    import torch
-
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else f"cpu {cpu_features()}"

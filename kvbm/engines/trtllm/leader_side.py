@@ -96,7 +96,6 @@ class LeaderSide:
         self._ordered: set[tuple[int, ...]] = set()  # block ids of loads whose order the ranks have
         self._group_count = 1
         self._is_closed = False
-        self._identity: Future[Description] | None = None
         self.boundary = Boundary()
         self.leader: GuardedLeader | None = None
 
@@ -137,11 +136,9 @@ class LeaderSide:
 
     def _described(self) -> Future[Description]:
         """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
-        if self._identity is None:
-            facts, doubt = identity(self._arguments)
-            layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
-            self._identity = describe({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
-        return self._identity
+        facts, doubt = identity(self._arguments)
+        layout = {"groups": self._group_count, "ranks": self._facts.rank_count, "block_tokens": self._size}
+        return describe({**facts, **layout, "root": root(self._namespace).hex()}, doubt)
 
     @hook(0)
     def match(self, request: Any, device_tokens: int) -> int:
@@ -289,7 +286,8 @@ class LeaderSide:
         tracked = self._requests.get(data.request_id)
         if tracked is None:
             return
-        block_ids = self._joined(_groups_of(data))
+        by_group = getattr(data, "new_block_ids_by_layer_group", None)  # older versions have only the flat form
+        block_ids = self._joined(_by_group(by_group or data.new_block_ids))
         if is_first:
             tracked.tokens, tracked.block_ids = list(data.new_tokens), block_ids
             tracked.may_save = True
@@ -358,11 +356,6 @@ class LeaderSide:
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(int(request_id))
         return b"" if tracked is None or tracked.key is None else tenant(tracked.key.tenant)
-
-
-def _groups_of(data: Any) -> Sequence[Sequence[int]]:
-    """Return the new block ids of a report per layer group; older versions have only the flat form."""
-    return _by_group(getattr(data, "new_block_ids_by_layer_group", None) or data.new_block_ids)
 
 
 def _by_group(block_ids: BlockIds) -> Sequence[Sequence[int]]:

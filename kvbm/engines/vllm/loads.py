@@ -11,12 +11,13 @@ have been quiet since a minute before the process started.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvbm.engines.engine_code import replace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,19 +28,15 @@ if TYPE_CHECKING:
 EXECUTOR = "vllm.v1.executor.abstract"
 OURS = "kvbm."
 
-_WRAPPED: set[type] = set()
 _LOADED: dict[str, FileContent | Unidentified] = {}  # by the absolute path of the directory
 
 
 def register() -> None:
     """Look at the model's files before and after each executor of this process loads them."""
-    executor = getattr(sys.modules.get(EXECUTOR), "Executor", None)
-    if executor is None or executor in _WRAPPED:
-        return
-    _WRAPPED.add(executor)
-    load = executor.__init__
+    replace(getattr(sys.modules.get(EXECUTOR), "Executor", None), "__init__", _looking)
 
-    @functools.wraps(load)
+
+def _looking(load: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *arguments: Any, **keys: Any) -> None:
         loadings = dict(_begun(vllm_config))
         load(self, vllm_config, *arguments, **keys)
@@ -48,7 +45,7 @@ def register() -> None:
 
             _LOADED.update({path: ended(loading) for path, loading in loadings.items()})
 
-    executor.__init__ = __init__
+    return __init__
 
 
 def content_of(directory: Path, *, every: bool = False) -> FileContent:

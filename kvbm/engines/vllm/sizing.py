@@ -36,7 +36,7 @@ from kvbm.engines.vllm.state_settings import (
     disabling_argument,
     unsupported,
 )
-from kvbm.sizing.checkpoint import cache_type_of, require_scheme_of_vllm
+from kvbm.sizing.checkpoint import cache_type_of, require_known_scheme
 from kvbm.sizing.families import architecture_of, layer_specs, state_kind
 from kvbm.sizing.families.facts import ModelFacts, SizeUnknown, positions
 from kvbm.sizing.families.layer_specs import FLOAT32_BYTES, LayerKind, LayerSpec, Ranks
@@ -310,7 +310,7 @@ def _state_bytes(model: Model, named: int | None) -> int | None:
 
 def _cache_bytes(model: Model, model_bytes: int, kinds: set[LayerKind]) -> int:
     """Bytes of one element: `auto` follows the checkpoint's `quantization_config`, or else the type of the model."""
-    require_scheme_of_vllm(model.config)
+    require_known_scheme(model.config)
     kept, source = _cache_type(model, kinds)
     if kept is None:
         return model_bytes
