@@ -216,7 +216,7 @@ def smoke(session: nox.Session) -> None:
         session.run("kvbm", *command.split())
     session.run("kvbm", "serve", "--profile", "demo", success_codes=[1])  # names the extra that it needs
     session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
-    session.run("python", "-c", "from kvbm_cli.bench.show.page import page_files; page_files()")
+    session.run("python", "-c", "from kvbm_cli.plan.page import page; page([])")
 
 
 @nox.session

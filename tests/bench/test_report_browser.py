@@ -19,6 +19,8 @@ from kvbm_cli.bench.find_limit import ArmLimit, FoundLimits
 from kvbm_cli.bench.judge.limit import Bounds, parse_conditions
 from kvbm_cli.bench.result.directory import LIMIT, PROBES, BenchDirectory
 from kvbm_cli.bench.show.limit_page import build_limit_report
+from kvbm_cli.plan.advice import Curve
+from kvbm_cli.plan.page import PlanSection, write_page
 
 pytestmark = pytest.mark.slow
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -282,3 +284,13 @@ def test_twenty_thousand_requests_are_drawn_in_seconds(browser, tmp_path):
         print(f"report of 20,016 requests: {file.stat().st_size} bytes, drawn after {elapsed_s:.1f} s")
         shown.assert_drawn(CHARTS_OF_A_CELL)
         assert elapsed_s < 20
+
+
+def test_the_page_of_a_plan_draws_its_curves(browser, tmp_path):
+    curve = Curve(("1 GiB", "2 GiB", "4 GiB"), None, {"lru": [0.1, 0.3, 0.5], "adaptive": [0.2, 0.4, 0.6]})
+    write_page(tmp_path / "plan.html", [PlanSection("a trace", curve, ())])
+    page = browser.new_page()
+    page.goto((tmp_path / "plan.html").as_uri())
+    for shape, count in (("line", 5), ("path", 2), ("circle", 6), ("text", 10)):
+        assert page.locator(f"svg > {shape}").count() == count
+    page.close()

@@ -136,7 +136,7 @@ def test_origin_stays_on_the_line_of_its_key_where_there_is_room(tmp_path):
     assert any(line.startswith("tiers.host.capacity ") and line.endswith(" # --set") for line in shown)
 
 
-HEAVY = ("torch", "transformers", "numpy", "aiohttp", "httpx", "pydantic", "yaml")
+HEAVY = ("torch", "transformers", "numpy", "aiohttp", "httpx", "pydantic", "yaml", "jinja2", "markupsafe")
 
 
 def test_help_imports_nothing_heavy(tmp_path):

@@ -1,4 +1,4 @@
-"""HTML elements that escape what they contain: only `Markup` enters the page unescaped.
+"""Templates that escape their values: only `Markup` enters the page unescaped.
 
 Numbers are formatted for people. Every function takes `None` for an unknown value and returns `None` for it. Charts get
 distributions, rates of counters, and fewer points with the same outline.
@@ -6,109 +6,79 @@ distributions, rates of counters, and fewer points with the same outline.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from kvbm.config.sizes import format_size
 from kvbm.text.outside import one_line
 from kvbm_cli.terminal.quantities import utc_time
 
-EMPTY_ELEMENTS = ("meta", "col", "line", "rect", "circle", "path")
-Child = str | None | Iterable["str | None"]
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 THIN = "\u202f"  # narrow space that does not break
 Point = tuple[float, float]
 ECDF_POINTS = 300
 RATE_POINTS = 240
 
 
-class Markup(str):
-    """Text that is HTML already. Made by the functions of this module and from the files of this package."""
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A table in a box that scrolls. The first column names the row; the first `names` columns are text, the others
+    are numbers. `None` is shown as a dash."""
 
-    __slots__ = ()
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str | None]]
+    names: int = 1
 
 
-def text(value: str) -> Markup:
-    """Escapes HTML, control characters, marks of text direction and lone surrogates."""
+def render(template: str, **values: Any) -> str:
+    """Return a page. `template` is the path of a file in kvbm_cli, whose values are escaped unless they are Markup."""
+    return f"{_templates().get_template(template).render(**values)}\n"
+
+
+@cache
+def _templates() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).resolve().parents[2]),
+        autoescape=True,
+        finalize=printable_text,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    found.filters["prose"] = prose
+    found.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return found
+
+
+def printable_text(value: object) -> str:
+    """Replace control characters, marks of text direction and lone surrogates, except in HTML. None becomes an empty text."""
     if isinstance(value, Markup):
         return value
-    shown = one_line(value).encode("utf-8", "backslashreplace").decode("utf-8")
-    return Markup(escape(shown, quote=True))
+    return "" if value is None else one_line(str(value)).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def join(*children: Child) -> Markup:
-    """Return the children one after another. Leaves out None."""
-    parts: list[str] = []
-    for child in children:
-        if isinstance(child, str):
-            parts.append(text(child))
-        elif child is not None:
-            parts += [text(part) for part in child if part is not None]
-    return Markup("".join(parts))
-
-
-def element(name: str, /, *children: Child, **attributes: str | int | bool | None) -> Markup:
-    """One element. `class_` and `data_kind` become `class` and `data-kind`; None and False leave an attribute out."""
-    shown = "".join(_attribute(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
-    if name in EMPTY_ELEMENTS:
-        return Markup(f"<{name}{shown}>")
-    return Markup(f"<{name}{shown}>{join(*children)}</{name}>")
-
-
-def _attribute(name: str, value: str | int | bool | None) -> str:
-    if value is None or value is False:
-        return ""
-    return f" {name}" if value is True else f' {name}="{text(str(value))}"'
-
-
-def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str | None]], *, names: int = 1) -> Markup:
-    """Return a table in a box that scrolls. The first column names the row; the first `names` columns are text, the
-    others are numbers. `None` is shown as a dash."""
-    titles = [element("th", title, scope="col", class_=_align(i, names)) for i, title in enumerate(header)]
-    head = element("thead", element("tr", titles))
-    body = element("tbody", [_row(row, names) for row in rows])
-    content = element("table", element("caption", caption), head, body)
-    return element("div", content, class_="scroll", tabindex=0, role="region", aria_label=caption)
-
-
-def _row(row: Sequence[str | None], names: int) -> Markup:
-    cells = [
-        element("td", "–" if value is None else value, class_=_align(column, names))
-        for column, value in enumerate(row[1:], start=1)
-    ]
-    return element("tr", element("th", row[0] or "–", scope="row", class_="name"), cells)
-
-
-def _align(column: int, names: int) -> str | None:
-    return "name" if column < names else None
+def markup(html: str, *values: str) -> Markup:
+    """Return HTML whose `{}` are replaced by the escaped values."""
+    return Markup(html).format(*map(printable_text, values))
 
 
 def prose(sentence: str) -> Markup:
     """Return a sentence whose `code` is in backticks."""
     parts = sentence.split("`")
     if len(parts) % 2 == 0:
-        return text(sentence)
-    return join([element("code", part) if index % 2 else text(part) for index, part in enumerate(parts)])
-
-
-def facts(pairs: Iterable[tuple[str, Child]], **attributes: str) -> Markup:
-    """Return a list of terms with their descriptions."""
-    return element("dl", [element("div", element("dt", k), element("dd", v)) for k, v in pairs], **attributes)
-
-
-def bullets(items: Iterable[str], **attributes: str) -> Markup:
-    return element("ul", [element("li", item) for item in items], **attributes)
-
-
-def json_for_script(data: object) -> Markup:
-    """JSON that cannot end its script element: only ASCII, and no `<`, `>` or `&`. ValueError for NaN."""
-    dumped = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        dumped = dumped.replace(character, f"\\u{ord(character):04x}")
-    return Markup(dumped)
+        return markup("{}", sentence)
+    return Markup().join(markup("<code>{}</code>" if index % 2 else "{}", part) for index, part in enumerate(parts))
 
 
 def at(data: Any, *path: str) -> Any:

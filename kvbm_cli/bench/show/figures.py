@@ -5,19 +5,17 @@ A function returns `None` if the run has no data for its chart. Times are in ms,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
 from kvbm_cli.bench.show.elements import (
-    Markup,
+    PageTable,
     count,
     distribution,
-    element,
     milliseconds,
-    table,
 )
 
 SOURCES = {
@@ -31,6 +29,7 @@ SOURCES = {
 QUARTILES = (25, 50, 75)
 WHISKERS = (5, 25, 50, 75, 95)
 ARM_STYLES = 6
+Legend = list[tuple[str, str]]  # style and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,9 @@ class Figure:
     title: str
     note: str
     description: str
-    legend: Markup
+    legends: Sequence[Legend]
     data: dict[str, Any]
-    table: Markup
+    table: PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +113,12 @@ def figures_of(view: CellView) -> list[Figure]:
     return [figure for make in makers if view.answered and (figure := make(view)) is not None]
 
 
-def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Markup:
-    return legend_of((f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms)
+def arm_legend(view: CellView, arms: Iterable[str], shape: str = "line") -> Legend:
+    return [(f"{shape} arm-{view.number_of(arm) % ARM_STYLES}", arm) for arm in arms]
 
 
-def source_legend(sources: Iterable[str]) -> Markup:
-    return legend_of((f"tier-{source}", SOURCES[source]) for source in sources)
-
-
-def legend_of(entries: Iterable[tuple[str, str]]) -> Markup:
-    keys = [element("li", element("span", class_=f"key {style}", aria_hidden="true"), name) for style, name in entries]
-    return element("ul", keys, class_="legend")
+def source_legend(sources: Iterable[str]) -> Legend:
+    return [(f"tier-{source}", SOURCES[source]) for source in sources]
 
 
 def times(records: Iterable[RequestRecord]) -> list[float]:
@@ -161,9 +155,11 @@ def by_turn(view: CellView) -> Figure | None:
         title=title,
         note=f"Median and quartiles of all {count(len(view.answered))} answered requests.",
         description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
-        legend=arm_legend(view, found),
+        legends=[arm_legend(view, found)],
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
-        table=table(title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2),
+        table=PageTable(
+            title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2
+        ),
     )
 
 
@@ -202,7 +198,7 @@ def by_source(view: CellView) -> Figure | None:
         note="A request counts for the source of most of its prompt tokens. "
         "Box: quartiles and median; whiskers: 5% to 95%.",
         description=f"Box plot on a logarithmic axis. Medians by source: {'; '.join(medians)}.",
-        legend=arm_legend(view, groups, "box"),
+        legends=[arm_legend(view, groups, "box")],
         data={
             "sources": [SOURCES[source].partition(",")[0] for source in sources],
             "arms": [
@@ -210,7 +206,7 @@ def by_source(view: CellView) -> Figure | None:
                 for arm, own in boxes.items()
             ],
         },
-        table=table(
+        table=PageTable(
             title,
             ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
             [
@@ -239,14 +235,14 @@ def ecdf(view: CellView) -> Figure | None:
         title=title,
         note=f"Empirical distribution over {view.primary_name}. A line further left is faster.",
         description=f"Step chart on a logarithmic axis. Half of the requests were within: {', '.join(halves)}.",
-        legend=arm_legend(view, lines),
+        legends=[arm_legend(view, lines)],
         data={
             "arms": [
                 {"arm": view.number_of(arm), "points": [[round(x, 2), round(y, 4)] for x, y in points]}
                 for arm, points in lines.items()
             ]
         },
-        table=table(
+        table=PageTable(
             title,
             ("Arm", *(f"{one}%" for one in percents), "Requests"),
             [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],

@@ -16,25 +16,20 @@ from kvbm_cli.bench.judge.limit import Bounds, Condition, parse_conditions, show
 from kvbm_cli.bench.result.directory import LIMIT, PROBES, BenchDirectory
 from kvbm_cli.bench.show import sections
 from kvbm_cli.bench.show.elements import (
-    Markup,
+    PageTable,
     at,
-    bullets,
     count,
     day,
     decimal,
-    element,
-    join,
     number,
     percent,
     prose,
     sentence_case,
     string,
     strings,
-    table,
-    text,
 )
-from kvbm_cli.bench.show.figures import ARM_STYLES, Figure, legend_of
-from kvbm_cli.bench.show.page import WITHOUT_SCRIPTS, FigureList, document, footer, write_page
+from kvbm_cli.bench.show.figures import ARM_STYLES, Figure
+from kvbm_cli.bench.show.page import FigureList, document, write_page
 
 NO_CAVEATS = "The search found no caveat."
 
@@ -55,24 +50,24 @@ def limit_page(found: Mapping[str, Any], probes: Sequence[Mapping[str, Any]], no
     figures = FigureList()
     arms = [one["arm"] for one in found["arms"]]
     conditions = parse_conditions(",".join(found["limits"]))
-    drawn = [figures.add(_probes(condition, arms, probes)) for condition in conditions]
-    body = join(
-        _header(found),
-        element("p", WITHOUT_SCRIPTS, class_="notice"),
-        _results(found, notes),
-        element("section", element("h2", "Probes"), drawn),
-        element("section", element("h2", "Machine and versions"), sections.machine(dict(found))),
-        element("section", element("h2", "How to reproduce"), _command(found)),
-        footer(),
+    return document(
+        "bench/show/limit.html.j2",
+        f"{_badge(found)}: {', '.join(found['limits'])} - kvbm bench",
+        arms,
+        figures,
+        **_header(found),
+        **_results(found, notes),
+        probes=figures.add(_probes(condition, arms, probes) for condition in conditions),
+        machine=sections.machine(dict(found)),
+        command=shlex.join(strings(found.get("command"))),
     )
-    return document(text(f"{_badge(found)}: {', '.join(found['limits'])} - kvbm bench"), body, arms, figures)
 
 
 def _badge(found: Mapping[str, Any]) -> str:
     return "Limit found" if all(one["is_known"] for one in found["arms"]) else "Limit not known"
 
 
-def _header(found: Mapping[str, Any]) -> Markup:
+def _header(found: Mapping[str, Any]) -> dict[str, Any]:
     sentences = [one["sentence"] for one in found["ratios"]] or [
         f"{one['arm']} under {', '.join(found['limits'])}: {_limit(one)} requests/s" for one in found["arms"]
     ]
@@ -81,13 +76,11 @@ def _header(found: Mapping[str, Any]) -> Markup:
         f"workload {found['workload']}",
         day(number(at(found.get("machine"), "time_unix_s"))),
     ]
-    return element(
-        "header",
-        element("p", "kvbm bench", class_="kicker"),
-        element("p", _badge(found), class_="badge"),
-        [element("h1", sentence_case(sentence)) for sentence in sentences],
-        element("p", " · ".join(detail for detail in details if detail), class_="muted"),
-    )
+    return {
+        "badge": _badge(found),
+        "headings": [{"text": sentence_case(sentence), "is_long": False} for sentence in sentences],
+        "details": " · ".join(detail for detail in details if detail),
+    }
 
 
 def _limit(arm: Mapping[str, Any]) -> str:
@@ -96,7 +89,7 @@ def _limit(arm: Mapping[str, Any]) -> str:
     return shown_limit(bounds, arm["doubt"])
 
 
-def _results(found: Mapping[str, Any], notes: Sequence[str]) -> Markup:
+def _results(found: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
     rows = [
         (
             one["arm"],
@@ -108,15 +101,8 @@ def _results(found: Mapping[str, Any], notes: Sequence[str]) -> Markup:
         for one in found["arms"]
     ]
     header = ("Arm", "Requests/s, highest that holds to lowest that fails", "Probes", "Answers compared", "Different")
-    caveats = [prose(sentence_case(note)) for note in [*strings(found.get("notes")), *notes]] or [text(NO_CAVEATS)]
-    return element(
-        "section",
-        element("h2", "Results"),
-        table("Limits by arm", header, rows, names=2),
-        element("h2", "Caveats"),
-        bullets(caveats, class_="plain"),
-        class_="results",
-    )
+    caveats = [prose(sentence_case(note)) for note in [*strings(found.get("notes")), *notes]] or [prose(NO_CAVEATS)]
+    return {"limits": PageTable("Limits by arm", header, rows, names=2), "notes": caveats}
 
 
 def _probes(condition: Condition, arms: Sequence[str], probes: Sequence[Mapping[str, Any]]) -> Figure:
@@ -145,21 +131,10 @@ def _probes(condition: Condition, arms: Sequence[str], probes: Sequence[Mapping[
         note=f"A mark per probe. The line is the share that the limit allows, {percent(allowed)}. A probe holds if the "
         "95% intervals of all its shares are below their lines, and fails if one is above.",
         description=f"Scatter chart. {'; '.join(spans)}.",
-        legend=legend_of((f"mark arm-{number % ARM_STYLES}", arm) for number, arm in enumerate(arms)),
+        legends=[[(f"mark arm-{number % ARM_STYLES}", arm) for number, arm in enumerate(arms)]],
         data={
             "allowed": round(allowed, 4),
             "lines": [{"arm": number, "points": sorted(points[arm])} for number, arm in enumerate(arms)],
         },
-        table=table(title, ("Arm", "Outcome", "Requests/s", "Requests", "Over the limit"), rows, names=2),
-    )
-
-
-def _command(found: Mapping[str, Any]) -> Markup:
-    return join(
-        element("pre", element("code", shlex.join(strings(found.get("command"))))),
-        element(
-            "p",
-            "The command repeats the search if the profile and the workload are unchanged. In its directory, "
-            "requests.jsonl has every request.",
-        ),
+        table=PageTable(title, ("Arm", "Outcome", "Requests/s", "Requests", "Over the limit"), rows, names=2),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbm_cli.bench.result.results import TIERS, RequestRecord, percentile
 from kvbm_cli.bench.show.elements import (
-    Markup,
+    PageTable,
     at,
     count,
     decimal,
@@ -22,7 +22,6 @@ from kvbm_cli.bench.show.elements import (
     rates,
     ratio,
     size,
-    table,
     thinned,
 )
 from kvbm_cli.bench.show.figures import (
@@ -32,7 +31,6 @@ from kvbm_cli.bench.show.figures import (
     Figure,
     Report,
     arm_legend,
-    legend_of,
     rounded,
     source_legend,
 )
@@ -75,9 +73,9 @@ def ladder(report: Report) -> Figure | None:
             for (_, name), points in lines.items()
         )
         + ".",
-        legend=legend_of((f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)),
+        legends=[[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)]],
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
-        table=table(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
+        table=PageTable(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
     )
 
 
@@ -120,15 +118,13 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
             for (arm, _), points in swept.items()
         )
         + ".",
-        legend=legend_of(
-            (f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)
-        ),
+        legends=[[(f"line arm-{style % ARM_STYLES}", arm) for style, (arm, _) in zip(styles, swept, strict=True)]],
         data={
             "x": unit,
             "y": f"{short} p50, ms",
             "lines": [{"arm": style, "points": points} for style, points in zip(styles, swept.values(), strict=True)],
         },
-        table=table(
+        table=PageTable(
             title, ("Arm", "Run", "Load", unit.capitalize(), "Per core second", f"{short} p50, ms"), rows, names=3
         ),
     )
@@ -188,9 +184,9 @@ def parts_of_time(view: CellView) -> Figure | None:
             for arm, parts in rows.items()
         )
         + ".",
-        legend=legend_of((f"part-{PARTS.index(name)}", name) for name in names),
+        legends=[[(f"part-{PARTS.index(name)}", name) for name in names]],
         data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
-        table=table(
+        table=PageTable(
             title,
             ("Arm", *names, "total"),
             [(arm, *map(milliseconds, parts), milliseconds(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
@@ -213,7 +209,7 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestRecord]) -> list[fl
     return [None if part is None else round(part, 2) for part in known]
 
 
-def time_models(cell: dict[str, Any]) -> Markup | None:
+def time_models(cell: dict[str, Any]) -> PageTable | None:
     """Return the linear model of TTFT over prompt tokens by source, of every comparison that has one."""
     rows = []
     for found in listing(cell.get("comparisons")):
@@ -232,7 +228,7 @@ def time_models(cell: dict[str, Any]) -> Markup | None:
     header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
     caption = "Linear model of the time to first token"
     pays = ("G2 pays from, tokens", "G3 pays from, tokens")
-    return table(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
+    return PageTable(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
 
 
 def _microseconds(per_token_ms: Any) -> str | None:
@@ -240,7 +236,7 @@ def _microseconds(per_token_ms: Any) -> str | None:
     return None if amount is None else decimal(amount * 1e3)
 
 
-def costs(view: CellView) -> Markup | None:
+def costs(view: CellView) -> PageTable | None:
     """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
     rows = [(arm, *_cost(mapping(at(view.cell, "arms", arm, "cost")))) for arm in view.arms]
     header = (
@@ -248,7 +244,7 @@ def costs(view: CellView) -> Markup | None:
         *("GPU energy, J per 1,000 requests", "Tokens per core second", "Price per million tokens"),
     )
     is_known = any(value is not None for _, *values in rows for value in values)
-    return table("Cost of the engine's processes", header, rows) if is_known else None
+    return PageTable("Cost of the engine's processes", header, rows) if is_known else None
 
 
 def _cost(cost: dict[str, Any]) -> tuple[str | None, ...]:
@@ -281,14 +277,14 @@ def timeline(view: CellView) -> Figure | None:
         title += f", with the server's {' and '.join(shown)} per second" if shown else ""
         note += f" Counters of arm {arm}."
         note += " There were no evictions." if server["evictions"] and "evictions" not in shown else ""
+    has_evictions = server is not None and _has_events(server["evictions"])
+    evictions = [("line evictions", "evictions")] if has_evictions else []
     return Figure(
         kind="timeline",
         title=title,
         note=note,
         description=_timeline_in_words(points, arm, server),
-        legend=Markup(
-            arm_legend(view, points, "mark") + (source_legend([*sources]) if sources else "") + _evictions_key(server)
-        ),
+        legends=[one for one in (arm_legend(view, points, "mark"), source_legend(sources), evictions) if one],
         data={
             "arms": [
                 {"arm": view.number_of(name), "points": [rounded(point) for point in thinned(found, TIMELINE_POINTS)]}
@@ -296,14 +292,10 @@ def timeline(view: CellView) -> Figure | None:
             ],
             "sources": sources,
             "server": server,
-            "has_evictions": server is not None and _has_events(server["evictions"]),
+            "has_evictions": has_evictions,
         },
         table=_timeline_table(title, points, arm, server),
     )
-
-
-def _evictions_key(server: dict[str, Any] | None) -> Markup:
-    return legend_of([("line evictions", "evictions")]) if server and _has_events(server["evictions"]) else Markup("")
 
 
 def _launches(points: Sequence[RequestRecord]) -> list[tuple[float, float]]:
@@ -345,7 +337,7 @@ def _timeline_in_words(
 
 def _timeline_table(
     title: str, points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
-) -> Markup:
+) -> PageTable:
     """Medians in ten equal parts of the time."""
     end = max(x for found in points.values() for x, _ in found)
     width = end / 10 or 1.0
@@ -358,7 +350,7 @@ def _timeline_table(
         means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
         rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
     heads = [f"{name}, median ms" for name in points]
-    return table(title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows)
+    return PageTable(title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows)
 
 
 def _mean_between(line: Sequence[Sequence[float]], start: float, end: float) -> float | None:

@@ -8,37 +8,35 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from kvbm.errors import EnvironmentProblem, reason_of
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import TIERS, Results
 from kvbm_cli.bench.show import sections
 from kvbm_cli.bench.show.elements import (
-    Markup,
+    PageTable,
     anchor,
     at,
-    bullets,
     count,
     decimal,
-    element,
-    facts,
     interval,
-    join,
-    json_for_script,
     listing,
     mapping,
+    markup,
     median_interval,
     milliseconds,
     number,
     percent,
     prose,
     ratio,
+    render,
     sentence_case,
     string,
-    table,
     with_interval,
 )
 from kvbm_cli.bench.show.figures import CellView, Figure, Report, figures_of
@@ -59,54 +57,48 @@ class FigureList:
     def __init__(self) -> None:
         self.charts: list[dict[str, Any]] = []
 
-    def add(self, figure: Figure | None) -> Markup | None:
-        """Return the element of the figure; the script finds its data by its number."""
-        if figure is None:
-            return None
-        self.charts.append({"kind": figure.kind, **figure.data})
-        return element(
-            "figure",
-            element("figcaption", element("h3", figure.title), element("p", prose(figure.note), class_="muted")),
-            figure.legend,
-            element("div", class_="chart", role="img", aria_label=figure.description, data_chart=len(self.charts) - 1),
-            element("p", figure.description, class_="description"),
-            element("details", element("summary", "Data"), figure.table, open=True),
-            class_=figure.kind,
-        )
+    def add(self, figures: Iterable[Figure | None]) -> list[tuple[int, Figure]]:
+        """Return the figures with their numbers, by which the script finds their data."""
+        known = [figure for figure in figures if figure is not None]
+        numbered = list(enumerate(known, start=len(self.charts)))
+        self.charts += [{"kind": figure.kind, **figure.data} for figure in known]
+        return numbered
 
 
 def page(report: Report) -> str:
     """Return the whole document."""
-    figures = FigureList()
-    body = join(
-        sections.header(report),
-        element("p", WITHOUT_SCRIPTS, class_="notice"),
-        sections.key_numbers(report),
-        _overview(report, figures),
-        _cells(report, figures),
-        _about(report),
+    figures, overview = FigureList(), sections.overview(report)
+    gains = (ladder(report), *pareto(report)) if overview else ()
+    return document(
+        "bench/show/report.html.j2",
+        sections.title(report),
+        report.arms(),
+        figures,
+        **sections.header(report),
+        **sections.key_numbers(report),
+        overview=overview,
+        overview_figures=figures.add(gains),
+        cells=[_cell(CellView.of(report, cell), index, figures) for index, cell in enumerate(report.cells())],
+        arm_table=sections.arms(report),
+        order=sections.order(report),
+        machine=sections.machine(report.summary),
+        **sections.reproduce(report),
     )
-    return document(sections.title(report), body, report.arms(), figures)
 
 
-def document(title: str, body: Markup, arms: Sequence[str], figures: FigureList) -> str:
-    """Return the page around its body. The colours of `arms` follow from their order."""
+def document(template: str, title: str, arms: Sequence[str], figures: FigureList, **values: Any) -> str:
+    """Return the page of a template. The colours of `arms` follow from their order."""
     scripts, style = page_files()
-    data = {"arms": list(arms), "charts": figures.charts}
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy(scripts, style)),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", title),
-        element("style", Markup(style)),
+    return render(
+        template,
+        title=title,
+        policy=policy(scripts, style),
+        style=style,
+        scripts=scripts,
+        charts={"arms": list(arms), "charts": figures.charts},
+        without_scripts=WITHOUT_SCRIPTS,
+        **values,
     )
-    last = join(
-        element("script", json_for_script(data), type="application/json", id="data"),
-        [element("script", Markup(script)) for script in scripts],
-    )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body), last), lang='en')}\n"
 
 
 def page_files() -> tuple[list[str], str]:
@@ -136,48 +128,28 @@ def _hash(content: str) -> str:
     return f"'sha256-{digest}'"
 
 
-def _overview(report: Report, figures: FigureList) -> Markup | None:
-    found = sections.overview(report)
-    if found is None:
-        return None
-    drawn = [figures.add(figure) for figure in (ladder(report), *pareto(report))]
-    return element("section", element("h2", "All workloads"), found, drawn)
-
-
-def _cells(report: Report, figures: FigureList) -> Markup:
-    """One section per cell. The script shows a selector if there are several; without it, all are visible."""
-    cells = report.cells()
-    parts = [_cell(CellView.of(report, cell), index, figures) for index, cell in enumerate(cells)]
-    return element("div", parts, class_="cells")
-
-
-def _cell(view: CellView, index: int, figures: FigureList) -> Markup:
+def _cell(view: CellView, index: int, figures: FigureList) -> dict[str, Any]:
+    """Values of a cell's section. The script shows a selector for several; without scripts, all are visible."""
     cell = view.cell
-    drawn = [figures.add(figure) for figure in (*figures_of(view), parts_of_time(view), timeline(view))]
-    return element(
-        "section",
-        element("h2", cell["name"]),
-        _comparisons(cell, shown=string(view.report.summary.get("explanation"))),
-        _latencies(cell),
-        element("div", drawn, class_="figures") if view.answered else element("p", "No request was answered."),
-        _prompt_sources(cell),
-        _load(cell),
-        time_models(cell),
-        costs(view),
-        element("h3", "Plan"),
-        _plan(cell) or element("p", "The summary has no plan of this workload."),
-        class_="cell",
-        id=anchor(index),
-        data_name=cell["name"],
-    )
+    drawn = figures.add((*figures_of(view), parts_of_time(view), timeline(view)))
+    return {
+        "name": cell["name"],
+        "anchor": anchor(index),
+        "comparisons": _comparisons(cell, shown=string(view.report.summary.get("explanation"))),
+        "latencies": _latencies(cell),
+        "is_answered": bool(view.answered),
+        "figures": drawn,
+        "tables": (_prompt_sources(cell), _load(cell), time_models(cell), costs(view)),
+        "plan": _plan(cell),
+    }
 
 
-def _comparisons(cell: dict[str, Any], *, shown: str | None) -> list[Markup]:
+def _comparisons(cell: dict[str, Any], *, shown: str | None) -> list[dict[str, Any]]:
     """Every comparison of a cell: its sentence unless the page has it already, evidence, and why there is no gain."""
     return [_comparison(found, shown) for found in listing(cell.get("comparisons")) if isinstance(found, dict)]
 
 
-def _comparison(found: dict[str, Any], shown: str | None) -> Markup:
+def _comparison(found: dict[str, Any], shown: str | None) -> dict[str, Any]:
     names = f"{found.get('measured')} against {found.get('reference')}"
     why = [
         item["text"]
@@ -195,20 +167,14 @@ def _comparison(found: dict[str, Any], shown: str | None) -> Markup:
     ]
     caption = f"Time to first token, {names}, in ms"
     heads = ("Percentile", str(found.get("reference")), str(found.get("measured")), "Difference", "95% interval")
-    return join(
-        element("h3", f"{names}: {string(found.get('verdict')) or 'no verdict'}"),
-        element("p", prose(sentence_case(sentence)))
-        if (sentence := string(found.get("explanation"))) not in (None, shown)
-        else None,
-        facts(_evidence(found)),
-        join(
-            element("p", "Why there is no gain, most likely first:"),
-            bullets(prose(sentence_case(cause)) for cause in why),
-        )
-        if why
-        else None,
-        table(caption, heads, rows) if rows else None,
-    )
+    sentence = string(found.get("explanation"))
+    return {
+        "title": f"{names}: {string(found.get('verdict')) or 'no verdict'}",
+        "sentence": None if sentence in (None, shown) else sentence_case(str(sentence)),
+        "evidence": _evidence(found),
+        "why": [prose(sentence_case(cause)) for cause in why],
+        "percentiles": PageTable(caption, heads, rows) if rows else None,
+    }
 
 
 def _evidence(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -250,7 +216,7 @@ def _scientific(value: Any) -> str | None:
     return None if amount is None else f"{amount:.2g}"
 
 
-def _latencies(cell: dict[str, Any]) -> Markup | None:
+def _latencies(cell: dict[str, Any]) -> PageTable | None:
     """Percentiles of every arm; those that the sample size does not carry are dashes."""
     arms = mapping(cell.get("arms"))
     rows = [
@@ -267,10 +233,10 @@ def _latencies(cell: dict[str, Any]) -> Markup | None:
     ]
     header = ("Arm", "TTFT p50 (95% interval)", "TTFT p90", "TTFT p99", "ITL p50", "TPOT p50", "End to end p50")
     caption = "Latency by arm, in ms; a dash: too few samples or unknown"
-    return table(caption, (*header, "Requests", "Errors"), rows) if rows else None
+    return PageTable(caption, (*header, "Requests", "Errors"), rows) if rows else None
 
 
-def _prompt_sources(cell: dict[str, Any]) -> Markup | None:
+def _prompt_sources(cell: dict[str, Any]) -> PageTable | None:
     """Where the prompt tokens of every arm came from, with a bar."""
     rows = []
     arms = mapping(cell.get("arms"))
@@ -285,22 +251,20 @@ def _prompt_sources(cell: dict[str, Any]) -> Markup | None:
             rows.append((arm, _bar(known, whole), *(_part(tokens[tier], whole) for tier in tiers)))
     caption = "Prompt tokens by source"
     heads = [tier.capitalize() for tier in tiers]
-    return table(caption, ("Arm", "Share", *heads), rows, names=2) if rows else None
+    return PageTable(caption, ("Arm", "Share", *heads), rows, names=2) if rows else None
 
 
 def _bar(amounts: dict[str, float], whole: float) -> Markup:
-    pieces = [
-        element("span", class_=f"tier-{tier}", style=f"width:{amount / whole * 100:.1f}%")
-        for tier, amount in amounts.items()
-    ]
-    return element("span", pieces, class_="bar", aria_hidden="true")
+    piece = '<span class="tier-{}" style="width:{}%"></span>'
+    pieces = Markup().join(markup(piece, tier, f"{amount / whole * 100:.1f}") for tier, amount in amounts.items())
+    return markup('<span class="bar" aria-hidden="true">{}</span>', pieces)
 
 
 def _part(amount: float | None, whole: float) -> str | None:
     return None if amount is None else f"{count(amount)} ({percent(amount / whole)})"
 
 
-def _load(cell: dict[str, Any]) -> Markup | None:
+def _load(cell: dict[str, Any]) -> PageTable | None:
     """Throughput, load and the client's health of every arm."""
     rows = [
         (
@@ -318,10 +282,10 @@ def _load(cell: dict[str, Any]) -> Markup | None:
         if isinstance(own, dict)
     ]
     header = ("Arm", "Requests/s", "Prompt tokens/s", "Output tokens/s", "Goodput", "Busy", "Queue, mean ms")
-    return table("Load by arm", (*header, "Client late, p90 ms", "Client CPU"), rows) if rows else None
+    return PageTable("Load by arm", (*header, "Client late, p90 ms", "Client CPU"), rows) if rows else None
 
 
-def _plan(cell: dict[str, Any]) -> Markup | None:
+def _plan(cell: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what was sent: the workload and its plan."""
     g1, working_set = number(cell.get("g1_tokens")), number(cell.get("working_set_tokens"))
     rows = [
@@ -344,25 +308,7 @@ def _plan(cell: dict[str, Any]) -> Markup | None:
         ("Stopped early", "yes" if cell.get("stopped_early") is True else None),
         ("Plan digest", (string(at(cell, "plan", "digest")) or "")[:12] or None),
     ]
-    known = [(name, value) for name, value in rows if value is not None]
-    return facts(known) if known else None
-
-
-def _about(report: Report) -> Markup:
-    return join(
-        element("section", element("h2", "Arms and runs"), sections.arms(report), sections.order(report)),
-        element("section", element("h2", "Machine and versions"), sections.machine(report.summary)),
-        element("section", element("h2", "How to reproduce"), sections.reproduce(report)),
-        footer(),
-    )
-
-
-def footer() -> Markup:
-    return element(
-        "footer",
-        "Charts: Apache ECharts 6.1.0, The Apache Software Foundation, Apache License 2.0. "
-        "This file requires no network.",
-    )
+    return [(name, value) for name, value in rows if value is not None]
 
 
 def build_report(directory: BenchDirectory, results: Results, summary: dict[str, Any]) -> Path:

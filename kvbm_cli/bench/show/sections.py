@@ -6,20 +6,19 @@ import re
 import shlex
 from typing import Any
 
+from markupsafe import Markup
+
 from kvbm_cli.bench.show.elements import (
-    Markup,
+    PageTable,
     anchor,
     at,
-    bullets,
     count,
     day,
     decimal,
-    element,
-    facts,
     interval,
-    join,
     listing,
     mapping,
+    markup,
     median_interval,
     milliseconds,
     number,
@@ -29,8 +28,6 @@ from kvbm_cli.bench.show.elements import (
     sentence_case,
     string,
     strings,
-    table,
-    text,
 )
 from kvbm_cli.bench.show.figures import Report
 
@@ -47,13 +44,13 @@ LONG_SENTENCE = 110
 NO_CAVEATS = "The run found no caveat."
 
 
-def title(report: Report) -> Markup:
+def title(report: Report) -> str:
     verdict = string(report.summary.get("verdict")) or "unknown"
     what = compared(report.summary) or string(at(report.summary, "profile", "name"))
-    return text(f"{VERDICTS.get(verdict, verdict)}: {what or 'benchmark'} - kvbm bench")
+    return f"{VERDICTS.get(verdict, verdict)}: {what or 'benchmark'} - kvbm bench"
 
 
-def header(report: Report) -> Markup:
+def header(report: Report) -> dict[str, Any]:
     """Verdict, sentence and what was compared: the first screen."""
     summary = report.summary
     verdict = string(summary.get("verdict")) or "unknown"
@@ -64,14 +61,12 @@ def header(report: Report) -> Markup:
         day(number(at(summary, "machine", "time_unix_s"))),
         None if summary.get("complete") else "incomplete: the run was interrupted",
     ]
-    badge = element("p", VERDICTS.get(verdict, verdict), class_=f"badge {verdict if verdict in VERDICTS else ''}")
-    return element(
-        "header",
-        element("p", "kvbm bench", class_="kicker"),
-        badge,
-        element("h1", prose(sentence_case(sentence)), class_="long" if len(sentence) > LONG_SENTENCE else None),
-        element("p", " · ".join(detail for detail in details if detail), class_="muted"),
-    )
+    return {
+        "badge": VERDICTS.get(verdict, verdict),
+        "style_of_badge": f" {verdict}" if verdict in VERDICTS else "",
+        "headings": [{"text": prose(sentence_case(sentence)), "is_long": len(sentence) > LONG_SENTENCE}],
+        "details": " · ".join(detail for detail in details if detail),
+    }
 
 
 def compared(summary: dict[str, Any]) -> str | None:
@@ -79,7 +74,7 @@ def compared(summary: dict[str, Any]) -> str | None:
     return f"{measured} against {reference}" if measured and reference else None
 
 
-def key_numbers(report: Report) -> Markup:
+def key_numbers(report: Report) -> dict[str, Any]:
     """Return the gains, each with its interval, then the caveats in the same size."""
     summary = report.summary
     every = [(cell, one) for cell in summary["cells"] for one in listing(cell.get("comparisons"))]
@@ -89,25 +84,19 @@ def key_numbers(report: Report) -> Markup:
         found = _key_numbers(summary) + [fact for cell, _ in every for fact in _medians(cell, summary)]
     verdicts = [one.get("verdict") for _, one in every] if len(every) > 1 else [summary.get("verdict")]
     is_unusable = all(verdict in UNUSABLE for verdict in verdicts)
-    gains = bullets(found, class_="plain") if found else element("p", "The run has no result.")
-    notes = [prose(sentence_case(note)) for note in [*_caveats(report), *report.notes]] or [text(NO_CAVEATS)]
+    notes = [prose(sentence_case(note)) for note in [*_caveats(report), *report.notes]] or [prose(NO_CAVEATS)]
     given = [reason for reason in strings(summary.get("reasons")) if reason != summary.get("explanation")]
-    reasons = [prose(sentence_case(reason)) for reason in given]
-    hint = string(summary.get("hint"))
-    return element(
-        "section",
-        join(element("h2", "Reasons"), bullets(reasons, class_="plain")) if reasons else None,
-        element("p", "What to do: ", prose(hint)) if hint else None,
-        element("h2", "Results, not usable" if is_unusable else "Results"),
-        gains,
-        element("h2", "Caveats"),
-        bullets(notes, class_="plain"),
-        class_="results",
-    )
+    return {
+        "reasons": [prose(sentence_case(reason)) for reason in given],
+        "hint": string(summary.get("hint")),
+        "is_unusable": is_unusable,
+        "gains": found,
+        "notes": notes,
+    }
 
 
 def _fact(value: str, what: str) -> Markup:
-    return join(element("strong", value), f" {what}")
+    return markup("<strong>{}</strong> {}", value, what)
 
 
 def _key_numbers(headline: dict[str, Any]) -> list[Markup]:
@@ -175,14 +164,14 @@ def _caveats(report: Report) -> list[str]:
     return list(dict.fromkeys([*strings(report.summary.get("caveats")), *own]))
 
 
-def overview(report: Report) -> Markup | None:
+def overview(report: Report) -> PageTable | None:
     """One row per comparison of every cell, for runs of several cells."""
     cells = report.cells()
     if len(cells) < 2:
         return None
     rows = []
     for index, cell in enumerate(cells):
-        link = element("a", cell["name"], href=f"#{anchor(index)}")
+        link = markup('<a href="#{}">{}</a>', anchor(index), cell["name"])
         for found in listing(cell.get("comparisons")) or [{}]:
             rows.append(
                 (
@@ -198,16 +187,16 @@ def overview(report: Report) -> Markup | None:
                 )
             )
     header = ("Workload", "Comparison", "Verdict", "Speed-up", "95% interval", "Pairs of runs")
-    return table("Results by workload", header, rows, names=3)
+    return PageTable("Results by workload", header, rows, names=3)
 
 
-def arms(report: Report) -> Markup | None:
+def arms(report: Report) -> PageTable | None:
     rows = [
         (name, string(at(arm, "kind")), string(at(arm, "profile")) or _address(arm), _differences(arm))
         for name, arm in report.summary["arms"].items()
     ]
     header = ("Arm", "Kind", "Profile or address", "Keys that differ from the measured profile")
-    return table("Arms", header, rows, names=4) if rows else None
+    return PageTable("Arms", header, rows, names=4) if rows else None
 
 
 def _address(arm: Any) -> str | None:
@@ -220,7 +209,7 @@ def _differences(arm: Any) -> str | None:
     return ", ".join(mapping(at(arm, "differences"))) or None
 
 
-def order(report: Report) -> Markup | None:
+def order(report: Report) -> PageTable | None:
     """Return the runs in the order in which they were completed."""
     rows = [
         (
@@ -241,13 +230,12 @@ def order(report: Report) -> Markup | None:
         "Client CPU",
         "Engine ended early",
     )
-    return table("Runs, in order of completion", header, rows) if rows else None
+    return PageTable("Runs, in order of completion", header, rows) if rows else None
 
 
-def machine(summary: dict[str, Any]) -> Markup:
+def machine(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the machine and the versions, every value as the summary has it."""
-    rows = [*_values(summary.get("machine")), *_values(summary.get("versions"))]
-    return facts(rows) if rows else element("p", "The summary does not name the machine.")
+    return [*_values(summary.get("machine")), *_values(summary.get("versions"))]
 
 
 def _values(data: Any) -> list[tuple[str, str]]:
@@ -258,20 +246,11 @@ def _values(data: Any) -> list[tuple[str, str]]:
     ]
 
 
-def reproduce(report: Report) -> Markup:
+def reproduce(report: Report) -> dict[str, Any]:
     """Return the command of an equal run, or if the summary lacks it, one from the names in the summary."""
     command = strings(report.summary.get("command")) or _command(report)
     digests = [f"{cell['name']}: {found}" for cell in report.cells() if (found := string(at(cell, "plan", "digest")))]
-    return join(
-        element("pre", element("code", " ".join(map(shlex.quote, command)))),
-        element(
-            "p",
-            "The command repeats the run if the profile and the workloads are unchanged. In the directory of the run, "
-            "plan.json and cells/ have every token and launch time. requests.jsonl has every request. Equal plans have "
-            "equal digests.",
-        ),
-        join(element("p", "Digests of the plans:"), bullets(digests)) if digests else None,
-    )
+    return {"command": shlex.join(command), "digests": digests}
 
 
 def _command(report: Report) -> list[str]:
