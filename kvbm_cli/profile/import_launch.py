@@ -83,8 +83,8 @@ class Left:
 @dataclass(frozen=True, slots=True)
 class Launch:
     """`words` are the arguments of the engine, `environment` its variables. `options` are settings of the engine that
-    a file has as keys, `settings` are keys of a profile. `model` is named outside of the command. `files` are texts
-    that the file contains, by name."""
+    a file has as keys, `settings` are keys of a profile, and those per rank are numbers of GB. `model` is named outside
+    of the command. `files` are texts that the file contains, by name."""
 
     name: str
     kind: str | None
@@ -92,6 +92,7 @@ class Launch:
     environment: Mapping[str, Word] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     settings: Mapping[str, Word] = field(default_factory=dict)
+    settings_per_rank: Mapping[str, Word] = field(default_factory=dict)
     left: tuple[Left, ...] = ()
     model: Word | None = None
     line: int = 0

@@ -7,12 +7,14 @@ listed with the message of the check; what is missing then is listed too. A secr
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import textwrap
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,11 @@ _MANY_VALUES = re.compile(
 )
 _NO_VALUE = re.compile(
     r"(?:no|enable|enforce|trust|is|skip|return|use)_\w+|disable_(?!access_log_for_endpoints)\w+|async_scheduling|headless"
-    r"|grpc|numa_bind|data_parallel_\w+_lb|\w+_only|allow_(?:credentials|deprecated_\w+)|fully_sharded_loras"
+    r"|aggregate_engine_logging|cohere_is_reasoning_model|(?:kv_cache|cudagraph)_metrics|dcp_q_replicate|help"
+    r"|exclude_tools_when_tool_choice_none|fail_on_environ_validation|interleave_mm_strings|jit_monitor_verbose"
+    r"|kv_sharing_fast_prefill|log_error_stack|long_prefill_token_threshold_adaptive|mm_device_do_normalize"
+    r"|ray_workers_use_nsight|scheduler_reserve_full_isl|sleep_mode_offload_cudagraph|specialize_active_lora"
+    r"|swa_bounded_replay|grpc|numa_bind|data_parallel_\w+_lb|\w+_only|allow_(?:credentials|deprecated_\w+)|fully_sharded_loras"
 )
 # Of SGLang 0.5.23: `tests/sglang_engine` compares them with its parser. The others are as above.
 SGLANG_NAMES = {
@@ -136,6 +142,8 @@ _LEFT_VARIABLES = (
     (r"HOME|PATH|PWD|USER|SHELL|HOSTNAME|LD_LIBRARY_PATH|PYTHONPATH|(?:POD|LWS)_\w+", "a variable of the container"),
 )
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # of one engine of vLLM
+_NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
 _PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
 _METRICS_NOTE = (
@@ -264,6 +272,7 @@ class _Draft:
     engine: str
     left: list[Left]
     document: Document = field(default_factory=dict)
+    unknown_flags: set[str] = field(default_factory=set)
 
     def put(self, key: str, value: object, text: str = "", line: int = 0) -> None:
         """Set a key. Its comment is the text and the line."""
@@ -297,6 +306,8 @@ class _Draft:
             self._take(flag_name(name), value, Word(name, getattr(name, "line", 0)))
         for key, size in launch.settings.items():
             self.put(key, str(size), line=size.line)
+        for key, size in launch.settings_per_rank.items():
+            self._put_size_per_rank(key, size, f"{size}GB of LMCache")
         for name, word in launch.environment.items():
             self._take_variable(name, word)
 
@@ -311,8 +322,10 @@ class _Draft:
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
         words = deque(self.launch.words)
+        has_model = self.launch.model is not None or any(re.match("--model(?:=|$)", word) for word in words)
         if words and not words[0].startswith("-"):
             words.appendleft(Word("--model", words[0].line))
+            has_model = True
         while words:
             word = words.popleft()
             written, _, inline = word.partition("=")
@@ -320,7 +333,10 @@ class _Draft:
             if not name:
                 if words and word.startswith("-") and names_secret(word):
                     words.popleft()
-                if not self._is_unknown("", word):
+                if self.engine == "vllm" and not has_model and not word.startswith("-") and not word.unknown:
+                    has_model = True
+                    yield "model", str(word), Word(f"--model {word}", word.line)
+                elif not self._is_unknown("", word):
                     self.leave(word, "it is neither a long flag nor the value of one", word.line)
                 continue
             name = _OTHER_NAMES.get(name, name)
@@ -330,7 +346,9 @@ class _Draft:
                 values.append(words.popleft())
             if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
-            elif not any(self._is_unknown(written, one) for one in values):
+            elif any(self._is_unknown(written, one) for one in values):
+                self.unknown_flags.add(name)
+            else:
                 found = [_parsed(one) for one in values]
                 yield (
                     name,
@@ -358,6 +376,8 @@ class _Draft:
                 self.leave(written, _PAIR if "nixl" in str(value) else reason, line)
         elif name == "kv_transfer_config":
             self._take_connector(value, line)
+        elif name == "kv_transfer_config.kv_connector":
+            self._take_connector({"kv_connector": value}, line)
         elif name == _STORAGE and isinstance(value, dict):
             self._take_storage(value, line)
         elif name == "model":
@@ -384,8 +404,9 @@ class _Draft:
         """Take over what kvbm does not set itself, and the size of host memory of another connector."""
         text = json.dumps(value)
         names = re.findall(r'"kv_connector": "(\w+)"', text)
-        if (size := re.search(r'"cpu_bytes_to_use": ([1-9]\d*)', text)) is not None:
+        if (size := re.search(r'"cpu_(?:bytes_to_use|capacity_bytes)": ([1-9]\d*)', text)) is not None:
             self.put("tiers.host.capacity", exact_size(int(size[1])), size[0].replace('"', ""), line)
+        self._take_secondary_tiers(value, line)
         ours = {"kv_connector": CONNECTOR, "kv_connector_module_path": CONNECTOR_MODULE, "kv_role": "kv_both"}
         if isinstance(value, dict) and names == [CONNECTOR]:
             if rest := {name: one for name, one in value.items() if ours.get(name) != one}:
@@ -393,6 +414,19 @@ class _Draft:
             return
         reason = _PAIR if _PAIR_CONNECTORS & set(names) else "kvbm replaces this connector"
         self.leave(f"--kv-transfer-config with {', '.join(dict.fromkeys(names)) or text}", reason, line)
+
+    def _take_secondary_tiers(self, value: Any, line: int) -> None:
+        """Take over the first directory among the secondary tiers of vLLM's OffloadingConnector."""
+        extra = value.get("kv_connector_extra_config") if isinstance(value, dict) else None
+        tiers = extra.get("secondary_tiers") if isinstance(extra, dict) else None
+        for tier in tiers if isinstance(tiers, list) else ():
+            if isinstance(tier, dict) and tier.get("type") == "fs":
+                size, directory = tier.get("max_bytes"), tier.get("root_dir")
+                if type(size) is int and size > 0:
+                    self.put("tiers.disk.capacity", exact_size(size), f"max_bytes: {size}", line)
+                if isinstance(directory, str):
+                    self.put("tiers.disk.directory", directory, "root_dir", line)
+                return
 
     def _take_storage(self, value: dict[str, Any], line: int) -> None:
         """Take over what SGLang reads of its storage's configuration, and the configuration of kvbm if it is that."""
@@ -413,12 +447,25 @@ class _Draft:
         elif variable_names({name: ""}):
             self._is_unknown(name, word)
         elif name in OF_LMCACHE and not word.unknown and word not in ("", "0"):
-            value = word.removeprefix("file://") if name.endswith("DISK") else f"{word}GB"
-            self.put(OF_LMCACHE[name][0], value, f"{name}={word}; LMCache counts it per rank", word.line)
+            if name.endswith("DISK"):
+                self.put(OF_LMCACHE[name][0], word.removeprefix("file://"), f"{name}={word}", word.line)
+            else:
+                self._put_size_per_rank(OF_LMCACHE[name][0], word, f"{name}={word}")
         elif reason is not None or has_secret(name, str(word)):
             self.leave(name, reason or NO_SECRETS, word.line)
         elif not self._is_unknown(name, word):
             self.put(f"engine.environment.{name}", str(word), line=word.line)
+
+    def _put_size_per_rank(self, key: str, word: Word, written: str) -> None:
+        """Set the size of a tier from a number of GB that LMCache counts per rank: a tier of kvbm is for all ranks."""
+        counts = [_value(self.document, "engine", "arguments", name) for name in _RANKS]
+        is_unclear = self.unknown_flags & set(_RANKS) or any(type(one) not in (int, type(None)) for one in counts)
+        if is_unclear or not _NUMBER.fullmatch(word):
+            self.leave(written, "LMCache counts it per rank, and the number of ranks or GB is unclear", word.line)
+            return
+        ranks = math.prod(one for one in counts if isinstance(one, int))
+        text = f"{written} for each of {ranks} ranks" if ranks > 1 else written
+        self.put(key, f"{(Decimal(word) * ranks).normalize():f}GB", text, word.line)
 
     def take_variables_of_kvbm(self) -> tuple[str, ...]:
         """Merge the keys of the DYN_KVBM_* variables, which win. Return a warning for each without effect."""

@@ -252,11 +252,7 @@ def _of_production_stack(spec: Any) -> Launch:
         tuple(one for one in _list(config, "extraArgs") if isinstance(one, Word)),
         environment,
         options={Word(flags[name], name.line): values[name] for name in flags if name not in _LEFT_OF_MODEL_SPEC},
-        settings={
-            f"tiers.{tier}.capacity": Word(f"{size}GB", size.line)
-            for tier, size in sizes
-            if is_on and size and size != "0"
-        },
+        settings_per_rank={f"tiers.{tier}.capacity": size for tier, size in sizes if is_on and size and size != "0"},
         left=tuple(left),
         model=_model(model) if model is not None else None,
         line=_line(spec),

@@ -14,13 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from terminal import HANGS_S, PROGRAM, Outcome, assert_entry, assert_said, given_in, kvbm, kvbm_here, stored_entries
 
 from kvbm.errors import KvbmError
 from kvbm_cli.profile.import_file import launches_in, profile_text
-from kvbm_cli.profile.import_profile import imported, kind_of
+from kvbm_cli.profile.import_profile import imported, kind_of, value_count
 
 FILES = Path(__file__).parent / "imported"
 ENTRIES = list(stored_entries("imported"))  # a file, and the name of an engine unless it is the first
@@ -93,6 +94,57 @@ def test_every_flag_is_in_the_profile_or_listed(flags):
     (text,) = profiles_of(f"vllm serve a/b {line}")
     for flag, _ in flags:
         assert re.search(rf"{flag}(?![\w-])", text), text
+
+
+@pytest.mark.parametrize("variable", ["LMCACHE_MAX_LOCAL_CPU_SIZE", "LMCACHE_MAX_LOCAL_DISK_SIZE"])
+@pytest.mark.parametrize(("flags", "total"), [("", "60GB"), ("-tp 8", "480GB"), ("-tp 2 -pp 2", "240GB")])
+def test_a_size_of_lmcache_is_counted_for_each_rank(variable, flags, total):
+    tier = "disk" if "DISK" in variable else "host"
+    (text,) = profiles_of(f"{variable}=60 vllm serve a/b {flags}")
+    assert re.search(rf"  {tier}:\n    capacity: {total} ", text), text
+
+
+@pytest.mark.parametrize(("flags", "size"), [("-tp $TP", "60"), ("", "6x")])
+def test_a_size_of_lmcache_is_not_guessed(flags, size):
+    (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE={size} vllm serve a/b {flags}")
+    assert "capacity:" not in text
+    assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): LMCache counts it per rank" in text
+
+
+def test_sizes_of_a_chart_are_counted_for_each_rank():
+    sizes = {"enabled": True, "cpuOffloadingBufferSize": "128", "diskOffloadingBufferSize": "200"}
+    spec = {"modelURL": "a/b", "vllmConfig": {"tensorParallelSize": 8}, "lmcacheConfig": sizes}
+    (text,) = profiles_of(json.dumps({"servingEngineSpec": {"modelSpec": [spec]}}))
+    assert "capacity: 1024GB " in text
+    assert "capacity: 1600GB " in text
+
+
+def test_a_connector_of_a_dotted_flag_is_replaced():
+    (text,) = profiles_of("vllm serve a/b --kv-transfer-config.kv_connector LMCacheConnectorV1")
+    assert "kv_transfer_config" not in text
+    assert "LMCacheConnectorV1` (line 1): kvbm replaces this connector" in text
+
+
+def test_secondary_tiers_of_vllm_become_a_disk_tier():
+    tiers = [{"type": "fs", "root_dir": "/nvme", "max_bytes": 1 << 40}]
+    extra = {"cpu_capacity_bytes": 1 << 36, "secondary_tiers": tiers}
+    given = json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+    (text,) = profiles_of(f"vllm serve a/b --kv-transfer-config '{given}'")
+    assert "capacity: 64GiB " in text
+    assert "directory: /nvme " in text
+    assert "capacity: 1TiB " in text
+
+
+def test_flags_without_a_value_are_those_of_vllm():
+    flags = yaml.safe_load((FILES.parents[1] / "config" / "vllm_flags.yaml").read_text())
+    counted = {name: value_count(name.replace("-", "_"), "vllm") == 0 for name in flags}
+    assert counted == {name: isinstance(value, bool) for name, value in flags.items()}
+
+
+def test_a_flag_without_a_value_does_not_take_the_model():
+    (text,) = profiles_of("vllm serve --kv-cache-metrics Qwen/Qwen3-8B")
+    assert "  model: Qwen/Qwen3-8B" in text
+    assert "    kv_cache_metrics: true" in text
 
 
 PARTS = [
