@@ -37,7 +37,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvbm.engines.embedded.http.body_room import BodyRoom
-from kvbm.engines.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.connections import front, listen
 from kvbm.text.log_limit import LogLimit
 from kvbm.text.outside import shown
 from kvbm_cli.disaggregated.body_process import BodyProcesses
@@ -50,7 +50,6 @@ MAX_BODIES_BYTES = 256 * 2**20  # of all clients; engines get each up to twice, 
 LONG_BODY_BYTES = 64 * 2**10  # above, a separate process parses it
 MAX_ANSWER_BYTES = 16 * 2**20  # of a prefill engine, which generates one token
 SHUTDOWN_TIMEOUT_S = 60.0
-DESCRIPTORS = 3  # of one client, with its connections to a prefill and a decode engine
 BODY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 ENGINE_TIMEOUT_S = 3600.0  # between two pieces of an answer; without streaming, it comes in one piece at the end
@@ -284,7 +283,7 @@ async def serve(app: web.Application, host: str, port: int) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await runner.setup()
     try:
-        await BoundedSite(runner, host, port, descriptors=DESCRIPTORS).start()
+        await listen(runner, host, port)
         await stopped.wait()
     finally:
         await runner.cleanup()

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from waiting import own_children
 
-from kvbm.engines.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.connections import front, listen
 from kvbm_cli.disaggregated import client_request, handover, proxy
 from kvbm_cli.disaggregated.body_process import SHORT_BODY_BYTES
 from kvbm_cli.disaggregated.client_request import engine_requests, is_one_answer
@@ -82,7 +82,7 @@ class Rig:
         await runner.setup()
         self.ending = app[proxy.ENGINES].ending
         self.stack.push_async_callback(runner.cleanup)
-        await BoundedSite(runner, "127.0.0.1", 0).start()
+        await listen(runner, "127.0.0.1", 0)
         self.session = await self.stack.enter_async_context(aiohttp.ClientSession())
         self.port = runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -28,7 +28,7 @@ import aiohttp
 from kvbm.engines.embedded.engine.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from kvbm.engines.embedded.engine.scheduler import EngineCounters
 from kvbm.engines.embedded.http.completion import Served
-from kvbm.engines.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.connections import front, listen
 from kvbm.engines.embedded.http.endpoints import create_app
 from kvbm.engines.embedded.http.metrics import EngineMetrics
 from kvbm.engines.embedded.http.service import Service
@@ -228,7 +228,7 @@ async def serving(served: Served | None) -> AsyncIterator[Client]:
     service = Service(served=served, admin_token=ADMIN_TOKEN)
     runner = front(create_app(service))
     await runner.setup()
-    await BoundedSite(runner, "127.0.0.1", 0).start()
+    await listen(runner, "127.0.0.1", 0)
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:

@@ -1,23 +1,18 @@
-"""Clients that leave, stop in the middle of a request, or are too many."""
+"""Clients that leave, or stop in the middle of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import socket
-from contextlib import suppress
 
 import pytest
 from aiohttp import web
 from server_rig import COMPLETIONS, Client, WrittenEngine, eventually, serve
 
-from kvbm.engines.embedded.http import connections
-from kvbm.engines.embedded.http.connections import BoundedSite, front, most_connections
+from kvbm.engines.embedded.http.connections import front, listen
 
 pytest.importorskip("transformers")
-
-HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 def request_of(*, stream: bool = False) -> bytes:
@@ -52,39 +47,6 @@ def test_a_client_that_ends_its_side_in_the_middle_of_a_request_is_closed() -> N
     serve(WrittenEngine(), use)
 
 
-def test_one_client_too_many_is_closed_and_the_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 3)
-
-    async def use(client: Client) -> None:
-        writers: list[asyncio.StreamWriter] = []
-
-        async def is_served() -> bool:
-            reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
-            writers.append(writer)
-            with suppress(ConnectionError):
-                writer.write(HEALTH)
-                return b"200 OK" in await reader.read(100)
-            return False
-
-        assert [await is_served() for _ in range(5)] == [True, True, True, False, False]
-        writers[0].close()
-        async with asyncio.timeout(60):
-            while not await is_served():
-                await asyncio.sleep(0.01)
-        for writer in writers:
-            writer.close()
-        for writer in writers:
-            with suppress(ConnectionError):
-                await writer.wait_closed()
-
-    serve(WrittenEngine(), use)
-
-
-def test_clients_take_half_of_the_descriptors_of_a_process_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert [most_connections(descriptors) for descriptors in (1, 3)] == [512, 170]
-
-
 HERE, NOT_HERE = "127.0.0.1", "192.0.2.1"  # the second is of no machine
 
 
@@ -101,7 +63,7 @@ def test_a_name_with_an_address_that_is_not_here_is_served_on_the_others(
         runner = front(web.Application())
         await runner.setup()
         try:
-            await BoundedSite(runner, "a-name", 0).start()
+            await listen(runner, "a-name", 0)
             assert [one[0] for one in runner.addresses] == [HERE]
         finally:
             await runner.cleanup()

@@ -49,14 +49,6 @@ MUTANTS = (
         fails="tests/embedded/test_server_connections.py -k leaves",
     ),
     Mutant(
-        name="connections-without-a-limit",
-        bug="A flood of clients takes every descriptor of the engine.",
-        file="kvbm/engines/embedded/http/connections.py",
-        old="        if len(server.connections) < self._limit:\n",
-        new="        if True:\n",
-        fails="tests/embedded/test_server_connections.py -k too_many",
-    ),
-    Mutant(
         name="proxy-passes-any-limit",
         bug="The proxy passes any object as a limit of tokens.",
         file="kvbm_cli/disaggregated/client_request.py",

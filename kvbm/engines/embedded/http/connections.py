@@ -1,8 +1,8 @@
-"""Connections of clients that are not trusted: aiohttp's server, with limits.
+"""Connections of clients that are not trusted: aiohttp's server, with its limits.
 
     runner = front(app)                                an application with the rules of this module
     await runner.setup()
-    await BoundedSite(runner, host, port).start()
+    await listen(runner, host, port)
 
 A client that leaves, or ends its side, cancels its request. Input that is not HTTP gets 400, and nothing is logged.
 """
@@ -12,17 +12,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import resource
 import socket
-from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 KEEPALIVE_S = 75.0
-MAX_CONNECTIONS = 8192  # and at most half of the descriptors that the process may have
-
-log = logging.getLogger(__name__)
 
 
 def front(app: web.Application, *, keepalive_s: float = KEEPALIVE_S, shutdown_timeout_s: float = 2.0) -> web.AppRunner:
@@ -49,49 +44,12 @@ def _is_worth_a_traceback(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-class BoundedSite(web.BaseSite):
-    """Listens on all addresses of `host`. `descriptors` is how many one client takes, with those to engines behind."""
-
-    __slots__ = ("_host", "_limit", "_port")
-
-    def __init__(self, runner: web.AppRunner, host: str, port: int, *, descriptors: int = 1) -> None:
-        super().__init__(runner)
-        self._host, self._port, self._limit = host, port, most_connections(descriptors)
-
-    @property
-    def name(self) -> str:
-        return f"http://{self._host}:{self._port}"
-
-    async def start(self) -> None:
-        """Raise OSError if it cannot listen."""
-        await super().start()
-        try:
-            self._server = await self._listen(socket.AF_UNSPEC)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            self._server = await self._listen(socket.AF_INET)  # `localhost` on a machine without IPv6
-
-    async def _listen(self, family: socket.AddressFamily) -> asyncio.Server:
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(self._accept, self._host, self._port, family=family, backlog=self._backlog)
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        server = cast(web.Server, self._runner.server)
-        if len(server.connections) < self._limit:
-            return server()
-        log.warning("kvbm: a client is refused: there are %d others, the limit of this process", self._limit)
-        return _Refusal()
-
-
-class _Refusal(asyncio.Protocol):
-    """Closes its connection."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast(asyncio.Transport, transport).abort()
-
-
-def most_connections(descriptors: int) -> int:
-    """Return how many clients may be connected if each takes that many descriptors."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(MAX_CONNECTIONS, allowed // 2) // descriptors)
+async def listen(runner: web.AppRunner, host: str, port: int) -> None:
+    """Listen on all addresses of `host`. Raise OSError if it is not possible."""
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        await web.TCPSite(runner, str(found[0][4][0]), port).start()  # `localhost` on a machine without IPv6

@@ -27,7 +27,7 @@ from typing import Any
 from aiohttp import web
 
 from kvbm.engines.embedded.http.completion import Served
-from kvbm.engines.embedded.http.connections import BoundedSite, front
+from kvbm.engines.embedded.http.connections import front, listen
 from kvbm.engines.embedded.http.endpoints import create_app
 from kvbm.engines.embedded.http.service import Service
 from kvbm.engines.launch_plan import ADMIN_VARIABLE
@@ -86,7 +86,7 @@ class Server:
     async def _listen(self, runner: web.AppRunner) -> None:
         host, port = self._settings.host, self._settings.port
         try:
-            await BoundedSite(runner, host, port).start()
+            await listen(runner, host, port)
         except OSError as error:
             reason = (os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)).lower()
             raise EnvironmentProblem(
