@@ -1168,7 +1168,7 @@ def test_a_doubt_of_the_connector_ends_with_the_engine(own, doubt, tmp_path):
     tiers = {"host": {"blocks": 8}, "disk": {"blocks": 8, "directory": str(tmp_path)}}
     side = scheduler_side(cache_groups(cache(FULL)), config=ConnectorConfig.model_validate({"tiers": tiers}))
     side.blocks.doubt = own
-    assert side.blocks._identity_of_blocks().result()[1] == doubt
+    assert side.blocks._described().result()[1] == doubt
     assert side.blocks._keeps_blocks == (not doubt)
 
 

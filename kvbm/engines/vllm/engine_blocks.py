@@ -80,7 +80,6 @@ class EngineBlocks:
         self._stats = StatsSource()
         self._adapters = Adapters()
         self._keeps_blocks = False  # for the next start, or for other engines
-        self._description: Future[Description] | None = None
         self._former = FormerWeights()
         self._sibling = ""  # another connector, which may load KV for any request
         self.doubt = ""  # why blocks must not outlive the engine, besides what its identity says
@@ -147,9 +146,7 @@ class EngineBlocks:
         self.leader = open_leader(
             self.boundary,
             self._config,
-            EngineAtStart(
-                segments, traits, len(self.pool.blocks), self._identity_of_blocks, progress, self._facts.info
-            ),
+            EngineAtStart(segments, traits, len(self.pool.blocks), self._described, progress, self._facts.info),
             LeaderCallbacks(
                 self._hold,
                 self._release,
@@ -176,23 +173,15 @@ class EngineBlocks:
         log.warning("kvbm: %s: `offload.to_host: on_evict` has no effect, all computed blocks are copied", reason)
         return None
 
-    def _identity_of_blocks(self) -> Future[Description]:
-        """Return the identity for the tiers below host memory, and note whether one of them keeps blocks."""
-        identity = self._described()
-        is_doubtful = identity.done() and bool(identity.result()[1])  # known already
-        self._keeps_blocks = self._config.tiers.outlive_engine and not is_doubtful
-        return identity
-
     def _described(self) -> Future[Description]:
-        """Return what decides the bytes and hashes of a block, and why that may be in doubt."""
-        if self._description is None:
-            facts, doubt = self._identity()
-            groups = [
-                [group.index, repr(group.group), *filter(None, [group.state_form])] for group in self._tables.groups
-            ]
-            facts = {**facts, "groups": groups, "ranks": self._facts.rank_count}
-            self._description = describe(facts, doubt or self.doubt)
-        return self._description
+        """Return the identity for the tiers below host memory: what decides the bytes and hashes of a block, and why
+        that may be in doubt. Note whether one of them keeps blocks."""
+        facts, doubt = self._identity()
+        groups = [[one.index, repr(one.group), *filter(None, [one.state_form])] for one in self._tables.groups]
+        described = describe({**facts, "groups": groups, "ranks": self._facts.rank_count}, doubt or self.doubt)
+        is_doubtful = described.done() and bool(described.result()[1])  # known already
+        self._keeps_blocks = self._config.tiers.outlive_engine and not is_doubtful
+        return described
 
     def _tenant_of(self, request_id: str) -> bytes:
         tracked = self._requests.get(request_id)

@@ -9,31 +9,20 @@ An engine inside the user's own process (`LLM` without a process of its own) has
 
 from __future__ import annotations
 
-import functools
 import importlib
 import weakref
 from typing import Any
 
+from kvbm.engines.engine_code import call_before
+
 CORE = "vllm.v1.engine.core"
 
 _CORES: weakref.WeakSet[Any] = weakref.WeakSet()  # that have waited; one in a process
-_WRAPPED: set[type] = set()
 
 
 def watch_cores() -> None:
     """Remember each engine core that waits for input from now on."""
-    core: Any = importlib.import_module(CORE).EngineCoreProc
-    original = getattr(core, "_process_input_queue", None)
-    if core in _WRAPPED or original is None:
-        return
-    _WRAPPED.add(core)
-
-    @functools.wraps(original)
-    def process(self: Any) -> Any:
-        _CORES.add(self)
-        return original(self)
-
-    core._process_input_queue = process
+    call_before(importlib.import_module(CORE).EngineCoreProc, "_process_input_queue", _CORES.add)
 
 
 def wake() -> None:

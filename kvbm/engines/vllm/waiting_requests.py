@@ -12,33 +12,24 @@ what vLLM changes after a load that failed.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
+
+from kvbm.engines.engine_code import call_before
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 LOADING = "WAITING_FOR_REMOTE_KVS"
 RESUMABLE = ("WAITING", "PREEMPTED")
 
-_WRAPPED: set[type] = set()
-
 
 def preempt_before_resets(connector_class: type) -> None:
     """Let schedulers whose connector is of this class preempt waiting requests before they reset a paused engine."""
-    scheduler: type = importlib.import_module(SCHEDULER).Scheduler
-    original: Any = getattr(scheduler, "reset_prefix_cache", None)
-    if scheduler in _WRAPPED or original is None:
-        return
-    _WRAPPED.add(scheduler)
 
-    @functools.wraps(original)
-    def reset(self: Any, reset_running_requests: bool = False, *arguments: Any, **keys: Any) -> Any:
-        if reset_running_requests and isinstance(self.connector, connector_class):
-            preempt_waiting(self)
-        return original(self, reset_running_requests, *arguments, **keys)
+    def preempt(scheduler: Any, reset_running_requests: bool = False, *_: Any, **__: Any) -> None:
+        if reset_running_requests and isinstance(scheduler.connector, connector_class):
+            preempt_waiting(scheduler)
 
-    vars_of: Any = scheduler
-    vars_of.reset_prefix_cache = reset
+    call_before(importlib.import_module(SCHEDULER).Scheduler, "reset_prefix_cache", preempt)
 
 
 def preempt_waiting(scheduler: Any) -> None:

@@ -12,12 +12,12 @@ one that changes them. Code that reaches into a worker of an engine in its own p
 
 from __future__ import annotations
 
-import functools
 import importlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from kvbm.engines.engine_code import call_before
 from kvbm.text.outside import shown
 
 CORE = "vllm.v1.engine.core"
@@ -37,24 +37,18 @@ class Listener(Protocol):
 
 
 _LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
-_WRAPPED: set[type] = set()
 
 
 def watch(listener: Listener) -> None:
     """Call `listener` before the weights may change, for as long as it lives."""
     _LISTENERS.add(listener)
-    core = _core()
-    if core in _WRAPPED or not reports_weight_updates():
-        return
-    _WRAPPED.add(core)
-    _wrap(core, "collective_rpc", _note_rpc)
-    _wrap(core, "sleep", _note_sleep)
-    _wrap(core, "add_lora", _note_adapter)
+    for name, note in WATCHED.items() if reports_weight_updates() else ():
+        call_before(_core(), name, note)
 
 
 def reports_weight_updates() -> bool:
     """Return whether vLLM has the methods that `watch` wraps."""
-    return all(callable(getattr(_core(), name, None)) for name in ("collective_rpc", "sleep", "add_lora"))
+    return all(callable(getattr(_core(), name, None)) for name in WATCHED)
 
 
 def _core() -> type:
@@ -62,25 +56,14 @@ def _core() -> type:
     return core
 
 
-def _wrap(core: type, name: str, note: Callable[..., None]) -> None:
-    original = getattr(core, name)
-
-    @functools.wraps(original)  # vLLM reads the types of the arguments
-    def method(self: Any, *arguments: Any, **keys: Any) -> Any:
-        note(*arguments, **keys)
-        return original(self, *arguments, **keys)
-
-    setattr(core, name, method)
-
-
-def _note_rpc(method: Any, *_: Any, **__: Any) -> None:
+def _note_rpc(_engine: Any, method: Any, *_: Any, **__: Any) -> None:
     name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__name__)
     if not isinstance(method, str) or name not in HARMLESS:
         for listener in list(_LISTENERS):
             listener.weights_may_change(f"the RPC `{shown(name)}`")
 
 
-def _note_sleep(level: int = 1, *_: Any, **keys: Any) -> None:
+def _note_sleep(_engine: Any, level: int = 1, *_: Any, **keys: Any) -> None:
     """Note a sleep. Level 1 brings the same weights back, but the caller may replace them meanwhile. Only a caller who
     keeps the caches of connectors says that they stay (an argument of vLLM after 0.33)."""
     keeps_weights = level == 1 and keys.get("clear_connector_cache") is False
@@ -89,6 +72,13 @@ def _note_sleep(level: int = 1, *_: Any, **keys: Any) -> None:
             listener.weights_may_change(f"sleep level {level}")
 
 
-def _note_adapter(lora_request: Any, *_: Any, **__: Any) -> None:
+def _note_adapter(_engine: Any, lora_request: Any, *_: Any, **__: Any) -> None:
     for listener in list(_LISTENERS):
         listener.adapter_is_loaded(lora_request)
+
+
+WATCHED: Mapping[str, Callable[..., None]] = {
+    "collective_rpc": _note_rpc,
+    "sleep": _note_sleep,
+    "add_lora": _note_adapter,
+}

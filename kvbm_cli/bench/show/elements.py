@@ -62,7 +62,7 @@ def _templates() -> Environment:
 
 
 def printable_text(value: object) -> str:
-    """Replace control characters, marks of text direction and lone surrogates, except in HTML. None becomes an empty text."""
+    """Replace control characters, marks of text direction and lone surrogates, except in HTML. None becomes empty."""
     if isinstance(value, Markup):
         return value
     return "" if value is None else one_line(str(value)).encode("utf-8", "backslashreplace").decode("utf-8")
