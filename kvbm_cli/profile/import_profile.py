@@ -59,6 +59,15 @@ _SHORT = {  # of vLLM
     "-q": "quantization",
     "-cc": "compilation_config",
     "-sc": "speculative_config",
+    "-ac": "attention_config",
+    "-n": "nnodes",
+    "-r": "node_rank",
+    "-pcp": "prefill_context_parallel_size",
+    "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank",
+    "-dpa": "data_parallel_address",
+    "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend",
 }
 _OTHER_NAMES = {
     **dict.fromkeys(("model_path", "model_id", "model_tag", "model_dir"), "model"),
@@ -142,7 +151,8 @@ _LEFT_VARIABLES = (
     (r"HOME|PATH|PWD|USER|SHELL|HOSTNAME|LD_LIBRARY_PATH|PYTHONPATH|(?:POD|LWS)_\w+", "a variable of the container"),
 )
 _OPTIONS_FILES = ("extra_llm_api_options", "extra_engine_args", "config")
-_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")  # of one engine of vLLM
+# Those of one engine: of vLLM and TensorRT-LLM, and of SGLang.
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size", "tp_size", "pp_size")
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?")
 _PAIR_CONNECTORS = frozenset({"PdConnector", "NixlConnector", "P2pNcclConnector", "MooncakeConnector"})
 _OF_STORE = "a profile holds no address and no credentials of a store; set it in the environment of `kvbm serve`"
@@ -191,6 +201,11 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
     warnings = draft.take_variables_of_kvbm()
     missing = draft.check()
     return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
+
+
+def _names_model(word: str) -> bool:
+    name = flag_name(word[2:].partition("=")[0]) if word.startswith("--") else ""
+    return _OTHER_NAMES.get(name, name) == "model"
 
 
 def value_count(name: str, engine: str) -> int:
@@ -322,7 +337,8 @@ class _Draft:
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
         words = deque(self.launch.words)
-        has_model = self.launch.model is not None or any(re.match("--model(?:=|$)", word) for word in words)
+        has_model = self.launch.model is not None or any(map(_names_model, words))
+        follows_short = False  # so that a word may be the value of a flag that is not known here
         if words and not words[0].startswith("-"):
             words.appendleft(Word("--model", words[0].line))
             has_model = True
@@ -331,15 +347,19 @@ class _Draft:
             written, _, inline = word.partition("=")
             name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
             if not name:
-                if words and word.startswith("-") and names_secret(word):
+                is_short = word.startswith("-")
+                if words and is_short and names_secret(word):
                     words.popleft()
-                if self.engine == "vllm" and not has_model and not word.startswith("-") and not word.unknown:
+                has_model = has_model or _value(self.document, "engine", "model") is not None  # of a file of options
+                if self.engine != "vllm" or has_model or is_short or follows_short or word.unknown:
+                    if not self._is_unknown("", word):
+                        self.leave(word, "it is neither a long flag nor the value of one", word.line)
+                else:
                     has_model = True
                     yield "model", str(word), Word(f"--model {word}", word.line)
-                elif not self._is_unknown("", word):
-                    self.leave(word, "it is neither a long flag nor the value of one", word.line)
+                follows_short = is_short and not inline
                 continue
-            name = _OTHER_NAMES.get(name, name)
+            name, follows_short = _OTHER_NAMES.get(name, name), False
             values = [Word(inline, word.line, unknown=word.unknown)] if inline else []
             limit = 0 if inline else min(len(words), value_count(name, self.engine))
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
@@ -347,7 +367,7 @@ class _Draft:
             if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
             elif any(self._is_unknown(written, one) for one in values):
-                self.unknown_flags.add(name)
+                self.unknown_flags.add(SGLANG_NAMES.get(name, name) if self.engine == "sglang" else name)
             else:
                 found = [_parsed(one) for one in values]
                 yield (
@@ -391,6 +411,7 @@ class _Draft:
             text = self.launch.files.get(value.rpartition("/")[2])
             if text is None:
                 self.leave(written, "other files are not read; import it too", line)
+                self.unknown_flags.update(_RANKS)
             for option, inside in options_in(text or "").items():
                 self._take(flag_name(option), plain(inside), Word(option, line))
         else:

@@ -97,18 +97,24 @@ def test_every_flag_is_in_the_profile_or_listed(flags):
 
 
 @pytest.mark.parametrize("variable", ["LMCACHE_MAX_LOCAL_CPU_SIZE", "LMCACHE_MAX_LOCAL_DISK_SIZE"])
-@pytest.mark.parametrize(("flags", "total"), [("", "60GB"), ("-tp 8", "480GB"), ("-tp 2 -pp 2", "240GB")])
+@pytest.mark.parametrize(("flags", "total"), [("", "60GB"), ("-tp 8", "480GB"), ("-tp 2 -pp 2 -pcp 2", "480GB")])
 def test_a_size_of_lmcache_is_counted_for_each_rank(variable, flags, total):
     tier = "disk" if "DISK" in variable else "host"
     (text,) = profiles_of(f"{variable}=60 vllm serve a/b {flags}")
     assert re.search(rf"  {tier}:\n    capacity: {total} ", text), text
 
 
-@pytest.mark.parametrize(("flags", "size"), [("-tp $TP", "60"), ("", "6x")])
+@pytest.mark.parametrize(("flags", "size"), [("-tp $TP", "60"), ("", "6x"), ("--config other.yaml", "60")])
 def test_a_size_of_lmcache_is_not_guessed(flags, size):
     (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE={size} vllm serve a/b {flags}")
     assert "capacity:" not in text
     assert f"`LMCACHE_MAX_LOCAL_CPU_SIZE={size}` (line 1): LMCache counts it per rank" in text
+
+
+@pytest.mark.parametrize(("flags", "size"), [("--tp 8", "160GB"), ("--tp-size $TP", None)])
+def test_a_size_of_lmcache_is_counted_for_each_rank_of_sglang(flags, size):
+    (text,) = profiles_of(f"LMCACHE_MAX_LOCAL_CPU_SIZE=20 python -m sglang.launch_server --model-path a/b {flags}")
+    assert re.findall(r"  host:\n    capacity: (\w+)", text) == [size] * bool(size), text
 
 
 def test_sizes_of_a_chart_are_counted_for_each_rank():
@@ -145,6 +151,15 @@ def test_a_flag_without_a_value_does_not_take_the_model():
     (text,) = profiles_of("vllm serve --kv-cache-metrics Qwen/Qwen3-8B")
     assert "  model: Qwen/Qwen3-8B" in text
     assert "    kv_cache_metrics: true" in text
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["-Z 3 org/model", "--port 80 -n 2 -r 0 org/model", "--model_tag org/model -Z 3", "--model-id org/model 3"],
+)
+def test_the_value_of_a_short_flag_is_not_the_model(command):
+    (text,) = profiles_of(f"vllm serve {command}")
+    assert re.findall(r"^  model: (\S+)", text, re.MULTILINE) == ["org/model"]
 
 
 PARTS = [

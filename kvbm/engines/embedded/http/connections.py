@@ -52,4 +52,5 @@ async def listen(runner: web.AppRunner, host: str, port: int) -> None:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
         found = await asyncio.get_running_loop().getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-        await web.TCPSite(runner, str(found[0][4][0]), port).start()  # `localhost` on a machine without IPv6
+        for address in dict.fromkeys(str(one[4][0]) for one in found):  # `localhost` on a machine without IPv6
+            await web.TCPSite(runner, address, port).start()
