@@ -61,7 +61,8 @@ def _durations() -> dict[str, Durations]:
 
 @dataclass(slots=True)
 class TierCounters:
-    """What is counted of each lower tier. Its name and that of the tier are the key of a total, as in `disk_off`."""
+    """What is counted of each lower tier. The tier and the field are the key of a total, as in `disk_off`,
+    unless the field has a key."""
 
     offload_blocks: int = _of_each(
         "blocks copied from host memory to disk and registered there",
@@ -242,7 +243,8 @@ class Counters:
     hit_window: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW_REQUESTS))
 
     def of(self, tier: Tier) -> TierCounters:
-        """Return the counters of a lower tier."""
+        """Return the counters of a lower tier: `tier` is DISK or SHARED."""
+        assert tier in (Tier.DISK, Tier.SHARED), tier
         return self.disk if tier is Tier.DISK else self.shared
 
     @property
@@ -251,7 +253,7 @@ class Counters:
         return bool(self.disk.off or self.shared.off)
 
     def note_reset(self, tier: Tier, blocks: int) -> None:
-        """Count blocks that host memory or the disk has forgotten; nothing knows how many the shared tier has."""
+        """Count blocks that host memory or the disk has forgotten. kvbm does not know how many the shared tier has."""
         if tier is Tier.HOST:
             self.host_reset_blocks += blocks
         else:

@@ -13,7 +13,7 @@ There is one address of blocks for a request. With several prompts or answers, a
 first prompt. A decode engine computes such requests alone.
 
 Clients are not trusted: only the paths in `make_app` reach an engine, with what `client_request.py` lets pass. Every
-wait has a limit, and `connections.py` of the embedded engine's server limits the number of clients.
+wait has a limit. The number of clients has none but that of descriptors (ADR 32).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EngineLog: the output of an engine, read for the phase of a start and for the report of a failure."""
+"""The end of an engine's log. EngineLog reads it for the phase of a start and for the report of a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_EXAMINED = 4000  # characters of a line: some patterns take quadratic time
 
 
 def end_of(path: Path, most_bytes: int, *, start: int = 0) -> str:
-    """Return the last bytes of a log, none before byte `start`; empty if it cannot be read."""
+    """Return the end of a log as text: at most `most_bytes`, none before byte `start`. Empty if it cannot be read."""
     try:
         with path.open("rb") as log:
             log.seek(max(start, os.fstat(log.fileno()).st_size - most_bytes))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbm.errors import EnvironmentProblem, reason_of
-from kvbm_cli.bench.show.elements import PageTable, prose, render
+from kvbm_cli.bench.show.elements import ReportTable, prose, render
 from kvbm_cli.bench.show.page import page_files, policy
 from kvbm_cli.plan.advice import Curve
 from kvbm_cli.system.filesystem import write_atomically
@@ -58,7 +58,7 @@ def _section(one: PlanSection) -> dict[str, Any]:
     return {
         "title": one.title,
         "chart": chart(curve),
-        "table": PageTable("Hit rates", ("capacity", *curve.rates), rows),
+        "table": ReportTable("Hit rates", ("capacity", *curve.rates), rows),
         "sentences": [prose(sentence) for sentence in one.sentences],
     }
 

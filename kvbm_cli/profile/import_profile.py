@@ -482,7 +482,8 @@ class _Draft:
         counts = [_value(self.document, "engine", "arguments", name) for name in _RANKS]
         is_unclear = self.unknown_flags & set(_RANKS) or any(type(one) not in (int, type(None)) for one in counts)
         if is_unclear or not _NUMBER.fullmatch(word):
-            self.leave(written, "LMCache counts it per rank, and the number of ranks or GB is unclear", word.line)
+            reason = "LMCache counts it per rank, and the file does not show the number of ranks, or that of GB"
+            self.leave(written, reason, word.line)
             return
         ranks = math.prod(one for one in counts if isinstance(one, int))
         text = f"{written} for each of {ranks} ranks" if ranks > 1 else written

@@ -177,7 +177,7 @@ def _stop(
     started = time.monotonic()
     with ProgressDisplay("stopping") as display:
         signalled = _signal_all(runs, started, timeout_s, problems)
-        found = [run for run in unreadable if _is_signalled(run, timeout_s, problems)]
+        found = [run for run in unreadable if _signal_launcher(run, timeout_s, problems)]
         stopped = [
             _wait(run, started, timeout_s, display, is_signalled=run in signalled)
             for run in runs
@@ -186,8 +186,8 @@ def _stop(
         return [*stopped, *(_wait_unreadable(run, started, timeout_s, display) for run in found)]
 
 
-def _is_signalled(run: EngineRun | UnreadableRun, timeout_s: float | None, problems: Problems) -> bool:
-    """Let the launcher stop its engine. If that is not possible, notes why."""
+def _signal_launcher(run: EngineRun | UnreadableRun, timeout_s: float | None, problems: Problems) -> bool:
+    """Tell the launcher to stop its engine. Return False, with the reason in `problems`, if that is not possible."""
     if timeout_s is not None:
         _request_timeout(run, timeout_s)
     try:
@@ -233,7 +233,7 @@ def _signal_all(
             if run.has_leftovers():
                 _continue_processes(run)  # its guard then removes them
         running = [run for run in runs if run.again().state in RUNNING]
-        running = [run for run in running if _is_signalled(run, timeout_s, problems)]
+        running = [run for run in running if _signal_launcher(run, timeout_s, problems)]
         while any(run.again().state in RUNNING for run in running) and time.monotonic() < started + NOTE_TIMEOUT_S:
             time.sleep(POLL_S / 4)
     return running

@@ -1,9 +1,10 @@
 """EngineBlocks: the blocks of one vLLM engine, whichever requests computed them.
 
 It owns the leader, and what is true of all blocks: their identity, their weights, and their events. The leader is
-created when all ranks have sent their segments and vLLM has bound its block pool, and stays until the engine ends. The
-invariant: a block that may be of other weights than the engine has now is in no tier, and in vLLM's prefix cache under
-no name. So everything that can change the weights ends in `_forget`, and `is_stale` says whose blocks stay in G1.
+created when all ranks have sent their segments and vLLM has bound its block pool, and stays until the engine ends.
+
+The invariant: no request finds a block of former weights, in a tier or in vLLM's prefix cache. So everything that can
+change the weights calls `_forget`, and no block of a request for which `is_stale` is true is offloaded.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class EngineBlocks:
 
     def _described(self) -> Future[Description]:
         """Return the identity for the tiers below host memory: what decides the bytes and hashes of a block, and why
-        that may be in doubt. Note whether one of them keeps blocks."""
+        that may be in doubt. Note whether a tier keeps blocks after the engine has ended."""
         facts, doubt = self._identity()
         groups = [[one.index, repr(one.group), *filter(None, [one.state_form])] for one in self._tables.groups]
         described = describe({**facts, "groups": groups, "ranks": self._facts.rank_count}, doubt or self.doubt)

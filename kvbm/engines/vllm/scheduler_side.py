@@ -2,10 +2,10 @@
 
 It owns the requests that may use the cache, from their arrival until their end: their block tables, their loads, and
 what a step offloads. It runs in the process of vLLM's scheduler and sees no bytes. What is true of all blocks, and the
-leader itself, is in `blocks` (engine_blocks.py); until there is a leader, every hook does nothing.
+leader itself, is in `blocks` (engine_blocks.py). Until there is a leader, the hooks only track requests.
 
-The invariant: a block is named to the leader only while vLLM has it in the table of a tracked request, and a request
-that was preempted has none until it is scheduled again.
+The invariant: these hooks name a block only while vLLM has it in the table of a tracked request, or hands it over as a
+snapshot. A preempted request has no blocks until it is scheduled again, or loads some.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerSide:
-    """Hooks of one engine's scheduler. EngineBlocks calls `identity`."""
+    """Hooks of one engine's scheduler. `identity`: see EngineBlocks."""
 
     def __init__(
         self,

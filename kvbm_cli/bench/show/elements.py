@@ -30,7 +30,7 @@ RATE_POINTS = 240
 
 
 @dataclass(frozen=True, slots=True)
-class PageTable:
+class ReportTable:
     """A table in a box that scrolls. The first column names the row; the first `names` columns are text, the others
     are numbers. `None` is shown as a dash."""
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import ALL, TIERS, CellResult, RequestRecord, Results, percentile
 from kvbm_cli.bench.show.elements import (
-    PageTable,
+    ReportTable,
     count,
     distribution,
     milliseconds,
@@ -42,7 +42,7 @@ class Figure:
     description: str
     legends: Sequence[Legend]
     data: dict[str, Any]
-    table: PageTable
+    table: ReportTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def by_turn(view: CellView) -> Figure | None:
         description=f"Line chart. Median time to first token: {'; '.join(ends)}.",
         legends=[arm_legend(view, found)],
         data={"arms": [{"arm": view.number_of(arm), "points": lines} for arm, lines in found.items()]},
-        table=PageTable(
+        table=ReportTable(
             title, ("Arm", "Turn", "Lower quartile", "Median", "Upper quartile", "Requests"), rows, names=2
         ),
     )
@@ -206,7 +206,7 @@ def by_source(view: CellView) -> Figure | None:
                 for arm, own in boxes.items()
             ],
         },
-        table=PageTable(
+        table=ReportTable(
             title,
             ("Source", "Arm", "5%", "Lower quartile", "Median", "Upper quartile", "95%", "Requests"),
             [
@@ -242,7 +242,7 @@ def ecdf(view: CellView) -> Figure | None:
                 for arm, points in lines.items()
             ]
         },
-        table=PageTable(
+        table=ReportTable(
             title,
             ("Arm", *(f"{one}%" for one in percents), "Requests"),
             [(arm, *map(milliseconds, times_ms), count(len(values[arm]))) for arm, times_ms in found.items()],

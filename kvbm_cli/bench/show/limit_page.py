@@ -16,7 +16,7 @@ from kvbm_cli.bench.judge.limit import Bounds, Condition, parse_conditions, show
 from kvbm_cli.bench.result.directory import LIMIT, PROBES, BenchDirectory
 from kvbm_cli.bench.show import sections
 from kvbm_cli.bench.show.elements import (
-    PageTable,
+    ReportTable,
     at,
     count,
     day,
@@ -102,7 +102,7 @@ def _results(found: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
     ]
     header = ("Arm", "Requests/s, highest that holds to lowest that fails", "Probes", "Answers compared", "Different")
     caveats = [prose(sentence_case(note)) for note in [*strings(found.get("notes")), *notes]] or [prose(NO_CAVEATS)]
-    return {"limits": PageTable("Limits by arm", header, rows, names=2), "notes": caveats}
+    return {"limits": ReportTable("Limits by arm", header, rows, names=2), "notes": caveats}
 
 
 def _probes(condition: Condition, arms: Sequence[str], probes: Sequence[Mapping[str, Any]]) -> Figure:
@@ -136,5 +136,5 @@ def _probes(condition: Condition, arms: Sequence[str], probes: Sequence[Mapping[
             "allowed": round(allowed, 4),
             "lines": [{"arm": number, "points": sorted(points[arm])} for number, arm in enumerate(arms)],
         },
-        table=PageTable(title, ("Arm", "Outcome", "Requests/s", "Requests", "Over the limit"), rows, names=2),
+        table=ReportTable(title, ("Arm", "Outcome", "Requests/s", "Requests", "Over the limit"), rows, names=2),
     )

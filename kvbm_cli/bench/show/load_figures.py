@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbm_cli.bench.result.results import TIERS, RequestRecord, percentile
 from kvbm_cli.bench.show.elements import (
-    PageTable,
+    ReportTable,
     at,
     count,
     decimal,
@@ -75,7 +75,7 @@ def ladder(report: Report) -> Figure | None:
         + ".",
         legends=[[(f"line arm-{arm % ARM_STYLES}", name) for (_, name), arm in zip(lines, styles, strict=True)]],
         data={"lines": [{"arm": a, "points": sorted(p)} for a, p in zip(styles, lines.values(), strict=True)]},
-        table=PageTable(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
+        table=ReportTable(title, ("Comparison", "Verdict", "Pressure", "Speed-up", "95% interval"), rows, names=2),
     )
 
 
@@ -124,7 +124,7 @@ def _pareto(report: Report, key: str, short: str, name: str) -> Figure | None:
             "y": f"{short} p50, ms",
             "lines": [{"arm": style, "points": points} for style, points in zip(styles, swept.values(), strict=True)],
         },
-        table=PageTable(
+        table=ReportTable(
             title, ("Arm", "Run", "Load", unit.capitalize(), "Per core second", f"{short} p50, ms"), rows, names=3
         ),
     )
@@ -186,7 +186,7 @@ def parts_of_time(view: CellView) -> Figure | None:
         + ".",
         legends=[[(f"part-{PARTS.index(name)}", name) for name in names]],
         data={"arms": list(rows), "parts": [PARTS.index(name) for name in names], "rows": list(rows.values())},
-        table=PageTable(
+        table=ReportTable(
             title,
             ("Arm", *names, "total"),
             [(arm, *map(milliseconds, parts), milliseconds(sum(p or 0 for p in parts))) for arm, parts in rows.items()],
@@ -209,7 +209,7 @@ def _parts(view: CellView, arm: str, points: Sequence[RequestRecord]) -> list[fl
     return [None if part is None else round(part, 2) for part in known]
 
 
-def time_models(cell: dict[str, Any]) -> PageTable | None:
+def time_models(cell: dict[str, Any]) -> ReportTable | None:
     """Return the linear model of TTFT over prompt tokens by source, of every comparison that has one."""
     rows = []
     for found in listing(cell.get("comparisons")):
@@ -228,7 +228,7 @@ def time_models(cell: dict[str, Any]) -> PageTable | None:
     header = ("Requests of", "Fixed, ms", "Any load, ms", "Computed token, µs", "G2 token, µs", "G3 token, µs")
     caption = "Linear model of the time to first token"
     pays = ("G2 pays from, tokens", "G3 pays from, tokens")
-    return PageTable(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
+    return ReportTable(caption, (*header, *pays, "Variance explained", "Requests"), rows) if rows else None
 
 
 def _microseconds(per_token_ms: Any) -> str | None:
@@ -236,7 +236,7 @@ def _microseconds(per_token_ms: Any) -> str | None:
     return None if amount is None else decimal(amount * 1e3)
 
 
-def costs(view: CellView) -> PageTable | None:
+def costs(view: CellView) -> ReportTable | None:
     """Return what the engine's processes used in all runs of every arm; `None` if no server reports any of it."""
     rows = [(arm, *_cost(mapping(at(view.cell, "arms", arm, "cost")))) for arm in view.arms]
     header = (
@@ -244,7 +244,7 @@ def costs(view: CellView) -> PageTable | None:
         *("GPU energy, J per 1,000 requests", "Tokens per core second", "Price per million tokens"),
     )
     is_known = any(value is not None for _, *values in rows for value in values)
-    return PageTable("Cost of the engine's processes", header, rows) if is_known else None
+    return ReportTable("Cost of the engine's processes", header, rows) if is_known else None
 
 
 def _cost(cost: dict[str, Any]) -> tuple[str | None, ...]:
@@ -337,7 +337,7 @@ def _timeline_in_words(
 
 def _timeline_table(
     title: str, points: dict[str, list[tuple[float, float]]], arm: str | None, server: dict[str, Any] | None
-) -> PageTable:
+) -> ReportTable:
     """Medians in ten equal parts of the time."""
     end = max(x for found in points.values() for x, _ in found)
     width = end / 10 or 1.0
@@ -350,7 +350,9 @@ def _timeline_table(
         means = [_mean_between(tokens[tier], part * width, (part + 1) * width) for tier in tiers]
         rows.append((f"{part * width:.0f} to {(part + 1) * width:.0f} s", *medians, *map(count, means)))
     heads = [f"{name}, median ms" for name in points]
-    return PageTable(title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows)
+    return ReportTable(
+        title, ("Time", *heads, *(f"{arm}, {SOURCES[t].partition(',')[0]} tokens/s" for t in tiers)), rows
+    )
 
 
 def _mean_between(line: Sequence[Sequence[float]], start: float, end: float) -> float | None:

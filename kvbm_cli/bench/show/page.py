@@ -19,7 +19,7 @@ from kvbm_cli.bench.result.directory import BenchDirectory
 from kvbm_cli.bench.result.results import TIERS, Results
 from kvbm_cli.bench.show import sections
 from kvbm_cli.bench.show.elements import (
-    PageTable,
+    ReportTable,
     anchor,
     at,
     count,
@@ -173,7 +173,7 @@ def _comparison(found: dict[str, Any], shown: str | None) -> dict[str, Any]:
         "sentence": None if sentence in (None, shown) else sentence_case(str(sentence)),
         "evidence": _evidence(found),
         "why": [prose(sentence_case(cause)) for cause in why],
-        "percentiles": PageTable(caption, heads, rows) if rows else None,
+        "percentiles": ReportTable(caption, heads, rows) if rows else None,
     }
 
 
@@ -216,7 +216,7 @@ def _scientific(value: Any) -> str | None:
     return None if amount is None else f"{amount:.2g}"
 
 
-def _latencies(cell: dict[str, Any]) -> PageTable | None:
+def _latencies(cell: dict[str, Any]) -> ReportTable | None:
     """Percentiles of every arm; those that the sample size does not carry are dashes."""
     arms = mapping(cell.get("arms"))
     rows = [
@@ -233,10 +233,10 @@ def _latencies(cell: dict[str, Any]) -> PageTable | None:
     ]
     header = ("Arm", "TTFT p50 (95% interval)", "TTFT p90", "TTFT p99", "ITL p50", "TPOT p50", "End to end p50")
     caption = "Latency by arm, in ms; a dash: too few samples or unknown"
-    return PageTable(caption, (*header, "Requests", "Errors"), rows) if rows else None
+    return ReportTable(caption, (*header, "Requests", "Errors"), rows) if rows else None
 
 
-def _prompt_sources(cell: dict[str, Any]) -> PageTable | None:
+def _prompt_sources(cell: dict[str, Any]) -> ReportTable | None:
     """Where the prompt tokens of every arm came from, with a bar."""
     rows = []
     arms = mapping(cell.get("arms"))
@@ -251,7 +251,7 @@ def _prompt_sources(cell: dict[str, Any]) -> PageTable | None:
             rows.append((arm, _bar(known, whole), *(_part(tokens[tier], whole) for tier in tiers)))
     caption = "Prompt tokens by source"
     heads = [tier.capitalize() for tier in tiers]
-    return PageTable(caption, ("Arm", "Share", *heads), rows, names=2) if rows else None
+    return ReportTable(caption, ("Arm", "Share", *heads), rows, names=2) if rows else None
 
 
 def _bar(amounts: dict[str, float], whole: float) -> Markup:
@@ -264,7 +264,7 @@ def _part(amount: float | None, whole: float) -> str | None:
     return None if amount is None else f"{count(amount)} ({percent(amount / whole)})"
 
 
-def _load(cell: dict[str, Any]) -> PageTable | None:
+def _load(cell: dict[str, Any]) -> ReportTable | None:
     """Throughput, load and the client's health of every arm."""
     rows = [
         (
@@ -282,7 +282,7 @@ def _load(cell: dict[str, Any]) -> PageTable | None:
         if isinstance(own, dict)
     ]
     header = ("Arm", "Requests/s", "Prompt tokens/s", "Output tokens/s", "Goodput", "Busy", "Queue, mean ms")
-    return PageTable("Load by arm", (*header, "Client late, p90 ms", "Client CPU"), rows) if rows else None
+    return ReportTable("Load by arm", (*header, "Client late, p90 ms", "Client CPU"), rows) if rows else None
 
 
 def _plan(cell: dict[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from kvbm_cli.bench.show.elements import (
-    PageTable,
+    ReportTable,
     anchor,
     at,
     count,
@@ -164,7 +164,7 @@ def _caveats(report: Report) -> list[str]:
     return list(dict.fromkeys([*strings(report.summary.get("caveats")), *own]))
 
 
-def overview(report: Report) -> PageTable | None:
+def overview(report: Report) -> ReportTable | None:
     """One row per comparison of every cell, for runs of several cells."""
     cells = report.cells()
     if len(cells) < 2:
@@ -187,16 +187,16 @@ def overview(report: Report) -> PageTable | None:
                 )
             )
     header = ("Workload", "Comparison", "Verdict", "Speed-up", "95% interval", "Pairs of runs")
-    return PageTable("Results by workload", header, rows, names=3)
+    return ReportTable("Results by workload", header, rows, names=3)
 
 
-def arms(report: Report) -> PageTable | None:
+def arms(report: Report) -> ReportTable | None:
     rows = [
         (name, string(at(arm, "kind")), string(at(arm, "profile")) or _address(arm), _differences(arm))
         for name, arm in report.summary["arms"].items()
     ]
     header = ("Arm", "Kind", "Profile or address", "Keys that differ from the measured profile")
-    return PageTable("Arms", header, rows, names=4) if rows else None
+    return ReportTable("Arms", header, rows, names=4) if rows else None
 
 
 def _address(arm: Any) -> str | None:
@@ -209,7 +209,7 @@ def _differences(arm: Any) -> str | None:
     return ", ".join(mapping(at(arm, "differences"))) or None
 
 
-def order(report: Report) -> PageTable | None:
+def order(report: Report) -> ReportTable | None:
     """Return the runs in the order in which they were completed."""
     rows = [
         (
@@ -230,7 +230,7 @@ def order(report: Report) -> PageTable | None:
         "Client CPU",
         "Engine ended early",
     )
-    return PageTable("Runs, in order of completion", header, rows) if rows else None
+    return ReportTable("Runs, in order of completion", header, rows) if rows else None
 
 
 def machine(summary: dict[str, Any]) -> list[tuple[str, str]]:

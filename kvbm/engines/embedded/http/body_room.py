@@ -1,6 +1,6 @@
 """BodyRoom: limits the sum of the bodies that a server holds, so that many clients with long ones do not fill memory.
 
-Bodies of up to SHORT_BYTES are not counted: the number of connections limits them, and no client with long bodies keeps
+Bodies of up to SHORT_BYTES are not counted: the number of descriptors limits them, and no client with long bodies keeps
 others from sending them. A body takes room as it arrives, not when it is announced.
 """
 

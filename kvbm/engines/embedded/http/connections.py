@@ -1,4 +1,4 @@
-"""Connections of clients that are not trusted: aiohttp's server, with its limits.
+"""Connections of clients that are not trusted: aiohttp's server, with the options and the log that they require.
 
     runner = front(app)                                an application with the rules of this module
     await runner.setup()
