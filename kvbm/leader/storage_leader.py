@@ -281,11 +281,10 @@ class StorageLeader(EngineTiers):
         total = sum(loaded.values())
         for tier in self.lower_tiers:
             tier.used(hashes, total, b"")
+            counters.of(tier.kind).onboard_blocks += loaded[tier.kind]
         counters.matched_tokens += total * self._settings.traits.block_tokens
         counters.onboard_blocks += total
         counters.onboard_bytes += total * self._settings.block_bytes
-        for tier in self.lower_tiers:
-            counters.of(tier.kind).onboard_blocks += loaded[tier.kind]
         host, disk, shared = (loaded[kind] for kind in HIT_TIERS)
         counters.hit_window.append((host, disk, shared, 0))
 

@@ -203,9 +203,10 @@ def imported(launch: Launch, *, model: tuple[str, str] | None, engine: tuple[str
     return Imported(_in_order(draft.document), tuple(draft.left), warnings, missing)
 
 
-def _names_model(word: str) -> bool:
-    name = flag_name(word[2:].partition("=")[0]) if word.startswith("--") else ""
-    return _OTHER_NAMES.get(name, name) == "model"
+def _name_of(written: str) -> str:
+    """Return the name of a flag as it is written, empty for what is none or not known."""
+    name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
+    return _OTHER_NAMES.get(name, name)
 
 
 def value_count(name: str, engine: str) -> int:
@@ -337,7 +338,7 @@ class _Draft:
     def _flags(self) -> Iterator[tuple[str, Any, Word]]:
         """Yield the flags of the command with their values, and how they are written."""
         words = deque(self.launch.words)
-        has_model = self.launch.model is not None or any(map(_names_model, words))
+        has_model = self.launch.model is not None or any(_name_of(word.partition("=")[0]) == "model" for word in words)
         follows_short = False  # so that a word may be the value of a flag that is not known here
         if words and not words[0].startswith("-"):
             words.appendleft(Word("--model", words[0].line))
@@ -345,7 +346,7 @@ class _Draft:
         while words:
             word = words.popleft()
             written, _, inline = word.partition("=")
-            name = _SHORT.get(written) or (flag_name(written[2:]) if written.startswith("--") else "")
+            name = _name_of(written)
             if not name:
                 is_short = word.startswith("-")
                 if words and is_short and names_secret(word):
@@ -359,7 +360,7 @@ class _Draft:
                     yield "model", str(word), Word(f"--model {word}", word.line)
                 follows_short = is_short and not inline
                 continue
-            name, follows_short = _OTHER_NAMES.get(name, name), False
+            follows_short = False
             values = [Word(inline, word.line, unknown=word.unknown)] if inline else []
             limit = 0 if inline else min(len(words), value_count(name, self.engine))
             while words and len(values) < limit and not re.match(r"-(?![\d.])", words[0]):
@@ -367,7 +368,7 @@ class _Draft:
             if names_secret(name):
                 self.leave(written, NO_SECRETS, word.line)
             elif any(self._is_unknown(written, one) for one in values):
-                self.unknown_flags.add(SGLANG_NAMES.get(name, name) if self.engine == "sglang" else name)
+                self.unknown_flags.add(self._own_name(name))
             else:
                 found = [_parsed(one) for one in values]
                 yield (
@@ -376,17 +377,19 @@ class _Draft:
                     Word(f"{written} {' '.join(values)}".strip(), word.line),
                 )
 
+    def _own_name(self, name: str) -> str:
+        """Return the name that a profile has for a flag or option of the engine."""
+        of_engine = {"tensorrt-llm": SAME_OPTION, "sglang": SGLANG_NAMES}.get(self.engine, {})
+        return of_engine.get(name, name)
+
     def _take(self, name: str, value: Any, written: Word) -> None:
         """Take over one flag or option of the engine."""
         line = written.line
         if name.startswith("no_") and value is True:
             name, value = name.removeprefix("no_"), False
-        if self.engine == "tensorrt-llm":
-            name = SAME_OPTION.get(name, name)
-        elif self.engine == "sglang":
-            name = SGLANG_NAMES.get(name, name)
-            if name == _STORAGE and isinstance(value, dict):
-                value = {key: one for key, one in value.items() if key not in SGLANG_STORAGE}
+        name = self._own_name(name)
+        if self.engine == "sglang" and name == _STORAGE and isinstance(value, dict):
+            value = {key: one for key, one in value.items() if key not in SGLANG_STORAGE}
         readers = {self.engine, "dynamo" if self.launch.is_of_dynamo else ""}
         reason = next((why for who, flag, why in _LEFT_FLAGS if who in readers and re.fullmatch(flag, name)), None)
         if has_secret(name, value):
